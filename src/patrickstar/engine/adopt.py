@@ -1,0 +1,158 @@
+"""From a user's model to slots in chunks, without a second copy of any parameter."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from patrickstar.engine.config import Config
+from patrickstar.engine.intercept import Interceptor
+from patrickstar.engine.model_data import ModelData
+from patrickstar.engine.precision import compute_dtypes
+from patrickstar.engine.slot import Slot
+from patrickstar.errors import ModelError
+from patrickstar.layout.lists import PARAM16, PARAM32, scheme_for
+from patrickstar.layout.mapping import ChunkSpec, Layout, ParamSpec, build_layout
+from patrickstar.layout.search import search_layout
+from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.manager import Manager
+from patrickstar.schedule.placement import WARM_UP_PERCENT
+
+WeightSource = Callable[[str], torch.Tensor]
+"""Gives a parameter's value by its name, for parameters that were built on the meta device."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that the layout knows a dtype by."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_model(module: nn.Module) -> None:
+    """Raise ModelError for what can't be trained here, naming the parameter."""
+    if next(module.parameters(), None) is None:
+        raise ModelError(f"{type(module).__name__} has no parameters: there is nothing to train")
+    for name, param in module.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ModelError(f"parameter {name!r} has no shape yet; run one batch through the lazy module first")
+        if param.layout is not torch.strided:
+            raise ModelError(f"parameter {name!r} has layout {param.layout}; chunks hold dense parameters only")
+        if hasattr(param, "_slots"):
+            raise ModelError(f"parameter {name!r} already belongs to an engine; close that one first")
+        if not param.is_leaf:
+            raise ModelError(f"parameter {name!r} is computed from others; give the engine the model before that")
+    for prefix, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise ModelError(
+                f"parameter {prefix + '.weight'!r} asks for sparse gradients, which Adam over chunks can't take; "
+                f"build the embedding with sparse=False"
+            )
+
+
+def lookup_weights(module: nn.Module) -> set[str]:
+    """Names of weights that only embedding lookups read: one owner, which is an nn.Embedding."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for prefix, child in module.named_modules():
+        for name, param in child.named_parameters(prefix=prefix, recurse=False, remove_duplicate=False):
+            owners.setdefault(param, []).append((child, name))
+    return {
+        uses[0][1]
+        for uses in owners.values()
+        if len(uses) == 1 and type(uses[0][0]) is nn.Embedding and uses[0][0].max_norm is None
+    }
+
+
+def param_specs(module: nn.Module, config: Config) -> list[ParamSpec]:
+    """The model as the layout sees it, in creation order. Embeddings get chunks of their own, which may stay away."""
+    dtypes = compute_dtypes(module, config.compute_dtype)
+    alone = lookup_weights(module)
+    return [
+        ParamSpec(name, param.numel(), scheme_for(dtype_name(dtypes[name]), param.requires_grad), name in alone)
+        for name, param in module.named_parameters()
+    ]
+
+
+def make_layout(params: list[ParamSpec], config: Config, device_budget_bytes: int) -> Layout:
+    """The layout with the chunk size asked for, or the one that wastes least."""
+    if config.chunk_size == "auto":
+        return search_layout(params, device_budget_bytes)
+    itemsize = max(param.scheme.compute.itemsize for param in params)
+    return build_layout(params, max(1, int(config.chunk_size) // itemsize))
+
+
+def create_chunks(spec: ChunkSpec, manager: Manager) -> Chunk:
+    """Make all chunks of one index, zeroed: `param16` on the device while the warm-up has room there, the rest below.
+
+    Optimizer chunks go to the device only where the host can't take them.
+    """
+    room = manager.device_budget_bytes * WARM_UP_PERCENT // 100 - manager.device_used - manager.non_model_bytes
+    host_is_full = manager.host_used + spec.optimizer_bytes > manager.host_budget_bytes
+    for item in spec.scheme.lists:
+        chunk = Chunk(item.kind, spec.index, spec.numel, item.dtype, manager.device)
+        manager.create(chunk, on_device=chunk.nbytes <= room if item.kind == PARAM16 else host_is_full)
+    return manager[PARAM16, spec.index]
+
+
+def adopt(
+    module: nn.Module, layout: Layout, params: Iterable[ParamSpec], data: ModelData, interceptor: Interceptor,
+    weights: WeightSource | None,
+) -> None:
+    """Move every parameter into its slot, one at a time, its old memory freed before the next is looked at."""
+    schemes = {param.name: param.scheme for param in params}
+    lookups = lookup_weights(module)
+    by_name = dict(module.named_parameters())
+    creation = {name: position for position, name in enumerate(by_name)}
+    for spec in layout.chunks:
+        chunk = create_chunks(spec, data.manager)
+        for name in spec.params:
+            param = by_name[name]
+            value = param.data
+            if value.is_meta:
+                if weights is None:
+                    raise ModelError(f"parameter {name!r} is on the meta device and no `weights` were given to fill it")
+                value = weights(name)
+                if value.shape != param.shape:
+                    raise ModelError(f"weights give {tuple(value.shape)} for parameter {name!r} of {tuple(param.shape)}")
+            slot = Slot(name, param, tuple(param.shape), schemes[name], layout.places[name], chunk, name in lookups)
+            slot.payload().copy_(value)
+            if slot.scheme.trained:
+                slot.in_list(data.manager[PARAM32, spec.index]).copy_(value)
+            # A meta Parameter can't be pointed at real memory: only a tensor of another kind takes its identity.
+            if param.is_meta or param.device.type != data.manager.device.type or param.dtype != chunk.dtype:
+                replace_data(param, torch.empty(0, dtype=chunk.dtype, device=chunk.device))
+            del value
+            data.add(slot)
+            interceptor.adopt(slot)
+    data.slots.sort(key=lambda slot: creation[slot.name])
+
+
+def replace_data(param: nn.Parameter, data: torch.Tensor) -> None:
+    """Give a Parameter data of another device or dtype while it stays the same object."""
+    if not param.is_meta:
+        param.data = data
+        return
+    stand_in = nn.Parameter(data, requires_grad=param.requires_grad)
+    torch.utils.swap_tensors(param, stand_in)
+
+
+def promote(slots: list[Slot], layout: Layout, data: ModelData, interceptor: Interceptor) -> Layout:
+    """Give parameters that were frozen, and no longer are, the lists of trained ones: in new chunks, at the end."""
+    specs = [ParamSpec(s.name, s.place.numel, scheme_for(dtype_name(s.chunk.dtype), trained=True)) for s in slots]
+    grown = layout.extended(specs)
+    for spec in grown.chunks:
+        if (PARAM16, spec.index) not in data.manager.chunks:
+            create_chunks(spec, data.manager)
+    for slot, spec in zip(slots, specs, strict=True):
+        value = slot.payload().clone()
+        old = slot.place.chunk
+        data.by_chunk[old].remove(slot)
+        slot.place, slot.scheme = grown.places[slot.name], spec.scheme
+        slot.chunk, slot.device_view = data.manager[PARAM16, slot.place.chunk], None
+        data.by_chunk.setdefault(slot.place.chunk, []).append(slot)
+        slot.payload().copy_(value)
+        slot.in_list(data.manager[PARAM32, slot.place.chunk]).copy_(value)
+        data.point([slot.chunk])
+        interceptor.watch_gradient(slot)
+        if not data.by_chunk[old]:
+            data.manager.remove(data.manager[PARAM16, old])
+            del data.by_chunk[old]
+    return grown

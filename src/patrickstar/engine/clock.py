@@ -1,0 +1,138 @@
+"""The clock of an iteration: counts moments, traces the first iteration of a kind, follows its trace in later ones."""
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+from patrickstar.memory.manager import Manager
+from patrickstar.memory.meter import Meter
+from patrickstar.schedule.eviction import ListOrder, NextUse
+from patrickstar.schedule.placement import WARM_UP_PERCENT
+from patrickstar.schedule.trace import Moment, Trace
+
+
+class Mode(Enum):
+    """How the clock knows what is to come."""
+
+    DEMAND = "nothing is known: fetch when asked, measure every moment"
+    WATCH = "the same, and record it"
+    PLAN = "as the trace of an earlier iteration says"
+
+
+class Clock:
+    """Tells the manager, at every operator boundary, the moment and the non-model bytes to reckon with."""
+
+    def __init__(self, manager: Manager, meter: Meter) -> None:
+        self.manager = manager
+        self.meter = meter
+        self.mode = Mode.DEMAND
+        self.trace = Trace()
+        self.traces: dict[Hashable, Trace] = {}
+        self.open_key: Hashable | None = None
+        self.inside = 0
+        self.non_model_peak = 0
+
+    def calibrate(self) -> None:
+        """What is used now, chunks aside, was there before training."""
+        self.meter.calibrate(self._bytes())
+        self.measure()
+
+    @property
+    def peak_non_model_bytes(self) -> int:
+        """The most non-model data of any traced kind of iteration."""
+        return max((trace.peak_non_model_bytes for trace in self.traces.values()), default=0)
+
+    def begin_iteration(self, key: Hashable) -> bool:
+        """Open an iteration of this kind, unless one is open; True if it follows a trace."""
+        if self.open_key is None:
+            self.open_key = key
+            self.manager.now = -1
+            if key in self.traces:
+                self.mode, self.trace = Mode.PLAN, self.traces[key]
+                self.manager.policy = NextUse(self.trace)
+            else:
+                self.mode, self.trace = Mode.WATCH, Trace()
+                self.manager.policy = ListOrder()
+                self.meter.restart()
+        return self.mode is Mode.PLAN
+
+    def end_iteration(self) -> bool:
+        """Close the iteration; True if a new trace came of it."""
+        key, mode = self.open_key, self.mode
+        traced = key is not None and mode is Mode.WATCH and bool(self.trace.moments)
+        if traced:
+            self._note_peak()
+            self.traces[key] = self.trace
+        elif mode is Mode.PLAN and self.manager.now != len(self.trace.moments) - 1:
+            self.traces.pop(key, None)
+        self._rest()
+        return traced
+
+    def abandon(self) -> None:
+        """Close the iteration without believing what was seen of it."""
+        self.traces.pop(self.open_key, None)
+        self._rest()
+
+    def _rest(self) -> None:
+        self.open_key, self.mode = None, Mode.DEMAND
+        self.manager.policy = ListOrder()
+        self.measure()
+
+    @contextmanager
+    def iterating(self) -> Iterator[None]:
+        """Inside, every access belongs to the open iteration."""
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    def measure(self) -> None:
+        """Reckon with what is measured now, and leave room for what is not yet known."""
+        self.manager.non_model_bytes = self.meter.now(self._bytes())
+        self.manager.comfort_bytes = self.manager.device_budget_bytes * WARM_UP_PERCENT // 100
+
+    def tick(self, chunks: tuple[int, ...], belongs: bool) -> None:
+        """An operator boundary: `chunks` are about to be accessed, or none when an operator has ended."""
+        if not (belongs or self.inside) or self.open_key is None or self.mode is Mode.DEMAND:
+            self.measure()
+            return
+        self.manager.now += 1
+        if self.mode is Mode.PLAN:
+            if self._as_planned(chunks):
+                return
+            self.mode = Mode.DEMAND
+            self.traces.pop(self.open_key, None)
+            self.manager.policy = ListOrder()
+            self.measure()
+            return
+        self._note_peak()
+        self.trace.moments.append(Moment(chunks))
+        self.measure()
+
+    def settled(self) -> None:
+        """The chunks a tick asked for have moved; what is used from here on is not theirs."""
+        if self.mode is Mode.WATCH:
+            self.meter.restart()
+
+    def _as_planned(self, chunks: tuple[int, ...]) -> bool:
+        now, moments = self.manager.now, self.trace.moments
+        if now >= len(moments) or moments[now].chunks != chunks:
+            return False
+        self.manager.non_model_bytes = moments[now].non_model_bytes
+        self.manager.comfort_bytes = self.manager.device_budget_bytes
+        return True
+
+    def _note_peak(self) -> None:
+        peak = self.meter.peak(self._bytes())
+        self.non_model_peak = max(self.non_model_peak, peak)
+        if self.trace.moments:
+            last = self.trace.moments[-1]
+            last.non_model_bytes = max(last.non_model_bytes, peak)
+
+    def _bytes(self) -> int:
+        """What the meter sees and must not count: chunks; on a CPU those of the host and offloaded activations too."""
+        manager = self.manager
+        if manager.device.type == "cuda":
+            return manager.device_used
+        return manager.total_used + manager.host_non_model_bytes

@@ -1,0 +1,352 @@
+"""The engine: what a user calls instead of the model and of `loss.backward()`."""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from patrickstar.engine.adopt import WeightSource, adopt, check_model, make_layout, param_specs, promote
+from patrickstar.engine.clock import Clock
+from patrickstar.engine.compiled import CompiledModules
+from patrickstar.engine.config import Config
+from patrickstar.engine.intercept import Interceptor
+from patrickstar.engine.model_data import ModelData
+from patrickstar.engine.offload import ActivationOffload
+from patrickstar.engine.optimizer import ChunkOptimizer
+from patrickstar.engine.precision import LossScaler, cast_inputs, clip_coefficient
+from patrickstar.engine.slot import Gradient, Slot
+from patrickstar.engine.stats import Stats
+from patrickstar.engine.update import Scaling, Update
+from patrickstar.errors import ModelError, TrainingError
+from patrickstar.kernels.adam import AdamStep
+from patrickstar.layout.lists import PARAM32
+from patrickstar.layout.mapping import Layout
+from patrickstar.memory.manager import Manager
+from patrickstar.memory.meter import Meter, default_meter, installed_bytes
+from patrickstar.schedule.feasibility import check_budgets
+from patrickstar.schedule.placement import margin_chunks, update_workspace_bytes
+
+
+class Engine:
+    """A model under management. Call it like the model; then `backward(loss)` and the optimizer's `step()`.
+
+    Raises BudgetError before anything moves when the model data can't fit, ModelError naming a parameter that can't be
+    managed. `evict_everything` and `poison` are for tests: evict whatever may leave at every access, and fill what is
+    freed with NaN; `meter` replaces the measurement of non-model data.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        config: Config,
+        weights: WeightSource | None = None,
+        *,
+        meter: Meter | None = None,
+        evict_everything: bool = False,
+        poison: bool = False,
+    ) -> None:
+        self.config = config
+        self.device = config.find_device()
+        self.device_budget_bytes = int(config.device_memory or installed_bytes(self.device))
+        self.host_budget_bytes = int(config.host_memory or installed_bytes(torch.device("cpu")))
+        self.module = model if isinstance(model, nn.Module) else model()
+        check_model(self.module)
+        params = param_specs(self.module, config)
+        self.layout: Layout = make_layout(params, config, self.device_budget_bytes)
+        check_budgets(self.layout, self.device_budget_bytes, self.host_budget_bytes)
+        meter = meter if meter is not None else default_meter(self.device)
+        self._manager = Manager(self.device, self.device_budget_bytes, self.host_budget_bytes, poison)
+        self._manager.evict_everything = evict_everything
+        self._clock = Clock(self._manager, meter)
+        self._data = ModelData(self._manager, self._clock)
+        self._scaler = LossScaler(config.precision == "fp16")
+        self._interceptor = Interceptor(self._data, self._scaler.enabled)
+        self._update = Update(self._data)
+        self._offload = ActivationOffload(self._manager) if config.activation_offload else None
+        adopt(self.module, self.layout, params, self._data, self._interceptor, weights)
+        self._move_buffers()
+        self._clock.calibrate()
+        self._by_name = {slot.name: slot for slot in self._data.slots}
+        self._compiled = CompiledModules(self.module, self._interceptor)
+        self._clip: torch.Tensor | None = None
+        self._backwards = 0
+        self._closed = False
+        self.stats = Stats()
+        self.optimizer = ChunkOptimizer(self)
+
+    # The training loop
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model. Inputs are moved to the compute device, floating ones cast to the compute dtype."""
+        self._check_open()
+        self._notice_changes()
+        args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
+        if not torch.is_grad_enabled():
+            with self._unwound_on_error():
+                return self.module(*args, **kwargs)
+        if self._backwards:
+            # A second forward before the step: gradients are being accumulated, so they may not lie over parameters.
+            self._data.accumulating = True
+        self._clock.begin_iteration(self._signature(args, kwargs))
+        with self._unwound_on_error(), self._clock.iterating(), ExitStack() as stack:
+            if self._offload is not None:
+                stack.enter_context(self._offload.saving())
+            out = self.module(*args, **kwargs)
+        self._data.reset_after_forward()
+        return out
+
+    def train(self, mode: bool = True) -> "Engine":
+        """Set the model's training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "Engine":
+        """Set the model's evaluation mode."""
+        return self.train(False)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Compute gradients of a scalar loss, scaled for fp16. Several calls before a step accumulate."""
+        self._check_open()
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise TrainingError(
+                f"backward needs a scalar loss that depends on a parameter; this one has shape {tuple(loss.shape)} and "
+                f"requires_grad={loss.requires_grad}"
+            )
+        self._interceptor.backward_depth += 1
+        with self._unwound_on_error():
+            try:
+                with self._clock.iterating():
+                    scaled = loss * self._scaler.scale if self._scaler.enabled else loss
+                    torch.autograd.backward(scaled, retain_graph=retain_graph)
+            finally:
+                self._interceptor.backward_depth -= 1
+            self._interceptor.end_backward()
+        self._backwards += 1
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Have the next step scale gradients to a global norm of at most `max_norm`; returns the norm before (fp32).
+
+        The arithmetic is `torch.nn.utils.clip_grad_norm_`'s over fp32 gradients in creation order.
+        """
+        self._check_open()
+        scaling = self._scaling()
+        norms = []
+        with torch.no_grad():
+            for slot in self._data.slots:
+                if slot.gradient is not Gradient.NONE:
+                    grad = scaling.apply(self._data.gradient(slot))
+                    norms.append(torch.linalg.vector_norm(grad).to(self.device))
+            if not norms:
+                return torch.zeros((), device=self.device)
+            total, self._clip = clip_coefficient(norms, max_norm)
+        return total
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """A copy of a parameter's gradient, unscaled, in fp32; None if it has none."""
+        slot = self._slot(name)
+        if slot.gradient is Gradient.NONE:
+            return None
+        return self._scaling().apply(self._data.gradient(slot))
+
+    def close(self) -> None:
+        """Give all chunks back; parameters keep their values as ordinary tensors on the host, in full precision."""
+        if self._closed:
+            return
+        self._drop_gradients()
+        self._compiled.close()
+        self._data.drop_uses()
+        for slot in self._data.slots:
+            value = self._full_precision(slot)
+            self._interceptor.let_go(slot)
+            slot.param.data = value
+        for chunk in list(self._manager.chunks.values()):
+            self._manager.remove(chunk)
+        self._closed = True
+
+    # State
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers under the model's own names, in full precision, on the host.
+
+        Trained parameters are their fp32 masters; a frozen one has the precision it computes in. Tied names are there
+        each, as in `nn.Module.state_dict`, over one tensor.
+        """
+        self._check_open()
+        self._keep_parameters()
+        values: dict[Slot, torch.Tensor] = {}
+        state = {}
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            slots = getattr(tensor, "_slots", None)
+            if slots is None:
+                state[name] = tensor.detach().cpu().clone()
+                continue
+            if slots[0] not in values:
+                values[slots[0]] = self._full_precision(slots[0])
+            state[name] = values[slots[0]]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        """Take parameters and buffers back. Raises ModelError, before anything changes, when names or shapes differ."""
+        self._check_open()
+        own = self.module.state_dict(keep_vars=True)
+        missing, unknown = own.keys() - state_dict.keys(), state_dict.keys() - own.keys()
+        shapes = [name for name in own.keys() & state_dict.keys() if own[name].shape != state_dict[name].shape]
+        if missing or unknown or shapes:
+            raise ModelError(
+                f"the state does not fit the model, nothing was loaded: missing {sorted(missing)}, "
+                f"unknown {sorted(unknown)}, of another shape {sorted(shapes)}"
+            )
+        self._drop_gradients()
+        with torch.no_grad():
+            for name, tensor in own.items():
+                slots = getattr(tensor, "_slots", None)
+                if slots is None:
+                    tensor.copy_(state_dict[name])
+                else:
+                    self._assign(slots[0], state_dict[name])
+
+    def layout_report(self) -> Layout:
+        """Where every parameter lies, and the bytes of it."""
+        return self.layout
+
+    # What the optimizer asks for
+
+    def _step(self, hyper: dict[Slot, AdamStep]) -> None:
+        self._check_open()
+        if self._clock.end_iteration():
+            self._plan()
+        manager = self._manager
+        manager.comfort_bytes = manager.device_budget_bytes
+        scaling = self._scaling(self._clip)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            overflow = self._scaler.enabled and self._overflowed(scaling)
+            if overflow:
+                self._data.discard_gradients()
+            else:
+                self._update.run(hyper.get, scaling)
+        self._scaler.update(overflow)
+        self._clip, self._backwards = None, 0
+        peak = max(self._clock.non_model_peak, self._clock.trace.peak_non_model_bytes)
+        self.stats.close_step(manager, self._scaler.scale, peak)
+        self._clock.non_model_peak = 0
+
+    def _drop_gradients(self) -> None:
+        self._check_open()
+        if self._backwards:
+            with torch.no_grad():
+                self._data.discard_gradients()
+            self._clip, self._backwards = None, 0
+
+    def _overflowed(self, scaling: Scaling) -> bool:
+        return any(
+            not torch.isfinite(scaling.apply(self._data.gradient(slot))).all()
+            for slot in self._data.slots
+            if slot.gradient is not Gradient.NONE
+        )
+
+    def _scaling(self, clip: torch.Tensor | None = None) -> Scaling:
+        return Scaling(unscale=1.0 / self._scaler.scale if self._scaler.enabled else None, clip=clip)
+
+    def _read_list(self, slot: Slot, kind: str) -> torch.Tensor:
+        return slot.in_list(self._manager[kind, slot.place.chunk]).cpu().clone()
+
+    def _write_list(self, slot: Slot, kind: str, value: torch.Tensor) -> None:
+        chunk = self._manager[kind, slot.place.chunk]
+        slot.in_list(chunk).copy_(value)
+        self._manager.mark_written(chunk, chunk.device_valid)
+
+    # Inside
+
+    def _plan(self) -> None:
+        """Decide from the traces what lives where."""
+        chunks = self.layout.chunks
+        largest = max(place.numel for place in self.layout.places.values())
+        workspace = max(update_workspace_bytes(chunk, largest, 4) for chunk in chunks)
+        self._update.on_device = set(
+            margin_chunks(chunks, self.device_budget_bytes, self._clock.peak_non_model_bytes, workspace)
+        )
+
+    def _full_precision(self, slot: Slot) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._read_list(slot, PARAM32) if slot.scheme.trained else slot.payload().cpu().clone()
+
+    def _assign(self, slot: Slot, value: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            slot.payload().copy_(value)
+            self._manager.mark_written(slot.chunk, slot.chunk.device_valid)
+            torch.autograd.graph.increment_version(slot.param)
+            if slot.scheme.trained:
+                self._write_list(slot, PARAM32, value)
+
+    def _keep_parameters(self) -> None:
+        """Have every parameter in its place, gradients beside: someone wants to look at all of them."""
+        with torch.no_grad():
+            for slot in self._data.slots:
+                if not slot.scheme.trained and slot.gradient is Gradient.OVER_PARAM:
+                    self._data.give_way(slot)
+
+    def _notice_changes(self) -> None:
+        """Parameters replaced since the last call are refused; those no longer frozen get the lists of trained ones."""
+        with torch._C.DisableTorchFunctionSubclass():
+            thawed = []
+            for name, param in self.module.named_parameters():
+                slots = getattr(param, "_slots", None)
+                if slots is None:
+                    raise ModelError(
+                        f"parameter {name!r} was replaced or added after ps.initialize, so the engine does not hold it; "
+                        f"write into the old one under torch.no_grad(), or initialize again"
+                    )
+                if param.requires_grad and not slots[0].scheme.trained:
+                    thawed.append(slots[0])
+            if thawed:
+                with torch.no_grad():
+                    self.layout = promote(thawed, self.layout, self._data, self._interceptor)
+                self._clock.traces.clear()
+
+    def _signature(self, args: Any, kwargs: Any) -> Hashable:
+        leaves = pytree.tree_leaves((args, kwargs))
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return shapes, self.module.training, self._data.accumulating
+
+    @contextmanager
+    def _unwound_on_error(self) -> Iterator[None]:
+        """After an exception nothing is pinned and no window is open; the engine goes on."""
+        try:
+            yield
+        except BaseException:
+            self._interceptor.window = None
+            self._data.drop_uses()
+            self._clock.abandon()
+            raise
+
+    def _move_buffers(self) -> None:
+        for module in self.module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    raise ModelError(f"buffer {name!r} of {type(module).__name__} is on the meta device")
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.device)
+
+    def _slot(self, name: str) -> Slot:
+        if name not in self._by_name:
+            raise ModelError(f"the model has no parameter {name!r}")
+        return self._by_name[name]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TrainingError("this engine was closed; call ps.initialize for a new one")
+
+
+def initialize(
+    model: nn.Module | Callable[[], nn.Module], config: Config | None = None, weights: WeightSource | None = None
+) -> tuple[Engine, ChunkOptimizer]:
+    """Put a model under management: returns the engine to call in its place, and the optimizer.
+
+    model: what builds the `nn.Module`, or the module itself. weights: gives values by parameter name for parameters
+    on the meta device. Raises ConfigError, DeviceError, ModelError or BudgetError before the first step.
+    """
+    engine = Engine(model, config if config is not None else Config(), weights)
+    return engine, engine.optimizer

@@ -1,0 +1,360 @@
+"""How operators announce that they are about to read a parameter: the only file that touches autograd's machinery."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils import _pytree as pytree
+
+from patrickstar.engine.model_data import ModelData
+from patrickstar.engine.slot import Gradient, Slot
+from patrickstar.errors import BudgetError, ModelError, TrainingError
+from patrickstar.schedule.states import TensorState
+
+# [Note: parameters that announce themselves]
+# A managed Parameter stays the user's object; only its class changes, to one with `__torch_function__`. Every operator
+# that takes it, from wherever it is called (its module, a parent, the user's own loss, a recompute inside backward, a
+# custom Function), comes by here first. Operators without a parameter cost nothing, which a TorchFunctionMode can't
+# offer, and no module needs a hook. A view of a parameter (`weight.t()`, `.detach()`, `.chunk(3)`) that outlives its
+# operator is classed likewise, so that its later uses announce themselves too.
+#
+# [Note: windows]
+# An operator's parameters must be there again when its backward runs. Every node that the operator added to the graph
+# gets a pre-hook which opens the operator's window: its parameters are accessed and stay pinned until another window
+# opens or backward ends. All added nodes, not just the output's: an in-place operator on a view output replaces the
+# output's node, and an LSTM adds hundreds. Autograd runs later nodes first, so the nodes of one operator run together.
+#
+# [Note: recomputing inside a window]
+# Under checkpointing a node's saved tensors are recomputed after its pre-hook ran. The recomputed operators access
+# parameters while the window is open. Where both do not fit, the window's pins are lifted for the length of the
+# operator and put back after it, so that one operator's chunks are all that ever has to be there at once.
+
+_GETTERS = (
+    "shape dtype device requires_grad is_leaf grad_fn layout ndim _version _base is_cuda is_cpu is_meta is_sparse "
+    "is_quantized is_nested is_mkldnn itemsize nbytes output_nr retains_grad _backward_hooks name"
+).split()
+_METHODS = (
+    "size dim numel nelement ndimension element_size is_floating_point is_complex is_signed data_ptr untyped_storage "
+    "type get_device is_shared requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __hash__ "
+    "__len__ _is_view storage_offset is_set_to __format__ _typed_storage is_pinned is_inference"
+).split()
+_PASS = {getattr(torch.Tensor, name).__get__ for name in _GETTERS}
+_PASS |= {getattr(torch.Tensor, name) for name in _METHODS}
+_PASS |= {torch.Tensor.requires_grad.__set__, torch.Tensor.grad.__set__, torch.Tensor._backward_hooks.__set__}
+_PASS |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad, torch.autograd.backward}
+_PASS |= {torch._has_compatible_shallow_copy_type, torch.Tensor._post_accumulate_grad_hooks.__get__}
+_PASS |= {torch.Tensor._post_accumulate_grad_hooks.__set__}
+"""What tells something about a parameter without reading it."""
+
+_COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
+"""What hands the memory itself out of PyTorch's sight; it gets a copy."""
+
+_IN_PLACE_DUNDER = frozenset(
+    "__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__ __iand__ __ior__".split()
+)
+
+
+def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _IN_PLACE_DUNDER or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
+
+
+def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.Tensor.clone(tensor.detach())
+
+
+class ChunkView(torch.Tensor):
+    """A tensor that views a parameter's payload. Operators that take it announce themselves like the parameter's."""
+
+    _slots: tuple[Slot, ...]
+    _interceptor: "Interceptor"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return memo.setdefault(id(self), _plain_tensor(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain_tensor(self).__reduce_ex__(protocol)
+
+
+class ChunkParameter(nn.Parameter):
+    """The user's own Parameter while it is managed. See [Note: parameters that announce themselves]."""
+
+    _slots: tuple[Slot, ...]
+    _interceptor: "Interceptor"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return memo.setdefault(id(self), nn.Parameter(_plain_tensor(self), self.requires_grad))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(_plain_tensor(self), self.requires_grad).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ChunkParameter({self._slots[0].name!r}, {_plain_tensor(self)!r})"
+
+
+def _managed(values: Any, found: list[Any]) -> list[Any]:
+    """The managed tensors among arguments, containers included."""
+    for value in values:
+        if isinstance(value, ChunkParameter | ChunkView):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            _managed(value, found)
+        elif isinstance(value, dict):
+            _managed(value.values(), found)
+    return found
+
+
+def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        if func in _PASS:
+            return func(*args, **kwargs)
+        tensors = _managed(args, [])
+        if kwargs:
+            _managed(kwargs.values(), tensors)
+        if not tensors:
+            return func(*args, **kwargs)
+        return tensors[0]._interceptor.operate(func, args, kwargs, tensors)
+
+
+class Window:
+    """The parameters that one operator reads, and must find again in its backward."""
+
+    __slots__ = ("slots",)
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = slots
+
+
+class Interceptor:
+    """Stands between operators and the parameters of one engine."""
+
+    def __init__(self, data: ModelData, loss_scaled: bool) -> None:
+        self.data = data
+        self.loss_scaled = loss_scaled
+        self.backward_depth = 0
+        self.window: Window | None = None
+        self.hooks: dict[Slot, Any] = {}
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether autograd is running, under `engine.backward` or otherwise."""
+        return self.backward_depth > 0 or self.window is not None
+
+    # Parameters
+
+    def adopt(self, slot: Slot) -> None:
+        """Have a parameter announce itself, and hand its gradients over."""
+        slot.param.__class__ = ChunkParameter
+        slot.param._slots = (slot,)
+        slot.param._interceptor = self
+        self.watch_gradient(slot)
+
+    def watch_gradient(self, slot: Slot) -> None:
+        """Take the gradient of `slot` when all its uses are summed, if it asks for one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if slot.param.requires_grad and slot not in self.hooks:
+                self.hooks[slot] = slot.param.register_post_accumulate_grad_hook(
+                    lambda param: self._take_gradient(slot, param)
+                )
+
+    def let_go(self, slot: Slot) -> None:
+        """Make the parameter an ordinary one again."""
+        if slot in self.hooks:
+            self.hooks.pop(slot).remove()
+        slot.param.__class__ = nn.Parameter
+        del slot.param._slots, slot.param._interceptor
+
+    def _take_gradient(self, slot: Slot, param: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if not self.backward_depth and self.loss_scaled:
+                raise TrainingError("with fp16 the loss has to be scaled: call engine.backward(loss), not loss.backward()")
+            grad, param.grad = param.grad, None
+            assert grad is not None
+            self.data.put_gradient(slot, grad)
+
+    # Operators
+
+    def operate(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
+        """Run an operator that takes managed tensors."""
+        slots = tuple(dict.fromkeys(slot for tensor in tensors for slot in tensor._slots))
+        for tensor in tensors:
+            if tensor._interceptor is not self:
+                raise ModelError(
+                    f"an operator mixes parameter {slots[0].name!r} with one of another engine; "
+                    f"use .detach().clone() of one of them"
+                )
+        if func is torch.Tensor.grad.__get__:
+            return self._read_gradient(slots[0], tensors[0])
+        if func is torch.Tensor.data.__set__:
+            return self._assign(slots[0], args[1])
+        if func in _COPIED:
+            return func(self.operate(torch.Tensor.clone, args[:1], {}, tensors), *args[1:], **kwargs)
+        first = torch._C._autograd._get_sequence_nr()
+        suspended = self._access(slots)
+        try:
+            out = self._run(func, args, kwargs, slots)
+            if _writes(func, kwargs):
+                target = kwargs.get("out", args[0] if args else None)
+                with torch.no_grad():
+                    for slot in getattr(target, "_slots", ()):
+                        self.data.written(slot)
+            self._follow(out, slots, first)
+        finally:
+            self.data.release(slots, TensorState.HOLD if self.in_backward else TensorState.HOLD_AFTER_FWD)
+            if suspended is not None:
+                self._open(suspended)
+        self.data.boundary(belongs=torch.is_grad_enabled() or self.in_backward)
+        return out
+
+    def run_block(
+        self, block: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], slots: tuple[Slot, ...]
+    ) -> Any:
+        """Run a compiled block, whose parameters are plain ones to the compiler, under one window for all of them."""
+        first = torch._C._autograd._get_sequence_nr()
+        suspended = self._access(slots)
+        for slot in slots:
+            slot.param.__class__ = nn.Parameter
+        try:
+            out = block(*args, **kwargs)
+            self._follow(out, slots, first)
+        finally:
+            for slot in slots:
+                slot.param.__class__ = ChunkParameter
+            self.data.release(slots, TensorState.HOLD if self.in_backward else TensorState.HOLD_AFTER_FWD)
+            if suspended is not None:
+                self._open(suspended)
+        self.data.boundary(belongs=torch.is_grad_enabled() or self.in_backward)
+        return out
+
+    def _access(self, slots: Sequence[Slot]) -> Window | None:
+        """Access `slots`; returns the window that had to make way, if one had. See [Note: recomputing inside a window]."""
+        belongs = torch.is_grad_enabled() or self.in_backward
+        window = self.window
+        with torch.no_grad():
+            try:
+                self.data.access(slots, belongs)
+                return None
+            except BudgetError:
+                if window is None:
+                    raise
+                self._close()
+                self.data.bring([slot.chunk for slot in slots])
+                self.data.pin(slots)
+                return window
+
+    def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], slots: Sequence[Slot]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            first_error = str(error)
+        manager = self.data.manager
+        manager.comfort_bytes = 0
+        with suppress(BudgetError):
+            self.data.point(manager.make_room(0, protect=()))
+        if manager.device.type == "cuda":
+            torch.cuda.empty_cache()
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise BudgetError(
+                f"{getattr(func, '__name__', func)} on parameter {slots[0].name!r} found no memory, also after every "
+                f"idle chunk had left the device: chunks in use take {manager.device_used} bytes, non-model data "
+                f"{self.data.clock.meter.now(manager.device_used)}, the budget is {manager.device_budget_bytes}. Lower device_memory if "
+                f"others use this device, or use a smaller batch. PyTorch said: {first_error}"
+            ) from None
+
+    def _follow(self, out: Any, slots: tuple[Slot, ...], first: int) -> None:
+        """Class the views among an operator's outputs, and open its window before each node it added to the graph."""
+        storages = {slot.chunk.storage._cdata for slot in slots}
+        nodes = []
+        for tensor in (out,) if isinstance(out, torch.Tensor) else pytree.tree_leaves(out):
+            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, ChunkParameter):
+                continue
+            if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages:
+                tensor.__class__ = ChunkView
+                tensor._slots, tensor._interceptor = slots, self
+            elif tensor.grad_fn is not None:
+                nodes.append(tensor.grad_fn)
+        if not nodes:
+            return
+        window = Window(slots)
+
+        def enter(_: Any) -> None:
+            self.enter_backward(window)
+
+        seen = set()
+        while nodes:
+            node = nodes.pop()
+            # Nodes that existed before belong to others; the sink of a leaf has no turn of its own.
+            if node in seen or hasattr(node, "variable") or node._sequence_nr() < first:
+                continue
+            seen.add(node)
+            node.register_prehook(enter)
+            nodes.extend(follower for follower, _ in node.next_functions if follower is not None)
+
+    def _read_gradient(self, slot: Slot, tensor: torch.Tensor) -> torch.Tensor | None:
+        if slot.gradient is not Gradient.NONE and isinstance(tensor, ChunkParameter):
+            raise TrainingError(
+                f"the gradient of {slot.name!r} is {slot.gradient.value}; read it with engine.gradient({slot.name!r}), "
+                f"clip with engine.clip_grad_norm_(max_norm), drop it with optimizer.zero_grad()"
+            )
+        return tensor.grad
+
+    def _assign(self, slot: Slot, value: torch.Tensor) -> None:
+        """`parameter.data = value`: a value of the same kind is written into the chunk."""
+        chunk = slot.chunk
+        if isinstance(value, ChunkView | ChunkParameter) and value._slots == (slot,) and value.dtype == chunk.dtype:
+            return
+        if value.dtype != chunk.dtype or value.shape != slot.shape or value.device != chunk.device:
+            raise ModelError(
+                f"parameter {slot.name!r} is kept in a chunk as {chunk.dtype}, {slot.shape}, on {chunk.device} and can't "
+                f"become {value.dtype}, {tuple(value.shape)}, on {value.device}; choose precision and device in "
+                f"ps.Config, or take engine.state_dict() to another model"
+            )
+        with torch.no_grad():
+            self._access((slot,))
+            slot.payload().copy_(value)
+            self.data.written(slot)
+            self.data.release((slot,), TensorState.HOLD)
+
+    # Backward windows
+
+    def enter_backward(self, window: Window) -> None:
+        """A node of an operator is about to run: open the operator's window."""
+        if window is self.window:
+            return
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if self.window is None and not self.backward_depth:
+                Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+            self._close()
+            self._open(window)
+
+    def end_backward(self) -> None:
+        """No node will run any more: close the window that is open."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._close()
+
+    def _open(self, window: Window) -> None:
+        with torch.no_grad():
+            self.data.access(window.slots, belongs=True)
+        self.window = window
+
+    def _close(self) -> None:
+        if self.window is not None:
+            self.data.release(self.window.slots, TensorState.HOLD)
+            self.window = None

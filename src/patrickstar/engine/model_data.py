@@ -1,0 +1,196 @@
+"""Model data in use: access, release, and the gradient that takes its parameter's place (§6.2, Figure 7)."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from patrickstar.engine.clock import Clock
+from patrickstar.engine.slot import Gradient, Slot
+from patrickstar.errors import TrainingError
+from patrickstar.layout.lists import GRAD32, PARAM32
+from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.manager import Manager
+from patrickstar.schedule.states import TensorState, chunk_state
+
+# [Note: what a Parameter is while its chunk is away]
+# The user's Parameter views its chunk's storage while that is on the device. When the chunk leaves, the Parameter is
+# given a stand-in of the same shape over one NaN. Operators never see it, since they announce themselves first; what
+# gets past that (native code handed the tensor directly) computes NaN instead of reading freed memory.
+
+
+class ModelData:
+    """The slots of one engine over its manager's chunks."""
+
+    def __init__(self, manager: Manager, clock: Clock) -> None:
+        self.manager = manager
+        self.clock = clock
+        self.slots: list[Slot] = []
+        self.by_chunk: dict[int, list[Slot]] = {}
+        self.accumulating = False
+
+    def add(self, slot: Slot) -> None:
+        """Take a parameter under management; its payload is in place."""
+        self.slots.append(slot)
+        self.by_chunk.setdefault(slot.place.chunk, []).append(slot)
+        slot.move_to(TensorState.HOLD)
+        self._point(slot)
+
+    def chunk_state(self, index: int) -> TensorState:
+        """The state of a `param16` chunk, which follows from its tensors'."""
+        return chunk_state(slot.state for slot in self.by_chunk[index])
+
+    # Access and release (Algorithms 1 and 2)
+
+    def access(self, slots: Sequence[Slot], belongs: bool) -> None:
+        """Have the parameters of `slots` readable on the device until they are released."""
+        for slot in slots:
+            if slot.gradient is Gradient.OVER_PARAM:
+                self.give_way(slot)
+        chunks = list(dict.fromkeys(slot.chunk for slot in slots))
+        self.clock.tick(tuple(chunk.index for chunk in chunks), belongs)
+        self.bring(chunks)
+        self.clock.settled()
+        self.pin(slots)
+
+    def pin(self, slots: Sequence[Slot]) -> None:
+        """Mark parameters whose chunks are on the device as in use."""
+        for slot in slots:
+            slot.chunk.pins += 1
+            slot.uses += 1
+            slot.move_to(TensorState.COMPUTE)
+
+    def release(self, slots: Sequence[Slot], hold: TensorState) -> None:
+        """End one use of each; the last use of a parameter leaves it in `hold`, or as a gradient if that has come."""
+        for slot in slots:
+            slot.chunk.pins -= 1
+            slot.uses -= 1
+            if slot.uses == 0:
+                slot.move_to(TensorState.HOLD_AFTER_BWD if slot.gradient is Gradient.OVER_PARAM else hold)
+
+    def boundary(self, belongs: bool) -> None:
+        """An operator has ended: keep the budget for what comes until the next."""
+        self.clock.tick((), belongs)
+        self.point(self.manager.make_room(0, protect=()))
+        self.clock.settled()
+
+    def reset_after_forward(self) -> None:
+        """Forward is over: whoever was held after it is plainly held."""
+        for slot in self.slots:
+            if slot.state is TensorState.HOLD_AFTER_FWD:
+                slot.move_to(TensorState.HOLD)
+
+    def drop_uses(self) -> None:
+        """End every use: an exception has unwound the operators that began them."""
+        for slot in self.slots:
+            slot.chunk.pins, slot.uses = 0, 0
+            if slot.state is TensorState.COMPUTE:
+                over = slot.gradient is Gradient.OVER_PARAM
+                slot.move_to(TensorState.HOLD_AFTER_BWD if over else TensorState.HOLD)
+        self.reset_after_forward()
+
+    def bring(self, chunks: Sequence[Chunk]) -> None:
+        """Move chunks to the device, and point Parameters at what came and away from what left."""
+        arriving = [chunk for chunk in chunks if not chunk.device_valid]
+        if arriving or self.manager.device_used > self.manager.comfort_bytes - self.manager.non_model_bytes:
+            self.point(self.manager.bring(chunks))
+            self.point(arriving)
+        elif self.manager.evict_everything:
+            self.point(self.manager.bring(chunks))
+
+    def point(self, chunks: Iterable[Chunk]) -> None:
+        """Point the Parameters of `chunks` at their device memory, or at nothing if that is gone."""
+        for chunk in chunks:
+            for slot in self.by_chunk.get(chunk.index, ()):
+                if slot.chunk is chunk:
+                    self._point(slot)
+
+    def _point(self, slot: Slot) -> None:
+        """See [Note: what a Parameter is while its chunk is away]."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if slot.chunk.device_valid:
+                if slot.device_view is None:
+                    slot.device_view = slot.chunk.on_device(slot.place.offset, slot.shape)
+                slot.param.data = slot.device_view
+            else:
+                fill = float("nan") if slot.chunk.dtype.is_floating_point else 0
+                absent = torch.full((), fill, dtype=slot.chunk.dtype, device=slot.chunk.device)
+                slot.param.data = absent.expand(slot.shape)
+
+    # Writing
+
+    def written(self, slot: Slot) -> None:
+        """The user wrote to a parameter in place: its chunk has changed, and so has its master copy."""
+        self.manager.mark_written(slot.chunk, on_device=True)
+        if slot.scheme.trained:
+            master = self.manager[PARAM32, slot.place.chunk]
+            slot.in_list(master).copy_(slot.payload())
+            self.manager.mark_written(master, on_device=master.device_valid)
+
+    def put_gradient(self, slot: Slot, grad: torch.Tensor) -> None:
+        """Take a complete gradient: over its parameter, or into the gradient list when accumulation asks for that."""
+        if slot.gradient is Gradient.OVER_PARAM:
+            self.give_way(slot)
+        if self.accumulating or slot.gradient is Gradient.IN_LIST:
+            self._accumulate(slot, grad)
+            return
+        slot.version_before_gradient = slot.param._version
+        on_device = slot.chunk.device_valid
+        slot.payload().copy_(grad)
+        # Autograd must catch whoever still wants to read the parameter that was here.
+        torch.autograd.graph.increment_version(slot.param)
+        self.manager.mark_written(slot.chunk, on_device)
+        if not on_device and self.manager.device.type == "cuda":
+            self.manager.traffic.d2h_bytes += grad.nbytes
+        slot.gradient = Gradient.OVER_PARAM
+        if slot.uses == 0:
+            slot.move_to(TensorState.HOLD_AFTER_BWD)
+
+    def give_way(self, slot: Slot) -> None:
+        """Move a gradient off its parameter, into the gradient list, and put the parameter back.
+
+        The parameter is the master rounded, the very bits that were there, so its version counter is set back too:
+        what autograd saved of it is true again.
+        """
+        gradient = slot.payload().clone()
+        self._restore(slot)
+        self._accumulate(slot, gradient)
+
+    def discard_gradients(self) -> None:
+        """Forget all gradients; parameters that lie under one are put back."""
+        for slot in self.slots:
+            if slot.gradient is Gradient.OVER_PARAM:
+                self._restore(slot)
+            slot.gradient = Gradient.NONE
+
+    def gradient(self, slot: Slot) -> torch.Tensor:
+        """The gradient in the master's dtype, where it lies; a copy, so that scaling it leaves the list alone."""
+        master: torch.dtype = getattr(torch, slot.scheme.master_dtype)
+        if slot.gradient is Gradient.OVER_PARAM:
+            return slot.payload().to(master, copy=True)
+        if slot.gradient is Gradient.IN_LIST:
+            return slot.in_list(self.manager[GRAD32, slot.place.chunk]).clone()
+        raise TrainingError(f"parameter {slot.name!r} has no gradient")
+
+    def _restore(self, slot: Slot) -> None:
+        master = self.manager[PARAM32, slot.place.chunk]
+        slot.payload().copy_(slot.in_list(master))
+        self.manager.mark_written(slot.chunk, slot.chunk.device_valid)
+        torch._C._autograd._unsafe_set_version_counter((slot.param,), (slot.version_before_gradient,))
+        slot.gradient = Gradient.NONE
+        if slot.uses == 0:
+            slot.move_to(TensorState.HOLD)
+
+    def _accumulate(self, slot: Slot, grad: torch.Tensor) -> None:
+        index = slot.place.chunk
+        if (GRAD32, index) not in self.manager.chunks:
+            beside = self.manager[PARAM32, index]
+            spec = Chunk(GRAD32, index, beside.numel, slot.scheme.master_dtype, self.manager.device)
+            self.manager.create(spec, on_device=beside.device_valid)
+        chunk = self.manager[GRAD32, index]
+        total = slot.in_list(chunk)
+        if slot.gradient is Gradient.IN_LIST:
+            total.add_(grad.to(total.device, total.dtype))
+        else:
+            total.copy_(grad)
+        self.manager.mark_written(chunk, chunk.device_valid)
+        slot.gradient = Gradient.IN_LIST

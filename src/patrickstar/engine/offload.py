@@ -1,0 +1,75 @@
+"""Saved activations on the host between forward and backward, within the host budget."""
+
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from patrickstar.memory.manager import Manager
+
+SMALLEST_BYTES = 4096
+"""Below a page of memory, moving a tensor costs more than keeping it."""
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A saved tensor that stays where it is."""
+
+    tensor: torch.Tensor
+
+
+class _Away:
+    """A saved tensor on the host; its bytes are given back to the budget with it."""
+
+    def __init__(self, tensor: torch.Tensor, manager: Manager) -> None:
+        nbytes = tensor.numel() * tensor.element_size()
+        manager.reserve_host(nbytes)
+        start = time.perf_counter()
+        self.host = torch.empty_like(tensor, device="cpu", memory_format=torch.preserve_format).copy_(tensor)
+        manager.traffic.stall_s += time.perf_counter() - start
+        manager.traffic.d2h_bytes += nbytes
+        self.device, self.manager, self.nbytes = tensor.device, manager, nbytes
+        weakref.finalize(self, manager.reserve_host, -nbytes)
+
+    def back(self) -> torch.Tensor:
+        """A copy on the device."""
+        start = time.perf_counter()
+        tensor = torch.empty_like(self.host, device=self.device, memory_format=torch.preserve_format).copy_(self.host)
+        self.manager.traffic.stall_s += time.perf_counter() - start
+        self.manager.traffic.h2d_bytes += self.nbytes
+        return tensor
+
+
+class ActivationOffload:
+    """Moves what autograd saves to the host. Weights are recognised by their chunk's storage and left alone."""
+
+    def __init__(self, manager: Manager) -> None:
+        self.manager = manager
+        self._seen: weakref.WeakValueDictionary[tuple[object, ...], _Away] = weakref.WeakValueDictionary()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Inside, saved tensors go to the host."""
+        chunk_storages = {chunk.storage._cdata for chunk in self.manager.chunks.values()}
+
+        def pack(tensor: torch.Tensor) -> _Kept | _Away:
+            with torch._C.DisableTorchFunctionSubclass():
+                movable = tensor.layout is torch.strided and tensor.numel() * tensor.element_size() >= SMALLEST_BYTES
+                if not movable or tensor.is_leaf or tensor.untyped_storage()._cdata in chunk_storages:
+                    return _Kept(tensor)
+                storage = tensor.untyped_storage()._cdata
+                key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version)
+                away = self._seen.get(key)
+                if away is None:
+                    away = _Away(tensor.detach(), self.manager)
+                    self._seen[key] = away
+                return away
+
+        def unpack(saved: _Kept | _Away) -> torch.Tensor:
+            return saved.tensor if isinstance(saved, _Kept) else saved.back()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield

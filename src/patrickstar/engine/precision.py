@@ -1,0 +1,79 @@
+"""The mixed-precision protocol, shared by the engine and by the plain reference it must equal."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.errors import ModelError
+
+
+def compute_dtypes(module: nn.Module, compute: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype each parameter computes in, by name.
+
+    A model whose floating parameters have one dtype is cast to `compute`. One that mixes dtypes has made its choice:
+    each parameter keeps its own. A norm with running statistics keeps its parameters in the dtype of these
+    (PyTorch computes it only so), which is how such a model asks for it.
+    """
+    floating = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    dtypes = {}
+    for name, param in module.named_parameters():
+        if param.is_complex():
+            raise ModelError(f"parameter {name!r} is complex ({param.dtype}); chunks hold real numbers only")
+        keeps = len(floating) > 1 or not param.is_floating_point()
+        dtypes[name] = param.dtype if keeps else compute
+    for prefix, child in module.named_modules():
+        if isinstance(child, nn.modules.batchnorm._NormBase) and child.running_mean is not None:
+            for name, _ in child.named_parameters(prefix=prefix, recurse=False):
+                if name in dtypes:
+                    dtypes[name] = child.running_mean.dtype
+    return dtypes
+
+
+def cast_inputs(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Inputs on the compute device, floating tensors in the compute dtype, containers kept as they are."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_inputs(item, dtype, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(cast_inputs(item, dtype, device) for item in value)
+    if isinstance(value, Mapping):
+        return {key: cast_inputs(item, dtype, device) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        cast = {f.name: cast_inputs(getattr(value, f.name), dtype, device) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **cast)
+    return value
+
+
+class LossScaler:
+    """Dynamic loss scaling for fp16, as `torch.amp.GradScaler`: double after a run of good steps, halve on overflow."""
+
+    INITIAL_SCALE = 2.0**16
+    GROWTH_INTERVAL = 2000
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scale = self.INITIAL_SCALE if enabled else 1.0
+        self.good_steps = 0
+
+    def update(self, overflow: bool) -> None:
+        """Take note of a step: whether its gradients held an infinity or a NaN."""
+        if not self.enabled:
+            return
+        if overflow:
+            self.scale *= 0.5
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.GROWTH_INTERVAL:
+            self.scale *= 2.0
+            self.good_steps = 0
+
+
+def clip_coefficient(norms: list[torch.Tensor], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The total norm and the factor for gradients, from per-parameter norms, as `clip_grad_norm_` computes them."""
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    return total, torch.clamp(max_norm / (total + 1e-6), max=1.0)

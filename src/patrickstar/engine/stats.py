@@ -1,0 +1,65 @@
+"""What a step cost, in bytes and seconds."""
+
+from dataclasses import dataclass, field
+
+from patrickstar.memory.manager import Manager, Traffic
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One optimizer step, or all of them: peaks are maxima, the rest are sums."""
+
+    steps: int = 0
+    loss_scale: float = 1.0
+    device_peak_model_bytes: int = 0
+    device_peak_non_model_bytes: int = 0
+    host_peak_model_bytes: int = 0
+    host_peak_non_model_bytes: int = 0
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    evictions: int = 0
+    stall_s: float = 0.0
+
+    def plus(self, later: "StepStats") -> "StepStats":
+        """Both together."""
+        return StepStats(
+            steps=self.steps + later.steps,
+            loss_scale=later.loss_scale,
+            device_peak_model_bytes=max(self.device_peak_model_bytes, later.device_peak_model_bytes),
+            device_peak_non_model_bytes=max(self.device_peak_non_model_bytes, later.device_peak_non_model_bytes),
+            host_peak_model_bytes=max(self.host_peak_model_bytes, later.host_peak_model_bytes),
+            host_peak_non_model_bytes=max(self.host_peak_non_model_bytes, later.host_peak_non_model_bytes),
+            h2d_bytes=self.h2d_bytes + later.h2d_bytes,
+            d2h_bytes=self.d2h_bytes + later.d2h_bytes,
+            evictions=self.evictions + later.evictions,
+            stall_s=self.stall_s + later.stall_s,
+        )
+
+
+@dataclass
+class Stats:
+    """Per step and in total."""
+
+    last: StepStats = StepStats()
+    total: StepStats = StepStats()
+    _mark: Traffic = field(default_factory=Traffic)
+
+    def close_step(self, manager: Manager, loss_scale: float, non_model_peak: int) -> None:
+        """Read the manager's counters at the end of a step, and start its peaks anew."""
+        moved = manager.traffic.since(self._mark)
+        self._mark = manager.traffic.copy()
+        self.last = StepStats(
+            steps=1,
+            loss_scale=loss_scale,
+            device_peak_model_bytes=manager.device_peak,
+            device_peak_non_model_bytes=non_model_peak,
+            host_peak_model_bytes=manager.host_peak,
+            host_peak_non_model_bytes=manager.host_non_model_peak,
+            h2d_bytes=moved.h2d_bytes,
+            d2h_bytes=moved.d2h_bytes,
+            evictions=moved.evictions,
+            stall_s=moved.stall_s,
+        )
+        self.total = self.total.plus(self.last)
+        manager.device_peak, manager.host_peak = manager.device_used, manager.host_used
+        manager.host_non_model_peak = manager.host_non_model_bytes

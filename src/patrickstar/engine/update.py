@@ -1,0 +1,89 @@
+"""The update, chunk by chunk, each where its optimizer chunks lie (PatrickStar's hybrid Adam, §8.2)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from patrickstar.engine.model_data import ModelData
+from patrickstar.engine.slot import Gradient, Slot
+from patrickstar.kernels.adam import AdamStep, adam_update
+from patrickstar.layout.lists import EXP_AVG, EXP_AVG_SQ, GRAD32, PARAM32
+from patrickstar.schedule.states import TensorState
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Factors that gradients are multiplied by before the update, one after the other, each rounded."""
+
+    unscale: float | None = None
+    clip: torch.Tensor | None = None
+
+    def apply(self, grad: torch.Tensor) -> torch.Tensor:
+        """Scale a gradient in place."""
+        if self.unscale is not None:
+            grad.mul_(self.unscale)
+        if self.clip is not None:
+            grad.mul_(self.clip.to(grad.device))
+        return grad
+
+
+class Update:
+    """Runs one optimizer step over all chunks that hold gradients."""
+
+    def __init__(self, data: ModelData) -> None:
+        self.data = data
+        self.on_device: set[int] = set()
+
+    def run(self, hyper_of: Callable[[Slot], AdamStep | None], scaling: Scaling) -> None:
+        """Update every parameter that has a gradient and belongs to a param group."""
+        for index, slots in self.data.by_chunk.items():
+            if not slots[0].scheme.trained:
+                continue
+            self._place(index, slots)
+            groups: dict[AdamStep, list[Slot]] = {}
+            for slot in slots:
+                if slot.gradient is not Gradient.NONE:
+                    hyper = hyper_of(slot)
+                    if hyper is not None:
+                        groups.setdefault(hyper, []).append(slot)
+            for hyper, members in groups.items():
+                for slot in members:
+                    self._step(slot, hyper, scaling)
+            if groups:
+                self._written(index, slots)
+        self.data.discard_gradients()
+
+    def _place(self, index: int, slots: list[Slot]) -> None:
+        """Bring the chunks of one index together, on the tier where its optimizer chunks are to live.
+
+        Optimizer chunks that the host has no room for stay on the device, whatever the margin.
+        """
+        manager = self.data.manager
+        kinds = [PARAM32, EXP_AVG, EXP_AVG_SQ] + ([GRAD32] if (GRAD32, index) in manager.chunks else [])
+        chunks = [manager[kind, index] for kind in kinds]
+        if any(slot.gradient is not Gradient.NONE for slot in slots):
+            chunks.append(slots[0].chunk)
+        here = [chunk for chunk in chunks if chunk.device_valid]
+        stuck = chunks[0].device_valid and not manager.host_has_room(sum(chunk.nbytes for chunk in here))
+        on_device = index in self.on_device or stuck
+        left = manager.bring(chunks) if on_device else []
+        for chunk in chunks:
+            left += manager.settle(chunk, on_device)
+        self.data.point([*left, slots[0].chunk])
+
+    def _step(self, slot: Slot, hyper: AdamStep, scaling: Scaling) -> None:
+        manager, index = self.data.manager, slot.place.chunk
+        lists = [slot.in_list(manager[kind, index]) for kind in (PARAM32, EXP_AVG, EXP_AVG_SQ)]
+        grad = scaling.apply(self.data.gradient(slot))
+        adam_update([lists[0]], [grad], [lists[1]], [lists[2]], [slot.steps], hyper)
+        slot.steps += 1
+        slot.payload().copy_(lists[0])
+        torch.autograd.graph.increment_version(slot.param)
+        slot.gradient = Gradient.NONE
+        slot.move_to(TensorState.HOLD)
+
+    def _written(self, index: int, slots: list[Slot]) -> None:
+        manager = self.data.manager
+        for chunk in (slots[0].chunk, *(manager[kind, index] for kind in (PARAM32, EXP_AVG, EXP_AVG_SQ))):
+            manager.mark_written(chunk, on_device=chunk.device_valid)

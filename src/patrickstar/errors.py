@@ -1,0 +1,29 @@
+"""What can go wrong, by cause. Every message says what happened, to what, how many bytes, and what to try."""
+
+
+class PatrickStarError(Exception):
+    """The root of every error this package raises on purpose."""
+
+
+class ConfigError(PatrickStarError):
+    """An option is unknown, misspelt or out of range."""
+
+
+class BudgetError(PatrickStarError):
+    """A tier's budget in bytes is too small for what has to lie there."""
+
+
+class ModelError(PatrickStarError):
+    """A model, or one of its parameters, can't be managed; the message names it."""
+
+
+class DataError(PatrickStarError):
+    """Training data is missing, empty or unreadable."""
+
+
+class DeviceError(PatrickStarError):
+    """The compute device asked for is not there."""
+
+
+class TrainingError(PatrickStarError):
+    """Training can't go on: a loss that is not finite, a step out of order, an engine that was closed."""

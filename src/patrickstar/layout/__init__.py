@@ -1,0 +1,1 @@
+"""Where each tensor sits: pure arithmetic on names, element counts and bytes. Imports no torch."""

@@ -1,0 +1,39 @@
+"""Sizes in bytes, as people write them and as people read them."""
+
+import re
+
+from patrickstar.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _UNITS[f"{_prefix}ib"] = 1024**_power
+    _UNITS[f"{_prefix}b"] = 1000**_power
+
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes meant by a size such as ``"2GiB"`` (powers of 1024), ``"2GB"`` (powers of 1000) or a plain count.
+
+    Raises ConfigError where the text is no size.
+    """
+    if isinstance(text, int):
+        nbytes = text
+    else:
+        match = _PATTERN.fullmatch(text)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ConfigError(f"{text!r} is not a size; write a number of bytes, or one with a unit such as '512MiB'")
+        nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
+    if nbytes <= 0:
+        raise ConfigError(f"a size must be positive, and {text!r} is not")
+    return nbytes
+
+
+def format_size(nbytes: int) -> str:
+    """A size as people read it: ``"1.50 GiB"``."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

@@ -1,0 +1,1 @@
+"""Where bytes lie and who moves them: chunks, tiers, budgets, meters. Knows no module and no autograd."""

@@ -1,0 +1,257 @@
+"""The chunk manager: brings chunks to the compute tier and lets them go, within byte budgets (Algorithms 1 and 2)."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from patrickstar.errors import BudgetError
+from patrickstar.layout.lists import PARAM16
+from patrickstar.layout.sizes import format_size
+from patrickstar.memory.chunk import Chunk
+from patrickstar.schedule.eviction import EvictionPolicy, ListOrder
+
+
+@dataclass
+class Traffic:
+    """What moved. Bytes are of chunks and of offloaded activations alike."""
+
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    evictions: int = 0
+    stall_s: float = 0.0
+
+    def since(self, earlier: "Traffic") -> "Traffic":
+        """The difference to an earlier reading."""
+        return Traffic(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
+
+    def copy(self) -> "Traffic":
+        """A reading that will not change."""
+        return replace(self)
+
+
+class Manager:
+    """Owns the chunks of one engine and the bytes they take on the two tiers."""
+
+    def __init__(self, device: torch.device, device_budget_bytes: int, host_budget_bytes: int, poison: bool) -> None:
+        self.device = device
+        self.device_budget_bytes = device_budget_bytes
+        self.host_budget_bytes = host_budget_bytes
+        self.poison = poison
+        self.chunks: dict[tuple[str, int], Chunk] = {}
+        self.policy: EvictionPolicy = ListOrder()
+        self.evict_everything = False
+        self.now = 0
+        self.non_model_bytes = 0
+        self.host_non_model_bytes = 0
+        self.comfort_bytes = device_budget_bytes
+        self.device_used = 0
+        self.host_used = 0
+        self.device_peak = 0
+        self.host_peak = 0
+        self.host_non_model_peak = 0
+        self.traffic = Traffic()
+
+    def __getitem__(self, key: tuple[str, int]) -> Chunk:
+        return self.chunks[key]
+
+    @property
+    def total_used(self) -> int:
+        """Chunk bytes on both tiers."""
+        return self.device_used + self.host_used
+
+    @property
+    def chunkable_bytes(self) -> int:
+        """What the device budget leaves for chunks at this moment."""
+        return self.device_budget_bytes - self.non_model_bytes
+
+    def create(self, chunk: Chunk, on_device: bool) -> Chunk:
+        """Adopt a new chunk and take memory for it on one tier; its content is zeros, actually written.
+
+        Memory that was never touched is not resident, and a meter of resident memory would miss it.
+        """
+        self.chunks[chunk.kind, chunk.index] = chunk
+        if on_device:
+            self.make_room(chunk.nbytes, protect=())
+            self._take_device(chunk)
+            chunk.on_device(0, (chunk.numel,)).zero_()
+            chunk.device_valid = True
+        else:
+            self._require_host(chunk)
+            assert chunk.host is not None
+            chunk.host.zero_()
+            chunk.host_valid = True
+        return chunk
+
+    def remove(self, chunk: Chunk) -> None:
+        """Forget a chunk and give its memory back."""
+        if chunk.device_bytes:
+            self._release_device(chunk)
+        if chunk.host is not None:
+            self._release_host(chunk)
+        del self.chunks[chunk.kind, chunk.index]
+
+    # Access: the compute tier
+
+    def bring(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Have `chunks` on the device, all at once; returns the chunks that had to leave for it."""
+        missing = sum(chunk.nbytes for chunk in chunks if not chunk.device_valid)
+        left = self.make_room(missing, protect=chunks)
+        for chunk in chunks:
+            if not chunk.device_valid:
+                self._take_device(chunk)
+                with self._stalled():
+                    chunk.on_device(0, (chunk.numel,)).copy_(chunk.on_host(0, (chunk.numel,)))
+                chunk.device_valid = True
+                self.traffic.h2d_bytes += chunk.nbytes
+        return left
+
+    def make_room(self, nbytes: int, protect: Iterable[Chunk]) -> list[Chunk]:
+        """Evict until `nbytes` more fit into what the budget leaves for chunks; returns what left.
+
+        First the comfort limit is aimed at (in warm-up 80 % of the budget), by chunks of `param16` only; if the budget
+        itself would be exceeded, any chunk that nobody uses may go.
+        """
+        protected = set(protect)
+        comfort = min(self.comfort_bytes - self.non_model_bytes, self.chunkable_bytes)
+        left: list[Chunk] = []
+        if self.evict_everything:
+            comfort = 0
+        if self.device_used + nbytes <= comfort:
+            return left
+        movable = [
+            chunk
+            for chunk in self.chunks.values()
+            if chunk.device_bytes and not chunk.pins and chunk not in protected
+        ]
+        by_index = {chunk.index: chunk for chunk in movable if chunk.kind == PARAM16}
+        for index in self.policy.order(by_index, self.now):
+            if self.device_used + nbytes <= comfort:
+                break
+            if self._leave_device(by_index[index]):
+                left.append(by_index[index])
+        for chunk in movable:
+            if self.device_used + nbytes <= self.chunkable_bytes:
+                break
+            if chunk.kind != PARAM16 and self._leave_device(chunk):
+                left.append(chunk)
+        if self.device_used + nbytes > self.chunkable_bytes:
+            self._fail_device(nbytes)
+        return left
+
+    def mark_written(self, chunk: Chunk, on_device: bool) -> None:
+        """Say that one copy was written: it is the authoritative one, a copy on the other tier is stale."""
+        chunk.device_valid = on_device
+        chunk.host_valid = not on_device
+        if not on_device and chunk.device_bytes:
+            self._release_device(chunk)
+
+    def settle(self, chunk: Chunk, on_device: bool) -> list[Chunk]:
+        """Have the chunk on one tier alone, to be written there; returns what had to leave the device for it."""
+        if on_device:
+            left = [] if chunk.device_valid else self.bring([chunk])
+            if chunk.host is not None:
+                self._release_host(chunk)
+            return left
+        if chunk.device_bytes:
+            if not self._leave_device(chunk):
+                self._fail_host(chunk)
+            return [chunk]
+        return []
+
+    # Host memory
+
+    def reserve_host(self, nbytes: int) -> None:
+        """Account for host memory that holds offloaded activations; negative bytes give it back."""
+        if nbytes > 0 and not self.host_has_room(nbytes):
+            raise BudgetError(
+                f"offloading activations needs {nbytes} more bytes on the host, where {self._host_account()}; "
+                f"raise host_memory by at least {self.host_used + self.host_non_model_bytes + nbytes - self.host_budget_bytes} bytes"
+            )
+        self.host_non_model_bytes += nbytes
+        self.host_non_model_peak = max(self.host_non_model_peak, self.host_non_model_bytes)
+
+    def host_has_room(self, nbytes: int) -> bool:
+        """Whether `nbytes` more fit on the host, after duplicates that lie on the device too are dropped if need be."""
+        free = self.host_budget_bytes - self.host_non_model_bytes - self.host_used
+        if nbytes <= free:
+            return True
+        for chunk in self.chunks.values():
+            if chunk.host is not None and chunk.device_valid:
+                free += chunk.nbytes
+                self._release_host(chunk)
+            if nbytes <= free:
+                return True
+        return False
+
+    def _leave_device(self, chunk: Chunk) -> bool:
+        """Evict a chunk; written back only if its host copy is not current. False if the host has no room."""
+        if not chunk.host_valid:
+            if chunk.host is None:
+                if not self.host_has_room(chunk.nbytes):
+                    return False
+                self._take_host(chunk)
+            with self._stalled():
+                chunk.on_host(0, (chunk.numel,)).copy_(chunk.on_device(0, (chunk.numel,)))
+            chunk.host_valid = True
+            self.traffic.d2h_bytes += chunk.nbytes
+        self._release_device(chunk)
+        self.traffic.evictions += 1
+        return True
+
+    def _require_host(self, chunk: Chunk) -> None:
+        if not self.host_has_room(chunk.nbytes):
+            self._fail_host(chunk)
+        self._take_host(chunk)
+
+    def _take_device(self, chunk: Chunk) -> None:
+        chunk.allocate_device()
+        self.device_used += chunk.nbytes
+        self.device_peak = max(self.device_peak, self.device_used)
+
+    def _release_device(self, chunk: Chunk) -> None:
+        chunk.free_device(self.poison)
+        self.device_used -= chunk.nbytes
+
+    def _take_host(self, chunk: Chunk) -> None:
+        chunk.allocate_host()
+        self.host_used += chunk.nbytes
+        self.host_peak = max(self.host_peak, self.host_used)
+
+    def _release_host(self, chunk: Chunk) -> None:
+        chunk.free_host(self.poison)
+        self.host_used -= chunk.nbytes
+
+    @contextmanager
+    def _stalled(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.traffic.stall_s += time.perf_counter() - start
+
+    # What to say when it does not fit
+
+    def _host_account(self) -> str:
+        return (
+            f"chunks take {self.host_used} bytes and offloaded activations {self.host_non_model_bytes} "
+            f"of a budget of {self.host_budget_bytes}"
+        )
+
+    def _fail_host(self, chunk: Chunk) -> None:
+        short = self.host_used + self.host_non_model_bytes + chunk.nbytes - self.host_budget_bytes
+        raise BudgetError(
+            f"chunk {chunk} needs {chunk.nbytes} bytes on the host, where {self._host_account()}; "
+            f"raise host_memory by at least {short} bytes ({format_size(short)})"
+        )
+
+    def _fail_device(self, nbytes: int) -> None:
+        short = self.device_used + nbytes - self.chunkable_bytes
+        pinned = [chunk for chunk in self.chunks.values() if chunk.pins]
+        raise BudgetError(
+            f"an operator needs {nbytes} more bytes of chunks on the device, where the budget of "
+            f"{self.device_budget_bytes} bytes holds {self.non_model_bytes} bytes of non-model data and "
+            f"{self.device_used} bytes of chunks that can't leave (in use: {pinned}; the host: {self._host_account()}). "
+            f"Raise device_memory by at least {short} bytes ({format_size(short)}), use activation checkpointing, "
+            f"or a smaller batch"
+        )

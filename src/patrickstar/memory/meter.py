@@ -1,0 +1,131 @@
+"""Measuring non-model data: real usage less chunk bytes (PatrickStar §8.1)."""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import torch
+
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = b"5"
+
+
+class Meter(Protocol):
+    """Tells how many bytes on the device are not in chunks. `chunk_bytes` is what the caller knows to be chunks."""
+
+    source: str
+    """What is measured, in words."""
+
+    def calibrate(self, chunk_bytes: int) -> None:
+        """Take what is used now, beyond chunks, as nobody's: the libraries themselves."""
+        ...
+
+    def now(self, chunk_bytes: int) -> int:
+        """Non-model bytes at this moment."""
+        ...
+
+    def peak(self, chunk_bytes: int) -> int:
+        """The most non-model bytes since the last call of `restart`; no chunk may have come or gone in between."""
+        ...
+
+    def restart(self) -> None:
+        """Forget the peak."""
+        ...
+
+
+class CudaMeter:
+    """The CUDA caching allocator's own figures."""
+
+    source = "bytes allocated by the CUDA caching allocator"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def calibrate(self, chunk_bytes: int) -> None:
+        """Nothing to calibrate: the allocator counts tensors only, whoever made them."""
+
+    def now(self, chunk_bytes: int) -> int:
+        return max(0, torch.cuda.memory_allocated(self.device) - chunk_bytes)
+
+    def peak(self, chunk_bytes: int) -> int:
+        return max(0, torch.cuda.max_memory_allocated(self.device) - chunk_bytes)
+
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+class ResidentMeter:
+    """Resident memory of the process as the kernel counts it, peaks included, above what it was at calibration."""
+
+    source = "resident memory of the process, peaks by the kernel's high-water mark"
+
+    def __init__(self) -> None:
+        self.baseline_bytes = 0
+        self._status = os.open("/proc/self/status", os.O_RDONLY)
+        self._clear = os.open(_CLEAR_REFS, os.O_WRONLY)
+
+    def __del__(self) -> None:
+        for name in ("_status", "_clear"):
+            if hasattr(self, name):
+                os.close(getattr(self, name))
+
+    def _field(self, key: bytes) -> int:
+        text = os.pread(self._status, 1 << 14, 0)
+        start = text.index(key) + len(key)
+        return int(text[start : text.index(b"kB", start)]) * 1024
+
+    def calibrate(self, chunk_bytes: int) -> None:
+        self.baseline_bytes = self._field(b"VmRSS:") - chunk_bytes
+
+    def now(self, chunk_bytes: int) -> int:
+        return max(0, self._field(b"VmRSS:") - self.baseline_bytes - chunk_bytes)
+
+    def peak(self, chunk_bytes: int) -> int:
+        return max(0, self._field(b"VmHWM:") - self.baseline_bytes - chunk_bytes)
+
+    def restart(self) -> None:
+        os.pwrite(self._clear, _RESET_PEAK, 0)
+
+
+class SampledMeter:
+    """Resident memory sampled at operator boundaries: what is left where the kernel keeps no resettable peak."""
+
+    source = "resident memory of the process, sampled at operator boundaries (peaks inside operators are missed)"
+
+    def __init__(self) -> None:
+        self.baseline_bytes = 0
+        self._process = psutil.Process()
+
+    def calibrate(self, chunk_bytes: int) -> None:
+        self.baseline_bytes = self._process.memory_info().rss - chunk_bytes
+
+    def now(self, chunk_bytes: int) -> int:
+        return max(0, self._process.memory_info().rss - self.baseline_bytes - chunk_bytes)
+
+    peak = now
+
+    def restart(self) -> None:
+        """A sample has no past."""
+
+
+def default_meter(device: torch.device) -> Meter:
+    """The best meter this machine has for `device`."""
+    if device.type == "cuda":
+        return CudaMeter(device)
+    if os.access(_CLEAR_REFS, os.W_OK):
+        return ResidentMeter()
+    warnings.warn(f"{_CLEAR_REFS} is not writable here: {SampledMeter.source}", stacklevel=2)
+    return SampledMeter()
+
+
+def installed_bytes(device: torch.device) -> int:
+    """What the machine has to give now: free memory of the GPU, or memory available to this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    available = psutil.virtual_memory().available
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if limit.exists() and (text := limit.read_text().strip()).isdigit():
+            available = min(available, int(text))
+    return int(available)

@@ -1,0 +1,16 @@
+"""The entry point as PatrickStar's paper lists it."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from patrickstar.engine.config import Config
+from patrickstar.engine.engine import Engine, initialize
+from patrickstar.engine.optimizer import ChunkOptimizer
+
+
+def initialize_engine(
+    model_func: nn.Module | Callable[[], nn.Module], config: Config | None = None
+) -> tuple[Engine, ChunkOptimizer]:
+    """`patrickstar.initialize` under the paper's name and with its keywords."""
+    return initialize(model_func, config)

@@ -1,0 +1,49 @@
+"""The trace of one iteration (PatrickStar §8.1): what was accessed at which moment, beside how much non-model data."""
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from functools import cached_property
+
+NEVER = 1 << 62
+"""A moment after every other."""
+
+
+@dataclass
+class Moment:
+    """The stretch from one operator boundary to the next.
+
+    `chunks` are accessed as it begins (empty when an operator ends there); `non_model_bytes` is the largest amount of
+    non-model data on the device until the next moment begins.
+    """
+
+    chunks: tuple[int, ...]
+    non_model_bytes: int = 0
+
+
+@dataclass
+class Trace:
+    """The moments of one iteration, in order. Chunks are named by index: only `param16` is accessed by operators."""
+
+    moments: list[Moment] = field(default_factory=list)
+
+    @cached_property
+    def uses(self) -> dict[int, list[int]]:
+        """For each chunk the sorted moments it is accessed at. Read it once the trace is complete."""
+        found: dict[int, list[int]] = {}
+        for now, moment in enumerate(self.moments):
+            for chunk in moment.chunks:
+                found.setdefault(chunk, []).append(now)
+        return found
+
+    @cached_property
+    def peak_non_model_bytes(self) -> int:
+        """The most non-model data at any moment."""
+        return max((moment.non_model_bytes for moment in self.moments), default=0)
+
+    def next_use(self, chunk: int, now: int) -> int:
+        """The first moment after `now` that accesses `chunk`, counted on into the next iteration; O(log moments)."""
+        uses = self.uses.get(chunk)
+        if not uses:
+            return NEVER
+        at = bisect_right(uses, now)
+        return uses[at] if at < len(uses) else len(self.moments) + uses[0]
