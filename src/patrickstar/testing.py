@@ -102,6 +102,7 @@ class ReferenceTrainer:
             self.masters[param] = full.to(wanted, copy=True) if param.is_floating_point() else param.data
         for module in self.module.modules():
             module._buffers.update({k: b.to(self.device) for k, b in module._buffers.items() if b is not None})
+        self.trained = {param for param in self.masters if param.requires_grad}
         self.optimizer = ReferenceOptimizer(self)
 
     def master(self, param: nn.Parameter) -> torch.Tensor:
@@ -109,6 +110,7 @@ class ReferenceTrainer:
         return self.masters[param]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.trained.update(param for param in self.masters if param.requires_grad)
         args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
         return self.module(*args, **kwargs)
 
@@ -155,8 +157,7 @@ class ReferenceTrainer:
         """Masters and buffers under the model's names."""
         state = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():
-            trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-            state[name] = self.masters[tensor].clone() if trained else tensor.detach().clone()
+            state[name] = self.masters[tensor].clone() if tensor in self.trained else tensor.detach().clone()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -255,7 +256,8 @@ def assert_same_bits(expected: Any, found: Any, what: str) -> None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.Tensor(tensor.detach().cpu().contiguous()).reshape(-1).view(torch.uint8) if tensor.dtype != torch.bool else tensor.reshape(-1)
+    flat = torch.Tensor.clone(tensor.detach()).cpu().contiguous().reshape(-1)
+    return flat if flat.dtype == torch.bool else flat.view(torch.uint8)
 
 
 def _assert_same_states(expected: dict[str, Any], found: dict[str, Any]) -> None:

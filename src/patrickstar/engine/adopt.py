@@ -1,6 +1,7 @@
 """From a user's model to slots in chunks, without a second copy of any parameter."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from patrickstar.errors import ModelError
 from patrickstar.layout.lists import PARAM16, PARAM32, scheme_for
 from patrickstar.layout.mapping import ChunkSpec, Layout, ParamSpec, build_layout
 from patrickstar.layout.search import search_layout
-from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.chunk import Chunk, Region
 from patrickstar.memory.manager import Manager
 from patrickstar.schedule.placement import WARM_UP_PERCENT
 
@@ -112,7 +113,10 @@ def adopt(
                 value = weights(name)
                 if value.shape != param.shape:
                     raise ModelError(f"weights give {tuple(value.shape)} for parameter {name!r} of {tuple(param.shape)}")
-            slot = Slot(name, param, tuple(param.shape), schemes[name], layout.places[name], chunk, name in lookups)
+            place = layout.places[name]
+            # Strides are kept: kernels sum in memory order, and their bits depend on it.
+            region = Region(place.offset, tuple(param.shape), torch.empty_like(param, device="meta").stride())
+            slot = Slot(name, param, schemes[name], place, chunk, region, name in lookups)
             slot.payload().copy_(value)
             if slot.scheme.trained:
                 slot.in_list(data.manager[PARAM32, spec.index]).copy_(value)
@@ -147,6 +151,7 @@ def promote(slots: list[Slot], layout: Layout, data: ModelData, interceptor: Int
         data.by_chunk[old].remove(slot)
         slot.place, slot.scheme = grown.places[slot.name], spec.scheme
         slot.chunk, slot.device_view = data.manager[PARAM16, slot.place.chunk], None
+        slot.region = replace(slot.region, offset=slot.place.offset)
         data.by_chunk.setdefault(slot.place.chunk, []).append(slot)
         slot.payload().copy_(value)
         slot.in_list(data.manager[PARAM32, slot.place.chunk]).copy_(value)

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from patrickstar.engine.adopt import WeightSource, adopt, check_model, make_layout, param_specs, promote
 from patrickstar.engine.clock import Clock
-from patrickstar.engine.compiled import CompiledModules
+from patrickstar.engine.blocks import Blocks
 from patrickstar.engine.config import Config
 from patrickstar.engine.intercept import Interceptor
 from patrickstar.engine.model_data import ModelData
@@ -70,7 +70,7 @@ class Engine:
         self._move_buffers()
         self._clock.calibrate()
         self._by_name = {slot.name: slot for slot in self._data.slots}
-        self._compiled = CompiledModules(self.module, self._interceptor)
+        self._blocks = Blocks(self.module, self._interceptor)
         self._clip: torch.Tensor | None = None
         self._backwards = 0
         self._closed = False
@@ -119,6 +119,7 @@ class Engine:
         with self._unwound_on_error():
             try:
                 with self._clock.iterating():
+                    self._interceptor.follow_functions(loss)
                     scaled = loss * self._scaler.scale if self._scaler.enabled else loss
                     torch.autograd.backward(scaled, retain_graph=retain_graph)
             finally:
@@ -156,7 +157,7 @@ class Engine:
         if self._closed:
             return
         self._drop_gradients()
-        self._compiled.close()
+        self._blocks.close()
         self._data.drop_uses()
         for slot in self._data.slots:
             value = self._full_precision(slot)
@@ -318,6 +319,7 @@ class Engine:
             yield
         except BaseException:
             self._interceptor.window = None
+            self._interceptor.unseen.clear()
             self._data.drop_uses()
             self._clock.abandon()
             raise

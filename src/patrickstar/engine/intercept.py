@@ -1,13 +1,15 @@
 """How operators announce that they are about to read a parameter: the only file that touches autograd's machinery."""
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.slot import Gradient, Slot
@@ -43,7 +45,7 @@ _METHODS = (
 ).split()
 _PASS = {getattr(torch.Tensor, name).__get__ for name in _GETTERS}
 _PASS |= {getattr(torch.Tensor, name) for name in _METHODS}
-_PASS |= {torch.Tensor.requires_grad.__set__, torch.Tensor.grad.__set__, torch.Tensor._backward_hooks.__set__}
+_PASS |= {torch.Tensor.requires_grad.__set__, torch.Tensor._backward_hooks.__set__}
 _PASS |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad, torch.autograd.backward}
 _PASS |= {torch._has_compatible_shallow_copy_type, torch.Tensor._post_accumulate_grad_hooks.__get__}
 _PASS |= {torch.Tensor._post_accumulate_grad_hooks.__set__}
@@ -140,6 +142,22 @@ class Window:
         self.slots = slots
 
 
+class BlockUse(NamedTuple):
+    """A block that is running under one window."""
+
+    slots: tuple[Slot, ...]
+    disguised: list[Slot]
+    first: int
+    suspended: Window | None
+
+
+@contextmanager
+def _managing() -> Iterator[None]:
+    """What is made or moved here outlives the mode the user is in, and no graph is made of it."""
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
+        yield
+
+
 class Interceptor:
     """Stands between operators and the parameters of one engine."""
 
@@ -149,6 +167,7 @@ class Interceptor:
         self.backward_depth = 0
         self.window: Window | None = None
         self.hooks: dict[Slot, Any] = {}
+        self.unseen: dict[int, tuple[Slot, ...]] = {}
 
     @property
     def in_backward(self) -> bool:
@@ -200,6 +219,8 @@ class Interceptor:
                 )
         if func is torch.Tensor.grad.__get__:
             return self._read_gradient(slots[0], tensors[0])
+        if func is torch.Tensor.grad.__set__:
+            return self._set_gradient(slots[0], args[0], args[1])
         if func is torch.Tensor.data.__set__:
             return self._assign(slots[0], args[1])
         if func in _COPIED:
@@ -210,42 +231,51 @@ class Interceptor:
             out = self._run(func, args, kwargs, slots)
             if _writes(func, kwargs):
                 target = kwargs.get("out", args[0] if args else None)
-                with torch.no_grad():
+                with _managing():
                     for slot in getattr(target, "_slots", ()):
                         self.data.written(slot)
             self._follow(out, slots, first)
-        finally:
-            self.data.release(slots, TensorState.HOLD if self.in_backward else TensorState.HOLD_AFTER_FWD)
-            if suspended is not None:
-                self._open(suspended)
-        self.data.boundary(belongs=torch.is_grad_enabled() or self.in_backward)
+        except BaseException:
+            self._end_uses(slots, suspended)
+            raise
+        self._release(slots, suspended)
         return out
 
-    def run_block(
-        self, block: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], slots: tuple[Slot, ...]
-    ) -> Any:
-        """Run a compiled block, whose parameters are plain ones to the compiler, under one window for all of them."""
+    def _release(self, slots: Sequence[Slot], suspended: Window | None) -> None:
+        belongs = torch.is_grad_enabled() or self.in_backward
+        with _managing():
+            self._end_uses(slots, suspended)
+            self.data.boundary(belongs)
+
+    def _end_uses(self, slots: Sequence[Slot], suspended: Window | None) -> None:
+        self.data.release(slots, TensorState.HOLD if self.in_backward else TensorState.HOLD_AFTER_FWD)
+        if suspended is not None:
+            self._open(suspended)
+
+    def open_block(self, slots: tuple[Slot, ...]) -> BlockUse:
+        """Have all parameters of a block there, as plain ones, until `close_block`."""
         first = torch._C._autograd._get_sequence_nr()
         suspended = self._access(slots)
-        for slot in slots:
+        disguised = [slot for slot in slots if type(slot.param) is ChunkParameter]
+        for slot in disguised:
             slot.param.__class__ = nn.Parameter
-        try:
-            out = block(*args, **kwargs)
-            self._follow(out, slots, first)
-        finally:
-            for slot in slots:
-                slot.param.__class__ = ChunkParameter
-            self.data.release(slots, TensorState.HOLD if self.in_backward else TensorState.HOLD_AFTER_FWD)
-            if suspended is not None:
-                self._open(suspended)
-        self.data.boundary(belongs=torch.is_grad_enabled() or self.in_backward)
-        return out
+        return BlockUse(slots, disguised, first, suspended)
+
+    def close_block(self, use: BlockUse, out: Any) -> None:
+        """The block has returned `out`: open its window again before each node it added to the graph."""
+        for slot in use.disguised:
+            slot.param.__class__ = ChunkParameter
+        self._follow(out, use.slots, use.first)
+        self._release(use.slots, use.suspended)
 
     def _access(self, slots: Sequence[Slot]) -> Window | None:
         """Access `slots`; returns the window that had to make way, if one had. See [Note: recomputing inside a window]."""
         belongs = torch.is_grad_enabled() or self.in_backward
         window = self.window
-        with torch.no_grad():
+        if not torch.is_grad_enabled() and not self.in_backward:
+            # Perhaps inside a custom Function, whose node was the last to be made. See `follow_functions`.
+            self.unseen[torch._C._autograd._get_sequence_nr() - 1] = tuple(slots)
+        with _managing():
             try:
                 self.data.access(slots, belongs)
                 return None
@@ -278,6 +308,35 @@ class Interceptor:
                 f"others use this device, or use a smaller batch. PyTorch said: {first_error}"
             ) from None
 
+    def follow_functions(self, loss: torch.Tensor) -> None:
+        """Open windows before custom Functions that read parameters: `Function.apply` itself announces nothing.
+
+        Under checkpointing what such a Function saved comes back as a bare tensor, which announces nothing either.
+        Checkpointing's own Function is passed over: what it recomputes announces itself.
+        """
+        if not self.unseen:
+            return
+        seen, nodes = set(), [loss.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            nodes.extend(follower for follower, _ in node.next_functions)
+            if isinstance(node, BackwardCFunction) and not isinstance(node, CheckpointFunction):
+                slots = self.unseen.get(node._sequence_nr())
+                if slots is not None:
+                    node.register_prehook(self._entrance(slots))
+        self.unseen.clear()
+
+    def _entrance(self, slots: tuple[Slot, ...]) -> Callable[[Any], None]:
+        window = Window(slots)
+
+        def enter(_: Any) -> None:
+            self.enter_backward(window)
+
+        return enter
+
     def _follow(self, out: Any, slots: tuple[Slot, ...], first: int) -> None:
         """Class the views among an operator's outputs, and open its window before each node it added to the graph."""
         storages = {slot.chunk.storage._cdata for slot in slots}
@@ -292,12 +351,7 @@ class Interceptor:
                 nodes.append(tensor.grad_fn)
         if not nodes:
             return
-        window = Window(slots)
-
-        def enter(_: Any) -> None:
-            self.enter_backward(window)
-
-        seen = set()
+        enter, seen = self._entrance(slots), set()
         while nodes:
             node = nodes.pop()
             # Nodes that existed before belong to others; the sink of a leaf has no turn of its own.
@@ -315,6 +369,14 @@ class Interceptor:
             )
         return tensor.grad
 
+    def _set_gradient(self, slot: Slot, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+        if value is not None and isinstance(tensor, ChunkParameter):
+            raise TrainingError(
+                f"the gradient of {slot.name!r} can't be assigned: the step takes what engine.backward(loss) computes; "
+                f"put the change into the loss"
+            )
+        tensor.grad = value
+
     def _assign(self, slot: Slot, value: torch.Tensor) -> None:
         """`parameter.data = value`: a value of the same kind is written into the chunk."""
         chunk = slot.chunk
@@ -326,11 +388,11 @@ class Interceptor:
                 f"become {value.dtype}, {tuple(value.shape)}, on {value.device}; choose precision and device in "
                 f"ps.Config, or take engine.state_dict() to another model"
             )
-        with torch.no_grad():
-            self._access((slot,))
+        self._access((slot,))
+        with _managing():
             slot.payload().copy_(value)
             self.data.written(slot)
-            self.data.release((slot,), TensorState.HOLD)
+        self._release((slot,), None)
 
     # Backward windows
 
@@ -338,6 +400,11 @@ class Interceptor:
         """A node of an operator is about to run: open the operator's window."""
         if window is self.window:
             return
+        if torch.is_grad_enabled():
+            raise ModelError(
+                f"parameter {window.slots[0].name!r} is used by an operator that is differentiated twice "
+                f"(create_graph=True), which is not supported: the second backward would read weights unannounced"
+            )
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if self.window is None and not self.backward_depth:
                 Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]

@@ -109,7 +109,7 @@ class ModelData:
         with torch._C.DisableTorchFunctionSubclass():
             if slot.chunk.device_valid:
                 if slot.device_view is None:
-                    slot.device_view = slot.chunk.on_device(slot.place.offset, slot.shape)
+                    slot.device_view = slot.chunk.on_device(slot.region)
                 slot.param.data = slot.device_view
             else:
                 fill = float("nan") if slot.chunk.dtype.is_floating_point else 0

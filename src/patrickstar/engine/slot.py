@@ -8,7 +8,7 @@ from torch import nn
 
 from patrickstar.layout.lists import Scheme
 from patrickstar.layout.mapping import Place
-from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.chunk import Chunk, Region
 from patrickstar.schedule.states import TensorState, check_transition
 
 
@@ -26,10 +26,10 @@ class Slot:
 
     name: str
     param: nn.Parameter
-    shape: tuple[int, ...]
     scheme: Scheme
     place: Place
     chunk: Chunk
+    region: Region
     embedding: bool = False
     state: TensorState = TensorState.FREE
     uses: int = 0
@@ -44,10 +44,15 @@ class Slot:
             check_transition(self.name, self.state, state)
             self.state = state
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's shape."""
+        return self.region.shape
+
     def payload(self) -> torch.Tensor:
         """The bytes of the parameter (or of the gradient over it), where they are current."""
-        return self.chunk.current(self.place.offset, self.shape)
+        return self.chunk.current(self.region)
 
     def in_list(self, chunk: Chunk) -> torch.Tensor:
         """This parameter's part of a parallel chunk, where that one is current."""
-        return chunk.current(self.place.offset, self.shape)
+        return chunk.current(self.region)

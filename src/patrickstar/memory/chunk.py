@@ -1,7 +1,6 @@
 """A chunk: a contiguous buffer that lies on the device, on the host, or, as a duplicate, on both."""
 
-import ctypes
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +14,15 @@ from patrickstar.layout.lists import ITEMSIZE
 # a modification that autograd has to know of.
 
 PINNED_READ_WRITE = 0
+
+
+@dataclass(frozen=True)
+class Region:
+    """Elements of a chunk seen as a tensor: first element, shape and strides, in elements."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 class Chunk:
@@ -46,20 +54,25 @@ class Chunk:
         """Bytes of device memory this chunk takes."""
         return self.storage.nbytes()
 
-    def on_device(self, offset: int, shape: Sequence[int]) -> torch.Tensor:
+    def on_device(self, region: Region) -> torch.Tensor:
         """A view of the device copy with its own version counter. See [Note: one storage for life]."""
-        strides = contiguous_strides(shape)
-        return torch.empty(0, dtype=self.dtype, device=self.device).set_(self.storage, offset, tuple(shape), strides)
+        alias = torch.empty(0, dtype=self.dtype, device=self.device)
+        return alias.set_(self.storage, region.offset, region.shape, region.strides)
 
-    def on_host(self, offset: int, shape: Sequence[int]) -> torch.Tensor:
+    def on_host(self, region: Region) -> torch.Tensor:
         """A view of the host copy."""
         assert self.host is not None, f"{self} has no host copy"
-        return self.host.as_strided(tuple(shape), contiguous_strides(shape), offset)
+        return self.host.as_strided(region.shape, region.strides, region.offset)
 
-    def current(self, offset: int, shape: Sequence[int]) -> torch.Tensor:
+    def current(self, region: Region) -> torch.Tensor:
         """A view of a copy that holds the current bytes, the device's if there are two."""
         assert self.device_valid or self.host_valid, f"{self} holds nothing"
-        return self.on_device(offset, shape) if self.device_valid else self.on_host(offset, shape)
+        return self.on_device(region) if self.device_valid else self.on_host(region)
+
+    @property
+    def whole(self) -> Region:
+        """All elements, in a row."""
+        return Region(0, (self.numel,), (1,))
 
     def allocate_device(self) -> None:
         """Take device memory; its content is undefined."""
@@ -68,7 +81,7 @@ class Chunk:
     def free_device(self, poison: bool) -> None:
         """Give the device memory back, filled with NaN first where a test asks for it."""
         if poison:
-            fill_poison(self.on_device(0, (self.numel,)))
+            fill_poison(self.on_device(self.whole))
         self.storage.resize_(0)
         self.device_valid = False
 
@@ -99,18 +112,3 @@ def fill_poison(buffer: torch.Tensor) -> None:
         buffer.fill_(float("nan"))
     elif buffer.dtype != torch.bool:
         buffer.fill_(torch.iinfo(buffer.dtype).max)
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, as PyTorch counts them (an empty dimension counts as one)."""
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * max(1, shape[dim + 1])
-    return tuple(strides)
-
-
-def trim_heap() -> None:
-    """Ask the C library to give freed memory back to the system, where it knows how."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)

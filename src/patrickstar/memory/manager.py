@@ -76,7 +76,7 @@ class Manager:
         if on_device:
             self.make_room(chunk.nbytes, protect=())
             self._take_device(chunk)
-            chunk.on_device(0, (chunk.numel,)).zero_()
+            chunk.on_device(chunk.whole).zero_()
             chunk.device_valid = True
         else:
             self._require_host(chunk)
@@ -103,7 +103,7 @@ class Manager:
             if not chunk.device_valid:
                 self._take_device(chunk)
                 with self._stalled():
-                    chunk.on_device(0, (chunk.numel,)).copy_(chunk.on_host(0, (chunk.numel,)))
+                    chunk.on_device(chunk.whole).copy_(chunk.on_host(chunk.whole))
                 chunk.device_valid = True
                 self.traffic.h2d_bytes += chunk.nbytes
         return left
@@ -194,7 +194,7 @@ class Manager:
                     return False
                 self._take_host(chunk)
             with self._stalled():
-                chunk.on_host(0, (chunk.numel,)).copy_(chunk.on_device(0, (chunk.numel,)))
+                chunk.on_host(chunk.whole).copy_(chunk.on_device(chunk.whole))
             chunk.host_valid = True
             self.traffic.d2h_bytes += chunk.nbytes
         self._release_device(chunk)

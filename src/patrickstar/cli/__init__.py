@@ -1,0 +1,1 @@
+"""The command line: trains a causal language model on text, under byte budgets."""

@@ -1,0 +1,44 @@
+"""Batches of token blocks, in an order that the seed fixes."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from patrickstar.errors import DataError
+
+
+class Batches:
+    """An endless stream of batches, int64 of shape ``(batch, sequence)``.
+
+    The tokens are cut into blocks of ``sequence``; each pass over the blocks takes them in a new order drawn from
+    ``seed``. Raises DataError where the tokens don't fill one block.
+    """
+
+    def __init__(self, tokens: NDArray[np.unsignedinteger], sequence: int, batch: int, seed: int) -> None:
+        self._blocks = len(tokens) // sequence
+        if self._blocks == 0:
+            raise DataError(
+                f"the data has {len(tokens)} tokens, less than one sequence of {sequence}; "
+                "give more text with --data, or a shorter --sequence"
+            )
+        self._tokens = tokens
+        self._sequence = sequence
+        self._batch = batch
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order = self._order()
+        while True:
+            blocks = [self._block(next(order)) for _ in range(self._batch)]
+            yield torch.from_numpy(np.stack(blocks))
+
+    def _order(self) -> Iterator[int]:
+        generator = np.random.default_rng(self._seed)
+        while True:
+            yield from generator.permutation(self._blocks).tolist()
+
+    def _block(self, index: int) -> NDArray[np.int64]:
+        start = index * self._sequence
+        return self._tokens[start : start + self._sequence].astype(np.int64)

@@ -1,0 +1,46 @@
+"""What is said at the end of a run."""
+
+from rich.console import Console
+from rich.text import Text
+
+from patrickstar.cli.records import Summary
+from patrickstar.layout.sizes import format_size
+
+
+def print_summary(console: Console, summary: Summary) -> None:
+    """Print what a person wants to know of the run, with bytes moved by the step."""
+    console.print()
+    for name, value in _rows(summary):
+        # Wrapped by the terminal alone: a file has no width.
+        console.print(Text.assemble((f"{name:<16}", "bold"), value), soft_wrap=True)
+
+
+def _rows(summary: Summary) -> list[tuple[str, str]]:
+    times = summary.model_data_bytes / summary.device_budget_bytes
+    stats = summary.stats
+    steps = f"{summary.steps}, interrupted" if summary.interrupted else str(summary.steps)
+    return [
+        ("machine", summary.machine),
+        ("model", f"{summary.model}, {summary.parameters:,} parameters, {summary.precision} on {summary.device}"),
+        (
+            "model data",
+            f"{format_size(summary.model_data_bytes)}, {times:.2f} times the device budget of "
+            f"{format_size(summary.device_budget_bytes)}; {format_size(summary.padding_bytes)} of it padding",
+        ),
+        ("steps", f"{steps} in {summary.elapsed_s:.1f} s"),
+        ("loss", f"{summary.loss_first:.4f} at first, {summary.loss_last:.4f} at last (means of up to 3 steps)"),
+        ("tokens/s", f"{summary.tokens_per_s:,.0f}"),
+        (
+            "moved per step",
+            f"{format_size(stats.h2d_bytes // stats.steps)} to the device, "
+            f"{format_size(stats.d2h_bytes // stats.steps)} to the host",
+        ),
+        ("device peak", _peaks(stats.device_peak_model_bytes, stats.device_peak_non_model_bytes)),
+        ("host peak", _peaks(stats.host_peak_model_bytes, stats.host_peak_non_model_bytes)),
+        ("evictions", str(stats.evictions)),
+        ("stalled", f"{stats.stall_s:.2f} s on movement"),
+    ]
+
+
+def _peaks(model_bytes: int, non_model_bytes: int) -> str:
+    return f"{format_size(model_bytes)} model data, {format_size(non_model_bytes)} non-model data"

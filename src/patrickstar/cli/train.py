@@ -1,0 +1,192 @@
+"""The job of ``patrickstar train``: a causal language model, text, budgets, and a loop as users write it."""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+import torch
+from rich.console import Console
+from torch.optim.lr_scheduler import LambdaLR
+
+import patrickstar as ps
+from patrickstar.cli.batches import Batches
+from patrickstar.cli.data import Corpus, open_corpus
+from patrickstar.cli.machine import machine_name
+from patrickstar.cli.models import ModelSource, find_model
+from patrickstar.cli.progress import Progress
+from patrickstar.cli.records import RunLog, StepRecord, Summary
+from patrickstar.cli.summary import print_summary
+from patrickstar.cli.tokenizer import load_tokens
+from patrickstar.errors import ConfigError, TrainingError
+
+# The cosine falls to this part of the learning rate, not to nothing: the last steps still learn.
+_FINAL_FRACTION = 0.1
+# Single losses are noisy: what the summary says of the first and the last is a mean over this many steps.
+_MEAN_STEPS = 3
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The options of ``patrickstar train``, under the names they have there."""
+
+    data: tuple[Path, ...]
+    model: str
+    vocab_size: int | None
+    sequence: int
+    batch: int
+    accumulation: int
+    steps: int
+    lr: float
+    warmup_steps: int
+    weight_decay: float
+    max_norm: float
+    precision: Literal["bf16", "fp16", "fp32"]
+    device: Literal["auto", "cpu", "cuda"]
+    device_memory: str | None
+    host_memory: str | None
+    chunk_size: str
+    activation_checkpointing: bool
+    activation_offload: bool
+    seed: int
+    log: Path | None
+    quiet: bool
+
+
+def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:
+    """What the learning rate is multiplied with in a step counted from 0: a linear warm-up, then a cosine."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return _FINAL_FRACTION + (1 - _FINAL_FRACTION) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+
+def train(options: TrainOptions, console: Console) -> Summary:
+    """Train, showing progress, and print the summary.
+
+    Ctrl-C ends the run after the steps that are done; before the first of them it goes on as KeyboardInterrupt.
+    Raises a PatrickStarError for options, data or a model that can't be used and for a loss that is not finite.
+    """
+    config = ps.Config(
+        device=options.device,
+        device_memory=options.device_memory,
+        host_memory=options.host_memory,
+        chunk_size=options.chunk_size,
+        precision=options.precision,
+        optimizer=ps.AdamW(lr=options.lr, weight_decay=options.weight_decay),
+        activation_offload=options.activation_offload,
+    )
+    config.find_device()
+    source = find_model(options.model, options.vocab_size)
+    _check_sequence(options.sequence, source)
+    corpus = open_corpus(options.data)
+    with RunLog(options.log) as log:
+        if not options.quiet:
+            _print_header(console, source, corpus)
+        batches = Batches(load_tokens(corpus, source.vocabulary), options.sequence, options.batch, options.seed)
+        torch.manual_seed(options.seed)
+        model, weights = source.open(options.activation_checkpointing)
+        engine, optimizer = ps.initialize(model, config, weights=weights)
+        try:
+            with Progress(console, options.steps, engine.device_budget_bytes, options.quiet) as progress:
+                records, interrupted = _loop(options, engine, optimizer, iter(batches), log, progress)
+            summary = _summary(options, engine, records, interrupted)
+            log.write(summary)
+            print_summary(console, summary)
+        finally:
+            engine.close()
+    return summary
+
+
+def _check_sequence(sequence: int, source: ModelSource) -> None:
+    if source.max_sequence is not None and sequence > source.max_sequence:
+        raise ConfigError(
+            f"the model {source.name} has positions for {source.max_sequence} tokens; use --sequence "
+            f"{source.max_sequence} or less instead of {sequence}"
+        )
+
+
+def _print_header(console: Console, source: ModelSource, corpus: Corpus) -> None:
+    file = source.vocabulary.file
+    origin = f"tokenizer {file}" if file else f"a byte-pair tokenizer of {source.vocabulary.size} tokens trained on it"
+    console.print(f"{source.name} on {corpus.name} ({len(corpus.paths)} files), {origin}", soft_wrap=True, markup=False)
+
+
+def _loop(
+    options: TrainOptions,
+    engine: ps.Engine,
+    optimizer: ps.ChunkOptimizer,
+    batches: Iterator[torch.Tensor],
+    log: RunLog,
+    progress: Progress,
+) -> tuple[list[StepRecord], bool]:
+    """The steps that were finished, and whether Ctrl-C ended them."""
+    scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, options.warmup_steps, options.steps))
+    tokens = options.batch * options.sequence * options.accumulation
+    records: list[StepRecord] = []
+    try:
+        for step in range(1, options.steps + 1):
+            started = time.perf_counter()
+            learning_rate = float(scheduler.get_last_lr()[0])
+            loss, norm = _step(options, engine, optimizer, batches, step)
+            scheduler.step()
+            elapsed_s = time.perf_counter() - started
+            record = StepRecord(step, loss, learning_rate, norm, tokens, elapsed_s, engine.stats.last)
+            records.append(record)
+            log.write(record)
+            progress.show(record)
+    except KeyboardInterrupt:
+        if not records:
+            raise
+        return records, True
+    return records, False
+
+
+def _step(
+    options: TrainOptions, engine: ps.Engine, optimizer: ps.ChunkOptimizer, batches: Iterator[torch.Tensor], step: int
+) -> tuple[float, float | None]:
+    """One optimizer step: its mean loss, and its gradients' norm where they are clipped."""
+    losses = []
+    for _ in range(options.accumulation):
+        ids = next(batches)
+        loss = engine(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            raise TrainingError(
+                f"the loss is {losses[-1]} in step {step}; try a lower --lr than {options.lr:g}, "
+                "more --warmup-steps or --precision bf16"
+            )
+        engine.backward(loss / options.accumulation)
+    norm = engine.clip_grad_norm_(options.max_norm).item() if options.max_norm > 0 else None
+    optimizer.step()
+    optimizer.zero_grad()
+    return sum(losses) / len(losses), norm
+
+
+def _summary(options: TrainOptions, engine: ps.Engine, records: list[StepRecord], interrupted: bool) -> Summary:
+    layout = engine.layout_report()
+    losses = [record.loss for record in records]
+    timed = records[1:] or records
+    return Summary(
+        model=options.model,
+        parameters=layout.numel,
+        machine=machine_name(engine.device),
+        device=engine.device.type,
+        precision=options.precision,
+        steps=len(records),
+        interrupted=interrupted,
+        loss_first=fmean(losses[:_MEAN_STEPS]),
+        loss_last=fmean(losses[-_MEAN_STEPS:]),
+        tokens_per_s=sum(record.tokens for record in timed) / sum(record.elapsed_s for record in timed),
+        elapsed_s=sum(record.elapsed_s for record in records),
+        model_data_bytes=layout.model_data_bytes,
+        padding_bytes=layout.padding_bytes,
+        chunk_count=layout.chunk_count,
+        chunk_numel=layout.chunk_numel,
+        device_budget_bytes=engine.device_budget_bytes,
+        host_budget_bytes=engine.host_budget_bytes,
+        stats=engine.stats.total,
+    )

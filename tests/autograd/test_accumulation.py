@@ -1,0 +1,149 @@
+"""Several backwards before one step, and steps in which some parameters get no gradient."""
+
+import pytest
+import torch
+import torch.nn as nn
+
+from patrickstar import testing
+
+from .zoo import WIDTH, Stack, call_block, linear, mean_square, mlp, normal, normal_batches, update
+
+
+@pytest.mark.parametrize("accumulation", [2, 3])
+def test_accumulation_with_a_last_short_batch(accumulation, config, checkpointing):
+    batches = [*normal_batches(6), (normal(1, 3, WIDTH, seed=6),)]
+    testing.assert_exact(
+        lambda: Stack([mlp(), linear()], checkpointing), batches, config, accumulation=accumulation, max_norm=0.1
+    )
+
+
+def test_two_forwards_then_two_backwards(config, checkpointing):
+    def script(trainer, optimizer):
+        losses = []
+        for (x,) in normal_batches():
+            first, second = mean_square(trainer(x)), mean_square(trainer(-x) - 1)
+            trainer.backward(first)
+            losses += [first.detach(), update(trainer, optimizer, second)]
+        return losses
+
+    testing.compare(lambda: Stack([mlp(), linear()], checkpointing), config, script)
+
+
+def test_two_forwards_then_one_backward(config, checkpointing):
+    def script(trainer, optimizer):
+        return [
+            update(trainer, optimizer, mean_square(trainer(x)) + mean_square(trainer(-x) - 1))
+            for (x,) in normal_batches()
+        ]
+
+    testing.compare(lambda: Stack([mlp(), linear()], checkpointing), config, script)
+
+
+def test_one_forward_with_two_losses(config):
+    def script(trainer, optimizer):
+        losses = []
+        for (x,) in normal_batches():
+            output = trainer(x)
+            first, second = mean_square(output), output.float().abs().mean()
+            trainer.backward(first, retain_graph=True)
+            losses += [first.detach(), update(trainer, optimizer, second)]
+        return losses
+
+    testing.compare(lambda: Stack([mlp(), linear()]), config, script)
+
+
+def test_accumulation_changes_from_step_to_step(config):
+    def script(trainer, optimizer):
+        losses = []
+        for step, micro_batches in enumerate([1, 3, 1, 2]):
+            for (x,) in normal_batches(micro_batches):
+                loss = mean_square(trainer(x + step))
+                trainer.backward(loss)
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    testing.compare(lambda: Stack([mlp()]), config, script)
+
+
+def test_a_gradient_thrown_away(config):
+    """zero_grad without a step: what the backward left must be gone, and the weights unharmed."""
+
+    def script(trainer, optimizer):
+        losses = []
+        for (x,) in normal_batches():
+            trainer.backward(mean_square(trainer(x * 7)))
+            optimizer.zero_grad()
+            losses.append(update(trainer, optimizer, mean_square(trainer(x))))
+        return losses
+
+    testing.compare(lambda: Stack([mlp()]), config, script)
+
+
+def test_a_forward_without_backward(config):
+    def script(trainer, optimizer):
+        losses = []
+        for (x,) in normal_batches():
+            unused = mean_square(trainer(x * 7)).detach()
+            losses += [unused, update(trainer, optimizer, mean_square(trainer(x)))]
+        return losses
+
+    testing.compare(lambda: Stack([mlp()]), config, script)
+
+
+def test_a_step_without_backward(config):
+    def script(trainer, optimizer):
+        losses = []
+        for (x,) in normal_batches():
+            losses.append(update(trainer, optimizer, mean_square(trainer(x))))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    testing.compare(lambda: Stack([mlp()]), config, script)
+
+
+class Branches(nn.Module):
+    def __init__(self, checkpointing):
+        super().__init__()
+        self.stem, self.branches, self.checkpointing = linear(), nn.ModuleList([mlp(), mlp()]), checkpointing
+        self.never_used = linear()
+
+    def forward(self, x, *taken):
+        x = self.stem(x)
+        return sum((call_block(self.branches[index], x, self.checkpointing) for index in taken), start=x)
+
+
+@pytest.mark.parametrize("taken", [[(0,), (1,), (0,)], [(0, 1), (), (1, 0)]], ids=["one each", "both, none, both"])
+def test_a_branch_not_taken(taken, config, checkpointing):
+    batches = [(*batch, *branches) for batch, branches in zip(normal_batches(), taken, strict=True)]
+    testing.assert_exact(lambda: Branches(checkpointing), batches, config)
+
+
+class Experts(nn.Module):
+    """Each token goes to one of four experts; the router's bias leaves some without tokens."""
+
+    def __init__(self, call_idle_experts, checkpointing):
+        super().__init__()
+        self.stem, self.router, self.experts = linear(), nn.Linear(WIDTH, 4), nn.ModuleList([mlp() for _ in range(4)])
+        self.call_idle_experts, self.checkpointing = call_idle_experts, checkpointing
+
+    def forward(self, x, favoured):
+        x = self.stem(x)
+        scores = self.router(x).float().softmax(-1)
+        chosen = (scores + favoured.float()).argmax(-1)
+        output = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            mine = chosen == index
+            if mine.any() or self.call_idle_experts:
+                routed = call_block(expert, x[mine], self.checkpointing)
+                output[mine] = routed * scores[..., index][mine][:, None].to(routed.dtype)
+        return output
+
+
+@pytest.mark.parametrize("call_idle_experts", [False, True], ids=["skipped", "called with no tokens"])
+def test_an_expert_without_tokens(call_idle_experts, config, checkpointing):
+    favoured = [torch.tensor([9.0, 0, 0, 0]), torch.tensor([-9.0, 0, 0, -9]), torch.tensor([0.0, 0, 9, 0])]
+    batches = [(*batch, bias) for batch, bias in zip(normal_batches(), favoured, strict=True)]
+    testing.assert_exact(lambda: Experts(call_idle_experts, checkpointing), batches, config)

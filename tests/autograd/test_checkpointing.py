@@ -1,0 +1,191 @@
+"""Activation checkpointing, by each of PyTorch's ways."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from patrickstar import testing
+
+from .zoo import WIDTH, Stack, assert_blocks_exact, call_block, linear, mean_square, normal_batches, update, weight
+
+
+@pytest.fixture(params=[True, False], ids=["reentrant", "non-reentrant"])
+def use_reentrant(request):
+    return request.param
+
+
+class WithDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + F.dropout(self.down(F.dropout(F.gelu(self.up(x)), 0.3, self.training)), 0.3, self.training)
+
+
+def test_dropout_is_replayed(config, checkpointing):
+    assert_blocks_exact(WithDropout, config, checkpointing)
+
+
+class Nested(nn.Module):
+    def __init__(self, outer, inner):
+        super().__init__()
+        self.first, self.second = WithDropout(), WithDropout()
+        self.outer, self.inner = outer, inner
+
+    def forward(self, x):
+        return call_block(self.body, x, self.outer)
+
+    def body(self, x):
+        return call_block(self.second, call_block(self.first, x, self.inner), self.inner)
+
+
+# Inside an outer reentrant checkpoint the first pass runs without gradients, of which PyTorch warns the inner one.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("inner", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("outer", ["reentrant", "non-reentrant"])
+def test_nested(outer, inner, config):
+    assert_blocks_exact(lambda: Nested(outer, inner), config)
+
+
+class Sequence(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.stem, self.use_reentrant = linear(), use_reentrant
+        self.layers = nn.Sequential(WithDropout(), nn.Tanh(), WithDropout(), linear(), nn.GELU(), linear())
+
+    def forward(self, x):
+        return checkpoint_sequential(self.layers, 3, self.stem(x), use_reentrant=self.use_reentrant)
+
+
+def test_checkpoint_sequential(use_reentrant, config):
+    testing.assert_exact(lambda: Sequence(use_reentrant), normal_batches(), config)
+
+
+class PlainFunction(nn.Module):
+    """What is recomputed is no module and calls none."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.stem, self.up, self.down, self.use_reentrant = linear(), weight(), weight(), use_reentrant
+
+    def forward(self, x):
+        def multiply(x, scale):
+            return torch.tanh(x @ self.up * scale) @ self.down.t()
+
+        return checkpoint(multiply, self.stem(x), 0.5, use_reentrant=self.use_reentrant)
+
+
+def test_a_plain_function_that_uses_the_weight(use_reentrant, config):
+    testing.assert_exact(lambda: PlainFunction(use_reentrant), normal_batches(), config)
+
+
+class WeightAsArgument(PlainFunction):
+    def forward(self, x):
+        def multiply(x, matrix):
+            return torch.tanh(x @ matrix)
+
+        return checkpoint(multiply, self.stem(x), self.up, use_reentrant=self.use_reentrant) @ self.down
+
+
+def test_a_weight_passed_to_the_recomputed_function(use_reentrant, config):
+    testing.assert_exact(lambda: WeightAsArgument(use_reentrant), normal_batches(), config)
+
+
+class Outermost(nn.Module):
+    """The whole model is recomputed; nothing before the checkpoint needs a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(linear(), nn.Tanh(), linear())
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+def test_the_whole_model_recomputed(config):
+    testing.assert_exact(Outermost, normal_batches(), config)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_recompute_stopped_early_or_not(early_stop, config):
+    def script(trainer, optimizer):
+        losses = []
+        for (x,) in normal_batches():
+            with set_checkpoint_early_stop(early_stop):
+                losses.append(update(trainer, optimizer, mean_square(trainer(x))))
+        return losses
+
+    testing.compare(lambda: Stack([WithDropout(), WithDropout()], "non-reentrant"), config, script)
+
+
+class Selective(nn.Module):
+    """Products are kept, everything else is recomputed."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = WithDropout()
+
+    def forward(self, x):
+        def keep_products(ctx, op, *args, **kwargs):
+            products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+        def contexts():
+            return create_selective_checkpoint_contexts(keep_products)
+
+        return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
+
+
+def test_selective(config):
+    assert_blocks_exact(Selective, config)
+
+
+class KeywordsAndStructures(nn.Module):
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = linear(), linear()
+
+        def forward(self, states, *, gates):
+            return {"states": self.first(states), "gates": [self.second(gates)]}
+
+    def __init__(self):
+        super().__init__()
+        self.inner = self.Inner()
+
+    def forward(self, x):
+        output = checkpoint(self.inner, x, gates=torch.sigmoid(x), use_reentrant=False)
+        return output["states"] * output["gates"][0]
+
+
+def test_keywords_and_structures_through_a_checkpoint(config):
+    assert_blocks_exact(KeywordsAndStructures, config)
+
+
+def test_frozen_block_recomputed(config, checkpointing):
+    def build():
+        model = Stack([WithDropout(), WithDropout().requires_grad_(False), WithDropout()], checkpointing)
+        model.stem.requires_grad_(True)
+        return model
+
+    testing.assert_exact(build, normal_batches(), config)
+
+
+def test_checkpointing_switched_between_steps(config):
+    def script(trainer, optimizer):
+        losses = []
+        ways = ["off", "non-reentrant", "reentrant", "off"]
+        for (x,), trainer.module.checkpointing in zip(normal_batches(4), ways, strict=True):
+            losses.append(update(trainer, optimizer, mean_square(trainer(x))))
+        return losses
+
+    testing.compare(lambda: Stack([WithDropout(), WithDropout()]), config, script)

@@ -1,0 +1,131 @@
+"""`torch.compile` on each block of a model."""
+
+import pytest
+import torch
+import torch.nn as nn
+
+from patrickstar import testing
+
+from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, small_chunks, train
+
+pytestmark = [
+    # Dynamo looks at the .grad of every tensor it traces, activations too.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    # PyTorch's own quantization code, which the inductor backend imports.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
+
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=["wrapped", "in place"])
+def way(request):
+    return request.param
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.body = nn.LayerNorm(WIDTH), mlp()
+
+    def forward(self, x):
+        return x + self.body(self.norm(x))
+
+
+def compiled(block, backend, way):
+    if way == "wrapped":
+        return torch.compile(block, backend=backend)
+    block.compile(backend=backend)
+    return block
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_block_compiled(backend, way, config):
+    def build():
+        return Stack([compiled(Block(), backend, way) for _ in range(3)])
+
+    testing.assert_exact(build, normal_batches(), config)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_blocks_recomputed(backend, way, config):
+    def build():
+        return Stack([compiled(Block(), backend, way) for _ in range(2)], "non-reentrant")
+
+    testing.assert_exact(build, normal_batches(), config)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_blocks_among_others(backend, way, config):
+    """Some blocks compiled, one of them used twice, one frozen."""
+
+    def build():
+        shared = compiled(Block(), backend, way)
+        frozen = compiled(Block().requires_grad_(False), backend, way)
+        return Stack([shared, Block(), frozen, shared])
+
+    testing.assert_exact(build, normal_batches(), config)
+
+
+def test_compiled_blocks_in_eval_and_with_another_shape(way, config):
+    def script(trainer, optimizer):
+        seen = []
+        for step, length in enumerate([3, 5, 3]):
+            trainer.module.eval()
+            with torch.no_grad():
+                seen.append(trainer(normal(2, length, WIDTH)).clone())
+            trainer.module.train()
+            seen += train(trainer, optimizer, steps=1, first=step)
+        return seen
+
+    testing.compare(lambda: Stack([compiled(Block(), "aot_eager", way) for _ in range(2)]), config, script)
+
+
+def test_a_block_compiled_after_initialize(way, precision):
+    def script(trainer, optimizer):
+        losses = train(trainer, optimizer, steps=1)
+        blocks = trainer.module.blocks
+        for index in range(2):
+            blocks[index] = compiled(blocks[index], "aot_eager", way)
+        return losses + train(trainer, optimizer, steps=2, first=1)
+
+    testing.compare(lambda: Stack([Block(), Block()]), small_chunks(precision), script)
+
+
+def test_blocks_compile_once(way, config):
+    """An engine costs no recompilation: three like blocks need no more graphs than they do without one."""
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    counts = []
+
+    def script(trainer, optimizer):
+        torch._dynamo.reset()
+        graphs.clear()
+        losses = train(trainer, optimizer)
+        counts.append(len(graphs))
+        return losses
+
+    def build():
+        return Stack([compiled(Block(), count, way) for _ in range(3)])
+
+    testing.compare(build, config, script)
+    plain, managed = counts
+    assert 0 < managed <= plain
+
+
+def test_the_whole_model_compiled(config):
+    def build():
+        return torch.compile(nn.Sequential(linear(), Block(), linear()), backend="aot_eager")
+
+    testing.assert_exact(build, normal_batches(), config)

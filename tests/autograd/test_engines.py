@@ -1,0 +1,91 @@
+"""Two engines in one process do not meet."""
+
+import torch
+import torch.nn as nn
+
+import patrickstar as ps
+from patrickstar import testing
+
+from .zoo import Stack, linear, mean_square, mlp, normal_batches, train, update
+
+
+def other_model():
+    return nn.Sequential(mlp(), mlp())
+
+
+def test_interleaved_steps(config):
+    """Every part of one engine's step falls between two parts of the other's."""
+
+    def script(trainer, optimizer):
+        other, other_optimizer = ps.initialize(other_model, config)
+        losses = []
+        for (x,) in normal_batches():
+            first = mean_square(trainer(x))
+            second = mean_square(other(x))
+            trainer.backward(first)
+            other.backward(second)
+            optimizer.step()
+            other_optimizer.step()
+            optimizer.zero_grad()
+            other_optimizer.zero_grad()
+            losses += [first.detach(), second.detach()]
+        losses += list(other.state_dict().values())
+        other.close()
+        return losses
+
+    testing.compare(lambda: Stack([mlp(), linear()]), config, script)
+
+
+def test_an_engine_called_inside_anothers_forward(config):
+    """A teacher under management gives the targets while the student's graph is open."""
+
+    def script(trainer, optimizer):
+        teacher, _ = ps.initialize(other_model, config)
+        losses = []
+        for (x,) in normal_batches():
+            output = trainer(x)
+            with torch.no_grad():
+                target = teacher(x)
+            losses.append(update(trainer, optimizer, mean_square(output - target)))
+        teacher.close()
+        return losses
+
+    testing.compare(lambda: Stack([mlp(), linear()]), config, script)
+
+
+def test_alone_or_interleaved_is_the_same(config):
+    def engine(seed):
+        torch.manual_seed(seed)
+        return ps.initialize(other_model, config)
+
+    alone = []
+    for seed in (1, 2):
+        trainer, optimizer = engine(seed)
+        alone.append((train(trainer, optimizer), trainer.state_dict()))
+        trainer.close()
+
+    pair = [engine(seed) for seed in (1, 2)]
+    together = [[], []]
+    for step in range(3):
+        for losses, (trainer, optimizer) in zip(together, pair, strict=True):
+            losses += train(trainer, optimizer, steps=1, first=step)
+    for (losses, state), found, (trainer, _) in zip(alone, together, pair, strict=True):
+        testing.assert_same_bits(losses, found, "losses")
+        testing.assert_same_bits(state, trainer.state_dict(), "parameters")
+        trainer.close()
+
+
+def test_one_engine_after_another_over_one_module(config):
+    """A closed engine leaves a plain module behind, which another engine can take."""
+    torch.manual_seed(0)
+    module = other_model()
+    first, optimizer = ps.initialize(module, config)
+    train(first, optimizer)
+    trained = first.state_dict()
+    first.close()
+    testing.assert_same_bits(trained, dict(module.state_dict()), "parameters of the module that was let go")
+    assert module(normal_batches(1)[0][0]).isfinite().all()
+
+    second, optimizer = ps.initialize(module, config)
+    assert all(loss.isfinite() for loss in train(second, optimizer))
+    second.close()

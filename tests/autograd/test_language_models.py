@@ -1,0 +1,146 @@
+"""Language models as Hugging Face builds them."""
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from patrickstar import testing
+
+from .zoo import small_chunks, tokens
+
+# The name that every version of the library knows, which the newest announces to retire.
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+
+VOCABULARY = 64
+
+
+def gpt2():
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=2, n_embd=16, n_head=2, n_positions=32, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0
+        )
+    )
+
+
+def llama_shape(**more):
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
+    return dict(hidden_size=16, intermediate_size=32, vocab_size=VOCABULARY, **heads, **more)
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(**llama_shape()))
+
+
+def mixtral():
+    return MixtralForCausalLM(MixtralConfig(**llama_shape(num_local_experts=4, output_router_logits=True)))
+
+
+def t5():
+    shape = dict(d_model=16, d_ff=32, d_kv=8, num_layers=2, num_heads=2, vocab_size=VOCABULARY)
+    return T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0, pad_token_id=0))
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral, "t5": t5}
+
+
+@pytest.fixture(params=MODELS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def config(precision):
+    return small_chunks(precision, chunk_bytes=2048)
+
+
+def build(name, checkpointing="off"):
+    model = MODELS[name]().train()
+    model.generation_config.pad_token_id = 0
+    if checkpointing != "off":
+        use_reentrant = checkpointing == "reentrant"
+        model.config.use_cache = False
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    return model
+
+
+def batches(lengths=(8, 8, 8)):
+    inputs = [tokens(VOCABULARY, 2, length, seed=step) for step, length in enumerate(lengths)]
+    return [{"input_ids": ids, "labels": ids} for ids in inputs]
+
+
+def generate(trainer):
+    trainer.module.eval()
+    with torch.no_grad():
+        generated = trainer.module.generate(tokens(VOCABULARY, 1, 3), max_new_tokens=3, do_sample=False)
+    trainer.module.train()
+    return generated
+
+
+def test_training(name, config, checkpointing):
+    testing.assert_exact(lambda: build(name, checkpointing), batches(), config)
+
+
+def test_another_length_at_each_step(name, config):
+    testing.assert_exact(lambda: build(name), batches([8, 3, 12]), config)
+
+
+def test_accumulation_and_clipping(name, config):
+    testing.assert_exact(lambda: build(name, "non-reentrant"), batches(), config, accumulation=2, max_norm=0.1)
+
+
+def test_generating_at_any_time(name, config):
+    """Before the first step, between backward and step, and between steps."""
+
+    def script(trainer, optimizer):
+        seen = [generate(trainer)]
+        for batch in batches():
+            loss = trainer(**batch).loss
+            trainer.backward(loss)
+            seen += [loss.detach(), generate(trainer)]
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(generate(trainer))
+        return seen
+
+    testing.compare(lambda: build(name), config, script)
+
+
+def test_evaluation_without_grad_between_steps(name, config):
+    def script(trainer, optimizer):
+        seen = []
+        for batch in batches():
+            with torch.no_grad():
+                seen.append(trainer(**batch).logits.clone())
+            loss = trainer(**batch).loss
+            trainer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    testing.compare(lambda: build(name), config, script)
+
+
+def test_inputs_given_as_embeddings(config):
+    """Prompt tuning: the embedding's weight is reached by the user, the model starts from vectors."""
+
+    def script(trainer, optimizer):
+        losses = []
+        for batch in batches():
+            vectors = trainer.module.get_input_embeddings()(batch["input_ids"])
+            loss = trainer(inputs_embeds=vectors, labels=batch["labels"]).loss
+            trainer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    testing.compare(lambda: build("gpt2"), config, script)

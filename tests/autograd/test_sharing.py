@@ -1,0 +1,71 @@
+"""One weight with several users: tied, shared between blocks, read by the loss."""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from patrickstar import testing
+
+from .zoo import WIDTH, Stack, linear, mean_square, next_token_loss, normal_batches, small_chunks, tokens, update
+
+
+class TiedLanguageModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.body, self.head = nn.Embedding(11, WIDTH), linear(), nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.body(self.embedding(ids))))
+
+
+def test_tied_embedding_and_head(config):
+    batches = [(tokens(11, 2, 5, seed=step),) for step in range(3)]
+    testing.assert_exact(TiedLanguageModel, batches, config, loss_fn=next_token_loss)
+
+
+def test_one_block_object_at_several_depths(config, checkpointing):
+    def shared():
+        block = nn.Sequential(linear(), nn.Tanh())
+        return Stack([block, linear(), block], checkpointing)
+
+    testing.assert_exact(shared, normal_batches(), config)
+
+
+class Siamese(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tower = nn.Sequential(linear(), nn.Tanh(), linear())
+
+    def forward(self, left, right):
+        return self.tower(left) - self.tower(right)
+
+
+def test_siamese_towers(config):
+    batches = [left + right for left, right in zip(normal_batches(3), normal_batches(6)[3:], strict=True)]
+    testing.assert_exact(Siamese, batches, config)
+
+
+def test_a_weight_read_by_the_loss_outside_forward(config):
+    def script(trainer, optimizer):
+        losses = []
+        for (x,) in normal_batches():
+            hidden = trainer(x)
+            loss = mean_square(F.linear(hidden, trainer.module.head.weight))
+            losses.append(update(trainer, optimizer, loss))
+        return losses
+
+    testing.compare(lambda: Stack([linear()]), config, script)
+
+
+def test_a_penalty_on_all_weights_outside_forward(precision):
+    config = small_chunks(precision, weight_decay=0.0)
+
+    def script(trainer, optimizer):
+        losses = []
+        for (x,) in normal_batches():
+            penalty = sum(p.float().pow(2).sum() for p in trainer.module.parameters())
+            losses.append(update(trainer, optimizer, mean_square(trainer(x)) + 0.01 * penalty))
+        return losses
+
+    testing.compare(lambda: Stack([linear()]), config, script)

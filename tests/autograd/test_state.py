@@ -1,0 +1,239 @@
+"""Saving, loading, copying and reading a managed model."""
+
+import copy
+import io
+
+import numpy
+import pytest
+import torch
+import torch.nn as nn
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar.errors import ModelError
+
+from .zoo import WIDTH, Stack, linear, mean_square, mlp, normal, normal_batches, train, update
+
+
+def build():
+    return Stack([mlp(), nn.Sequential(linear(), nn.LayerNorm(WIDTH))])
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_resume_in_another_engine(config):
+    saved, continued, resumed = [], [], []
+
+    def run_through(trainer, optimizer):
+        losses = train(trainer, optimizer, steps=2)
+        saved.append(through_a_file((trainer.state_dict(), optimizer.state_dict())))
+        rest = train(trainer, optimizer, steps=2, first=2)
+        continued.append(rest + list(trainer.state_dict().values()))
+        return losses + rest
+
+    testing.compare(build, config, run_through)
+    _, (model_state, optimizer_state) = saved
+
+    def resume(trainer, optimizer):
+        trainer.load_state_dict(model_state)
+        optimizer.load_state_dict(optimizer_state)
+        rest = train(trainer, optimizer, steps=2, first=2)
+        resumed.append(rest + list(trainer.state_dict().values()))
+        return rest
+
+    testing.compare(build, config, resume, seed=1)
+    for found in resumed:
+        testing.assert_same_bits(continued[0], found, "what follows the load")
+
+
+@pytest.mark.parametrize("when", ["after forward", "after backward"])
+def test_loading_in_the_middle_of_a_step(when, config):
+    def script(trainer, optimizer):
+        losses = train(trainer, optimizer, steps=1)
+        state = {name: value.clone() for name, value in trainer.state_dict().items()}
+        losses += train(trainer, optimizer, steps=1, first=1)
+        loss = mean_square(trainer(normal(2, 3, WIDTH)))
+        if when == "after backward":
+            trainer.backward(loss)
+            optimizer.zero_grad()
+        trainer.load_state_dict(state)
+        return losses + train(trainer, optimizer, steps=2)
+
+    testing.compare(build, config, script)
+
+
+@pytest.mark.parametrize("when", ["after forward", "after backward"])
+def test_saving_in_the_middle_of_a_step(when, config):
+    def script(trainer, optimizer):
+        seen = []
+        for (x,) in normal_batches():
+            loss = mean_square(trainer(x))
+            if when == "after forward":
+                seen += [value.clone() for value in trainer.state_dict().values()]
+            trainer.backward(loss)
+            if when == "after backward":
+                seen += [value.clone() for value in trainer.state_dict().values()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    testing.compare(build, config, script)
+
+
+def test_one_saved_parameter_weighs_its_own_bytes(config):
+    engine, _ = ps.initialize(lambda: nn.Sequential(*[linear() for _ in range(200)]), config)
+    for state in (engine.state_dict(), engine.module.state_dict()):
+        file = io.BytesIO()
+        torch.save({"0.weight": state["0.weight"]}, file)
+        assert len(file.getvalue()) < 4096
+
+
+READERS = {
+    "clone": lambda p: p.detach().clone(),
+    "data": lambda p: p.data.clone(),
+    "tolist": lambda p: torch.tensor(p.tolist()).reshape(p.shape),
+    "numpy": lambda p: torch.tensor(p.detach().float().numpy()),
+    "numpy array": lambda p: torch.tensor(numpy.asarray(p.detach().float())),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).clone(),
+    "item": lambda p: torch.tensor([each.item() for each in p.flatten()]).reshape(p.shape),
+    "storage": lambda p: torch.tensor(list(p.detach().clone().untyped_storage()), dtype=torch.uint8),
+    "torch.save": lambda p: through_a_file(p).detach(),
+    "to": lambda p: p.to(torch.float64).detach(),
+    "cpu": lambda p: p.cpu().detach().clone(),
+    "deepcopy": lambda p: copy.deepcopy(p).detach(),
+    "state_dict": lambda p: nn.ParameterList([p]).state_dict()["0"].clone(),
+    "parameters_to_vector": lambda p: nn.utils.parameters_to_vector([p]).detach().reshape(p.shape),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_reading_weights_between_steps(reader, config):
+    def script(trainer, optimizer):
+        seen = []
+        for step in range(2):
+            seen += train(trainer, optimizer, steps=1, first=step)
+            seen += [READERS[reader](p) for p in trainer.module.parameters()]
+        return seen
+
+    testing.compare(build, config, script)
+
+
+def test_printing_a_weight_shows_its_values(config):
+    engine, optimizer = ps.initialize(build, config)
+    train(engine, optimizer, steps=1)
+    assert "nan" not in repr(engine.module.head.bias)
+    assert f"{engine.module.head.bias[0].item():.4f}" in repr(engine.module.head.bias)
+
+
+def test_writing_weights_between_steps(config):
+    """Written under no_grad, as a user re-initialising or averaging weights does; the full precision follows."""
+
+    def script(trainer, optimizer):
+        losses = train(trainer, optimizer, steps=1)
+        with torch.no_grad():
+            trainer.module.head.weight.fill_(0.25)
+            trainer.module.stem.weight[0].zero_()
+        output = trainer(normal(2, 3, WIDTH)).detach()
+        assert torch.equal(trainer.module.head.weight.detach().float(), torch.full((WIDTH, WIDTH), 0.25))
+        return [*losses, output]
+
+    testing.compare(build, config, script)
+
+
+def test_deepcopy_gives_a_plain_independent_module(config):
+    def script(trainer, optimizer):
+        losses = train(trainer, optimizer, steps=1)
+        twin = copy.deepcopy(trainer.module)
+        names = [name for name, _ in trainer.module.named_parameters()]
+        assert [name for name, _ in twin.named_parameters()] == names
+        assert all(type(p) is nn.Parameter and p.is_leaf and p.requires_grad for p in twin.parameters())
+        before = [p.detach().clone() for p in twin.parameters()]
+        testing.assert_same_bits([p.detach().clone() for p in trainer.module.parameters()], before, "the copy")
+
+        losses += train(trainer, optimizer, steps=1, first=1)
+        testing.assert_same_bits(before, [p.detach() for p in twin.parameters()], "the copy after a step")
+
+        output = twin(normal(2, 3, WIDTH).to(twin.head.weight.dtype))
+        mean_square(output).backward()
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.sub_(p.grad)
+        return [*losses, output.detach(), *train(trainer, optimizer, steps=1, first=2)]
+
+    testing.compare(build, config, script)
+
+
+def test_an_averaged_model(config):
+    """`torch.optim.swa_utils` copies the model and follows its weights."""
+
+    def script(trainer, optimizer):
+        averaged = torch.optim.swa_utils.AveragedModel(trainer.module)
+        losses = []
+        for (x,) in normal_batches():
+            losses.append(update(trainer, optimizer, mean_square(trainer(x))))
+            averaged.update_parameters(trainer.module)
+        return [*losses, *[p.detach().clone() for p in averaged.module.parameters()]]
+
+    testing.compare(build, config, script)
+
+
+CONVERSIONS = {
+    "half": lambda module: module.half(),
+    "double": lambda module: module.double(),
+    "to dtype": lambda module: module.to(torch.float16),
+    "to meta": lambda module: module.to("meta"),
+}
+
+
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_converting_parameters_is_harmless_or_refused_by_name(conversion, config):
+    def run(convert):
+        torch.manual_seed(0)
+        engine, optimizer = ps.initialize(build, config)
+        losses = train(engine, optimizer, steps=1)
+        if convert:
+            try:
+                CONVERSIONS[conversion](engine.module)
+            except ModelError as error:
+                assert "stem.weight" in str(error)
+        return losses + train(engine, optimizer, steps=2, first=1) + list(engine.state_dict().values())
+
+    testing.assert_same_bits(run(convert=False), run(convert=True), "training")
+
+
+def zeros_in_half_precision(module):
+    return {name: torch.zeros(value.shape, dtype=torch.float16) for name, value in module.state_dict().items()}
+
+
+REPLACEMENTS = {
+    "load with assign": lambda module: module.load_state_dict(zeros_in_half_precision(module), assign=True),
+    "another parameter": lambda module: setattr(module.stem, "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
+    "one more parameter": lambda module: setattr(module.stem, "weight_2", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
+    "parametrization": lambda module: nn.utils.parametrizations.weight_norm(module.stem),
+}
+
+
+@pytest.mark.parametrize("replacement", REPLACEMENTS)
+def test_replacing_parameters_is_refused_by_name(replacement, config):
+    engine, optimizer = ps.initialize(build, config)
+    train(engine, optimizer, steps=1)
+    with pytest.raises(ModelError, match=r"stem\."):
+        REPLACEMENTS[replacement](engine.module)
+        engine(normal(2, 3, WIDTH))
+
+
+def test_the_users_parameters_stay_the_users_objects(config):
+    module = build()
+    parameters = dict(module.named_parameters())
+    engine, optimizer = ps.initialize(module, config)
+    train(engine, optimizer)
+    assert engine.module is module
+    assert list(dict(module.named_parameters())) == list(parameters)
+    assert all(found is parameters[name] for name, found in module.named_parameters())
+    assert all(isinstance(p, nn.Parameter) for p in module.parameters())
+    assert {p for group in optimizer.param_groups for p in group["params"]} == set(module.parameters())

@@ -1,0 +1,89 @@
+"""What the models of the zoo are built from and fed with."""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import patrickstar as ps
+from patrickstar import testing
+
+WIDTH = 8
+
+
+def small_chunks(precision, *, chunk_bytes=256, lr=1e-2, weight_decay=0.1, param_groups=None):
+    """A configuration in which even the smallest model has several chunks."""
+    groups = {} if param_groups is None else {"param_groups": param_groups}
+    adamw = ps.AdamW(lr=lr, weight_decay=weight_decay, **groups)
+    return ps.Config(device="cpu", device_memory=None, chunk_size=chunk_bytes, precision=precision, optimizer=adamw)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(vocabulary, *shape, seed=0):
+    return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def normal_batches(steps=3, *shape):
+    return [(normal(*(shape or (2, 3, WIDTH)), seed=step),) for step in range(steps)]
+
+
+def mean_square(output):
+    return output.float().pow(2).mean()
+
+
+def next_token_loss(logits, batch):
+    (ids,) = batch
+    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def update(trainer, optimizer, loss):
+    """One backward and one step; returns what the loss was."""
+    trainer.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach().clone()
+
+
+def train(trainer, optimizer, steps=3, first=0):
+    return [update(trainer, optimizer, mean_square(trainer(*batch))) for batch in normal_batches(first + steps)[first:]]
+
+
+def linear():
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def weight():
+    return nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+
+
+def mlp():
+    return nn.Sequential(linear(), nn.GELU(), linear(), nn.Tanh(), linear())
+
+
+def call_block(block, x, checkpointing):
+    if checkpointing == "off":
+        return block(x)
+    return checkpoint(block, x, use_reentrant=checkpointing == "reentrant")
+
+
+class Stack(nn.Module):
+    """A stem, blocks that may be checkpointed, and a head: the shape of most models."""
+
+    def __init__(self, blocks, checkpointing="off"):
+        super().__init__()
+        self.stem, self.blocks, self.head = linear(), nn.ModuleList(blocks), linear()
+        self.checkpointing = checkpointing
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = call_block(block, x, self.checkpointing if self.training else "off")
+        return self.head(x)
+
+
+def assert_blocks_exact(block_func, config, checkpointing="off"):
+    """Two such blocks in a stack, three steps."""
+    testing.assert_exact(lambda: Stack([block_func(), block_func()], checkpointing), normal_batches(), config)

@@ -1,0 +1,251 @@
+"""The model to train: presets, configuration files and local folders."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from patrickstar.cli.models import find_model, parameters_on_meta
+from patrickstar.cli.presets import PRESETS
+from patrickstar.errors import ConfigError, ModelError
+
+GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 300}
+LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "vocab_size": 300,
+}
+
+
+def gpt2() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(**GPT2, bos_token_id=0, eos_token_id=0))
+
+
+def llama(tied: bool) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=tied))
+
+
+def save(folder: Path, model: Any, tensors: dict[str, torch.Tensor], shards: int = 1) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(model.config.to_json_string())
+    tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    names = sorted(tensors)
+    weight_map = {name: f"model-{index % shards}.safetensors" for index, name in enumerate(names)}
+    for shard in sorted(set(weight_map.values())):
+        save_file({name: tensors[name] for name in names if weight_map[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def assert_loads(folder: Path, expected: nn.Module) -> None:
+    model, weights = find_model(str(folder)).open(activation_checkpointing=False)
+    assert isinstance(model, nn.Module)
+    assert weights is not None
+    values = dict(expected.named_parameters(remove_duplicate=False))
+    own = dict(model.named_parameters(remove_duplicate=False))
+    assert own.keys() == values.keys()
+    for name, parameter in own.items():
+        assert parameter.is_meta
+        assert torch.equal(weights(name), values[name]), name
+    assert len(list(model.parameters())) == len(list(expected.parameters()))
+    buffers = dict(model.named_buffers())
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_parameters_it_says(name: str) -> None:
+    build, weights = find_model(name).open(activation_checkpointing=False)
+    assert callable(build)
+    assert weights is None
+    with torch.device("meta"):
+        model = build()
+    assert sum(parameter.numel() for parameter in model.parameters()) == PRESETS[name].numel()
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("b")])
+def test_the_papers_presets_are_named_after_their_layers(name: str) -> None:
+    preset = PRESETS[name]
+    billions = float(name.removeprefix("gpt-").removesuffix("b"))
+    assert 12 * preset.layers * preset.hidden**2 / 1e9 == pytest.approx(billions, rel=0.04)
+    assert preset.heads == 16
+
+
+def test_activation_checkpointing_is_switched_on() -> None:
+    for wanted in (False, True):
+        build, _ = find_model("gpt-1m").open(activation_checkpointing=wanted)
+        assert callable(build)
+        model = build()
+        assert model.training
+        assert {block.gradient_checkpointing for block in model.transformer.h} == {wanted}
+
+
+def test_the_vocabulary_can_be_replaced() -> None:
+    source = find_model("gpt-1m", vocab_size=500)
+    assert source.vocabulary.size == source.config.vocab_size == 500
+    assert find_model("gpt-1m").vocabulary.size == 1024
+    assert source.max_sequence == 1024
+
+
+def test_a_misspelt_preset_is_named_with_the_nearest() -> None:
+    with pytest.raises(ModelError, match=r"'gpt-40n'.*did you mean gpt-40m\?"):
+        find_model("gpt-40n")
+    with pytest.raises(ModelError, match=r"'!!'.*the presets are gpt-1m"):
+        find_model("!!")
+
+
+def test_a_config_file_is_a_model(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.json"
+    file.write_text(json.dumps({"model_type": "llama", **LLAMA}))
+    source = find_model(str(file), vocab_size=400)
+    build, weights = source.open(activation_checkpointing=False)
+    assert callable(build)
+    assert weights is None
+    model = build()
+    assert isinstance(model, LlamaForCausalLM)
+    assert model.model.embed_tokens.weight.shape == (400, 32)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "can't be read"),
+        ("[]", "model_type None"),
+        ('{"model_type": "no-such-model"}', "'no-such-model', which is unknown"),
+        ('{"model_type": "gpt2", "n_layer": "many"}', "is not valid"),
+        ('{"model_type": "vit"}', "no causal language model"),
+    ],
+)
+def test_a_bad_config_is_named(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(content)
+    with pytest.raises(ModelError, match=message) as caught:
+        find_model(str(file))
+    assert str(file) in str(caught.value)
+
+
+def test_a_folder_with_one_file(tmp_path: Path) -> None:
+    model = gpt2()
+    save(tmp_path / "m", model, dict(model.named_parameters()))
+    assert_loads(tmp_path / "m", model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_folder_with_shards(tmp_path: Path, tied: bool) -> None:
+    model = llama(tied)
+    save(tmp_path / "m", model, dict(model.named_parameters()), shards=3)
+    assert_loads(tmp_path / "m", model)
+
+
+def test_a_file_written_without_the_head_has_no_prefix(tmp_path: Path) -> None:
+    model = gpt2()
+    save(tmp_path / "m", model, dict(model.transformer.named_parameters()))
+    assert_loads(tmp_path / "m", model)
+
+
+def test_a_tied_weight_is_found_under_its_other_name(tmp_path: Path) -> None:
+    model = llama(tied=True)
+    tensors = dict(model.named_parameters())
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save(tmp_path / "m", model, tensors)
+    assert_loads(tmp_path / "m", model)
+
+
+def test_a_buffer_in_the_file_is_read(tmp_path: Path) -> None:
+    model = llama(tied=True)
+    name, buffer = next(iter(model.named_buffers()))
+    save(tmp_path / "m", model, {**dict(model.named_parameters()), name: buffer + 1})
+    buffer += 1
+    assert_loads(tmp_path / "m", model)
+
+
+def test_a_folders_tokenizer_and_end_marker_are_used(tmp_path: Path) -> None:
+    model = gpt2()
+    model.config.eos_token_id = [7, 8]
+    folder = save(tmp_path / "m", model, dict(model.named_parameters()))
+    assert find_model(str(folder)).vocabulary.file is None
+    (folder / "tokenizer.json").write_text("{}")
+    vocabulary = find_model(str(folder)).vocabulary
+    assert (vocabulary.file, vocabulary.end_id, vocabulary.size) == (folder / "tokenizer.json", 7, 300)
+    with pytest.raises(ConfigError, match="has a vocabulary of 300"):
+        find_model(str(folder), vocab_size=400)
+
+
+def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+    model = gpt2()
+    tensors = dict(model.named_parameters())
+    del tensors["transformer.h.1.ln_1.bias"], tensors["transformer.ln_f.bias"]
+    save(tmp_path / "m", model, tensors)
+    with pytest.raises(ModelError, match=r"transformer\.h\.1\.ln_1\.bias and 1 more"):
+        find_model(str(tmp_path / "m")).open(activation_checkpointing=False)
+
+
+def test_a_weight_of_another_shape_is_named(tmp_path: Path) -> None:
+    model = gpt2()
+    tensors = {**dict(model.named_parameters()), "transformer.wpe.weight": torch.zeros(65, 32)}
+    save(tmp_path / "m", model, tensors)
+    _, weights = find_model(str(tmp_path / "m")).open(activation_checkpointing=False)
+    assert weights is not None
+    with pytest.raises(ModelError, match=r"transformer\.wpe\.weight with shape \(65, 32\)"):
+        weights("transformer.wpe.weight")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "has neither model.safetensors nor"),
+        ({"pytorch_model.bin": b"pickle"}, "can run code"),
+        ({"model.safetensors": b"broken"}, "can't be read"),
+        ({"model.safetensors.index.json": b"{}"}, "weight_map"),
+        (
+            {"model.safetensors.index.json": b'{"weight_map": {"a": "shard.safetensors"}}'},
+            "shard.safetensors, which is not",
+        ),
+    ],
+)
+def test_bad_weights_are_named(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+    (tmp_path / "config.json").write_text(gpt2().config.to_json_string())
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelError, match=message) as caught:
+        find_model(str(tmp_path)).open(activation_checkpointing=False)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json can't be read"):
+        find_model(str(tmp_path))
+
+
+def test_parameters_on_meta_keeps_buffers_sharing_and_flags() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = nn.Parameter(torch.ones(3), requires_grad=False)
+            self.first, self.second = weight, weight
+            self.none = None
+            self.register_parameter("absent", None)
+            self.register_buffer("buffer", torch.ones(2))
+
+    with parameters_on_meta():
+        model = Shared()
+    assert model.first is model.second
+    assert model.first.is_meta
+    assert not model.first.requires_grad
+    assert torch.equal(model.buffer, torch.ones(2))
+    assert not torch_module._global_parameter_registration_hooks
+
+    with pytest.raises(RuntimeError, match="in the middle"), parameters_on_meta():
+        raise RuntimeError("in the middle")
+    assert not torch_module._global_parameter_registration_hooks

@@ -1,0 +1,218 @@
+"""`patrickstar train` from end to end, on models of a few thousand parameters."""
+
+import io
+import json
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+from typer.testing import CliRunner, Result
+
+from patrickstar import StepStats
+from patrickstar.cli.main import app
+from patrickstar.cli.models import find_model
+from patrickstar.cli.progress import Progress
+from patrickstar.cli.records import RunLog, StepRecord
+from patrickstar.cli.train import learning_rate_factor
+
+CONFIG = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_embd": 32,
+    "n_head": 2,
+    "n_positions": 64,
+    "vocab_size": 300,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+RECORD = StepRecord(
+    step=3, loss=2.5, learning_rate=1e-3, gradient_norm=1.0, tokens=512, elapsed_s=0.5, stats=StepStats(steps=1)
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    """A model, text and sizes that take no time; later options win over these."""
+    text = tmp_path / "text.py"
+    text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(200)))
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps(CONFIG))
+    shape = ["--model", str(model), "--data", str(text), "--sequence", "32", "--batch", "4"]
+    return [*shape, "--device", "cpu", "--lr", "1e-2", "--warmup-steps", "2", "--log", str(tmp_path / "log.jsonl")]
+
+
+def run(options: list[str], *more: object) -> Result:
+    return CliRunner().invoke(app, ["train", *options, *map(str, more)])
+
+
+def read_log(options: list[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(options[-1]).read_text().splitlines()]
+
+
+def losses(options: list[str]) -> list[float]:
+    return [record["loss"] for record in read_log(options) if record["kind"] == "step"]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_learns_logs_and_sums_up(options: list[str]) -> None:
+    result = run(options, "--steps", 8)
+    assert result.exit_code == 0, result.output
+    *steps, summary = read_log(options)
+    assert [record["step"] for record in steps] == list(range(1, 9))
+    assert {record["kind"] for record in steps} == {"step"}
+    assert all(record["tokens"] == 4 * 32 and record["device_peak_model_bytes"] > 0 for record in steps)
+    assert steps[0]["learning_rate"] == pytest.approx(5e-3)
+    assert steps[2]["learning_rate"] == pytest.approx(1e-2)
+    assert steps[0]["loss"] == pytest.approx(math.log(300), rel=0.05)
+
+    assert summary["kind"] == "summary"
+    assert (summary["steps"], summary["interrupted"]) == (8, False)
+    assert summary["parameters"] == sum(
+        parameter.numel() for parameter in find_model(options[1])._build(False).parameters()
+    )
+    assert summary["model_data_bytes"] >= 14 * summary["parameters"]
+    assert summary["loss_first"] == pytest.approx(sum(losses(options)[:3]) / 3)
+    assert summary["loss_last"] == pytest.approx(sum(losses(options)[-3:]) / 3)
+    assert summary["loss_last"] < summary["loss_first"] - 0.3
+    assert summary["h2d_bytes"] == sum(record["h2d_bytes"] for record in steps)
+
+    assert "step 8/8  loss" in result.stdout
+    for name in ("machine", "model data", "tokens/s", "moved per step", "device peak", "evictions", "stalled"):
+        assert f"\n{name}  " in result.stdout
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_seed_fixes_the_run(options: list[str]) -> None:
+    runs = {}
+    for seed in (1, 1, 2):
+        assert run(options, "--steps", 2, "--seed", seed).exit_code == 0
+        runs.setdefault(seed, []).append(losses(options))
+    assert runs[1][0] == runs[1][1]
+    assert runs[1][0] != runs[2][0]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_training_options_reach_the_engine(options: list[str]) -> None:
+    assert run(options, "--steps", 2, "--precision", "fp32").exit_code == 0
+    plain = losses(options)
+    same = ["--activation-checkpointing", "--activation-offload", "--chunk-size", "64KiB", "--host-memory", "1GiB"]
+    assert run(options, "--steps", 2, "--precision", "fp32", *same).exit_code == 0
+    assert losses(options) == plain
+    assert run(options, "--steps", 2, "--precision", "bf16").exit_code == 0
+    assert losses(options) != plain
+    assert run(options, "--steps", 2, "--precision", "fp16", "--max-norm", 0).exit_code == 0
+    assert all(step["loss_scale"] > 1 and step["gradient_norm"] is None for step in read_log(options)[:-1])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_accumulated_batches_are_one_larger_batch(options: list[str]) -> None:
+    assert run(options, "--steps", 3, "--precision", "fp32", "--batch", 4).exit_code == 0
+    whole = losses(options)
+    assert run(options, "--steps", 3, "--precision", "fp32", "--batch", 2, "--accumulation", 2).exit_code == 0
+    assert losses(options) == pytest.approx(whole, rel=1e-4)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_local_folder_goes_on_from_its_weights(options: list[str], tmp_path: Path) -> None:
+    build, _ = find_model(options[1]).open(activation_checkpointing=False)
+    assert callable(build)
+    model = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # every token is as likely as every other, which no other start has
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    save_file(dict(model.named_parameters()), folder / "model.safetensors")
+    result = run(options, "--model", folder, "--steps", 1, "--precision", "fp32")
+    assert result.exit_code == 0, result.output
+    assert losses(options)[0] == pytest.approx(math.log(300), rel=1e-6)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_loss_that_is_not_finite_ends_the_run(options: list[str]) -> None:
+    result = run(options, "--steps", 9, "--lr", 1e30, "--warmup-steps", 0, "--precision", "fp32", "--max-norm", 0)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: the loss is nan in step 2; try a lower --lr than 1e+30")
+    assert "Traceback" not in result.output
+    assert len(read_log(options)) == 1
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_quiet_leaves_the_summary(options: list[str]) -> None:
+    result = run(options, "--steps", 1, "--quiet")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("\nmachine")
+
+
+def test_ctrl_c_ends_a_run_with_its_summary(options: list[str]) -> None:
+    command = [sys.executable, "-m", "patrickstar", "train", *options, "--steps", "1000000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step") and "step       3/" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert ", interrupted in " in out
+    *steps, summary = read_log(options)
+    assert summary["kind"] == "summary"
+    assert summary["interrupted"]
+    assert summary["steps"] == len(steps) >= 3
+
+
+def test_the_learning_rate_rises_and_then_falls_along_a_cosine() -> None:
+    factors = [learning_rate_factor(step, 4, 20) for step in range(21)]
+    assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert factors[4:] == sorted(factors[4:], reverse=True)
+    assert factors[12] == pytest.approx(0.55)
+    assert factors[20] == pytest.approx(0.1)
+    assert learning_rate_factor(0, 0, 1) == 1.0
+    assert learning_rate_factor(3, 10, 4) == pytest.approx(0.4)
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "log.jsonl"
+    with RunLog(path) as log:
+        log.write(StepRecord(1, math.inf, 1e-3, math.nan, 4, 0.1, StepStats(steps=1, evictions=7)))
+    record = json.loads(path.read_text())
+    assert (record["kind"], record["loss"], record["gradient_norm"], record["evictions"]) == ("step", None, None, 7)
+    assert "steps" not in record
+
+
+def test_progress_is_plain_lines_in_a_file_and_one_line_in_a_terminal() -> None:
+    for terminal in (False, True):
+        out = io.StringIO()
+        with Progress(Console(file=out, force_terminal=terminal, width=60), 10, 2**30) as progress:
+            progress.show(RECORD)
+            progress.show(RECORD)
+        shown = out.getvalue()
+        assert "step  3/10  loss 2.5000  1,024 tokens/s" in shown
+        assert ("\x1b" in shown) is terminal
+        # A file gets whole lines, a terminal one that fits and is drawn over.
+        assert shown.count("of 1.00 GiB  moved 0 B in, 0 B out\n") == (0 if terminal else 2)
+
+
+def test_quiet_progress_shows_nothing() -> None:
+    for terminal in (False, True):
+        out = io.StringIO()
+        with Progress(Console(file=out, force_terminal=terminal), 10, 2**30, quiet=True) as progress:
+            progress.show(RECORD)
+        assert out.getvalue() == ""
