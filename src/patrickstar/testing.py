@@ -126,7 +126,12 @@ class ReferenceTrainer:
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Gradients, added to the masters' in fp32."""
         scaled = loss * self.scaler.scale if self.scaler.enabled else loss
-        torch.autograd.backward(scaled, retain_graph=retain_graph)
+        try:
+            torch.autograd.backward(scaled, retain_graph=retain_graph)
+        finally:
+            self._collect()
+
+    def _collect(self) -> None:
         for param, master in self.masters.items():
             if param.grad is not None:
                 grad = param.grad.to(master.dtype)

@@ -119,7 +119,7 @@ def adopt(
             slot = Slot(name, param, schemes[name], place, chunk, region, name in lookups)
             slot.payload().copy_(value)
             if slot.scheme.trained:
-                slot.in_list(data.manager[PARAM32, spec.index]).copy_(value)
+                slot.in_chunk(data.manager[PARAM32, spec.index]).copy_(value)
             # A meta Parameter can't be pointed at real memory: only a tensor of another kind takes its identity.
             if param.is_meta or param.device.type != data.manager.device.type or param.dtype != chunk.dtype:
                 replace_data(param, torch.empty(0, dtype=chunk.dtype, device=chunk.device))
@@ -154,7 +154,7 @@ def promote(slots: list[Slot], layout: Layout, data: ModelData, interceptor: Int
         slot.region = replace(slot.region, offset=slot.place.offset)
         data.by_chunk.setdefault(slot.place.chunk, []).append(slot)
         slot.payload().copy_(value)
-        slot.in_list(data.manager[PARAM32, slot.place.chunk]).copy_(value)
+        slot.in_chunk(data.manager[PARAM32, slot.place.chunk]).copy_(value)
         data.point([slot.chunk])
         interceptor.watch_gradient(slot)
         if not data.by_chunk[old]:

@@ -23,16 +23,25 @@ def _managed_slots(block: nn.Module) -> tuple[Slot, ...]:
 class Blocks:
     """Watches these blocks for as long as an engine manages the model."""
 
-    def __init__(self, module: nn.Module, interceptor: Interceptor) -> None:
+    def __init__(self, interceptor: Interceptor) -> None:
         self.interceptor = interceptor
         self._undo: list[Callable[[], None]] = []
+        self._known: set[nn.Module] = set()
+
+    def notice(self, module: nn.Module) -> None:
+        """Watch blocks that are not yet watched; a user may compile them at any time."""
         for block in module.modules():
+            if block in self._known:
+                continue
             if isinstance(block, FAST_PATH_LAYERS):
                 self._hook(block, lambda layer: not layer.training and not torch.is_grad_enabled())
             elif isinstance(block, torch._dynamo.OptimizedModule):
                 self._hook(block, lambda layer: True)
             elif block._compiled_call_impl is not None:
                 self._wrap_call(block)
+            else:
+                continue
+            self._known.add(block)
 
     def _hook(self, block: nn.Module, applies: Callable[[nn.Module], bool]) -> None:
         uses: list[BlockUse] = []

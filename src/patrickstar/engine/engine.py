@@ -17,7 +17,7 @@ from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.offload import ActivationOffload
 from patrickstar.engine.optimizer import ChunkOptimizer
 from patrickstar.engine.precision import LossScaler, cast_inputs, clip_coefficient
-from patrickstar.engine.slot import Gradient, Slot
+from patrickstar.engine.slot import Slot
 from patrickstar.engine.stats import Stats
 from patrickstar.engine.update import Scaling, Update
 from patrickstar.errors import ModelError, TrainingError
@@ -70,9 +70,9 @@ class Engine:
         self._move_buffers()
         self._clock.calibrate()
         self._by_name = {slot.name: slot for slot in self._data.slots}
-        self._blocks = Blocks(self.module, self._interceptor)
+        self._blocks = Blocks(self._interceptor)
+        self._blocks.notice(self.module)
         self._clip: torch.Tensor | None = None
-        self._backwards = 0
         self._closed = False
         self.stats = Stats()
         self.optimizer = ChunkOptimizer(self)
@@ -87,9 +87,6 @@ class Engine:
         if not torch.is_grad_enabled():
             with self._unwound_on_error():
                 return self.module(*args, **kwargs)
-        if self._backwards:
-            # A second forward before the step: gradients are being accumulated, so they may not lie over parameters.
-            self._data.accumulating = True
         self._clock.begin_iteration(self._signature(args, kwargs))
         with self._unwound_on_error(), self._clock.iterating(), ExitStack() as stack:
             if self._offload is not None:
@@ -116,6 +113,7 @@ class Engine:
                 f"requires_grad={loss.requires_grad}"
             )
         self._interceptor.backward_depth += 1
+        self._data.begin_backward()
         with self._unwound_on_error():
             try:
                 with self._clock.iterating():
@@ -125,7 +123,6 @@ class Engine:
             finally:
                 self._interceptor.backward_depth -= 1
             self._interceptor.end_backward()
-        self._backwards += 1
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Have the next step scale gradients to a global norm of at most `max_norm`; returns the norm before (fp32).
@@ -137,7 +134,7 @@ class Engine:
         norms = []
         with torch.no_grad():
             for slot in self._data.slots:
-                if slot.gradient is not Gradient.NONE:
+                if slot.has_gradient:
                     grad = scaling.apply(self._data.gradient(slot))
                     norms.append(torch.linalg.vector_norm(grad).to(self.device))
             if not norms:
@@ -148,7 +145,7 @@ class Engine:
     def gradient(self, name: str) -> torch.Tensor | None:
         """A copy of a parameter's gradient, unscaled, in fp32; None if it has none."""
         slot = self._slot(name)
-        if slot.gradient is Gradient.NONE:
+        if not slot.has_gradient:
             return None
         return self._scaling().apply(self._data.gradient(slot))
 
@@ -176,7 +173,6 @@ class Engine:
         each, as in `nn.Module.state_dict`, over one tensor.
         """
         self._check_open()
-        self._keep_parameters()
         values: dict[Slot, torch.Tensor] = {}
         state = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():
@@ -229,34 +225,33 @@ class Engine:
             else:
                 self._update.run(hyper.get, scaling)
         self._scaler.update(overflow)
-        self._clip, self._backwards = None, 0
+        self._clip = None
         peak = max(self._clock.non_model_peak, self._clock.trace.peak_non_model_bytes)
         self.stats.close_step(manager, self._scaler.scale, peak)
         self._clock.non_model_peak = 0
 
     def _drop_gradients(self) -> None:
         self._check_open()
-        if self._backwards:
-            with torch.no_grad():
-                self._data.discard_gradients()
-            self._clip, self._backwards = None, 0
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._data.discard_gradients()
+        self._clip = None
 
     def _overflowed(self, scaling: Scaling) -> bool:
         return any(
             not torch.isfinite(scaling.apply(self._data.gradient(slot))).all()
             for slot in self._data.slots
-            if slot.gradient is not Gradient.NONE
+            if slot.has_gradient
         )
 
     def _scaling(self, clip: torch.Tensor | None = None) -> Scaling:
         return Scaling(unscale=1.0 / self._scaler.scale if self._scaler.enabled else None, clip=clip)
 
     def _read_list(self, slot: Slot, kind: str) -> torch.Tensor:
-        return slot.in_list(self._manager[kind, slot.place.chunk]).cpu().clone()
+        return slot.in_chunk(self._manager[kind, slot.place.chunk]).cpu().clone()
 
     def _write_list(self, slot: Slot, kind: str, value: torch.Tensor) -> None:
         chunk = self._manager[kind, slot.place.chunk]
-        slot.in_list(chunk).copy_(value)
+        slot.in_chunk(chunk).copy_(value)
         self._manager.mark_written(chunk, chunk.device_valid)
 
     # Inside
@@ -282,15 +277,9 @@ class Engine:
             if slot.scheme.trained:
                 self._write_list(slot, PARAM32, value)
 
-    def _keep_parameters(self) -> None:
-        """Have every parameter in its place, gradients beside: someone wants to look at all of them."""
-        with torch.no_grad():
-            for slot in self._data.slots:
-                if not slot.scheme.trained and slot.gradient is Gradient.OVER_PARAM:
-                    self._data.give_way(slot)
-
     def _notice_changes(self) -> None:
         """Parameters replaced since the last call are refused; those no longer frozen get the lists of trained ones."""
+        self._blocks.notice(self.module)
         with torch._C.DisableTorchFunctionSubclass():
             thawed = []
             for name, param in self.module.named_parameters():
@@ -310,7 +299,7 @@ class Engine:
     def _signature(self, args: Any, kwargs: Any) -> Hashable:
         leaves = pytree.tree_leaves((args, kwargs))
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return shapes, self.module.training, self._data.accumulating
+        return shapes, self.module.training
 
     @contextmanager
     def _unwound_on_error(self) -> Iterator[None]:
@@ -321,6 +310,8 @@ class Engine:
             self._interceptor.window = None
             self._interceptor.unseen.clear()
             self._data.drop_uses()
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._data.finish_gradients()
             self._clock.abandon()
             raise
 

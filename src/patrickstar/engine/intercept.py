@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from patrickstar.engine.model_data import ModelData
-from patrickstar.engine.slot import Gradient, Slot
+from patrickstar.engine.slot import Slot
 from patrickstar.errors import BudgetError, ModelError, TrainingError
 from patrickstar.schedule.states import TensorState
 
@@ -53,6 +53,10 @@ _PASS |= {torch.Tensor._post_accumulate_grad_hooks.__set__}
 
 _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 """What hands the memory itself out of PyTorch's sight; it gets a copy."""
+
+# Descriptors make a new wrapper each time: compare these with ==.
+_GET_GRAD, _SET_GRAD = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
+_SET_DATA = torch.Tensor.data.__set__
 
 _IN_PLACE_DUNDER = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__ __iand__ __ior__".split()
@@ -204,6 +208,11 @@ class Interceptor:
                 raise TrainingError("with fp16 the loss has to be scaled: call engine.backward(loss), not loss.backward()")
             grad, param.grad = param.grad, None
             assert grad is not None
+            if grad.layout is not torch.strided:
+                raise ModelError(
+                    f"parameter {slot.name!r} got a gradient of layout {grad.layout}; chunks hold dense gradients only, "
+                    f"so its operator must be called with sparse=False"
+                )
             self.data.put_gradient(slot, grad)
 
     # Operators
@@ -217,11 +226,11 @@ class Interceptor:
                     f"an operator mixes parameter {slots[0].name!r} with one of another engine; "
                     f"use .detach().clone() of one of them"
                 )
-        if func is torch.Tensor.grad.__get__:
+        if func == _GET_GRAD:
             return self._read_gradient(slots[0], tensors[0])
-        if func is torch.Tensor.grad.__set__:
+        if func == _SET_GRAD:
             return self._set_gradient(slots[0], args[0], args[1])
-        if func is torch.Tensor.data.__set__:
+        if func == _SET_DATA:
             return self._assign(slots[0], args[1])
         if func in _COPIED:
             return func(self.operate(torch.Tensor.clone, args[:1], {}, tensors), *args[1:], **kwargs)
@@ -362,9 +371,9 @@ class Interceptor:
             nodes.extend(follower for follower, _ in node.next_functions if follower is not None)
 
     def _read_gradient(self, slot: Slot, tensor: torch.Tensor) -> torch.Tensor | None:
-        if slot.gradient is not Gradient.NONE and isinstance(tensor, ChunkParameter):
+        if slot.has_gradient and isinstance(tensor, ChunkParameter):
             raise TrainingError(
-                f"the gradient of {slot.name!r} is {slot.gradient.value}; read it with engine.gradient({slot.name!r}), "
+                f"the gradient of {slot.name!r} lies in its chunk; read it with engine.gradient({slot.name!r}), "
                 f"clip with engine.clip_grad_norm_(max_norm), drop it with optimizer.zero_grad()"
             )
         return tensor.grad
@@ -407,7 +416,8 @@ class Interceptor:
             )
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if self.window is None and not self.backward_depth:
-                Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+                self.data.begin_backward()
+                Variable._execution_engine.queue_callback(self.end_backward)
             self._close()
             self._open(window)
 
@@ -415,6 +425,8 @@ class Interceptor:
         """No node will run any more: close the window that is open."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._close()
+            if not self.backward_depth:
+                self.data.finish_gradients()
 
     def _open(self, window: Window) -> None:
         with torch.no_grad():

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from patrickstar.engine.clock import Clock
-from patrickstar.engine.slot import Gradient, Slot
-from patrickstar.errors import TrainingError
+from patrickstar.engine.slot import Slot
 from patrickstar.layout.lists import GRAD32, PARAM32
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.manager import Manager
@@ -26,7 +25,8 @@ class ModelData:
         self.clock = clock
         self.slots: list[Slot] = []
         self.by_chunk: dict[int, list[Slot]] = {}
-        self.accumulating = False
+        self.in_backward = False
+        self.backward = 0
 
     def add(self, slot: Slot) -> None:
         """Take a parameter under management; its payload is in place."""
@@ -44,13 +44,18 @@ class ModelData:
     def access(self, slots: Sequence[Slot], belongs: bool) -> None:
         """Have the parameters of `slots` readable on the device until they are released."""
         for slot in slots:
-            if slot.gradient is Gradient.OVER_PARAM:
+            if slot.over_param:
                 self.give_way(slot)
         chunks = list(dict.fromkeys(slot.chunk for slot in slots))
         self.clock.tick(tuple(chunk.index for chunk in chunks), belongs)
         self.bring(chunks)
         self.clock.settled()
         self.pin(slots)
+
+    def begin_backward(self) -> None:
+        """Gradients that come from here on belong to a new backward."""
+        self.in_backward = True
+        self.backward += 1
 
     def pin(self, slots: Sequence[Slot]) -> None:
         """Mark parameters whose chunks are on the device as in use."""
@@ -65,7 +70,7 @@ class ModelData:
             slot.chunk.pins -= 1
             slot.uses -= 1
             if slot.uses == 0:
-                slot.move_to(TensorState.HOLD_AFTER_BWD if slot.gradient is Gradient.OVER_PARAM else hold)
+                slot.move_to(TensorState.HOLD_AFTER_BWD if slot.over_param else hold)
 
     def boundary(self, belongs: bool) -> None:
         """An operator has ended: keep the budget for what comes until the next."""
@@ -84,8 +89,7 @@ class ModelData:
         for slot in self.slots:
             slot.chunk.pins, slot.uses = 0, 0
             if slot.state is TensorState.COMPUTE:
-                over = slot.gradient is Gradient.OVER_PARAM
-                slot.move_to(TensorState.HOLD_AFTER_BWD if over else TensorState.HOLD)
+                slot.move_to(TensorState.HOLD_AFTER_BWD if slot.over_param else TensorState.HOLD)
         self.reset_after_forward()
 
     def bring(self, chunks: Sequence[Chunk]) -> None:
@@ -123,74 +127,92 @@ class ModelData:
         self.manager.mark_written(slot.chunk, on_device=True)
         if slot.scheme.trained:
             master = self.manager[PARAM32, slot.place.chunk]
-            slot.in_list(master).copy_(slot.payload())
+            slot.in_chunk(master).copy_(slot.payload())
             self.manager.mark_written(master, on_device=master.device_valid)
 
     def put_gradient(self, slot: Slot, grad: torch.Tensor) -> None:
-        """Take a complete gradient: over its parameter, or into the gradient list when accumulation asks for that."""
-        if slot.gradient is Gradient.OVER_PARAM:
-            self.give_way(slot)
-        if self.accumulating or slot.gradient is Gradient.IN_LIST:
-            self._accumulate(slot, grad)
+        """Write a complete gradient over its parameter.
+
+        Reentrant checkpointing completes a gradient several times in one backward; as in plain PyTorch these are added
+        in the compute dtype. Gradients of earlier backwards wait in the gradient list.
+        """
+        if slot.unfinished is not None:
+            slot.unfinished.add_(grad)
             return
+        if slot.over_param and slot.backward == self.backward:
+            self._write(slot, slot.payload().add_(grad))
+            return
+        if slot.over_param:
+            self.give_way(slot)
         slot.version_before_gradient = slot.param._version
-        on_device = slot.chunk.device_valid
-        slot.payload().copy_(grad)
-        # Autograd must catch whoever still wants to read the parameter that was here.
-        torch.autograd.graph.increment_version(slot.param)
-        self.manager.mark_written(slot.chunk, on_device)
-        if not on_device and self.manager.device.type == "cuda":
-            self.manager.traffic.d2h_bytes += grad.nbytes
-        slot.gradient = Gradient.OVER_PARAM
+        slot.over_param, slot.backward = True, self.backward
+        self._write(slot, slot.payload().copy_(grad))
         if slot.uses == 0:
             slot.move_to(TensorState.HOLD_AFTER_BWD)
 
     def give_way(self, slot: Slot) -> None:
-        """Move a gradient off its parameter, into the gradient list, and put the parameter back.
+        """Move a gradient off its parameter, and put the parameter back.
 
         The parameter is the master rounded, the very bits that were there, so its version counter is set back too:
-        what autograd saved of it is true again.
+        what autograd saved of it is true again. A gradient of an earlier backward goes to the gradient list; one that
+        may yet grow waits for the end of its backward.
         """
-        gradient = slot.payload().clone()
+        if self.in_backward and slot.backward == self.backward:
+            slot.unfinished = slot.payload().clone()
+        else:
+            self._accumulate(slot)
         self._restore(slot)
-        self._accumulate(slot, gradient)
+
+    def finish_gradients(self) -> None:
+        """Backward has ended: no gradient will grow any more."""
+        self.in_backward = False
+        for slot in self.slots:
+            if slot.unfinished is not None:
+                grad, slot.unfinished = slot.unfinished, None
+                self.put_gradient(slot, grad)
 
     def discard_gradients(self) -> None:
         """Forget all gradients; parameters that lie under one are put back."""
         for slot in self.slots:
-            if slot.gradient is Gradient.OVER_PARAM:
+            if slot.over_param:
                 self._restore(slot)
-            slot.gradient = Gradient.NONE
+            slot.in_list, slot.unfinished = False, None
 
     def gradient(self, slot: Slot) -> torch.Tensor:
-        """The gradient in the master's dtype, where it lies; a copy, so that scaling it leaves the list alone."""
-        master: torch.dtype = getattr(torch, slot.scheme.master_dtype)
-        if slot.gradient is Gradient.OVER_PARAM:
-            return slot.payload().to(master, copy=True)
-        if slot.gradient is Gradient.IN_LIST:
-            return slot.in_list(self.manager[GRAD32, slot.place.chunk]).clone()
-        raise TrainingError(f"parameter {slot.name!r} has no gradient")
+        """The sum of a parameter's gradients in the master's dtype, where they lie; a copy, free to be scaled."""
+        last = slot.payload().to(getattr(torch, slot.scheme.master_dtype), copy=True) if slot.over_param else None
+        if not slot.in_list:
+            assert last is not None, f"{slot.name} has no gradient"
+            return last
+        total = slot.in_chunk(self.manager[GRAD32, slot.place.chunk]).clone()
+        return total if last is None else total.add_(last.to(total.device))
+
+    def _write(self, slot: Slot, payload: torch.Tensor) -> None:
+        """Note that `payload` of a slot was written: autograd must catch whoever still wants what was there."""
+        torch.autograd.graph.increment_version(slot.param)
+        self.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
 
     def _restore(self, slot: Slot) -> None:
-        master = self.manager[PARAM32, slot.place.chunk]
-        slot.payload().copy_(slot.in_list(master))
-        self.manager.mark_written(slot.chunk, slot.chunk.device_valid)
+        master = slot.in_chunk(self.manager[PARAM32, slot.place.chunk])
+        slot.payload().copy_(master.to(slot.chunk.dtype))
+        self.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
         torch._C._autograd._unsafe_set_version_counter((slot.param,), (slot.version_before_gradient,))
-        slot.gradient = Gradient.NONE
+        slot.over_param = False
         if slot.uses == 0:
             slot.move_to(TensorState.HOLD)
 
-    def _accumulate(self, slot: Slot, grad: torch.Tensor) -> None:
+    def _accumulate(self, slot: Slot) -> None:
+        """Add the gradient over a parameter to the gradient list, whose chunk is made when it is first needed."""
         index = slot.place.chunk
         if (GRAD32, index) not in self.manager.chunks:
             beside = self.manager[PARAM32, index]
-            spec = Chunk(GRAD32, index, beside.numel, slot.scheme.master_dtype, self.manager.device)
-            self.manager.create(spec, on_device=beside.device_valid)
+            made = Chunk(GRAD32, index, beside.numel, slot.scheme.master_dtype, self.manager.device)
+            self.manager.create(made, on_device=beside.device_valid)
         chunk = self.manager[GRAD32, index]
-        total = slot.in_list(chunk)
-        if slot.gradient is Gradient.IN_LIST:
+        total, grad = slot.in_chunk(chunk), slot.payload()
+        if slot.in_list:
             total.add_(grad.to(total.device, total.dtype))
         else:
             total.copy_(grad)
-        self.manager.mark_written(chunk, chunk.device_valid)
-        slot.gradient = Gradient.IN_LIST
+        self.manager.mark_written(chunk, on_device=chunk.device_valid)
+        slot.in_list = True

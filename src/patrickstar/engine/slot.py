@@ -1,7 +1,6 @@
 """A slot: one parameter of the user's model and its place in the chunks."""
 
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 from torch import nn
@@ -10,14 +9,6 @@ from patrickstar.layout.lists import Scheme
 from patrickstar.layout.mapping import Place
 from patrickstar.memory.chunk import Chunk, Region
 from patrickstar.schedule.states import TensorState, check_transition
-
-
-class Gradient(Enum):
-    """Where a parameter's gradient lies until the update takes it."""
-
-    NONE = "none"
-    OVER_PARAM = "over the parameter, in its param16 chunk"
-    IN_LIST = "in the gradient list"
 
 
 @dataclass(eq=False)
@@ -33,10 +24,22 @@ class Slot:
     embedding: bool = False
     state: TensorState = TensorState.FREE
     uses: int = 0
-    gradient: Gradient = Gradient.NONE
+    over_param: bool = False
+    """A gradient lies over the parameter, in its `param16` chunk."""
+    in_list: bool = False
+    """Earlier gradients of this step are summed in the gradient list."""
+    unfinished: torch.Tensor | None = None
+    """A gradient of the running backward that had to make way, and that more may come to."""
+    backward: int = 0
+    """The number of the backward that the gradient over the parameter is of."""
     version_before_gradient: int = 0
     steps: int = 0
     device_view: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the next step has something to do here."""
+        return self.over_param or self.in_list
 
     def move_to(self, state: TensorState) -> None:
         """Change state, along legal transitions only."""
@@ -53,6 +56,6 @@ class Slot:
         """The bytes of the parameter (or of the gradient over it), where they are current."""
         return self.chunk.current(self.region)
 
-    def in_list(self, chunk: Chunk) -> torch.Tensor:
+    def in_chunk(self, chunk: Chunk) -> torch.Tensor:
         """This parameter's part of a parallel chunk, where that one is current."""
         return chunk.current(self.region)

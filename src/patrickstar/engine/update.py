@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from patrickstar.engine.model_data import ModelData
-from patrickstar.engine.slot import Gradient, Slot
+from patrickstar.engine.slot import Slot
 from patrickstar.kernels.adam import AdamStep, adam_update
 from patrickstar.layout.lists import EXP_AVG, EXP_AVG_SQ, GRAD32, PARAM32
 from patrickstar.schedule.states import TensorState
@@ -43,7 +43,7 @@ class Update:
             self._place(index, slots)
             groups: dict[AdamStep, list[Slot]] = {}
             for slot in slots:
-                if slot.gradient is not Gradient.NONE:
+                if slot.has_gradient:
                     hyper = hyper_of(slot)
                     if hyper is not None:
                         groups.setdefault(hyper, []).append(slot)
@@ -62,7 +62,7 @@ class Update:
         manager = self.data.manager
         kinds = [PARAM32, EXP_AVG, EXP_AVG_SQ] + ([GRAD32] if (GRAD32, index) in manager.chunks else [])
         chunks = [manager[kind, index] for kind in kinds]
-        if any(slot.gradient is not Gradient.NONE for slot in slots):
+        if any(slot.has_gradient for slot in slots):
             chunks.append(slots[0].chunk)
         here = [chunk for chunk in chunks if chunk.device_valid]
         stuck = chunks[0].device_valid and not manager.host_has_room(sum(chunk.nbytes for chunk in here))
@@ -74,13 +74,13 @@ class Update:
 
     def _step(self, slot: Slot, hyper: AdamStep, scaling: Scaling) -> None:
         manager, index = self.data.manager, slot.place.chunk
-        lists = [slot.in_list(manager[kind, index]) for kind in (PARAM32, EXP_AVG, EXP_AVG_SQ)]
+        lists = [slot.in_chunk(manager[kind, index]) for kind in (PARAM32, EXP_AVG, EXP_AVG_SQ)]
         grad = scaling.apply(self.data.gradient(slot))
         adam_update([lists[0]], [grad], [lists[1]], [lists[2]], [slot.steps], hyper)
         slot.steps += 1
         slot.payload().copy_(lists[0])
         torch.autograd.graph.increment_version(slot.param)
-        slot.gradient = Gradient.NONE
+        slot.over_param = slot.in_list = False
         slot.move_to(TensorState.HOLD)
 
     def _written(self, index: int, slots: list[Slot]) -> None:
