@@ -4,10 +4,6 @@ import pytest
 import torch
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: takes more than a few seconds")
-
-
 @pytest.fixture
 def one_thread():
     """Tiny tensors are slower on several threads than on one."""

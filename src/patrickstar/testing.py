@@ -8,6 +8,7 @@ from torch import nn
 
 from patrickstar.engine.config import Config
 from patrickstar.engine.engine import Engine
+from patrickstar.engine.model_data import follow_rounded
 from patrickstar.engine.precision import LossScaler, cast_inputs, compute_dtypes
 
 Script = Callable[[Any, Any], Sequence[torch.Tensor]]
@@ -51,6 +52,7 @@ class ReferenceOptimizer:
     def step(self) -> None:
         """Unscale, update the masters, cast back."""
         trainer = self.trainer
+        trainer.follow_writes()
         trainer.unscale()
         overflow = trainer.scaler.enabled and any(
             not torch.isfinite(master.grad).all() for master in trainer.masters.values() if master.grad is not None
@@ -61,6 +63,7 @@ class ReferenceOptimizer:
                 for param, master in trainer.masters.items():
                     if master.grad is not None:
                         param.copy_(master)
+                        trainer.versions[param] = param._version
         trainer.scaler.update(overflow)
         trainer.unscaled = False
         self.inner.zero_grad()
@@ -77,6 +80,8 @@ class ReferenceOptimizer:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take them back."""
         self.inner.load_state_dict(state_dict)
+        for group in self.inner.param_groups:
+            group["fused"] = True
 
 
 class ReferenceTrainer:
@@ -92,6 +97,7 @@ class ReferenceTrainer:
         self.module = model if isinstance(model, nn.Module) else model()
         self.scaler = LossScaler(config.precision == "fp16")
         self.unscaled = False
+        self.versions: dict[nn.Parameter, int] = {}
         self.masters: dict[nn.Parameter, torch.Tensor] = {}
         dtypes = compute_dtypes(self.module, config.compute_dtype)
         for name, param in self.module.named_parameters():
@@ -99,6 +105,7 @@ class ReferenceTrainer:
             param.data = value.to(dtypes[name])
             full = value if param.requires_grad else param.data
             wanted = torch.float64 if param.dtype == torch.float64 else torch.float32
+            self.versions[param] = param._version
             self.masters[param] = full.to(wanted, copy=True) if param.is_floating_point() else param.data
         for module in self.module.modules():
             module._buffers.update({k: b.to(self.device) for k, b in module._buffers.items() if b is not None})
@@ -111,6 +118,7 @@ class ReferenceTrainer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.trained.update(param for param in self.masters if param.requires_grad)
+        self.follow_writes()
         args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
         return self.module(*args, **kwargs)
 
@@ -138,6 +146,14 @@ class ReferenceTrainer:
                 master.grad = grad if master.grad is None else master.grad + grad
                 param.grad = None
 
+    def follow_writes(self) -> None:
+        """Take over into the masters what the user wrote to parameters in place."""
+        with torch.no_grad():
+            for param, master in self.masters.items():
+                if param._version != self.versions.get(param, 0):
+                    follow_rounded(master, param.detach())
+                self.versions[param] = param._version
+
     def unscale(self) -> None:
         """Divide the loss scale out of the masters' gradients, once per step."""
         if self.scaler.enabled and not self.unscaled:
@@ -160,6 +176,7 @@ class ReferenceTrainer:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Masters and buffers under the model's names."""
+        self.follow_writes()
         state = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             state[name] = self.masters[tensor].clone() if tensor in self.trained else tensor.detach().clone()
@@ -172,6 +189,7 @@ class ReferenceTrainer:
                 tensor.copy_(state_dict[name])
                 if isinstance(tensor, nn.Parameter):
                     self.masters[tensor].copy_(state_dict[name])
+                    self.versions[tensor] = tensor._version
 
 
 def stressed(model: nn.Module | Callable[[], nn.Module], config: Config) -> Engine:

@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn as nn
 
+import patrickstar as ps
 from patrickstar import testing
+from patrickstar.errors import TrainingError
 
 from .zoo import WIDTH, Stack, call_block, linear, mean_square, mlp, normal, normal_batches, update
 
@@ -102,6 +104,27 @@ def test_a_step_without_backward(config):
         return losses
 
     testing.compare(lambda: Stack([mlp()]), config, script)
+
+
+def test_backward_called_on_the_loss_itself(config):
+    """Without `engine.backward` in between: the same steps, or an error; never a lost gradient."""
+
+    def run(backward):
+        torch.manual_seed(0)
+        engine, optimizer = ps.initialize(mlp, config)
+        for (x,) in normal_batches():
+            backward(engine, mean_square(engine(x)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return engine.state_dict()
+
+    expected = run(lambda engine, loss: engine.backward(loss))
+    try:
+        found = run(lambda engine, loss: loss.backward())
+    except TrainingError as error:
+        assert "engine.backward" in str(error)
+    else:
+        testing.assert_same_bits(expected, found, "parameters")
 
 
 class Branches(nn.Module):

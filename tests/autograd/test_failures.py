@@ -92,20 +92,35 @@ def test_exception_in_eval(error, config):
     testing.compare(lambda: Stack([Tripwire(error), mlp()]), config, script)
 
 
-def test_exception_in_backward(config, checkpointing):
-    def script(trainer, optimizer):
+def assert_failure_leaves_no_trace(build, config, fail):
+    """Steps before and after a step that failed and was dropped are those of a run without it."""
+    runs = []
+
+    def script(trainer, optimizer, failing):
         losses = train(trainer, optimizer, steps=1)
-        for (x,) in normal_batches(2):
-            loss = mean_square(trainer(x))
-            trainer.module.blocks[1].armed = True
-            with pytest.raises(Trip, match="armed"):
-                trainer.backward(loss)
-            assert not trainer.module.blocks[1].armed
-            optimizer.zero_grad()
-            losses += train(trainer, optimizer, steps=1, first=1)
+        for step in range(1, 3):
+            if failing:
+                fail(trainer)
+                optimizer.zero_grad()
+            losses += train(trainer, optimizer, steps=1, first=step)
+        runs.append([*losses, *trainer.state_dict().values()])
         return losses
 
-    testing.compare(lambda: Stack([mlp(), BackwardTripwire(), mlp()], checkpointing), config, script)
+    for failing in (False, True):
+        testing.compare(build, config, lambda *trainer, failing=failing: script(*trainer, failing))
+    for found in runs[1:]:
+        testing.assert_same_bits(runs[0], found, "steps around the failure")
+
+
+def test_exception_in_backward(config, checkpointing):
+    def fail(trainer):
+        loss = mean_square(trainer(normal(2, 3, WIDTH)))
+        trainer.module.blocks[1].armed = True
+        with pytest.raises(Trip, match="armed"):
+            trainer.backward(loss)
+        assert not trainer.module.blocks[1].armed
+
+    assert_failure_leaves_no_trace(lambda: Stack([mlp(), BackwardTripwire(), mlp()], checkpointing), config, fail)
 
 
 def test_exception_in_the_first_backward(config):
@@ -124,16 +139,13 @@ def test_exception_in_the_first_backward(config):
 def test_exception_in_a_recomputed_forward(way, config):
     """The forward passes; its replay inside backward fails."""
 
-    def script(trainer, optimizer):
-        losses = train(trainer, optimizer, steps=1)
+    def fail(trainer):
         loss = mean_square(trainer(normal(2, 3, WIDTH)))
         trainer.module.blocks[1].calls_left = 0
         with pytest.raises(Trip, match="armed"):
             trainer.backward(loss)
-        optimizer.zero_grad()
-        return losses + train(trainer, optimizer, steps=2, first=1)
 
-    testing.compare(lambda: Stack([mlp(), Tripwire(), mlp()], way), config, script)
+    assert_failure_leaves_no_trace(lambda: Stack([mlp(), Tripwire(), mlp()], way), config, fail)
 
 
 def test_exception_between_micro_batches_keeps_earlier_gradients(config):

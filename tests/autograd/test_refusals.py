@@ -7,7 +7,7 @@ import torch.nn as nn
 import patrickstar as ps
 from patrickstar.errors import ModelError
 
-from .zoo import WIDTH, linear, normal, small_chunks, tokens
+from .zoo import WIDTH, linear, mean_square, normal, small_chunks, tokens
 
 
 class SparseEmbedding(nn.Module):
@@ -57,11 +57,25 @@ class Lazy(nn.Module):
         return self.shapeless(self.body(x))
 
 
+class Energy(nn.Module):
+    """Returns the gradient of its output with respect to its input, so that training differentiates twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(linear(), nn.Tanh(), linear())
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.body(x).sum(), x, create_graph=True)
+        return force
+
+
 REFUSED = {
     "sparse embedding": (SparseEmbedding, "words.weight", tokens(11, 2, 5)),
     "sparse gradient of a function": (SparseFunctionalEmbedding, "table", tokens(11, 2, 5)),
     "complex": (ComplexWeight, "filter", normal(2, 3, WIDTH)),
     "sparse parameter": (SparseWeight, "connections", normal(2, 3, WIDTH)),
+    "differentiated twice": (Energy, r"body\.\d\.weight", normal(2, 3, WIDTH)),
     "without a shape": (Lazy, "shapeless.weight", normal(2, 3, WIDTH)),
 }
 
@@ -71,7 +85,7 @@ def test_refused_by_name(model, precision):
     model_func, name, example = REFUSED[model]
     with pytest.raises(ModelError, match=name):
         engine, _ = ps.initialize(model_func, small_chunks(precision))
-        engine(example)
+        engine.backward(mean_square(engine(example)))
 
 
 def test_model_without_parameters(precision):

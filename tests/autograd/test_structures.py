@@ -231,24 +231,6 @@ def test_gradient_of_an_input(model, config):
     testing.compare(model, config, script)
 
 
-class Energy(nn.Module):
-    """Returns the gradient of its output with respect to its input, so that training differentiates twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh(), linear())
-
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        energy = self.body(x).sum()
-        (force,) = torch.autograd.grad(energy, x, create_graph=True)
-        return force
-
-
-def test_forward_that_differentiates_itself(config):
-    testing.assert_exact(Energy, normal_batches(), config)
-
-
 def test_saved_tensor_hooks_of_the_user(config):
     def script(trainer, optimizer):
         losses = []

@@ -207,7 +207,7 @@ def test_progress_is_plain_lines_in_a_file_and_one_line_in_a_terminal() -> None:
         assert "step  3/10  loss 2.5000  1,024 tokens/s" in shown
         assert ("\x1b" in shown) is terminal
         # A file gets whole lines, a terminal one that fits and is drawn over.
-        assert shown.count("of 1.00 GiB  moved 0 B in, 0 B out\n") == (0 if terminal else 2)
+        assert shown.count("device 0 B + 0 B of 1.00 GiB  moved 0 B\n") == (0 if terminal else 2)
 
 
 def test_quiet_progress_shows_nothing() -> None:

@@ -33,7 +33,7 @@ class Preset:
             n_head=self.heads,
             vocab_size=self.vocab_size,
             n_positions=_GPT2_POSITIONS,
-            # GPT-2's function in one operator; the library's default is a chain of operators, each saving its own tensor.
+            # GPT-2's function in one operator; the library's default is a chain, each of which saves a tensor.
             activation_function="gelu_pytorch_tanh",
             resid_pdrop=0.0,
             embd_pdrop=0.0,

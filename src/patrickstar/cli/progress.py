@@ -10,6 +10,9 @@ from rich.text import Text
 from patrickstar.cli.records import StepRecord
 from patrickstar.layout.sizes import format_size
 
+# Said once, so that the line itself stays short enough for a terminal.
+LEGEND = "device: peaks of model data + non-model data, of the budget; moved: both ways, in the step"
+
 
 class Progress:
     """One live line in a terminal, a plain line for each step anywhere else, nothing when ``quiet``."""
@@ -43,15 +46,15 @@ class Progress:
             self._live.stop()
 
     def _line(self, record: StepRecord) -> str:
+        stats = record.stats
         width = len(str(self._steps))
         return "  ".join(
             (
                 f"step {record.step:>{width}}/{self._steps}",
                 f"loss {record.loss:.4f}",
                 f"{record.tokens / record.elapsed_s:,.0f} tokens/s",
-                f"device {format_size(record.stats.device_peak_model_bytes)} model"
-                f" + {format_size(record.stats.device_peak_non_model_bytes)} other"
-                f" of {format_size(self._device_budget_bytes)}",
-                f"moved {format_size(record.stats.h2d_bytes)} in, {format_size(record.stats.d2h_bytes)} out",
+                f"device {format_size(stats.device_peak_model_bytes)}"
+                f" + {format_size(stats.device_peak_non_model_bytes)} of {format_size(self._device_budget_bytes)}",
+                f"moved {format_size(stats.h2d_bytes + stats.d2h_bytes)}",
             )
         )

@@ -17,7 +17,7 @@ from patrickstar.cli.batches import Batches
 from patrickstar.cli.data import Corpus, open_corpus
 from patrickstar.cli.machine import machine_name
 from patrickstar.cli.models import ModelSource, find_model
-from patrickstar.cli.progress import Progress
+from patrickstar.cli.progress import LEGEND, Progress
 from patrickstar.cli.records import RunLog, StepRecord, Summary
 from patrickstar.cli.summary import print_summary
 from patrickstar.cli.tokenizer import load_tokens
@@ -112,7 +112,9 @@ def _check_sequence(sequence: int, source: ModelSource) -> None:
 def _print_header(console: Console, source: ModelSource, corpus: Corpus) -> None:
     file = source.vocabulary.file
     origin = f"tokenizer {file}" if file else f"a byte-pair tokenizer of {source.vocabulary.size} tokens trained on it"
-    console.print(f"{source.name} on {corpus.name} ({len(corpus.paths)} files), {origin}", soft_wrap=True, markup=False)
+    text = f"{source.name} on {corpus.name} ({len(corpus.paths)} files), {origin}"
+    # Neither wrapped nor coloured: paths are to be copied.
+    console.print(f"{text}\n{LEGEND}", soft_wrap=True, markup=False, highlight=False)
 
 
 def _loop(

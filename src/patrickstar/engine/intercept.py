@@ -58,15 +58,6 @@ _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 _GET_GRAD, _SET_GRAD = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
 _SET_DATA = torch.Tensor.data.__set__
 
-_IN_PLACE_DUNDER = frozenset(
-    "__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__ __iand__ __ior__".split()
-)
-
-
-def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    return name in _IN_PLACE_DUNDER or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
-
 
 def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return torch.Tensor.clone(tensor.detach())
@@ -135,6 +126,11 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         if not tensors:
             return func(*args, **kwargs)
         return tensors[0]._interceptor.operate(func, args, kwargs, tensors)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Counts writes in place; tensors made in inference mode don't."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 class Window:
@@ -236,12 +232,13 @@ class Interceptor:
             return func(self.operate(torch.Tensor.clone, args[:1], {}, tensors), *args[1:], **kwargs)
         first = torch._C._autograd._get_sequence_nr()
         suspended = self._access(slots)
+        versions = [_version(tensor) for tensor in tensors]
         try:
             out = self._run(func, args, kwargs, slots)
-            if _writes(func, kwargs):
-                target = kwargs.get("out", args[0] if args else None)
+            written = [t for t, version in zip(tensors, versions, strict=True) if _version(t) != version]
+            if written:
                 with _managing():
-                    for slot in getattr(target, "_slots", ()):
+                    for slot in dict.fromkeys(slot for tensor in written for slot in tensor._slots):
                         self.data.written(slot)
             self._follow(out, slots, first)
         except BaseException:

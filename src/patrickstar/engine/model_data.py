@@ -11,10 +11,17 @@ from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.manager import Manager
 from patrickstar.schedule.states import TensorState, chunk_state
 
+
 # [Note: what a Parameter is while its chunk is away]
 # The user's Parameter views its chunk's storage while that is on the device. When the chunk leaves, the Parameter is
 # given a stand-in of the same shape over one NaN. Operators never see it, since they announce themselves first; what
 # gets past that (native code handed the tensor directly) computes NaN instead of reading freed memory.
+
+
+def follow_rounded(master: torch.Tensor, written: torch.Tensor) -> None:
+    """Take over what was written to a rounded copy of `master`; elements left alone keep their full precision."""
+    written = written.to(master.device)
+    master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
 
 
 class ModelData:
@@ -127,7 +134,7 @@ class ModelData:
         self.manager.mark_written(slot.chunk, on_device=True)
         if slot.scheme.trained:
             master = self.manager[PARAM32, slot.place.chunk]
-            slot.in_chunk(master).copy_(slot.payload())
+            follow_rounded(slot.in_chunk(master), slot.payload())
             self.manager.mark_written(master, on_device=master.device_valid)
 
     def put_gradient(self, slot: Slot, grad: torch.Tensor) -> None:

@@ -14,12 +14,18 @@ if TYPE_CHECKING:
     from patrickstar.engine.engine import Engine
 
 
+UNSUPPORTED = dict(amsgrad=False, maximize=False, capturable=False, differentiable=False)
+"""Variants of torch's Adam that are not offered here, at the values that switch them off."""
+
+
 class ChunkOptimizer(torch.optim.Optimizer):
     """Adam or AdamW over the engine's chunks. Param groups and learning-rate schedulers work as they do in torch."""
 
     def __init__(self, engine: "Engine") -> None:
         spec = engine.config.optimizer
         defaults = dict(lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+        # What torch's own Adam keeps in its groups, so that either can load the other's state.
+        defaults |= dict(decoupled_weight_decay=spec.decoupled, fused=True, foreach=None, **UNSUPPORTED)
         module = engine.module
         groups = list(spec.param_groups(module)) if spec.param_groups is not None else list(module.parameters())
         self._engine = engine
@@ -65,6 +71,9 @@ class ChunkOptimizer(torch.optim.Optimizer):
                 f"the saved optimizer has param groups of {sizes} parameters and this one of "
                 f"{[len(group['params']) for group in self.param_groups]}; nothing was loaded"
             )
+        asked = {key for packed in saved for key, off in UNSUPPORTED.items() if packed.get(key, off) != off}
+        if asked:
+            raise ModelError(f"the saved optimizer used {sorted(asked)}, which is not offered here; nothing was loaded")
         by_position = {position: slot for slot, position in self._positions().items()}
         for position, values in state_dict["state"].items():
             slot = by_position[position]
@@ -106,7 +115,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
                 beta2=group["betas"][1],
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
-                decoupled=self._engine.config.optimizer.decoupled,
+                decoupled=group["decoupled_weight_decay"],
             )
             hyper.update({self._slot(param): step for param in group["params"]})
         return hyper
