@@ -127,6 +127,41 @@ def test_backward_called_on_the_loss_itself(config):
         testing.assert_same_bits(expected, found, "parameters")
 
 
+def test_backward_through_weights_of_an_earlier_step_is_an_error(config, checkpointing):
+    """The weights that the graph saved are gone: PyTorch notices, and an engine must not hide it."""
+
+    def script(trainer, optimizer):
+        losses = []
+        for (x,) in normal_batches():
+            stale = mean_square(trainer(-x))
+            losses.append(update(trainer, optimizer, mean_square(trainer(x))))
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                trainer.backward(stale)
+            optimizer.zero_grad()
+        return losses
+
+    testing.compare(lambda: Stack([mlp(), linear()], checkpointing), config, script)
+
+
+@pytest.mark.parametrize("kind", ["hook", "post-accumulate hook"])
+def test_hooks_of_the_user_on_a_parameter(kind, config):
+    """They run, once per backward, and what they make of the gradient counts."""
+    calls = []
+
+    def script(trainer, optimizer):
+        calls.clear()
+        weight = trainer.module.head.weight
+        if kind == "hook":
+            weight.register_hook(lambda grad: calls.append(grad) or grad * 0.5)
+        else:
+            weight.register_post_accumulate_grad_hook(lambda param: calls.append(param))
+        losses = [update(trainer, optimizer, mean_square(trainer(x))) for (x,) in normal_batches()]
+        assert len(calls) == len(losses)
+        return losses
+
+    testing.compare(lambda: Stack([mlp(), linear()]), config, script)
+
+
 class Branches(nn.Module):
     def __init__(self, checkpointing):
         super().__init__()

@@ -225,6 +225,7 @@ class Engine:
             else:
                 self._update.run(hyper.get, scaling)
         self._scaler.update(overflow)
+        self._data.settle_embeddings()
         self._clip = None
         peak = max(self._clock.non_model_peak, self._clock.trace.peak_non_model_bytes)
         self.stats.close_step(manager, self._scaler.scale, peak)
@@ -263,7 +264,7 @@ class Engine:
         workspace = max(update_workspace_bytes(chunk, largest, 4) for chunk in chunks)
         self._update.on_device = set(
             margin_chunks(chunks, self.device_budget_bytes, self._clock.peak_non_model_bytes, workspace)
-        )
+        ) - {slot.place.chunk for slot in self._data.slots if slot.on_host}
 
     def _full_precision(self, slot: Slot) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():

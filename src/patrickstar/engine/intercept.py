@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
@@ -209,6 +210,8 @@ class Interceptor:
                     f"parameter {slot.name!r} got a gradient of layout {grad.layout}; chunks hold dense gradients only, "
                     f"so its operator must be called with sparse=False"
                 )
+            if slot.stays_on_host:
+                self.data.manager.traffic.d2h_bytes += slot.looked_up_bytes
             self.data.put_gradient(slot, grad)
 
     # Operators
@@ -234,13 +237,17 @@ class Interceptor:
         suspended = self._access(slots)
         versions = [_version(tensor) for tensor in tensors]
         try:
-            out = self._run(func, args, kwargs, slots)
+            if func is F.embedding and slots[0].embedding:
+                out = self._look_up(args, kwargs, slots[0])
+            else:
+                out = self._run(func, args, kwargs, slots)
             written = [t for t, version in zip(tensors, versions, strict=True) if _version(t) != version]
             if written:
                 with _managing():
                     for slot in dict.fromkeys(slot for tensor in written for slot in tensor._slots):
                         self.data.written(slot)
-            self._follow(out, slots, first)
+            if func is not F.embedding:  # whose backward reads indices alone
+                self._follow(out, slots, first)
         except BaseException:
             self._end_uses(slots, suspended)
             raise
@@ -342,6 +349,19 @@ class Interceptor:
             self.enter_backward(window)
 
         return enter
+
+    def _look_up(self, args: Sequence[Any], kwargs: dict[str, Any], slot: Slot) -> torch.Tensor:
+        """An embedding's lookup, on the host if its weight stays there: then its output moves, not the weight."""
+        if not slot.stays_on_host:
+            out = F.embedding(*args, **kwargs)
+            slot.looked_up_bytes += out.nbytes
+            return out
+        host = torch.device("cpu")
+        indices, *rest = (value.to(host) if isinstance(value, torch.Tensor) else value for value in args)
+        out = F.embedding(indices, *rest, **kwargs).to(self.data.manager.device)
+        self.data.manager.traffic.h2d_bytes += out.nbytes
+        slot.looked_up_bytes += out.nbytes
+        return out
 
     def _follow(self, out: Any, slots: tuple[Slot, ...], first: int) -> None:
         """Class the views among an operator's outputs, and open its window before each node it added to the graph."""

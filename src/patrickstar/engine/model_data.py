@@ -9,6 +9,7 @@ from patrickstar.engine.slot import Slot
 from patrickstar.layout.lists import GRAD32, PARAM32
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.manager import Manager
+from patrickstar.schedule.placement import embedding_runs_on_host
 from patrickstar.schedule.states import TensorState, chunk_state
 
 
@@ -53,11 +54,22 @@ class ModelData:
         for slot in slots:
             if slot.over_param:
                 self.give_way(slot)
-        chunks = list(dict.fromkeys(slot.chunk for slot in slots))
+        chunks = list(dict.fromkeys(slot.chunk for slot in slots if not slot.stays_on_host))
         self.clock.tick(tuple(chunk.index for chunk in chunks), belongs)
         self.bring(chunks)
         self.clock.settled()
         self.pin(slots)
+
+    def settle_embeddings(self) -> None:
+        """Have lookups run on the host from now on where the last step moved more of the weight than they put out."""
+        for slot in self.slots:
+            if not slot.embedding:
+                continue
+            if not slot.on_host and embedding_runs_on_host(slot.chunk.moved_bytes, slot.looked_up_bytes):
+                self.manager.settle(slot.chunk, on_device=False)
+                slot.on_host = True
+                self.point([slot.chunk])
+            slot.chunk.moved_bytes = slot.looked_up_bytes = 0
 
     def begin_backward(self) -> None:
         """Gradients that come from here on belong to a new backward."""
@@ -122,6 +134,8 @@ class ModelData:
                 if slot.device_view is None:
                     slot.device_view = slot.chunk.on_device(slot.region)
                 slot.param.data = slot.device_view
+            elif slot.on_host:
+                slot.param.data = slot.chunk.on_host(slot.region)
             else:
                 fill = float("nan") if slot.chunk.dtype.is_floating_point else 0
                 absent = torch.full((), fill, dtype=slot.chunk.dtype, device=slot.chunk.device)
@@ -131,7 +145,7 @@ class ModelData:
 
     def written(self, slot: Slot) -> None:
         """The user wrote to a parameter in place: its chunk has changed, and so has its master copy."""
-        self.manager.mark_written(slot.chunk, on_device=True)
+        self.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
         if slot.scheme.trained:
             master = self.manager[PARAM32, slot.place.chunk]
             follow_rounded(slot.in_chunk(master), slot.payload())

@@ -22,6 +22,11 @@ class Slot:
     chunk: Chunk
     region: Region
     embedding: bool = False
+    """Only embedding lookups read it, and its chunk is its own."""
+    on_host: bool = False
+    """Lookups run on the host, where the weight stays."""
+    looked_up_bytes: int = 0
+    """What lookups put out since the last step."""
     state: TensorState = TensorState.FREE
     uses: int = 0
     over_param: bool = False
@@ -35,6 +40,11 @@ class Slot:
     version_before_gradient: int = 0
     steps: int = 0
     device_view: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def stays_on_host(self) -> bool:
+        """Whether an access finds the parameter on the host, and leaves it there."""
+        return self.on_host and not self.chunk.device_valid
 
     @property
     def has_gradient(self) -> bool:

@@ -40,6 +40,7 @@ class Chunk:
         self.device_valid = False
         self.host_valid = False
         self.pins = 0
+        self.moved_bytes = 0
 
     def __repr__(self) -> str:
         return f"{self.kind}[{self.index}]"

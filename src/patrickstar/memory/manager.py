@@ -106,6 +106,7 @@ class Manager:
                     chunk.on_device(chunk.whole).copy_(chunk.on_host(chunk.whole))
                 chunk.device_valid = True
                 self.traffic.h2d_bytes += chunk.nbytes
+                chunk.moved_bytes += chunk.nbytes
         return left
 
     def make_room(self, nbytes: int, protect: Iterable[Chunk]) -> list[Chunk]:
@@ -197,6 +198,7 @@ class Manager:
                 chunk.on_host(chunk.whole).copy_(chunk.on_device(chunk.whole))
             chunk.host_valid = True
             self.traffic.d2h_bytes += chunk.nbytes
+            chunk.moved_bytes += chunk.nbytes
         self._release_device(chunk)
         self.traffic.evictions += 1
         return True
