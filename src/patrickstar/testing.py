@@ -19,6 +19,7 @@ class NoMeter:
     """A meter that finds no non-model data, so that tests of tiny models don't depend on the process around them."""
 
     source = "nothing"
+    counts_freed = False
 
     def calibrate(self, chunk_bytes: int) -> None:
         """Nothing to take note of."""
@@ -31,6 +32,9 @@ class NoMeter:
 
     def restart(self) -> None:
         """Nothing to forget."""
+
+    def reclaim(self) -> None:
+        """Nothing to give back."""
 
 
 class ReferenceOptimizer:

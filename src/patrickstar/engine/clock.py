@@ -34,6 +34,7 @@ class Clock:
 
     def calibrate(self) -> None:
         """What is used now, chunks aside, was there before training."""
+        self.meter.reclaim()
         self.meter.calibrate(self._bytes())
         self.measure()
 
@@ -61,7 +62,7 @@ class Clock:
         key, mode = self.open_key, self.mode
         traced = key is not None and mode is Mode.WATCH and bool(self.trace.moments)
         if traced:
-            self._note_peak()
+            # What came after the last boundary, behind the last backward, is the update's affair.
             self.traces[key] = self.trace
         elif mode is Mode.PLAN and self.manager.now != len(self.trace.moments) - 1:
             self.traces.pop(key, None)
@@ -89,8 +90,12 @@ class Clock:
 
     def measure(self) -> None:
         """Reckon with what is measured now, and leave room for what is not yet known."""
-        self.manager.non_model_bytes = self.meter.now(self._bytes())
-        self.manager.comfort_bytes = self.manager.device_budget_bytes * WARM_UP_PERCENT // 100
+        manager, used = self.manager, self._bytes()
+        manager.comfort_bytes = manager.device_budget_bytes * WARM_UP_PERCENT // 100
+        manager.non_model_bytes = self.meter.now(used)
+        if manager.non_model_bytes + manager.device_used > manager.comfort_bytes:
+            self.meter.reclaim()
+            manager.non_model_bytes = self.meter.now(used)
 
     def tick(self, chunks: tuple[int, ...], belongs: bool) -> None:
         """An operator boundary: `chunks` are about to be accessed, or none when an operator has ended."""
@@ -113,6 +118,8 @@ class Clock:
     def settled(self) -> None:
         """The chunks a tick asked for have moved; what is used from here on is not theirs."""
         if self.mode is Mode.WATCH:
+            # Else what an earlier operator freed would hide what the next one takes.
+            self.meter.reclaim()
             self.meter.restart()
 
     def _as_planned(self, chunks: tuple[int, ...]) -> bool:
@@ -121,6 +128,10 @@ class Clock:
             return False
         self.manager.non_model_bytes = moments[now].non_model_bytes
         self.manager.comfort_bytes = self.manager.device_budget_bytes
+        if self.meter.counts_freed:
+            used = self.meter.now(self._bytes()) + self.manager.device_used
+            if used > self.manager.device_budget_bytes:
+                self.meter.reclaim()
         return True
 
     def _note_peak(self) -> None:

@@ -20,14 +20,15 @@ from patrickstar.engine.precision import LossScaler, cast_inputs, clip_coefficie
 from patrickstar.engine.slot import Slot
 from patrickstar.engine.stats import Stats
 from patrickstar.engine.update import Scaling, Update
+from patrickstar.engine.workspace import Workspace
 from patrickstar.errors import ModelError, TrainingError
 from patrickstar.kernels.adam import AdamStep
-from patrickstar.layout.lists import PARAM32
+from patrickstar.layout.lists import PARAM16, PARAM32
 from patrickstar.layout.mapping import Layout
 from patrickstar.memory.manager import Manager
 from patrickstar.memory.meter import Meter, default_meter, installed_bytes
 from patrickstar.schedule.feasibility import check_budgets
-from patrickstar.schedule.placement import margin_chunks, update_workspace_bytes
+from patrickstar.schedule.placement import WARM_UP_PERCENT, margin_chunks, update_workspace_bytes
 
 
 class Engine:
@@ -60,6 +61,7 @@ class Engine:
         meter = meter if meter is not None else default_meter(self.device)
         self._manager = Manager(self.device, self.device_budget_bytes, self.host_budget_bytes, poison)
         self._manager.evict_everything = evict_everything
+        self._manager.keep_duplicates = not self._parameters_fit(self.device_budget_bytes * (100 - WARM_UP_PERCENT) // 100)
         self._clock = Clock(self._manager, meter)
         self._data = ModelData(self._manager, self._clock)
         self._scaler = LossScaler(config.precision == "fp16")
@@ -123,6 +125,8 @@ class Engine:
             finally:
                 self._interceptor.backward_depth -= 1
             self._interceptor.end_backward()
+            with torch.no_grad():
+                self._data.boundary(belongs=True)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Have the next step scale gradients to a global norm of at most `max_norm`; returns the norm before (fp32).
@@ -130,12 +134,12 @@ class Engine:
         The arithmetic is `torch.nn.utils.clip_grad_norm_`'s over fp32 gradients in creation order.
         """
         self._check_open()
-        scaling = self._scaling()
+        scaling, workspace = self._scaling(), self._data.workspace()
         norms = []
         with torch.no_grad():
             for slot in self._data.slots:
                 if slot.has_gradient:
-                    grad = scaling.apply(self._data.gradient(slot))
+                    grad = scaling.apply(self._data.gradient(slot, workspace))
                     norms.append(torch.linalg.vector_norm(grad).to(self.device))
             if not norms:
                 return torch.zeros((), device=self.device)
@@ -147,7 +151,8 @@ class Engine:
         slot = self._slot(name)
         if not slot.has_gradient:
             return None
-        return self._scaling().apply(self._data.gradient(slot))
+        with torch.no_grad():
+            return self._scaling().apply(self._data.gradient(slot, Workspace(slot.place.numel)))
 
     def close(self) -> None:
         """Give all chunks back; parameters keep their values as ordinary tensors on the host, in full precision."""
@@ -157,11 +162,17 @@ class Engine:
         self._blocks.close()
         self._data.drop_uses()
         for slot in self._data.slots:
-            value = self._full_precision(slot)
             self._interceptor.let_go(slot)
-            slot.param.data = value
         for chunk in list(self._manager.chunks.values()):
-            self._manager.remove(chunk)
+            if chunk.kind not in (PARAM16, PARAM32):
+                self._manager.remove(chunk)
+        for index, slots in self._data.by_chunk.items():
+            for slot in slots:
+                slot.param.data = self._full_precision(slot)
+                slot.device_view = None
+            for kind in (PARAM16, PARAM32):
+                if (kind, index) in self._manager.chunks:
+                    self._manager.remove(self._manager[kind, index])
         self._closed = True
 
     # State
@@ -238,8 +249,9 @@ class Engine:
         self._clip = None
 
     def _overflowed(self, scaling: Scaling) -> bool:
+        workspace = self._data.workspace()
         return any(
-            not torch.isfinite(scaling.apply(self._data.gradient(slot))).all()
+            not torch.isfinite(scaling.apply(self._data.gradient(slot, workspace))).all()
             for slot in self._data.slots
             if slot.has_gradient
         )
@@ -260,11 +272,16 @@ class Engine:
     def _plan(self) -> None:
         """Decide from the traces what lives where."""
         chunks = self.layout.chunks
+        self._manager.keep_duplicates = not self._parameters_fit(self._clock.peak_non_model_bytes)
         largest = max(place.numel for place in self.layout.places.values())
         workspace = max(update_workspace_bytes(chunk, largest, 4) for chunk in chunks)
         self._update.on_device = set(
             margin_chunks(chunks, self.device_budget_bytes, self._clock.peak_non_model_bytes, workspace)
         ) - {slot.place.chunk for slot in self._data.slots if slot.on_host}
+
+    def _parameters_fit(self, beside_bytes: int) -> bool:
+        """Whether all of `param16` fits on the device beside this many bytes, so that none of it has to leave."""
+        return self.layout.param16_bytes + beside_bytes <= self.device_budget_bytes and not self._manager.evict_everything
 
     def _full_precision(self, slot: Slot) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():

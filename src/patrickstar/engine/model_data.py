@@ -6,6 +6,7 @@ import torch
 
 from patrickstar.engine.clock import Clock
 from patrickstar.engine.slot import Slot
+from patrickstar.engine.workspace import Workspace
 from patrickstar.layout.lists import GRAD32, PARAM32
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.manager import Manager
@@ -61,13 +62,17 @@ class ModelData:
         self.pin(slots)
 
     def settle_embeddings(self) -> None:
-        """Have lookups run on the host from now on where the last step moved more of the weight than they put out."""
+        """Have lookups run on the host from now on where the last step moved more of the weight than they put out.
+
+        What is known of iterations no longer holds then.
+        """
         for slot in self.slots:
             if not slot.embedding:
                 continue
             if not slot.on_host and embedding_runs_on_host(slot.chunk.moved_bytes, slot.looked_up_bytes):
                 self.manager.settle(slot.chunk, on_device=False)
                 slot.on_host = True
+                self.clock.traces.clear()
                 self.point([slot.chunk])
             slot.chunk.moved_bytes = slot.looked_up_bytes = 0
 
@@ -199,14 +204,19 @@ class ModelData:
                 self._restore(slot)
             slot.in_list, slot.unfinished = False, None
 
-    def gradient(self, slot: Slot) -> torch.Tensor:
-        """The sum of a parameter's gradients in the master's dtype, where they lie; a copy, free to be scaled."""
-        last = slot.payload().to(getattr(torch, slot.scheme.master_dtype), copy=True) if slot.over_param else None
+    def gradient(self, slot: Slot, workspace: Workspace) -> torch.Tensor:
+        """The sum of a parameter's gradients in the master's dtype, in the workspace, where the gradients lie."""
+        master: torch.dtype = getattr(torch, slot.scheme.master_dtype)
         if not slot.in_list:
-            assert last is not None, f"{slot.name} has no gradient"
-            return last
-        total = slot.in_chunk(self.manager[GRAD32, slot.place.chunk]).clone()
-        return total if last is None else total.add_(last.to(total.device))
+            last = slot.payload()
+            return workspace.like(slot, master, last.device).copy_(last)
+        earlier = slot.in_chunk(self.manager[GRAD32, slot.place.chunk])
+        total = workspace.like(slot, master, earlier.device).copy_(earlier)
+        return total.add_(slot.payload().to(total.device, master)) if slot.over_param else total
+
+    def workspace(self) -> Workspace:
+        """Room for the gradients of one pass."""
+        return Workspace(max((slot.place.numel for slot in self.slots if slot.has_gradient), default=0))
 
     def _write(self, slot: Slot, payload: torch.Tensor) -> None:
         """Note that `payload` of a slot was written: autograd must catch whoever still wants what was there."""

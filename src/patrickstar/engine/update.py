@@ -7,6 +7,7 @@ import torch
 
 from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.slot import Slot
+from patrickstar.engine.workspace import Workspace
 from patrickstar.kernels.adam import AdamStep, adam_update
 from patrickstar.layout.lists import EXP_AVG, EXP_AVG_SQ, GRAD32, PARAM32
 from patrickstar.schedule.states import TensorState
@@ -37,6 +38,7 @@ class Update:
 
     def run(self, hyper_of: Callable[[Slot], AdamStep | None], scaling: Scaling) -> None:
         """Update every parameter that has a gradient and belongs to a param group."""
+        workspace = self.data.workspace()
         for index, slots in self.data.by_chunk.items():
             if not slots[0].scheme.trained:
                 continue
@@ -49,7 +51,7 @@ class Update:
                         groups.setdefault(hyper, []).append(slot)
             for hyper, members in groups.items():
                 for slot in members:
-                    self._step(slot, hyper, scaling)
+                    self._step(slot, hyper, scaling, workspace)
             if groups:
                 self._written(index, slots)
         self.data.discard_gradients()
@@ -72,10 +74,10 @@ class Update:
             left += manager.settle(chunk, on_device)
         self.data.point([*left, slots[0].chunk])
 
-    def _step(self, slot: Slot, hyper: AdamStep, scaling: Scaling) -> None:
+    def _step(self, slot: Slot, hyper: AdamStep, scaling: Scaling, workspace: Workspace) -> None:
         manager, index = self.data.manager, slot.place.chunk
         lists = [slot.in_chunk(manager[kind, index]) for kind in (PARAM32, EXP_AVG, EXP_AVG_SQ)]
-        grad = scaling.apply(self.data.gradient(slot))
+        grad = scaling.apply(self.data.gradient(slot, workspace))
         adam_update([lists[0]], [grad], [lists[1]], [lists[2]], [slot.steps], hyper)
         slot.steps += 1
         slot.payload().copy_(lists[0])

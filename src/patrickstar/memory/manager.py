@@ -43,6 +43,8 @@ class Manager:
         self.chunks: dict[tuple[str, int], Chunk] = {}
         self.policy: EvictionPolicy = ListOrder()
         self.evict_everything = False
+        self.keep_duplicates = True
+        """Whether a chunk's host copy outlives its fetch, so that it can be dropped from the device without a write."""
         self.now = 0
         self.non_model_bytes = 0
         self.host_non_model_bytes = 0
@@ -107,6 +109,8 @@ class Manager:
                 chunk.device_valid = True
                 self.traffic.h2d_bytes += chunk.nbytes
                 chunk.moved_bytes += chunk.nbytes
+                if not self.keep_duplicates:
+                    self._release_host(chunk)
         return left
 
     def make_room(self, nbytes: int, protect: Iterable[Chunk]) -> list[Chunk]:

@@ -1,5 +1,6 @@
 """Measuring non-model data: real usage less chunk bytes (PatrickStar §8.1)."""
 
+import ctypes
 import os
 import warnings
 from pathlib import Path
@@ -17,6 +18,8 @@ class Meter(Protocol):
 
     source: str
     """What is measured, in words."""
+    counts_freed: bool
+    """Whether memory that was freed, but is kept for reuse, counts as used until `reclaim`."""
 
     def calibrate(self, chunk_bytes: int) -> None:
         """Take what is used now, beyond chunks, as nobody's: the libraries themselves."""
@@ -34,11 +37,16 @@ class Meter(Protocol):
         """Forget the peak."""
         ...
 
+    def reclaim(self) -> None:
+        """Have memory that was freed, but is kept for reuse, given back to the system where it counts as used."""
+        ...
+
 
 class CudaMeter:
     """The CUDA caching allocator's own figures."""
 
     source = "bytes allocated by the CUDA caching allocator"
+    counts_freed = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -55,11 +63,15 @@ class CudaMeter:
     def restart(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
+    def reclaim(self) -> None:
+        """Cached blocks are not counted, and the allocator frees them by itself before it fails."""
+
 
 class ResidentMeter:
     """Resident memory of the process as the kernel counts it, peaks included, above what it was at calibration."""
 
-    source = "resident memory of the process, peaks by the kernel's high-water mark"
+    source = "resident memory of the process less mapped files, peaks by the kernel's high-water mark"
+    counts_freed = True
 
     def __init__(self) -> None:
         self.baseline_bytes = 0
@@ -71,28 +83,39 @@ class ResidentMeter:
             if hasattr(self, name):
                 os.close(getattr(self, name))
 
-    def _field(self, key: bytes) -> int:
+    def _beyond(self, key: bytes, chunk_bytes: int) -> int:
         text = os.pread(self._status, 1 << 14, 0)
-        start = text.index(key) + len(key)
-        return int(text[start : text.index(b"kB", start)]) * 1024
+        # Pages of libraries come in as their code is first run, and the system may take them back at any time.
+        anonymous = _kib(text, key) - _kib(text, b"RssFile:")
+        return max(0, anonymous * 1024 - self.baseline_bytes - chunk_bytes)
 
     def calibrate(self, chunk_bytes: int) -> None:
-        self.baseline_bytes = self._field(b"VmRSS:") - chunk_bytes
+        self.baseline_bytes = 0
+        self.baseline_bytes = self._beyond(b"VmRSS:", chunk_bytes)
 
     def now(self, chunk_bytes: int) -> int:
-        return max(0, self._field(b"VmRSS:") - self.baseline_bytes - chunk_bytes)
+        return self._beyond(b"VmRSS:", chunk_bytes)
 
     def peak(self, chunk_bytes: int) -> int:
-        return max(0, self._field(b"VmHWM:") - self.baseline_bytes - chunk_bytes)
+        return self._beyond(b"VmHWM:", chunk_bytes)
 
     def restart(self) -> None:
         os.pwrite(self._clear, _RESET_PEAK, 0)
+
+    def reclaim(self) -> None:
+        trim_heap()
+
+
+def _kib(status: bytes, key: bytes) -> int:
+    start = status.index(key) + len(key)
+    return int(status[start : status.index(b"kB", start)])
 
 
 class SampledMeter:
     """Resident memory sampled at operator boundaries: what is left where the kernel keeps no resettable peak."""
 
     source = "resident memory of the process, sampled at operator boundaries (peaks inside operators are missed)"
+    counts_freed = True
 
     def __init__(self) -> None:
         self.baseline_bytes = 0
@@ -108,6 +131,16 @@ class SampledMeter:
 
     def restart(self) -> None:
         """A sample has no past."""
+
+    def reclaim(self) -> None:
+        trim_heap()
+
+
+def trim_heap() -> None:
+    """Ask the C library to give freed memory back to the system, where it knows how."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def default_meter(device: torch.device) -> Meter:
