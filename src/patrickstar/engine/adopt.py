@@ -94,7 +94,11 @@ def create_chunks(spec: ChunkSpec, manager: Manager) -> Chunk:
 
 
 def adopt(
-    module: nn.Module, layout: Layout, params: Iterable[ParamSpec], data: ModelData, interceptor: Interceptor,
+    module: nn.Module,
+    layout: Layout,
+    params: Iterable[ParamSpec],
+    data: ModelData,
+    interceptor: Interceptor,
     weights: WeightSource | None,
 ) -> None:
     """Move every parameter into its slot, one at a time, its old memory freed before the next is looked at."""
@@ -112,7 +116,9 @@ def adopt(
                     raise ModelError(f"parameter {name!r} is on the meta device and no `weights` were given to fill it")
                 value = weights(name)
                 if value.shape != param.shape:
-                    raise ModelError(f"weights give {tuple(value.shape)} for parameter {name!r} of {tuple(param.shape)}")
+                    raise ModelError(
+                        f"weights give {tuple(value.shape)} for parameter {name!r} of {tuple(param.shape)}"
+                    )
             place = layout.places[name]
             # Strides are kept: kernels sum in memory order, and their bits depend on it.
             region = Region(place.offset, tuple(param.shape), torch.empty_like(param, device="meta").stride())

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from patrickstar.engine.adopt import WeightSource, adopt, check_model, make_layout, param_specs, promote
-from patrickstar.engine.clock import Clock
 from patrickstar.engine.blocks import Blocks
+from patrickstar.engine.clock import Clock
 from patrickstar.engine.config import Config
 from patrickstar.engine.intercept import Interceptor
 from patrickstar.engine.model_data import ModelData
@@ -61,7 +61,9 @@ class Engine:
         meter = meter if meter is not None else default_meter(self.device)
         self._manager = Manager(self.device, self.device_budget_bytes, self.host_budget_bytes, poison)
         self._manager.evict_everything = evict_everything
-        self._manager.keep_duplicates = not self._parameters_fit(self.device_budget_bytes * (100 - WARM_UP_PERCENT) // 100)
+        self._manager.keep_duplicates = not self._parameters_fit(
+            self.device_budget_bytes * (100 - WARM_UP_PERCENT) // 100
+        )
         self._clock = Clock(self._manager, meter)
         self._data = ModelData(self._manager, self._clock)
         self._scaler = LossScaler(config.precision == "fp16")
@@ -281,7 +283,9 @@ class Engine:
 
     def _parameters_fit(self, beside_bytes: int) -> bool:
         """Whether all of `param16` fits on the device beside this many bytes, so that none of it has to leave."""
-        return self.layout.param16_bytes + beside_bytes <= self.device_budget_bytes and not self._manager.evict_everything
+        return (
+            self.layout.param16_bytes + beside_bytes <= self.device_budget_bytes and not self._manager.evict_everything
+        )
 
     def _full_precision(self, slot: Slot) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():

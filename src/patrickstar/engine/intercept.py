@@ -1,4 +1,7 @@
-"""How operators announce that they are about to read a parameter: the only file that touches autograd's machinery."""
+"""Windows: an operator's parameters are there when it runs, and again when its backward does.
+
+The only file that touches autograd's machinery.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -6,24 +9,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from patrickstar.engine.model_data import ModelData
+from patrickstar.engine.parameters import (
+    ChunkParameter,
+    ChunkView,
+    adopt_parameter,
+    adopt_view,
+    descriptor,
+    release_parameter,
+)
 from patrickstar.engine.slot import Slot
 from patrickstar.errors import BudgetError, ModelError, TrainingError
 from patrickstar.schedule.states import TensorState
 
-# [Note: parameters that announce themselves]
-# A managed Parameter stays the user's object; only its class changes, to one with `__torch_function__`. Every operator
-# that takes it, from wherever it is called (its module, a parent, the user's own loss, a recompute inside backward, a
-# custom Function), comes by here first. Operators without a parameter cost nothing, which a TorchFunctionMode can't
-# offer, and no module needs a hook. A view of a parameter (`weight.t()`, `.detach()`, `.chunk(3)`) that outlives its
-# operator is classed likewise, so that its later uses announce themselves too.
-#
 # [Note: windows]
 # An operator's parameters must be there again when its backward runs. Every node that the operator added to the graph
 # gets a pre-hook which opens the operator's window: its parameters are accessed and stay pinned until another window
@@ -35,98 +39,10 @@ from patrickstar.schedule.states import TensorState
 # parameters while the window is open. Where both do not fit, the window's pins are lifted for the length of the
 # operator and put back after it, so that one operator's chunks are all that ever has to be there at once.
 
-_GETTERS = (
-    "shape dtype device requires_grad is_leaf grad_fn layout ndim _version _base is_cuda is_cpu is_meta is_sparse "
-    "is_quantized is_nested is_mkldnn itemsize nbytes output_nr retains_grad _backward_hooks name"
-).split()
-_METHODS = (
-    "size dim numel nelement ndimension element_size is_floating_point is_complex is_signed data_ptr untyped_storage "
-    "type get_device is_shared requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __hash__ "
-    "__len__ _is_view storage_offset is_set_to __format__ _typed_storage is_pinned is_inference"
-).split()
-_PASS = {getattr(torch.Tensor, name).__get__ for name in _GETTERS}
-_PASS |= {getattr(torch.Tensor, name) for name in _METHODS}
-_PASS |= {torch.Tensor.requires_grad.__set__, torch.Tensor._backward_hooks.__set__}
-_PASS |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad, torch.autograd.backward}
-_PASS |= {torch._has_compatible_shallow_copy_type, torch.Tensor._post_accumulate_grad_hooks.__get__}
-_PASS |= {torch.Tensor._post_accumulate_grad_hooks.__set__}
-"""What tells something about a parameter without reading it."""
-
+_GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
+_SET_DATA = descriptor("data").__set__
 _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 """What hands the memory itself out of PyTorch's sight; it gets a copy."""
-
-# Descriptors make a new wrapper each time: compare these with ==.
-_GET_GRAD, _SET_GRAD = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
-_SET_DATA = torch.Tensor.data.__set__
-
-
-def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.Tensor.clone(tensor.detach())
-
-
-class ChunkView(torch.Tensor):
-    """A tensor that views a parameter's payload. Operators that take it announce themselves like the parameter's."""
-
-    _slots: tuple[Slot, ...]
-    _interceptor: "Interceptor"
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _dispatch(func, args, kwargs or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return memo.setdefault(id(self), _plain_tensor(self))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain_tensor(self).__reduce_ex__(protocol)
-
-
-class ChunkParameter(nn.Parameter):
-    """The user's own Parameter while it is managed. See [Note: parameters that announce themselves]."""
-
-    _slots: tuple[Slot, ...]
-    _interceptor: "Interceptor"
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _dispatch(func, args, kwargs or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return memo.setdefault(id(self), nn.Parameter(_plain_tensor(self), self.requires_grad))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(_plain_tensor(self), self.requires_grad).__reduce_ex__(protocol)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"ChunkParameter({self._slots[0].name!r}, {_plain_tensor(self)!r})"
-
-
-def _managed(values: Any, found: list[Any]) -> list[Any]:
-    """The managed tensors among arguments, containers included."""
-    for value in values:
-        if isinstance(value, ChunkParameter | ChunkView):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            _managed(value, found)
-        elif isinstance(value, dict):
-            _managed(value.values(), found)
-    return found
-
-
-def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        if func in _PASS:
-            return func(*args, **kwargs)
-        tensors = _managed(args, [])
-        if kwargs:
-            _managed(kwargs.values(), tensors)
-        if not tensors:
-            return func(*args, **kwargs)
-        return tensors[0]._interceptor.operate(func, args, kwargs, tensors)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -179,9 +95,7 @@ class Interceptor:
 
     def adopt(self, slot: Slot) -> None:
         """Have a parameter announce itself, and hand its gradients over."""
-        slot.param.__class__ = ChunkParameter
-        slot.param._slots = (slot,)
-        slot.param._interceptor = self
+        adopt_parameter(slot, self)
         self.watch_gradient(slot)
 
     def watch_gradient(self, slot: Slot) -> None:
@@ -196,13 +110,14 @@ class Interceptor:
         """Make the parameter an ordinary one again."""
         if slot in self.hooks:
             self.hooks.pop(slot).remove()
-        slot.param.__class__ = nn.Parameter
-        del slot.param._slots, slot.param._interceptor
+        release_parameter(slot)
 
     def _take_gradient(self, slot: Slot, param: torch.Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if not self.backward_depth and self.loss_scaled:
-                raise TrainingError("with fp16 the loss has to be scaled: call engine.backward(loss), not loss.backward()")
+                raise TrainingError(
+                    "with fp16 the loss has to be scaled: call engine.backward(loss), not loss.backward()"
+                )
             grad, param.grad = param.grad, None
             assert grad is not None
             if grad.layout is not torch.strided:
@@ -371,8 +286,7 @@ class Interceptor:
             if not isinstance(tensor, torch.Tensor) or isinstance(tensor, ChunkParameter):
                 continue
             if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages:
-                tensor.__class__ = ChunkView
-                tensor._slots, tensor._interceptor = slots, self
+                adopt_view(tensor, slots, self)
             elif tensor.grad_fn is not None:
                 nodes.append(tensor.grad_fn)
         if not nodes:

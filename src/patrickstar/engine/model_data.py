@@ -13,7 +13,6 @@ from patrickstar.memory.manager import Manager
 from patrickstar.schedule.placement import embedding_runs_on_host
 from patrickstar.schedule.states import TensorState, chunk_state
 
-
 # [Note: what a Parameter is while its chunk is away]
 # The user's Parameter views its chunk's storage while that is on the device. When the chunk leaves, the Parameter is
 # given a stand-in of the same shape over one NaN. Operators never see it, since they announce themselves first; what

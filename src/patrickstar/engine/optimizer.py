@@ -81,7 +81,9 @@ class ChunkOptimizer(torch.optim.Optimizer):
                 raise ModelError(f"parameter {slot.name!r} is frozen here but has saved optimizer states")
             for kind in (EXP_AVG, EXP_AVG_SQ):
                 if tuple(values[kind].shape) != slot.shape:
-                    raise ModelError(f"{kind} of {slot.name!r} was saved as {tuple(values[kind].shape)}, not {slot.shape}")
+                    raise ModelError(
+                        f"{kind} of {slot.name!r} was saved as {tuple(values[kind].shape)}, not {slot.shape}"
+                    )
         for slot in by_position.values():
             slot.steps = 0
         for position, values in state_dict["state"].items():

@@ -127,9 +127,7 @@ class Manager:
         if self.device_used + nbytes <= comfort:
             return left
         movable = [
-            chunk
-            for chunk in self.chunks.values()
-            if chunk.device_bytes and not chunk.pins and chunk not in protected
+            chunk for chunk in self.chunks.values() if chunk.device_bytes and not chunk.pins and chunk not in protected
         ]
         by_index = {chunk.index: chunk for chunk in movable if chunk.kind == PARAM16}
         for index in self.policy.order(by_index, self.now):

@@ -1,0 +1,106 @@
+"""Eviction by next use against the optimum over all choices, on traces small enough to try them all."""
+
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.schedule.eviction import EvictionPolicy, ListOrder, NextUse
+from patrickstar.schedule.trace import NEVER, Moment, Trace
+
+quick = settings(derandomize=True, deadline=None, max_examples=300)
+
+Accesses = list[tuple[int, ...]]
+
+
+@st.composite
+def cases(draw, max_chunks=4):
+    """A capacity in chunks and accesses that each fit into it."""
+    capacity = draw(st.integers(1, max_chunks))
+    access = st.sets(st.integers(0, 4), max_size=capacity).map(lambda drawn: tuple(sorted(drawn)))
+    return capacity, draw(st.lists(access, min_size=1, max_size=10))
+
+
+def fetches(policy: EvictionPolicy, accesses: Accesses, capacity: int, iterations: int = 1) -> int:
+    """How many chunks a device of `capacity` chunks, empty at first, fetches."""
+    resident: set[int] = set()
+    count = 0
+    for _ in range(iterations):
+        for now, chunks in enumerate(accesses):
+            missing = set(chunks) - resident
+            for leaving in policy.order(resident - set(chunks), now):
+                if len(resident) + len(missing) <= capacity:
+                    break
+                resident.remove(leaving)
+            resident |= missing
+            count += len(missing)
+            assert len(resident) <= capacity
+    return count
+
+
+def optimum(accesses: Accesses, capacity: int) -> int:
+    """The fewest fetches of any choices: the cheapest way to every set of resident chunks, moment by moment."""
+    cheapest = {frozenset[int](): 0}
+    for chunks in accesses:
+        following: dict[frozenset[int], int] = {}
+        for resident, cost in cheapest.items():
+            cost += len(set(chunks) - resident)
+            others = resident - set(chunks)
+            for kept in range(min(len(others), capacity - len(chunks)) + 1):
+                for stay in combinations(sorted(others), kept):
+                    after = frozenset(chunks) | frozenset(stay)
+                    following[after] = min(cost, following.get(after, cost))
+        cheapest = following
+    return min(cheapest.values())
+
+
+def next_use(accesses: Accesses) -> NextUse:
+    return NextUse(Trace([Moment(chunks) for chunks in accesses]))
+
+
+@quick
+@given(cases())
+def test_next_use_fetches_no_more_than_the_optimum(case):
+    capacity, accesses = case
+    assert fetches(next_use(accesses), accesses, capacity) == optimum(accesses, capacity)
+
+
+@quick
+@given(cases())
+def test_over_several_iterations_too(case):
+    capacity, accesses = case
+    assert fetches(next_use(accesses), accesses, capacity, iterations=3) == optimum(accesses * 3, capacity)
+
+
+@quick
+@given(cases())
+def test_list_order_never_does_better(case):
+    capacity, accesses = case
+    for iterations in (1, 2):
+        by_list = fetches(ListOrder(), accesses, capacity, iterations)
+        assert by_list >= fetches(next_use(accesses), accesses, capacity, iterations)
+
+
+def test_forward_and_backward_over_a_chain_keep_what_comes_back_first():
+    accesses = [(chunk,) for chunk in [*range(5), *reversed(range(5))]]
+    assert fetches(next_use(accesses), accesses, capacity=3) == 5 + 2
+    assert fetches(ListOrder(), accesses, capacity=3) == 5 + 2
+    assert fetches(next_use(accesses), accesses, capacity=3, iterations=2) == 7 + 4
+
+
+@quick
+@given(cases(), st.sets(st.integers(0, 9)), st.integers(-1, 9))
+def test_an_order_is_a_permutation_of_the_candidates(case, candidates, now):
+    _, accesses = case
+    assert ListOrder().order(candidates, now) == sorted(candidates)
+    policy = next_use(accesses)
+    order = policy.order(iter(candidates), now)
+    assert sorted(order) == sorted(candidates)
+    keys = [(-policy.trace.next_use(chunk, now), chunk) for chunk in order]
+    assert keys == sorted(keys)
+
+
+def test_what_is_never_used_leaves_first():
+    policy = next_use([(0,), (1,), (2,)])
+    assert policy.trace.next_use(7, 0) == NEVER
+    assert policy.order([0, 1, 2, 7], now=0) == [7, 0, 2, 1]

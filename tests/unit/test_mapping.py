@@ -1,0 +1,184 @@
+"""Parameters on chunks: what holds for every layout, whatever the parameters and the chunk size."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.errors import ModelError
+from patrickstar.layout.lists import scheme_for
+from patrickstar.layout.mapping import ALIGN_NUMEL, Layout, ParamSpec, Place, align, build_layout
+
+quick = settings(derandomize=True, deadline=None, max_examples=200)
+
+TRAINED16 = scheme_for("bfloat16", trained=True)
+FROZEN16 = scheme_for("float16", trained=False)
+TRAINED32 = scheme_for("float32", trained=True)
+SCHEMES = [TRAINED16, FROZEN16, TRAINED32]
+
+chunk_numels = st.integers(1, 300)
+
+
+def parameters(schemes=SCHEMES, alone=None):
+    one = st.tuples(st.integers(0, 400), st.sampled_from(schemes), st.booleans() if alone is None else st.just(alone))
+    return st.lists(one, max_size=25).map(
+        lambda drawn: [ParamSpec(f"p{i}", numel, scheme, alone) for i, (numel, scheme, alone) in enumerate(drawn)]
+    )
+
+
+def check_sound(layout: Layout, params: list[ParamSpec]) -> None:
+    """Every parameter lies inside one chunk of its own scheme, aligned, and on nobody else's elements."""
+    chunks = {chunk.index: chunk for chunk in layout.chunks}
+    assert len(chunks) == len(layout.chunks) == layout.chunk_count
+    assert {name for chunk in layout.chunks for name in chunk.params} == {param.name for param in params}
+    assert sum(len(chunk.params) for chunk in layout.chunks) == len(params)
+    for param in params:
+        place = layout.places[param.name]
+        chunk = chunks[place.chunk]
+        assert param.name in chunk.params
+        assert chunk.scheme == param.scheme
+        assert place.numel == param.numel
+        assert place.offset % ALIGN_NUMEL == 0
+        assert 0 <= place.offset and place.offset + place.numel <= chunk.numel
+    for chunk in layout.chunks:
+        assert chunk.numel % ALIGN_NUMEL == 0
+        ends = 0
+        for place in (layout.places[name] for name in chunk.params):
+            assert place.offset >= ends, "two parameters overlap, or a chunk's are not in order"
+            ends = place.offset + place.numel
+
+
+@pytest.mark.parametrize(("numel", "aligned"), [(0, 0), (1, 32), (31, 32), (32, 32), (33, 64), (1000, 1024)])
+def test_alignment_rounds_up(numel, aligned):
+    assert align(numel) == aligned
+
+
+@quick
+@given(parameters(), chunk_numels)
+def test_no_parameter_straddles_or_overlaps(params, chunk_numel):
+    check_sound(build_layout(params, chunk_numel), params)
+
+
+@quick
+@given(parameters(), chunk_numels)
+def test_creation_order_inside_a_scheme(params, chunk_numel):
+    layout = build_layout(params, chunk_numel)
+    private = {chunk.index for chunk in layout.chunks if chunk.private}
+    for scheme in SCHEMES:
+        places = [layout.places[param.name] for param in params if param.scheme == scheme]
+        shared = [(place.chunk, place.offset) for place in places if place.chunk not in private]
+        assert shared == sorted(shared)
+    opened = [layout.places[chunk.params[0]] for chunk in layout.chunks]
+    assert [place.chunk for place in opened] == list(range(len(layout.chunks)))
+
+
+@quick
+@given(parameters(), chunk_numels)
+def test_private_chunks_are_for_the_oversize_and_for_those_that_ask(params, chunk_numel):
+    layout = build_layout(params, chunk_numel)
+    by_name = {param.name: param for param in params}
+    for chunk in layout.chunks:
+        if chunk.private:
+            (name,) = chunk.params
+            assert by_name[name].alone or by_name[name].numel > layout.chunk_numel
+            assert chunk.numel == align(by_name[name].numel)
+        else:
+            assert not any(by_name[name].alone for name in chunk.params)
+            assert chunk.numel <= layout.chunk_numel == align(chunk_numel)
+
+
+@quick
+@given(parameters(), chunk_numels)
+def test_shared_chunks_are_full_but_the_last_which_is_trimmed(params, chunk_numel):
+    layout = build_layout(params, chunk_numel)
+    for scheme in SCHEMES:
+        shared = [chunk for chunk in layout.chunks if chunk.scheme == scheme and not chunk.private]
+        for chunk in shared:
+            assert chunk.used == sum(align(layout.places[name].numel) for name in chunk.params)
+        for chunk, following in zip(shared, shared[1:], strict=False):
+            newcomer = layout.places[following.params[0]].numel
+            assert chunk.numel == layout.chunk_numel
+            assert chunk.used + align(newcomer) > layout.chunk_numel, "a chunk was opened without need"
+        if shared:
+            assert shared[-1].numel == shared[-1].used
+
+
+@pytest.mark.parametrize(("scheme", "nbytes", "compute"), [(TRAINED16, 14, 2), (FROZEN16, 2, 2), (TRAINED32, 16, 4)])
+@quick
+@given(st.data(), chunk_numels)
+def test_bytes_are_a_closed_formula(scheme, nbytes, compute, data, chunk_numel):
+    params = data.draw(parameters([scheme]))
+    layout = build_layout(params, chunk_numel)
+    numel = sum(param.numel for param in params)
+    on_chunks = sum(chunk.numel for chunk in layout.chunks)
+    assert layout.numel == numel
+    assert layout.model_data_bytes == nbytes * numel + layout.padding_bytes
+    assert layout.padding_bytes == nbytes * (on_chunks - numel)
+    assert layout.param16_bytes == compute * on_chunks
+    assert layout.optimizer_bytes == (nbytes - compute) * on_chunks
+
+
+@quick
+@given(parameters(alone=False), chunk_numels)
+def test_bytes_of_mixed_schemes_add_up(params, chunk_numel):
+    layout = build_layout(params, chunk_numel)
+    payload = sum(param.numel * param.scheme.bytes_per_param for param in params)
+    assert layout.model_data_bytes - layout.padding_bytes == payload
+    assert layout.padding_bytes >= 0
+    for chunk in layout.chunks:
+        assert chunk.total_bytes == chunk.compute_bytes + chunk.optimizer_bytes
+        assert chunk.total_bytes == sum(chunk.nbytes(spec.itemsize) for spec in chunk.scheme.lists)
+
+
+def test_a_small_case_by_hand():
+    params = [ParamSpec("a", 40, TRAINED16), ParamSpec("b", 10, FROZEN16), ParamSpec("c", 64, TRAINED16)]
+    params += [ParamSpec("d", 200, TRAINED16), ParamSpec("e", 32, TRAINED16, alone=True), ParamSpec("f", 1, TRAINED16)]
+    layout = build_layout(params, 128)
+    assert layout.places == {
+        "a": Place(0, 0, 40),
+        "b": Place(1, 0, 10),
+        "c": Place(0, 64, 64),
+        "d": Place(2, 0, 200),
+        "e": Place(3, 0, 32),
+        "f": Place(4, 0, 1),
+    }
+    assert [chunk.numel for chunk in layout.chunks] == [128, 32, 224, 32, 32]
+    assert [chunk.private for chunk in layout.chunks] == [False, False, True, True, False]
+    assert layout.model_data_bytes == 14 * (128 + 224 + 32 + 32) + 2 * 32
+    assert layout.padding_bytes == layout.model_data_bytes - 14 * (40 + 64 + 200 + 32 + 1) - 2 * 10
+
+
+def test_a_name_laid_out_twice_is_refused():
+    with pytest.raises(ModelError, match=r"'net\.weight'"):
+        build_layout([ParamSpec("net.weight", 8, TRAINED16), ParamSpec("net.weight", 8, FROZEN16)], 64)
+
+
+@quick
+@given(parameters(), chunk_numels, st.data())
+def test_extended_moves_some_and_leaves_the_others_where_they_are(params, chunk_numel, data):
+    if not params:
+        params = [ParamSpec("only", 3, FROZEN16)]
+    layout = build_layout(params, chunk_numel)
+    chosen = data.draw(st.sets(st.sampled_from([param.name for param in params])))
+    moved = [ParamSpec(param.name, param.numel, TRAINED16) for param in params if param.name in chosen]
+    moved.append(ParamSpec("new", 7, TRAINED16))
+    grown = layout.extended(moved)
+    stayed = [param for param in params if param.name not in chosen]
+    check_sound(grown, stayed + moved)
+    last = max(chunk.index for chunk in layout.chunks)
+    old = {chunk.index: chunk for chunk in layout.chunks}
+    assert all(grown.places[param.name].chunk > last for param in moved)
+    assert all(grown.places[param.name] == layout.places[param.name] for param in stayed)
+    assert [chunk.index for chunk in grown.chunks] == sorted(chunk.index for chunk in grown.chunks)
+    for chunk in grown.chunks:
+        assert chunk.params, "an empty chunk was kept"
+        if chunk.index in old:
+            assert (chunk.numel, chunk.scheme) == (old[chunk.index].numel, old[chunk.index].scheme)
+    payload = sum(param.numel * param.scheme.bytes_per_param for param in stayed + moved)
+    assert grown.model_data_bytes == payload + grown.padding_bytes
+
+
+@quick
+@given(parameters().filter(bool), chunk_numels)
+def test_extended_by_nothing_is_the_same(params, chunk_numel):
+    layout = build_layout(params, chunk_numel)
+    assert layout.extended([]) == layout

@@ -1,0 +1,68 @@
+"""The chunk-size search against all sizes of its range."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.layout.lists import scheme_for
+from patrickstar.layout.mapping import ALIGN_NUMEL, ParamSpec, align, build_layout
+from patrickstar.layout.search import LARGEST_CHUNK_BYTES, PIPELINE_CHUNKS, largest_useful_numel, search_layout
+
+quick = settings(derandomize=True, deadline=None, max_examples=100)
+
+SCHEMES = [scheme_for(dtype, trained) for dtype in ("bfloat16", "float32") for trained in (True, False)]
+BUDGET = 1 << 40
+
+
+def parameters(largest_numel, max_size):
+    one = st.tuples(st.integers(1, largest_numel), st.sampled_from(SCHEMES), st.booleans())
+    return st.lists(one, min_size=1, max_size=max_size).map(
+        lambda drawn: [ParamSpec(f"p{i}", numel, scheme, alone) for i, (numel, scheme, alone) in enumerate(drawn)]
+    )
+
+
+@quick
+@given(parameters(400, 12), st.integers(1, 1 << 15))
+def test_no_size_of_the_range_wastes_less_and_no_larger_one_as_little(params, budget_bytes):
+    upper = largest_useful_numel(params, budget_bytes)
+    found = search_layout(params, budget_bytes)
+    sizes = range(ALIGN_NUMEL, upper + 1, ALIGN_NUMEL)
+    padding = {size: build_layout(params, size).padding_bytes for size in sizes if 2 * size >= upper}
+    least = min(padding.values())
+    assert found.padding_bytes == least
+    assert found.chunk_numel == max(size for size, nbytes in padding.items() if nbytes == least)
+
+
+@quick
+@given(parameters(1 << 22, 30), st.integers(1 << 10, 1 << 32))
+def test_large_sizes_stay_in_the_range_and_waste_no_more_than_its_upper_end(params, budget_bytes):
+    upper = largest_useful_numel(params, budget_bytes)
+    found = search_layout(params, budget_bytes)
+    assert upper <= 2 * found.chunk_numel <= 2 * upper
+    assert found.padding_bytes <= build_layout(params, upper).padding_bytes
+
+
+@quick
+@given(parameters(1 << 26, 30), st.integers(1, BUDGET))
+def test_the_largest_useful_size(params, budget_bytes):
+    upper = largest_useful_numel(params, budget_bytes)
+    itemsize = max(param.scheme.compute.itemsize for param in params)
+    assert upper % ALIGN_NUMEL == 0 and upper >= ALIGN_NUMEL
+    if upper > ALIGN_NUMEL:
+        assert PIPELINE_CHUNKS * upper * itemsize <= budget_bytes
+        assert upper * itemsize <= LARGEST_CHUNK_BYTES
+        assert upper <= sum(align(param.numel) for param in params)
+
+
+def test_each_bound_binds():
+    scheme = scheme_for("bfloat16", trained=True)
+    small, large = [ParamSpec("p", 100, scheme)], [ParamSpec("p", 1 << 30, scheme)]
+    assert largest_useful_numel(small, BUDGET) == 128
+    assert largest_useful_numel(large, BUDGET) == LARGEST_CHUNK_BYTES // 2
+    assert largest_useful_numel(large, 1 << 20) == (1 << 20) // PIPELINE_CHUNKS // 2
+    assert largest_useful_numel(large, 1) == ALIGN_NUMEL
+
+
+def test_equal_blocks_waste_nothing():
+    scheme = scheme_for("bfloat16", trained=True)
+    params = [ParamSpec(f"p{i}", 96, scheme) for i in range(40)]
+    assert search_layout(params, 4 * 2 * 1000).padding_bytes == 0

@@ -1,0 +1,119 @@
+"""Sizes as text: exact on the way in, readable on the way out."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.errors import ConfigError
+from patrickstar.layout.sizes import format_size, parse_size
+
+quick = settings(derandomize=True, deadline=None, max_examples=300)
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (1, 1),
+        (123, 123),
+        ("123", 123),
+        ("7B", 7),
+        ("2GiB", 2 * 1024**3),
+        ("2GB", 2 * 1000**3),
+        ("1.5 KiB", 1536),
+        ("  3 mb\t", 3_000_000),
+        ("0.25TIB", 1024**4 // 4),
+    ],
+)
+def test_a_size_is_read(text, nbytes):
+    assert parse_size(text) == nbytes
+
+
+@quick
+@given(st.integers(1, 2**80))
+def test_a_plain_count_is_exact(nbytes):
+    assert parse_size(nbytes) == parse_size(str(nbytes)) == nbytes
+
+
+@quick
+@given(st.integers(1, 10**6), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " ", "  "]), st.booleans())
+def test_whole_numbers_of_any_unit_are_exact_in_any_case(number, unit, space, upper):
+    written = unit.upper() if upper else unit.lower()
+    assert parse_size(f"{number}{space}{written}") == number * UNITS[unit]
+
+
+@quick
+@given(st.integers(0, 9999), st.integers(0, 999), st.sampled_from(sorted(UNITS)))
+def test_decimal_fractions_are_cut_to_whole_bytes(whole, thousandths, unit):
+    number = f"{whole}.{thousandths:03d}"
+    meant = int(Fraction(number) * UNITS[unit])
+    if meant == 0:
+        with pytest.raises(ConfigError, match="must be positive"):
+            parse_size(number + unit)
+    else:
+        assert parse_size(number + unit) == meant
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "GiB", "abc", "-1", "-2GiB", "+3", "1.5.2", "1,5 GiB", "1e9", "0x10", "1_000", "inf", "nan", "2 Gi"]
+    + ["1 PiB", "2 GiB 3", "2 Gi B", "GiB 2", ".5GiB", "5.GiB"],
+)
+def test_text_that_is_no_size_is_quoted_and_an_example_given(text):
+    with pytest.raises(ConfigError, match="is not a size; write .* such as '512MiB'") as caught:
+        parse_size(text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [0, -1, -(2**40), "0", "0 GiB", "0.0MB", "0.0001KiB", "0.9"])
+def test_a_size_of_no_bytes_is_refused(text):
+    with pytest.raises(ConfigError, match="must be positive") as caught:
+        parse_size(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_a_size_beyond_floating_point_is_still_a_size():
+    assert parse_size("9" * 400) == int("9" * 400)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1536, "1.50 KiB"),
+        (5 * 1024**2, "5.00 MiB"),
+        (3 * 1024**3 // 2, "1.50 GiB"),
+        (1024**4, "1.00 TiB"),
+        (5000 * 1024**4, "5000.00 TiB"),
+        (-1536, "-1.50 KiB"),
+    ],
+)
+def test_a_size_is_written(nbytes, text):
+    assert format_size(nbytes) == text
+
+
+@quick
+@given(st.integers(1, 2**60))
+def test_what_was_written_is_read_back_to_the_last_digit_shown(nbytes):
+    text = format_size(nbytes)
+    unit = UNITS[text.split()[1]]
+    shown_within = 0 if unit == 1 else unit // 200 + 1
+    assert abs(parse_size(text) - nbytes) <= shown_within
+    assert float(text.split()[0]) <= 1024 or unit == UNITS["TiB"]

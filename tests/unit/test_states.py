@@ -1,0 +1,88 @@
+"""Tensor states: the legal transitions, all others refused, and the chunk state of Table 1."""
+
+from itertools import combinations_with_replacement, product
+
+import pytest
+
+from patrickstar.errors import TrainingError
+from patrickstar.schedule.states import HOLD_LIKE, TensorState, check_transition, chunk_state
+
+FREE, COMPUTE, HOLD = TensorState.FREE, TensorState.COMPUTE, TensorState.HOLD
+AFTER_FWD, AFTER_BWD = TensorState.HOLD_AFTER_FWD, TensorState.HOLD_AFTER_BWD
+
+LEGAL = {
+    (FREE, HOLD): "a payload is put in place",
+    (HOLD, COMPUTE): "an operator reads it",
+    (AFTER_FWD, COMPUTE): "the next one does before the forward is over",
+    (COMPUTE, HOLD): "released outside an iteration",
+    (COMPUTE, AFTER_FWD): "released in forward",
+    (COMPUTE, AFTER_BWD): "released in backward, its gradient over it",
+    (AFTER_FWD, HOLD): "the forward is over",
+    (HOLD, AFTER_BWD): "its gradient comes while nobody reads it",
+    (AFTER_FWD, AFTER_BWD): "the same, in a backward inside the forward",
+    (AFTER_BWD, HOLD): "updated, or its gradient given up",
+    (HOLD, FREE): "given back",
+    (AFTER_FWD, FREE): "given back",
+    (AFTER_BWD, FREE): "given back",
+}
+PAIRS = list(product(TensorState, repeat=2))
+
+
+@pytest.mark.parametrize(("old", "new"), LEGAL)
+def test_a_legal_transition_passes(old, new):
+    check_transition("layer.weight", old, new)
+
+
+@pytest.mark.parametrize(("old", "new"), [pair for pair in PAIRS if pair not in LEGAL])
+def test_an_illegal_transition_names_the_parameter_and_both_states(old, new):
+    with pytest.raises(TrainingError, match=rf"'layer\.weight'.*\b{old.name}\b.*\b{new.name}\b"):
+        check_transition("layer.weight", old, new)
+
+
+def test_no_operator_reads_a_gradient_and_nothing_in_use_is_freed():
+    assert (AFTER_BWD, COMPUTE) not in LEGAL
+    assert (COMPUTE, FREE) not in LEGAL
+
+
+def test_hold_like_states_are_the_three_whose_payload_matters_while_nobody_reads():
+    assert set(TensorState) - {FREE, COMPUTE} == HOLD_LIKE
+
+
+def table_1(states: tuple[TensorState, ...]) -> TensorState:
+    """The chunk state, written as conditions on counts of tensors."""
+    count = {state: states.count(state) for state in TensorState}
+    holding = len(states) - count[FREE] - count[COMPUTE]
+    if count[COMPUTE] > 0:
+        return COMPUTE
+    if holding == 0:
+        return FREE
+    if count[AFTER_FWD] == holding:
+        return AFTER_FWD
+    if count[AFTER_BWD] == holding:
+        return AFTER_BWD
+    return HOLD
+
+
+@pytest.mark.parametrize("tensors", range(5))
+def test_a_chunks_state_follows_table_1(tensors):
+    for states in combinations_with_replacement(TensorState, tensors):
+        assert chunk_state(states) is table_1(states), states
+        assert chunk_state(reversed(states)) is table_1(states), "the order of tensors mattered"
+
+
+@pytest.mark.parametrize(
+    ("states", "state"),
+    [
+        ([], FREE),
+        ([FREE, FREE], FREE),
+        ([FREE, HOLD], HOLD),
+        ([AFTER_BWD, COMPUTE, FREE], COMPUTE),
+        ([AFTER_FWD, AFTER_FWD], AFTER_FWD),
+        ([AFTER_FWD, FREE], AFTER_FWD),
+        ([AFTER_FWD, HOLD], HOLD),
+        ([AFTER_BWD, AFTER_BWD], AFTER_BWD),
+        ([AFTER_FWD, AFTER_BWD], HOLD),
+    ],
+)
+def test_a_chunks_state_by_hand(states, state):
+    assert chunk_state(states) is state
