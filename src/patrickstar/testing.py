@@ -49,8 +49,9 @@ class ReferenceOptimizer:
             groups = [dict(group) for group in spec.param_groups(module)]
         masters = [group | {"params": [trainer.master(p) for p in group["params"]]} for group in groups]
         kind = torch.optim.AdamW if spec.decoupled else torch.optim.Adam
-        options = dict(lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=True)
-        self.inner = kind(masters, **options)
+        self.inner = kind(
+            masters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=True
+        )
         self.param_groups = self.inner.param_groups
 
     def step(self) -> None:

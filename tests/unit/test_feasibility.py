@@ -1,7 +1,7 @@
 """Does it fit: what the error names works, one byte less does not, and what passes can be trained."""
 
 import re
-from types import SimpleNamespace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from patrickstar.layout.lists import scheme_for
 from patrickstar.layout.mapping import Layout, ParamSpec, build_layout
 from patrickstar.layout.sizes import format_size
 from patrickstar.schedule.feasibility import check_budgets, least_bytes
+from patrickstar.testing import NoMeter
 
 quick = settings(derandomize=True, deadline=None, max_examples=300)
 
@@ -101,28 +102,19 @@ def test_a_refusal_says_the_bytes_of_the_model_data_and_of_the_tier_that_is_too_
         return
     assert f"{total} bytes ({format_size(total)})" in message
     assert ("the device budget of" in message) == (device < least_bytes(layout).device_bytes)
-    for tier, budget in (("device", device), ("host", 0)):
-        if f"the {tier} budget" in message:
-            assert f"the {tier} budget of {budget} bytes ({format_size(budget)})" in message
+    if "the device budget of" in message:
+        assert f"the device budget of {device} bytes ({format_size(device)})" in message
+    if "the host budget" in message:
+        assert "the host budget of 0 bytes (0 B)" in message
 
 
 # What passes the check has to train, with nothing but model data on the tiers.
 
-NO_NON_MODEL_DATA = SimpleNamespace(
-    source="nothing",
-    calibrate=lambda chunk_bytes: None,
-    now=lambda chunk_bytes: 0,
-    peak=lambda chunk_bytes: 0,
-    restart=lambda: None,
-    reclaim=lambda: None,
-)
-
-
 def train_two_steps(widths: list[int], device_bytes: int, host_bytes: int) -> None:
     """Train a chain of layers, each in a chunk of its own."""
-    layers = [nn.Linear(inputs, outputs, bias=False) for inputs, outputs in zip(widths, widths[1:], strict=False)]
+    layers = [nn.Linear(inputs, outputs, bias=False) for inputs, outputs in pairwise(widths)]
     config = ps.Config(device="cpu", device_memory=device_bytes, host_memory=host_bytes or 1, chunk_size=2)
-    engine = Engine(nn.Sequential(*layers), config, meter=NO_NON_MODEL_DATA)
+    engine = Engine(nn.Sequential(*layers), config, meter=NoMeter())
     for _ in range(2):
         engine.backward(engine(torch.ones(1, widths[0])).float().sum())
         engine.optimizer.step()
@@ -135,7 +127,7 @@ def train_two_steps(widths: list[int], device_bytes: int, host_bytes: int) -> No
 @pytest.mark.parametrize("sixteenths", [0, 1, 5, 8, 12, 15, 16, 17, 24, 40, 112, 200])
 def test_budgets_that_pass_the_check_can_be_trained_with(widths, sixteenths):
     """The device budget in sixteenths of `param16`; the host budget the least that the check lets through."""
-    numels = [inputs * outputs for inputs, outputs in zip(widths, widths[1:], strict=False)]
+    numels = [inputs * outputs for inputs, outputs in pairwise(widths)]
     scheme = scheme_for("bfloat16", trained=True)
     layout = build_layout([ParamSpec(f"p{i}", numel, scheme) for i, numel in enumerate(numels)], 1)
     device = max(layout.param16_bytes * sixteenths // 16, least_bytes(layout).device_bytes)

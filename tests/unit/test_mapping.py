@@ -1,5 +1,7 @@
 """Parameters on chunks: what holds for every layout, whatever the parameters and the chunk size."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,7 +96,7 @@ def test_shared_chunks_are_full_but_the_last_which_is_trimmed(params, chunk_nume
         shared = [chunk for chunk in layout.chunks if chunk.scheme == scheme and not chunk.private]
         for chunk in shared:
             assert chunk.used == sum(align(layout.places[name].numel) for name in chunk.params)
-        for chunk, following in zip(shared, shared[1:], strict=False):
+        for chunk, following in pairwise(shared):
             newcomer = layout.places[following.params[0]].numel
             assert chunk.numel == layout.chunk_numel
             assert chunk.used + align(newcomer) > layout.chunk_numel, "a chunk was opened without need"

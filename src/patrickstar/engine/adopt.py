@@ -148,9 +148,9 @@ def promote(slots: list[Slot], layout: Layout, data: ModelData, interceptor: Int
     """Give parameters that were frozen, and no longer are, the lists of trained ones: in new chunks, at the end."""
     specs = [ParamSpec(s.name, s.place.numel, scheme_for(dtype_name(s.chunk.dtype), trained=True)) for s in slots]
     grown = layout.extended(specs)
-    for spec in grown.chunks:
-        if (PARAM16, spec.index) not in data.manager.chunks:
-            create_chunks(spec, data.manager)
+    for chunk in grown.chunks:
+        if (PARAM16, chunk.index) not in data.manager.chunks:
+            create_chunks(chunk, data.manager)
     for slot, spec in zip(slots, specs, strict=True):
         value = slot.payload().clone()
         old = slot.place.chunk

@@ -17,6 +17,7 @@ FAST_PATH_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Transf
 
 
 def _managed_slots(block: nn.Module) -> tuple[Slot, ...]:
+    # Also inside another block's window, where these are disguised as plain parameters.
     return tuple(param._slots[0] for param in block.parameters() if hasattr(param, "_slots"))
 
 
@@ -59,7 +60,7 @@ class Blocks:
 
     def _wrap_call(self, block: nn.Module) -> None:
         """`block.compile()` compiles hooks too, so the window goes around the compiled call."""
-        compiled = block._compiled_call_impl
+        compiled: Any = block._compiled_call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
             use = self.interceptor.open_block(_managed_slots(block))

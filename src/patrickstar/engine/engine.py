@@ -12,18 +12,19 @@ from patrickstar.engine.adopt import WeightSource, adopt, check_model, make_layo
 from patrickstar.engine.blocks import Blocks
 from patrickstar.engine.clock import Clock
 from patrickstar.engine.config import Config
+from patrickstar.engine.gradients import Gradients
 from patrickstar.engine.intercept import Interceptor
 from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.offload import ActivationOffload
 from patrickstar.engine.optimizer import ChunkOptimizer
-from patrickstar.engine.precision import LossScaler, cast_inputs, clip_coefficient
+from patrickstar.engine.parameters import slot_of
+from patrickstar.engine.precision import LossScaler, cast_inputs
 from patrickstar.engine.slot import Slot
+from patrickstar.engine.state import ModelState
 from patrickstar.engine.stats import Stats
-from patrickstar.engine.update import Scaling, Update
-from patrickstar.engine.workspace import Workspace
+from patrickstar.engine.update import Update
 from patrickstar.errors import ModelError, TrainingError
 from patrickstar.kernels.adam import AdamStep
-from patrickstar.layout.lists import PARAM16, PARAM32
 from patrickstar.layout.mapping import Layout
 from patrickstar.memory.manager import Manager
 from patrickstar.memory.meter import Meter, default_meter, installed_bytes
@@ -68,6 +69,8 @@ class Engine:
         self._data = ModelData(self._manager, self._clock)
         self._scaler = LossScaler(config.precision == "fp16")
         self._interceptor = Interceptor(self._data, self._scaler.enabled)
+        self._gradients = Gradients(self._data, self._scaler)
+        self._state = ModelState(self.module, self._data)
         self._update = Update(self._data)
         self._offload = ActivationOffload(self._manager) if config.activation_offload else None
         adopt(self.module, self.layout, params, self._data, self._interceptor, weights)
@@ -76,7 +79,6 @@ class Engine:
         self._by_name = {slot.name: slot for slot in self._data.slots}
         self._blocks = Blocks(self._interceptor)
         self._blocks.notice(self.module)
-        self._clip: torch.Tensor | None = None
         self._closed = False
         self.stats = Stats()
         self.optimizer = ChunkOptimizer(self)
@@ -136,25 +138,13 @@ class Engine:
         The arithmetic is `torch.nn.utils.clip_grad_norm_`'s over fp32 gradients in creation order.
         """
         self._check_open()
-        scaling, workspace = self._scaling(), self._data.workspace()
-        norms = []
-        with torch.no_grad():
-            for slot in self._data.slots:
-                if slot.has_gradient:
-                    grad = scaling.apply(self._data.gradient(slot, workspace))
-                    norms.append(torch.linalg.vector_norm(grad).to(self.device))
-            if not norms:
-                return torch.zeros((), device=self.device)
-            total, self._clip = clip_coefficient(norms, max_norm)
-        return total
+        return self._gradients.clip(max_norm)
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """A copy of a parameter's gradient, unscaled, in fp32; None if it has none."""
-        slot = self._slot(name)
-        if not slot.has_gradient:
-            return None
-        with torch.no_grad():
-            return self._scaling().apply(self._data.gradient(slot, Workspace(slot.place.numel)))
+        if name not in self._by_name:
+            raise ModelError(f"the model has no parameter {name!r}")
+        return self._gradients.read(self._by_name[name])
 
     def close(self) -> None:
         """Give all chunks back; parameters keep their values as ordinary tensors on the host, in full precision."""
@@ -163,18 +153,8 @@ class Engine:
         self._drop_gradients()
         self._blocks.close()
         self._data.drop_uses()
-        for slot in self._data.slots:
-            self._interceptor.let_go(slot)
-        for chunk in list(self._manager.chunks.values()):
-            if chunk.kind not in (PARAM16, PARAM32):
-                self._manager.remove(chunk)
-        for index, slots in self._data.by_chunk.items():
-            for slot in slots:
-                slot.param.data = self._full_precision(slot)
-                slot.device_view = None
-            for kind in (PARAM16, PARAM32):
-                if (kind, index) in self._manager.chunks:
-                    self._manager.remove(self._manager[kind, index])
+        self._interceptor.close()
+        self._state.release()
         self._closed = True
 
     # State
@@ -186,37 +166,13 @@ class Engine:
         each, as in `nn.Module.state_dict`, over one tensor.
         """
         self._check_open()
-        values: dict[Slot, torch.Tensor] = {}
-        state = {}
-        for name, tensor in self.module.state_dict(keep_vars=True).items():
-            slots = getattr(tensor, "_slots", None)
-            if slots is None:
-                state[name] = tensor.detach().cpu().clone()
-                continue
-            if slots[0] not in values:
-                values[slots[0]] = self._full_precision(slots[0])
-            state[name] = values[slots[0]]
-        return state
+        return self._state.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Take parameters and buffers back. Raises ModelError, before anything changes, when names or shapes differ."""
         self._check_open()
-        own = self.module.state_dict(keep_vars=True)
-        missing, unknown = own.keys() - state_dict.keys(), state_dict.keys() - own.keys()
-        shapes = [name for name in own.keys() & state_dict.keys() if own[name].shape != state_dict[name].shape]
-        if missing or unknown or shapes:
-            raise ModelError(
-                f"the state does not fit the model, nothing was loaded: missing {sorted(missing)}, "
-                f"unknown {sorted(unknown)}, of another shape {sorted(shapes)}"
-            )
         self._drop_gradients()
-        with torch.no_grad():
-            for name, tensor in own.items():
-                slots = getattr(tensor, "_slots", None)
-                if slots is None:
-                    tensor.copy_(state_dict[name])
-                else:
-                    self._assign(slots[0], state_dict[name])
+        self._state.load_state_dict(state_dict)
 
     def layout_report(self) -> Layout:
         """Where every parameter lies, and the bytes of it."""
@@ -230,44 +186,20 @@ class Engine:
             self._plan()
         manager = self._manager
         manager.comfort_bytes = manager.device_budget_bytes
-        scaling = self._scaling(self._clip)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            overflow = self._scaler.enabled and self._overflowed(scaling)
-            if overflow:
-                self._data.discard_gradients()
-            else:
-                self._update.run(hyper.get, scaling)
+            overflow = self._gradients.overflowed()
+            if not overflow:
+                self._update.run(hyper.get, self._gradients.scaling)
+            self._gradients.drop()
+            self._data.settle_embeddings()
         self._scaler.update(overflow)
-        self._data.settle_embeddings()
-        self._clip = None
         peak = max(self._clock.non_model_peak, self._clock.trace.peak_non_model_bytes)
         self.stats.close_step(manager, self._scaler.scale, peak)
         self._clock.non_model_peak = 0
 
     def _drop_gradients(self) -> None:
         self._check_open()
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._data.discard_gradients()
-        self._clip = None
-
-    def _overflowed(self, scaling: Scaling) -> bool:
-        workspace = self._data.workspace()
-        return any(
-            not torch.isfinite(scaling.apply(self._data.gradient(slot, workspace))).all()
-            for slot in self._data.slots
-            if slot.has_gradient
-        )
-
-    def _scaling(self, clip: torch.Tensor | None = None) -> Scaling:
-        return Scaling(unscale=1.0 / self._scaler.scale if self._scaler.enabled else None, clip=clip)
-
-    def _read_list(self, slot: Slot, kind: str) -> torch.Tensor:
-        return slot.in_chunk(self._manager[kind, slot.place.chunk]).cpu().clone()
-
-    def _write_list(self, slot: Slot, kind: str, value: torch.Tensor) -> None:
-        chunk = self._manager[kind, slot.place.chunk]
-        slot.in_chunk(chunk).copy_(value)
-        self._manager.mark_written(chunk, chunk.device_valid)
+        self._gradients.drop()
 
     # Inside
 
@@ -287,32 +219,20 @@ class Engine:
             self.layout.param16_bytes + beside_bytes <= self.device_budget_bytes and not self._manager.evict_everything
         )
 
-    def _full_precision(self, slot: Slot) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._read_list(slot, PARAM32) if slot.scheme.trained else slot.payload().cpu().clone()
-
-    def _assign(self, slot: Slot, value: torch.Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            slot.payload().copy_(value)
-            self._manager.mark_written(slot.chunk, slot.chunk.device_valid)
-            torch.autograd.graph.increment_version(slot.param)
-            if slot.scheme.trained:
-                self._write_list(slot, PARAM32, value)
-
     def _notice_changes(self) -> None:
         """Parameters replaced since the last call are refused; those no longer frozen get the lists of trained ones."""
         self._blocks.notice(self.module)
         with torch._C.DisableTorchFunctionSubclass():
             thawed = []
             for name, param in self.module.named_parameters():
-                slots = getattr(param, "_slots", None)
-                if slots is None:
+                slot = slot_of(param)
+                if slot is None:
                     raise ModelError(
-                        f"parameter {name!r} was replaced or added after ps.initialize, so the engine does not hold it; "
-                        f"write into the old one under torch.no_grad(), or initialize again"
+                        f"parameter {name!r} was replaced or added after ps.initialize, so the engine does not hold "
+                        f"it; write into the old one under torch.no_grad(), or initialize again"
                     )
-                if param.requires_grad and not slots[0].scheme.trained:
-                    thawed.append(slots[0])
+                if param.requires_grad and not slot.scheme.trained:
+                    thawed.append(slot)
             if thawed:
                 with torch.no_grad():
                     self.layout = promote(thawed, self.layout, self._data, self._interceptor)
@@ -344,11 +264,6 @@ class Engine:
                     raise ModelError(f"buffer {name!r} of {type(module).__name__} is on the meta device")
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
-
-    def _slot(self, name: str) -> Slot:
-        if name not in self._by_name:
-            raise ModelError(f"the model has no parameter {name!r}")
-        return self._by_name[name]
 
     def _check_open(self) -> None:
         if self._closed:

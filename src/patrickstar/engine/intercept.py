@@ -22,7 +22,6 @@ from patrickstar.engine.parameters import (
     adopt_parameter,
     adopt_view,
     descriptor,
-    release_parameter,
 )
 from patrickstar.engine.slot import Slot
 from patrickstar.errors import BudgetError, ModelError, TrainingError
@@ -106,11 +105,11 @@ class Interceptor:
                     lambda param: self._take_gradient(slot, param)
                 )
 
-    def let_go(self, slot: Slot) -> None:
-        """Make the parameter an ordinary one again."""
-        if slot in self.hooks:
-            self.hooks.pop(slot).remove()
-        release_parameter(slot)
+    def close(self) -> None:
+        """Take no gradients any more."""
+        for hook in self.hooks.values():
+            hook.remove()
+        self.hooks.clear()
 
     def _take_gradient(self, slot: Slot, param: torch.Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -122,8 +121,8 @@ class Interceptor:
             assert grad is not None
             if grad.layout is not torch.strided:
                 raise ModelError(
-                    f"parameter {slot.name!r} got a gradient of layout {grad.layout}; chunks hold dense gradients only, "
-                    f"so its operator must be called with sparse=False"
+                    f"parameter {slot.name!r} got a gradient of layout {grad.layout}; chunks hold dense gradients "
+                    f"only, so its operator must be called with sparse=False"
                 )
             if slot.stays_on_host:
                 self.data.manager.traffic.d2h_bytes += slot.looked_up_bytes
@@ -197,7 +196,10 @@ class Interceptor:
         self._release(use.slots, use.suspended)
 
     def _access(self, slots: Sequence[Slot]) -> Window | None:
-        """Access `slots`; returns the window that had to make way, if one had. See [Note: recomputing inside a window]."""
+        """Access `slots`; returns the window that had to make way, if one had.
+
+        See [Note: recomputing inside a window].
+        """
         belongs = torch.is_grad_enabled() or self.in_backward
         window = self.window
         if not torch.is_grad_enabled() and not self.in_backward:
@@ -232,8 +234,8 @@ class Interceptor:
             raise BudgetError(
                 f"{getattr(func, '__name__', func)} on parameter {slots[0].name!r} found no memory, also after every "
                 f"idle chunk had left the device: chunks in use take {manager.device_used} bytes, non-model data "
-                f"{self.data.clock.meter.now(manager.device_used)}, the budget is {manager.device_budget_bytes}. Lower device_memory if "
-                f"others use this device, or use a smaller batch. PyTorch said: {first_error}"
+                f"{self.data.clock.meter.now(manager.device_used)}, the budget is {manager.device_budget_bytes}. "
+                f"Lower device_memory if others use this device, or use a smaller batch. PyTorch said: {first_error}"
             ) from None
 
     def follow_functions(self, loss: torch.Tensor) -> None:
@@ -272,8 +274,9 @@ class Interceptor:
             slot.looked_up_bytes += out.nbytes
             return out
         host = torch.device("cpu")
-        indices, *rest = (value.to(host) if isinstance(value, torch.Tensor) else value for value in args)
-        out = F.embedding(indices, *rest, **kwargs).to(self.data.manager.device)
+        moved = [value.to(host) if isinstance(value, torch.Tensor) else value for value in args]
+        lookup: Any = F.embedding
+        out: torch.Tensor = lookup(*moved, **kwargs).to(self.data.manager.device)
         self.data.manager.traffic.h2d_bytes += out.nbytes
         slot.looked_up_bytes += out.nbytes
         return out
@@ -324,8 +327,8 @@ class Interceptor:
             return
         if value.dtype != chunk.dtype or value.shape != slot.shape or value.device != chunk.device:
             raise ModelError(
-                f"parameter {slot.name!r} is kept in a chunk as {chunk.dtype}, {slot.shape}, on {chunk.device} and can't "
-                f"become {value.dtype}, {tuple(value.shape)}, on {value.device}; choose precision and device in "
+                f"parameter {slot.name!r} is kept in a chunk as {chunk.dtype}, {slot.shape}, on {chunk.device} and "
+                f"can't become {value.dtype}, {tuple(value.shape)}, on {value.device}; choose precision and device in "
                 f"ps.Config, or take engine.state_dict() to another model"
             )
         self._access((slot,))

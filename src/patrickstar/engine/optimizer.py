@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from patrickstar.engine.parameters import slot_of
 from patrickstar.engine.slot import Slot
 from patrickstar.errors import ModelError
 from patrickstar.kernels.adam import AdamStep
@@ -31,7 +32,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._engine = engine
         super().__init__(groups, defaults)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have gradients, and consume these gradients.
 
         With fp16, a step whose gradients overflow changes nothing but the loss scale.
@@ -58,7 +59,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         for slot, position in positions.items():
             if slot.steps:
                 state[position] = {"step": torch.tensor(float(slot.steps))} | {
-                    kind: self._engine._read_list(slot, kind) for kind in (EXP_AVG, EXP_AVG_SQ)
+                    kind: self._engine._state.read(slot, kind) for kind in (EXP_AVG, EXP_AVG_SQ)
                 }
         return {"state": state, "param_groups": groups}
 
@@ -90,18 +91,17 @@ class ChunkOptimizer(torch.optim.Optimizer):
             slot = by_position[position]
             slot.steps = int(values["step"])
             for kind in (EXP_AVG, EXP_AVG_SQ):
-                self._engine._write_list(slot, kind, values[kind])
+                self._engine._state.write(slot, kind, values[kind])
         for group, packed in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in packed.items() if key != "params"})
 
     def _slot(self, param: Any) -> Slot:
-        slots = getattr(param, "_slots", None)
-        if slots is None:
+        slot = slot_of(param)
+        if slot is None:
             raise ModelError(
                 f"a parameter of shape {tuple(param.shape)} in the param groups does not belong to the engine's model; "
                 f"was it replaced after ps.initialize?"
             )
-        slot: Slot = slots[0]
         return slot
 
     def _positions(self) -> dict[Slot, int]:

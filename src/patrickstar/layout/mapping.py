@@ -104,7 +104,7 @@ class Layout:
         return self.model_data_bytes - payload
 
     def extended(self, params: Sequence[ParamSpec]) -> "Layout":
-        """This layout with `params` moved to, or added in, new chunks behind the last; chunks left empty are dropped."""
+        """This layout with `params` moved to new chunks behind the last; chunks left empty are dropped."""
         more = build_layout(params, self.chunk_numel)
         moved = set(more.places)
         first = max(chunk.index for chunk in self.chunks) + 1

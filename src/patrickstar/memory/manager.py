@@ -169,9 +169,10 @@ class Manager:
     def reserve_host(self, nbytes: int) -> None:
         """Account for host memory that holds offloaded activations; negative bytes give it back."""
         if nbytes > 0 and not self.host_has_room(nbytes):
+            short = self.host_used + self.host_non_model_bytes + nbytes - self.host_budget_bytes
             raise BudgetError(
                 f"offloading activations needs {nbytes} more bytes on the host, where {self._host_account()}; "
-                f"raise host_memory by at least {self.host_used + self.host_non_model_bytes + nbytes - self.host_budget_bytes} bytes"
+                f"raise host_memory by at least {short} bytes ({format_size(short)})"
             )
         self.host_non_model_bytes += nbytes
         self.host_non_model_peak = max(self.host_non_model_peak, self.host_non_model_bytes)
@@ -255,7 +256,7 @@ class Manager:
         raise BudgetError(
             f"an operator needs {nbytes} more bytes of chunks on the device, where the budget of "
             f"{self.device_budget_bytes} bytes holds {self.non_model_bytes} bytes of non-model data and "
-            f"{self.device_used} bytes of chunks that can't leave (in use: {pinned}; the host: {self._host_account()}). "
-            f"Raise device_memory by at least {short} bytes ({format_size(short)}), use activation checkpointing, "
+            f"{self.device_used} bytes of chunks that can't leave (in use: {pinned}; on the host, "
+            f"{self._host_account()}). Raise device_memory by at least {short} bytes ({format_size(short)}), use activation checkpointing, "
             f"or a smaller batch"
         )

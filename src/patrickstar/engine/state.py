@@ -1,0 +1,95 @@
+"""Parameters, buffers and optimizer states by name, in full precision."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.engine.model_data import ModelData
+from patrickstar.engine.parameters import release_parameter, slot_of
+from patrickstar.engine.slot import Slot
+from patrickstar.errors import ModelError
+from patrickstar.layout.lists import PARAM16, PARAM32
+
+
+class ModelState:
+    """Reads and writes what the chunks of a model hold, wherever it lies."""
+
+    def __init__(self, module: nn.Module, data: ModelData) -> None:
+        self.module = module
+        self.data = data
+
+    def read(self, slot: Slot, kind: str) -> torch.Tensor:
+        """A copy, on the host, of a parameter's part of a list."""
+        return slot.in_chunk(self.data.manager[kind, slot.place.chunk]).cpu().clone()
+
+    def write(self, slot: Slot, kind: str, value: torch.Tensor) -> None:
+        """Set a parameter's part of a list."""
+        chunk = self.data.manager[kind, slot.place.chunk]
+        slot.in_chunk(chunk).copy_(value)
+        self.data.manager.mark_written(chunk, chunk.device_valid)
+
+    def full_precision(self, slot: Slot) -> torch.Tensor:
+        """A copy of a parameter on the host: of its master, or of itself if it is frozen."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return self.read(slot, PARAM32 if slot.scheme.trained else PARAM16)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """As `nn.Module.state_dict` names it; tied names share one tensor."""
+        values: dict[Slot, torch.Tensor] = {}
+        state = {}
+        for name, tensor in self._entries().items():
+            slot = slot_of(tensor)
+            if slot is None:
+                state[name] = tensor.detach().cpu().clone()
+                continue
+            if slot not in values:
+                values[slot] = self.full_precision(slot)
+            state[name] = values[slot]
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Take it back; nothing changes unless all names and shapes fit."""
+        own = self._entries()
+        missing, unknown = own.keys() - state_dict.keys(), state_dict.keys() - own.keys()
+        shapes = [name for name in own.keys() & state_dict.keys() if own[name].shape != state_dict[name].shape]
+        if missing or unknown or shapes:
+            raise ModelError(
+                f"the state does not fit the model, nothing was loaded: missing {sorted(missing)}, "
+                f"unknown {sorted(unknown)}, of another shape {sorted(shapes)}"
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                slot = slot_of(tensor)
+                if slot is None:
+                    tensor.copy_(state_dict[name])
+                else:
+                    self._assign(slot, state_dict[name])
+
+    def release(self) -> None:
+        """Give every chunk back; parameters become ordinary ones on the host, in full precision."""
+        manager = self.data.manager
+        for slot in self.data.slots:
+            release_parameter(slot)
+        for chunk in list(manager.chunks.values()):
+            if chunk.kind not in (PARAM16, PARAM32):
+                manager.remove(chunk)
+        for index, slots in self.data.by_chunk.items():
+            for slot in slots:
+                slot.param.data = self.full_precision(slot)
+                slot.device_view = None
+            for kind in (PARAM16, PARAM32):
+                if (kind, index) in manager.chunks:
+                    manager.remove(manager[kind, index])
+
+    def _entries(self) -> dict[str, Any]:
+        entries: dict[str, Any] = self.module.state_dict(keep_vars=True)
+        return entries
+
+    def _assign(self, slot: Slot, value: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.write(slot, PARAM16, value)
+            torch.autograd.graph.increment_version(slot.param)
+            if slot.scheme.trained:
+                self.write(slot, PARAM32, value)
