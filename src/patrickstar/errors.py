@@ -10,7 +10,11 @@ class ConfigError(PatrickStarError):
 
 
 class BudgetError(PatrickStarError):
-    """A tier's budget in bytes is too small for what has to lie there."""
+    """A tier's budget in bytes is too small for what has to lie there; `short_bytes` says by how much, if known."""
+
+    def __init__(self, message: str, short_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.short_bytes = short_bytes
 
 
 class ModelError(PatrickStarError):

@@ -110,6 +110,7 @@ def test_a_refusal_says_the_bytes_of_the_model_data_and_of_the_tier_that_is_too_
 
 # What passes the check has to train, with nothing but model data on the tiers.
 
+
 def train_two_steps(widths: list[int], device_bytes: int, host_bytes: int) -> None:
     """Train a chain of layers, each in a chunk of its own."""
     layers = [nn.Linear(inputs, outputs, bias=False) for inputs, outputs in pairwise(widths)]

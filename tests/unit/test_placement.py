@@ -80,7 +80,8 @@ def test_the_workspace_of_an_update_is_the_gradient_of_the_largest_parameter():
 
 
 @pytest.mark.parametrize(
-    ("moved", "output", "on_host"), [(0, 0, False), (201, 100, True), (200, 100, False), (199, 100, False), (1, 0, True)]
+    ("moved", "output", "on_host"),
+    [(0, 0, False), (201, 100, True), (200, 100, False), (199, 100, False), (1, 0, True)],
 )
 def test_an_embedding_runs_where_fewer_bytes_move(moved, output, on_host):
     assert embedding_runs_on_host(moved, output) is on_host

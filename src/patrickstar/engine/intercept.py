@@ -213,7 +213,7 @@ class Interceptor:
                 if window is None:
                     raise
                 self._close()
-                self.data.bring([slot.chunk for slot in slots])
+                self.data.bring(self.data.chunks_to_bring(slots))
                 self.data.pin(slots)
                 return window
 
@@ -270,20 +270,18 @@ class Interceptor:
     def _look_up(self, args: Sequence[Any], kwargs: dict[str, Any], slot: Slot) -> torch.Tensor:
         """An embedding's lookup, on the host if its weight stays there: then its output moves, not the weight."""
         if not slot.stays_on_host:
-            out = F.embedding(*args, **kwargs)
-            slot.looked_up_bytes += out.nbytes
-            return out
-        host = torch.device("cpu")
-        moved = [value.to(host) if isinstance(value, torch.Tensor) else value for value in args]
-        lookup: Any = F.embedding
-        out: torch.Tensor = lookup(*moved, **kwargs).to(self.data.manager.device)
-        self.data.manager.traffic.h2d_bytes += out.nbytes
-        slot.looked_up_bytes += out.nbytes
-        return out
+            found = F.embedding(*args, **kwargs)
+        else:
+            host = torch.device("cpu")
+            moved: Any = [value.to(host) if isinstance(value, torch.Tensor) else value for value in args]
+            found = F.embedding(*moved, **kwargs).to(self.data.manager.device)
+            self.data.manager.traffic.h2d_bytes += found.nbytes
+        slot.looked_up_bytes += found.nbytes
+        return found
 
     def _follow(self, out: Any, slots: tuple[Slot, ...], first: int) -> None:
         """Class the views among an operator's outputs, and open its window before each node it added to the graph."""
-        storages = {slot.chunk.storage._cdata for slot in slots}
+        storages = {slot.chunk.read_storage._cdata for slot in slots}
         nodes = []
         for tensor in (out,) if isinstance(out, torch.Tensor) else pytree.tree_leaves(out):
             if not isinstance(tensor, torch.Tensor) or isinstance(tensor, ChunkParameter):

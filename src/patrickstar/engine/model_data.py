@@ -54,7 +54,7 @@ class ModelData:
         for slot in slots:
             if slot.over_param:
                 self.give_way(slot)
-        chunks = list(dict.fromkeys(slot.chunk for slot in slots if not slot.stays_on_host))
+        chunks = self.chunks_to_bring(slots)
         self.clock.tick(tuple(chunk.index for chunk in chunks), belongs)
         self.bring(chunks)
         self.clock.settled()
@@ -79,6 +79,11 @@ class ModelData:
         """Gradients that come from here on belong to a new backward."""
         self.in_backward = True
         self.backward += 1
+
+    @staticmethod
+    def chunks_to_bring(slots: Sequence[Slot]) -> list[Chunk]:
+        """The chunks that an access of `slots` needs on the device."""
+        return list(dict.fromkeys(slot.chunk for slot in slots if not slot.stays_on_host))
 
     def pin(self, slots: Sequence[Slot]) -> None:
         """Mark parameters whose chunks are on the device as in use."""

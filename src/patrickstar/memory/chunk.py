@@ -71,6 +71,13 @@ class Chunk:
         return self.on_device(region) if self.device_valid else self.on_host(region)
 
     @property
+    def read_storage(self) -> torch.UntypedStorage:
+        """The storage that readers find: the device's, unless only the host has the bytes."""
+        if self.host is not None and not self.device_valid:
+            return self.host.untyped_storage()
+        return self.storage
+
+    @property
     def whole(self) -> Region:
         """All elements, in a row."""
         return Region(0, (self.numel,), (1,))

@@ -172,7 +172,8 @@ class Manager:
             short = self.host_used + self.host_non_model_bytes + nbytes - self.host_budget_bytes
             raise BudgetError(
                 f"offloading activations needs {nbytes} more bytes on the host, where {self._host_account()}; "
-                f"raise host_memory by at least {short} bytes ({format_size(short)})"
+                f"raise host_memory by at least {short} bytes ({format_size(short)})",
+                short,
             )
         self.host_non_model_bytes += nbytes
         self.host_non_model_peak = max(self.host_non_model_peak, self.host_non_model_bytes)
@@ -247,7 +248,8 @@ class Manager:
         short = self.host_used + self.host_non_model_bytes + chunk.nbytes - self.host_budget_bytes
         raise BudgetError(
             f"chunk {chunk} needs {chunk.nbytes} bytes on the host, where {self._host_account()}; "
-            f"raise host_memory by at least {short} bytes ({format_size(short)})"
+            f"raise host_memory by at least {short} bytes ({format_size(short)})",
+            short,
         )
 
     def _fail_device(self, nbytes: int) -> None:
@@ -257,6 +259,7 @@ class Manager:
             f"an operator needs {nbytes} more bytes of chunks on the device, where the budget of "
             f"{self.device_budget_bytes} bytes holds {self.non_model_bytes} bytes of non-model data and "
             f"{self.device_used} bytes of chunks that can't leave (in use: {pinned}; on the host, "
-            f"{self._host_account()}). Raise device_memory by at least {short} bytes ({format_size(short)}), use activation checkpointing, "
-            f"or a smaller batch"
+            f"{self._host_account()}). Raise device_memory by at least {short} bytes ({format_size(short)}), use "
+            f"activation checkpointing, or a smaller batch",
+            short,
         )

@@ -1,0 +1,84 @@
+"""Law 2: at every moment, chunk bytes on a tier stay within its budget less the non-model data there."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import patrickstar as ps
+from patrickstar.engine.engine import Engine
+from patrickstar.errors import BudgetError
+from patrickstar.layout.sizes import parse_size
+from patrickstar.memory.manager import Manager
+
+from .models import Shape, Waves, chunk_sizes, config, precisions, real_bytes, shapes, smallest_device_bytes, train
+
+
+class Watched(Manager):
+    """Checks the law each time memory is taken."""
+
+    def _take_device(self, chunk):
+        super()._take_device(chunk)
+        assert self.device_used <= self.device_budget_bytes - self.non_model_bytes
+        assert real_bytes(self) == (self.device_used, self.host_used)
+
+    def _take_host(self, chunk):
+        super()._take_host(chunk)
+        assert self.host_used <= self.host_budget_bytes - self.host_non_model_bytes
+        assert real_bytes(self) == (self.device_used, self.host_used)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    monkeypatch.setattr("patrickstar.engine.engine.Manager", Watched)
+
+
+@settings(max_examples=25, deadline=None, print_blob=True)
+@given(shapes, chunk_sizes, precisions, st.integers(0, 4000), st.integers(0, 3000), st.integers(0, 2000))
+def test_both_budgets_hold_at_every_moment(shape, chunk_size, precision, spare_bytes, wave_bytes, host_spare_bytes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("patrickstar.engine.engine.Manager", Watched)
+        device = smallest_device_bytes(shape, chunk_size, precision) + spare_bytes + wave_bytes
+        whole = Engine(shape.build, config(precision, chunk_size)).layout
+        # Room to exchange chunks of one operator: see `check_budgets`.
+        host = whole.model_data_bytes + host_spare_bytes
+        options = config(precision, chunk_size, device_memory=device, host_memory=host)
+        engine = Engine(shape.build, options, meter=Waves(wave_bytes))
+        train(engine, 3)
+        assert engine.stats.total.device_peak_model_bytes <= device
+        assert engine.stats.total.host_peak_model_bytes <= host
+        engine.close()
+
+
+def test_the_measured_process_stays_within_its_budget(watched):
+    """With the real meter, and model data four times the device budget."""
+    width, budget = 768, parse_size("64MiB")
+
+    def build():
+        return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(32)))
+
+    engine, optimizer = ps.initialize(build, ps.Config(device="cpu", device_memory=budget, chunk_size="4MiB"))
+    assert engine.layout.model_data_bytes > 4 * budget
+    for _ in range(3):
+        engine.backward(engine(torch.randn(64, width)).float().pow(2).mean())
+        optimizer.step()
+        last = engine.stats.last
+        assert last.device_peak_model_bytes <= budget
+        assert last.device_peak_non_model_bytes > 0
+    assert engine.stats.total.evictions > 0
+    engine.close()
+
+
+def test_a_model_that_cannot_fit_is_refused_in_bytes():
+    shape = Shape(("mlp", "mlp"), tied=False, frozen_norms=False, checkpointing=False)
+    total = Engine(shape.build, config("bf16", 256)).layout.model_data_bytes
+    with pytest.raises(BudgetError, match=rf"{total} bytes.*smallest budgets that work.*host_memory="):
+        Engine(shape.build, config("bf16", 256, device_memory=4096, host_memory=total // 2))
+
+
+def test_non_model_data_that_outgrows_the_budget_is_an_error_that_says_what_took_the_bytes():
+    shape = Shape(("mlp",), tied=False, frozen_norms=False, checkpointing=False)
+    engine = Engine(shape.build, config("bf16", 256, device_memory=8192), meter=Waves(20000))
+    with pytest.raises(BudgetError, match=r"budget of 8192 bytes holds \d+ bytes of non-model data.*[Rr]aise"):
+        train(engine, 2)
+    engine.close()

@@ -1,0 +1,53 @@
+"""Law 3: how many bytes there are is a closed formula of layout and plan."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.engine.engine import Engine
+from patrickstar.layout.lists import GRAD32
+from patrickstar.testing import NoMeter
+
+from .models import Shape, chunk_sizes, config, precisions, shapes, train
+
+PLENTY = 1 << 24
+
+
+@settings(max_examples=15, deadline=None, print_blob=True)
+@given(shapes, chunk_sizes, precisions)
+def test_model_data_per_parameter(shape, chunk_size, precision):
+    engine = Engine(shape.build, config(precision, chunk_size, device_memory=PLENTY), meter=NoMeter())
+    per_trained = {"bf16": 14, "fp16": 14, "fp32": 16}[precision]
+    per_frozen = {"bf16": 2, "fp16": 2, "fp32": 4}[precision]
+    expected = sum(p.numel() * (per_trained if p.requires_grad else per_frozen) for p in engine.module.parameters())
+    assert engine.layout.model_data_bytes - engine.layout.padding_bytes == expected
+    assert engine._manager.total_used == engine.layout.model_data_bytes
+    engine.close()
+
+
+@settings(max_examples=15, deadline=None, print_blob=True)
+@given(shapes, chunk_sizes, st.sampled_from(["bf16", "fp32"]))
+def test_peaks_when_everything_fits(shape, chunk_size, precision):
+    """Warm-up: `param16` above, the optimizer's lists below. Afterwards everything above, and no byte is doubled."""
+    engine = Engine(shape.build, config(precision, chunk_size, device_memory=PLENTY), meter=NoMeter())
+    layout = engine.layout
+    assert (engine._manager.device_used, engine._manager.host_used) == (layout.param16_bytes, layout.optimizer_bytes)
+    train(engine, 3)
+    assert engine.stats.last.device_peak_model_bytes == layout.model_data_bytes
+    assert engine.stats.last.host_peak_model_bytes == 0
+    assert (engine.stats.last.h2d_bytes, engine.stats.last.d2h_bytes) == (0, 0)
+    assert engine.stats.total.h2d_bytes == layout.optimizer_bytes
+    engine.close()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_accumulation_costs_one_gradient_list(accumulation):
+    shape = Shape(("mlp", "plain"), tied=True, frozen_norms=False, checkpointing=False)
+    engine = Engine(shape.build, config("bf16", 256, device_memory=PLENTY), meter=NoMeter())
+    for _ in range(accumulation):
+        engine.backward(engine(torch.zeros(2, 3, dtype=torch.long)))
+    numel = sum(chunk.numel for chunk in engine.layout.chunks)
+    lists = {chunk.index: chunk.nbytes for (kind, _), chunk in engine._manager.chunks.items() if kind == GRAD32}
+    assert sum(lists.values()) == (4 * numel if accumulation > 1 else 0)
+    engine.close()

@@ -1,0 +1,57 @@
+"""Law 1: whatever the budget, chunk size and eviction, the bits are those of plain PyTorch."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar import testing
+from patrickstar.engine.engine import Engine
+
+from .models import Shape, Waves, batches, chunk_sizes, config, precisions, shapes, smallest_device_bytes, train
+
+
+@settings(max_examples=25, deadline=None, print_blob=True)
+@given(shapes, chunk_sizes, precisions, st.integers(1, 3), st.sampled_from([None, 0.1]))
+def test_everything_evicted_at_every_access(shape, chunk_size, precision, accumulation, max_norm):
+    data = batches(4)
+    options = config(precision, chunk_size)
+    testing.assert_exact(shape.build, data, options, accumulation=accumulation, max_norm=max_norm)
+
+
+@settings(max_examples=25, deadline=None, print_blob=True)
+@given(shapes, chunk_sizes, precisions, st.integers(0, 4000), st.integers(0, 3000))
+def test_any_device_budget(shape, chunk_size, precision, spare_bytes, wave_bytes):
+    """From the least that the largest operator needs up to plenty, while non-model data comes and goes."""
+    least = smallest_device_bytes(shape, chunk_size, precision)
+    options = config(precision, chunk_size, device_memory=least + spare_bytes + wave_bytes)
+    expected = plain_run(shape, options)
+    torch.manual_seed(0)
+    engine = Engine(shape.build, options, meter=Waves(wave_bytes), poison=True)
+    assert train(engine, 4) == expected[0]
+    testing.assert_same_bits(expected[1], engine.state_dict(), "parameters")
+    engine.close()
+
+
+def plain_run(shape: Shape, options) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    reference = testing.ReferenceTrainer(shape.build, options)
+    return train(reference, 4), reference.state_dict()
+
+
+def test_a_wrong_bit_is_found():
+    """The assertion itself: an engine whose parameter is off by one bit does not pass."""
+    shape = Shape(("mlp",), tied=False, frozen_norms=False, checkpointing=False)
+
+    def script(trainer, optimizer):
+        if isinstance(trainer, Engine):
+            with torch.no_grad():
+                weight = trainer.module.head.weight
+                weight[0, 0] = torch.nextafter(weight[0, 0].detach().clone(), torch.tensor(9.0, dtype=weight.dtype))
+        return []
+
+    try:
+        testing.compare(shape.build, config("bf16", 256), script)
+    except AssertionError as error:
+        assert "head.weight" in str(error)
+    else:
+        raise AssertionError("one bit went unnoticed")

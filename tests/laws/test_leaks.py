@@ -1,0 +1,112 @@
+"""Law 6: nothing stays pinned after a step, hooked after the engine, or unusable after an exception."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from patrickstar.engine.engine import Engine
+from patrickstar.engine.parameters import ChunkParameter
+from patrickstar.errors import TrainingError
+from patrickstar.schedule.states import TensorState
+from patrickstar.testing import NoMeter
+
+from .models import Shape, batches, config, train
+
+SHAPE = Shape(("mlp", "attention", "plain"), tied=True, frozen_norms=True, checkpointing=True)
+
+
+def make(**options) -> Engine:
+    torch.manual_seed(0)
+    return Engine(SHAPE.build, config("bf16", 256), meter=NoMeter(), **options)
+
+
+def assert_at_rest(engine: Engine) -> None:
+    assert all(chunk.pins == 0 for chunk in engine._manager.chunks.values())
+    assert all(slot.uses == 0 and slot.state is TensorState.HOLD for slot in engine._data.slots)
+    assert engine._interceptor.window is None
+
+
+@pytest.mark.parametrize("evict_everything", [False, True])
+def test_nothing_is_pinned_after_a_step(evict_everything):
+    engine = make(evict_everything=evict_everything)
+    for _ in range(3):
+        train(engine, 1)
+        assert_at_rest(engine)
+    engine.close()
+
+
+def test_memory_does_not_grow_with_steps():
+    engine = make(evict_everything=True)
+    train(engine, 3)
+    tensors = count_tensors()
+    used = engine._manager.total_used
+    train(engine, 5)
+    assert count_tensors() == tensors
+    assert engine._manager.total_used == used
+    engine.close()
+
+
+def count_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+
+
+def test_close_leaves_an_ordinary_model_and_no_hooks():
+    engine = make()
+    train(engine, 2)
+    module, state = engine.module, engine.state_dict()
+    engine.close()
+    assert not any(isinstance(param, ChunkParameter) for param in module.parameters())
+    assert all(type(param) is nn.Parameter for param in module.parameters())
+    assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
+    assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    module.float()(batches(1)[0][0]).backward()
+    with pytest.raises(TrainingError, match="closed"):
+        engine(batches(1)[0][0])
+    engine.close()
+
+
+def test_an_engine_and_its_chunks_go_when_it_is_closed():
+    engine = make()
+    train(engine, 2)
+    chunks = [weakref.ref(chunk) for chunk in engine._manager.chunks.values()]
+    engine.close()
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    assert not any(chunk() for chunk in chunks)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_exception_the_engine_goes_on(where):
+    class Trouble(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            if where == "forward":
+                raise RuntimeError("trouble")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("trouble")
+
+    engine, untouched = make(evict_everything=True), make(evict_everything=True)
+    layer = engine.module.blocks[1]
+    handle = layer.register_forward_hook(lambda module, args, out: Trouble.apply(out))
+    with pytest.raises(RuntimeError, match="trouble"):
+        train(engine, 1)
+    handle.remove()
+    engine.optimizer.zero_grad()
+    assert_at_rest(engine)
+    torch.manual_seed(1)
+    losses = train(engine, 2)
+    torch.manual_seed(1)
+    assert train(untouched, 2) == losses
+    engine.close()
+    untouched.close()

@@ -1,0 +1,41 @@
+"""Law 5: every chunk has one authoritative copy; a clean duplicate may be dropped at any time."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.engine.engine import Engine
+from patrickstar.testing import NoMeter
+
+from .models import chunk_sizes, config, shapes, smallest_device_bytes, train
+
+
+@settings(max_examples=8, deadline=None, print_blob=True)
+@given(shapes, chunk_sizes, st.integers(0, 3000), st.integers(0, 2**32))
+def test_one_owner_and_duplicates_that_agree(shape, chunk_size, spare_bytes, seed):
+    budget = smallest_device_bytes(shape, chunk_size, "bf16") + spare_bytes
+    torch.manual_seed(0)
+    engine = Engine(shape.build, config("bf16", chunk_size, device_memory=budget), meter=NoMeter(), poison=True)
+    torch.manual_seed(0)
+    dropping = Engine(shape.build, config("bf16", chunk_size, device_memory=budget), meter=NoMeter(), poison=True)
+    for step in range(3):
+        torch.manual_seed(step)
+        losses = train(engine, 1)
+        drop_duplicates(dropping, seed + step)
+        torch.manual_seed(step)
+        assert train(dropping, 1) == losses
+        for chunk in engine._manager.chunks.values():
+            assert chunk.device_valid or chunk.host_valid
+            if chunk.device_valid and chunk.host_valid:
+                assert torch.equal(chunk.on_device(chunk.whole), chunk.on_host(chunk.whole))
+    engine.close()
+    dropping.close()
+
+
+def drop_duplicates(engine: Engine, seed: int) -> None:
+    """Drop one of two valid copies, at random."""
+    generator = torch.Generator().manual_seed(seed)
+    manager = engine._manager
+    for chunk in manager.chunks.values():
+        if chunk.device_valid and chunk.host_valid and torch.rand((), generator=generator) < 0.5:
+            manager._release_host(chunk)

@@ -1,0 +1,88 @@
+"""Law 4: no byte moves without need."""
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.engine.engine import Engine
+from patrickstar.memory.manager import Manager
+from patrickstar.testing import NoMeter
+
+from .models import Shape, config, shapes, smallest_device_bytes, train
+
+
+class Ledger(Manager):
+    """Counts by itself what is written back, and what of it had not been written."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.clean_write_backs = []
+
+    def _leave_device(self, chunk):
+        clean = chunk.host_valid
+        before = self.traffic.d2h_bytes
+        left = super()._leave_device(chunk)
+        if clean and self.traffic.d2h_bytes != before:
+            self.clean_write_backs.append(chunk)
+        return left
+
+
+@settings(max_examples=10, deadline=None, print_blob=True)
+@given(shapes, st.integers(0, 3000))
+def test_what_was_not_written_is_not_written_back(shape, spare_bytes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("patrickstar.engine.engine.Manager", Ledger)
+        budget = smallest_device_bytes(shape, 256, "bf16") + spare_bytes
+        engine = Engine(shape.build, config("bf16", 256, device_memory=budget), meter=NoMeter())
+        train(engine, 3)
+        assert not engine._manager.clean_write_backs
+        engine.close()
+
+
+def optimal_fetches(accesses: tuple[tuple[int, ...], ...], sizes: dict[int, int], capacity: int) -> int:
+    """The fewest bytes any eviction order can fetch over `accesses`, by trying all; nothing is there at first."""
+
+    @cache
+    def best(at: int, there: frozenset[int]) -> int:
+        if at == len(accesses):
+            return 0
+        needed = frozenset(accesses[at])
+        cost = sum(sizes[chunk] for chunk in needed - there)
+        others = sorted(there - needed)
+        room = capacity - sum(sizes[chunk] for chunk in needed)
+        keeps = [
+            frozenset(chunk for i, chunk in enumerate(others) if mask >> i & 1) for mask in range(1 << len(others))
+        ]
+        feasible = [keep for keep in keeps if sum(sizes[chunk] for chunk in keep) <= room]
+        return cost + min(best(at + 1, needed | keep) for keep in feasible)
+
+    return best(0, frozenset())
+
+
+@settings(max_examples=10, deadline=None, print_blob=True)
+@given(st.integers(2, 5), st.integers(1, 4))
+def test_a_planned_step_fetches_the_optimum(layers, chunks_that_fit):
+    """Equal chunks, one per layer: what a followed plan fetches is what brute force finds over its own trace."""
+    shape = Shape(("plain",) * layers, tied=False, frozen_norms=False, checkpointing=False)
+    chunk_bytes = 2 * 8 * 8
+    budget = max(chunks_that_fit * chunk_bytes, 11 * 8 * 2 + 32)
+    engine = Engine(shape.build, config("bf16", chunk_bytes, device_memory=budget), meter=NoMeter())
+    train(engine, 5)
+    (trace,) = engine._clock.traces.values()
+    sizes = {chunk.index: chunk.compute_bytes for chunk in engine.layout.chunks}
+    accesses = tuple(moment.chunks for moment in trace.moments if moment.chunks)
+    lookups = engine.stats.last.h2d_bytes - (fetched := fetched_chunks(engine))
+    assert lookups >= 0
+    assert fetched == optimal_fetches(accesses, sizes, budget)
+    engine.close()
+
+
+def fetched_chunks(engine: Engine) -> int:
+    """Bytes of chunks fetched in one more step."""
+    taken = []
+    take = engine._manager._take_device
+    engine._manager._take_device = lambda chunk: (taken.append(chunk.nbytes), take(chunk))
+    train(engine, 1)
+    return sum(taken)

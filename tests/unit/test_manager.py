@@ -1,0 +1,297 @@
+"""The chunk manager under random sequences of operations, against a model that knows what every chunk holds."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from patrickstar.errors import BudgetError
+from patrickstar.layout.lists import PARAM16, PARAM32
+from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.manager import Manager, Traffic
+from patrickstar.schedule.eviction import NextUse
+from patrickstar.schedule.trace import Moment, Trace
+
+CPU = torch.device("cpu")
+DTYPES = {PARAM16: "bfloat16", PARAM32: "float32"}
+KINDS = list(DTYPES)
+
+
+class Watched(Chunk):
+    """A chunk that holds its manager to the budgets at every allocation, and notes when its host copy goes."""
+
+    def __init__(self, manager: Manager, kind: str, index: int, numel: int) -> None:
+        super().__init__(kind, index, numel, DTYPES[kind], CPU)
+        self.manager = manager
+        self.dropped = False
+
+    def allocate_device(self) -> None:
+        super().allocate_device()
+        assert real_device_bytes(self.manager) <= self.manager.chunkable_bytes
+
+    def allocate_host(self) -> None:
+        super().allocate_host()
+        assert real_host_bytes(self.manager) + self.manager.host_non_model_bytes <= self.manager.host_budget_bytes
+
+    def free_host(self, poison: bool) -> None:
+        super().free_host(poison)
+        self.dropped = True
+
+
+def real_device_bytes(manager: Manager) -> int:
+    return sum(chunk.storage.nbytes() for chunk in manager.chunks.values())
+
+
+def real_host_bytes(manager: Manager) -> int:
+    hosts = [chunk.host for chunk in manager.chunks.values() if chunk.host is not None]
+    return sum(host.untyped_storage().nbytes() for host in hosts)
+
+
+def named_figure(message: str, tier: str) -> int:
+    found = re.search(rf"[Rr]aise {tier}_memory by at least (\d+) bytes", message)
+    assert found, message
+    return int(found[1])
+
+
+class Operations(RuleBasedStateMachine):
+    """Each chunk is filled with a number of its own, another one after every write."""
+
+    @initialize(data=st.data(), device=st.integers(2, 24), host=st.integers(0, 48))
+    def begin(self, data, device: int, host: int) -> None:
+        self.manager = Manager(CPU, device * 64, host * 64, poison=True)
+        self.value: dict[Watched, int] = {}
+        self.writes = 0
+        for kind, index in data.draw(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 3)), min_size=4)):
+            self.create(kind, index, size=data.draw(st.integers(1, 5)), on_device=data.draw(st.booleans()))
+
+    def pick(self, data, *, pinned: bool | None = None) -> Watched:
+        return data.draw(st.sampled_from([c for c in self.value if pinned is None or bool(c.pins) is pinned]))
+
+    def some(self, data) -> list[Watched]:
+        return data.draw(st.lists(st.sampled_from(list(self.value)), unique=True, max_size=3)) if self.value else []
+
+    def fill(self, chunk: Watched, on_device: bool) -> None:
+        self.writes += 1
+        identity = chunk.index + 4 * (chunk.kind == PARAM32)
+        self.value[chunk] = identity * 30 + self.writes % 30 + 1  # at most 241: exact in bfloat16
+        (chunk.on_device if on_device else chunk.on_host)(chunk.whole).fill_(self.value[chunk])
+        self.manager.mark_written(chunk, on_device)
+
+    def operate(self, call: Callable[[], list[Chunk]], protect: list[Watched], nbytes: int | None) -> bool:
+        """Run an operation; check who left and what was written back. False if it was refused.
+
+        nbytes: what it needs on the device beside what lies there; None if it needs nothing there.
+        """
+        manager = self.manager
+        traffic, manager.traffic = manager.traffic, Traffic()
+        before = {c: (c.device_valid, c.host_valid, c.moved_bytes) for c in self.value}
+        for chunk in self.value:
+            chunk.dropped = False
+        returned = message = None
+        try:
+            returned = call()
+        except BudgetError as error:
+            message = str(error)
+        left = [c for c in self.value if before[c][0] and not c.device_valid]
+        came = [c for c in self.value if not before[c][0] and c.device_valid]
+        for chunk, (_, host_valid, moved) in before.items():
+            written_back = chunk in left and (not host_valid or chunk.dropped)
+            assert chunk.moved_bytes - moved == chunk.nbytes * ((chunk in came) + written_back)
+        assert not any(c.pins for c in left)
+        assert manager.traffic.evictions == len(left)
+        assert manager.traffic.h2d_bytes == sum(c.nbytes for c in came)
+        moved_bytes = sum(c.moved_bytes - before[c][2] for c in self.value)
+        assert manager.traffic.h2d_bytes + manager.traffic.d2h_bytes == moved_bytes
+        manager.traffic = traffic
+        if message is None:
+            assert returned is not None and sorted(map(repr, returned)) == sorted(map(repr, left))
+        if nbytes is not None:
+            wanted = manager.device_used + nbytes - sum(c.nbytes for c in came)
+            if message is None:
+                self.check_each_was_needed(returned, wanted)
+            else:
+                assert named_figure(message, "device") == wanted - manager.chunkable_bytes > 0
+                assert not any(self.could_leave(c) for c in self.value if c not in protect), "refused without need"
+        return message is None
+
+    def check_each_was_needed(self, left: list[Chunk], wanted: int) -> None:
+        """`param16` leaves down to the comfort limit, others only where the budget itself asks for it."""
+        manager = self.manager
+        comfort = 0 if manager.evict_everything else manager.comfort_bytes - manager.non_model_bytes
+        for chunk in reversed(left):
+            wanted += chunk.nbytes
+            assert wanted > (
+                min(comfort, manager.chunkable_bytes) if chunk.kind == PARAM16 else manager.chunkable_bytes
+            )
+
+    def could_leave(self, chunk: Watched) -> bool:
+        free = self.manager.host_budget_bytes - self.manager.host_used - self.manager.host_non_model_bytes
+        return bool(chunk.device_bytes) and not chunk.pins and (chunk.host is not None or chunk.nbytes <= free)
+
+    @rule(kind=st.sampled_from(KINDS), index=st.integers(0, 3), size=st.integers(1, 5), on_device=st.booleans())
+    def create(self, kind: str, index: int, size: int, on_device: bool) -> None:
+        if (kind, index) in self.manager.chunks:
+            return
+        chunk = Watched(self.manager, kind, index, 32 * size)
+        try:
+            assert self.manager.create(chunk, on_device) is chunk
+        except BudgetError as error:
+            assert named_figure(str(error), "device" if on_device else "host") > 0
+            assert (kind, index) not in self.manager.chunks, "a chunk that has no memory is managed"
+            return
+        assert chunk.device_valid is on_device and chunk.host_valid is not on_device
+        assert (chunk.current(chunk.whole) == 0).all()
+        self.fill(chunk, on_device)
+
+    @precondition(lambda self: any(not c.pins for c in self.value))
+    @rule(data=st.data())
+    def remove(self, data) -> None:
+        chunk = self.pick(data, pinned=False)
+        del self.value[chunk]
+        self.manager.remove(chunk)
+        assert (chunk.device_bytes, chunk.host_bytes) == (0, 0)
+
+    @rule(data=st.data())
+    def bring(self, data) -> None:
+        chunks = self.some(data)
+        missing = sum(c.nbytes for c in chunks if not c.device_valid)
+        came = [c for c in chunks if not c.device_valid]
+        if self.operate(lambda: self.manager.bring(chunks), chunks, missing):
+            assert all(c.device_valid for c in chunks)
+            assert all(c.host_valid is self.manager.keep_duplicates is (c.host is not None) for c in came)
+            assert self.manager.device_used <= self.manager.chunkable_bytes
+
+    @rule(data=st.data(), nbytes=st.integers(0, 1000))
+    def make_room(self, data, nbytes: int) -> None:
+        protect = self.some(data)
+        if self.operate(lambda: self.manager.make_room(nbytes, protect), protect, nbytes):
+            assert self.manager.device_used + nbytes <= self.manager.chunkable_bytes
+            if self.manager.evict_everything and self.manager.device_used + nbytes:
+                assert not any(self.could_leave(c) for c in self.value if c.kind == PARAM16 and c not in protect)
+
+    @precondition(lambda self: any(not c.pins for c in self.value))
+    @rule(data=st.data(), on_device=st.booleans())
+    def settle(self, data, on_device: bool) -> None:
+        chunk = self.pick(data, pinned=False)
+        missing = 0 if chunk.device_valid else chunk.nbytes
+        protect = [chunk] if on_device else []
+        if self.operate(lambda: self.manager.settle(chunk, on_device), protect, missing if on_device else None):
+            assert (chunk.device_valid, chunk.host_valid) == (on_device, not on_device)
+            assert (chunk.device_bytes, chunk.host_bytes) == ((chunk.nbytes, 0) if on_device else (0, chunk.nbytes))
+
+    @precondition(lambda self: self.value)
+    @rule(data=st.data(), on_device=st.booleans())
+    def write(self, data, on_device: bool) -> None:
+        chunk = self.pick(data)
+        if chunk.device_valid if on_device else chunk.host_valid and not chunk.pins:
+            self.fill(chunk, on_device)
+
+    @precondition(lambda self: any(c.device_valid for c in self.value))
+    @rule(data=st.data(), pins=st.integers(0, 2))
+    def pin(self, data, pins: int) -> None:
+        data.draw(st.sampled_from([c for c in self.value if c.device_valid])).pins = pins
+
+    @rule(nbytes=st.integers(-1000, 1000))
+    def reserve(self, nbytes: int) -> None:
+        before = self.manager.host_non_model_bytes
+        nbytes = max(nbytes, -before)
+        try:
+            self.manager.reserve_host(nbytes)
+        except BudgetError as error:
+            short = self.manager.host_used + before + nbytes - self.manager.host_budget_bytes
+            assert named_figure(str(error), "host") == short > 0
+            assert not any(c.device_valid and c.host is not None for c in self.value), "a duplicate was kept"
+            nbytes = 0
+        assert self.manager.host_non_model_bytes == before + nbytes
+
+    @rule(non_model=st.integers(0, 300), comfort=st.integers(0, 120), everything=st.booleans(), keep=st.booleans())
+    def conditions(self, non_model: int, comfort: int, everything: bool, keep: bool) -> None:
+        self.manager.non_model_bytes = min(non_model, self.manager.device_budget_bytes)
+        self.manager.comfort_bytes = self.manager.device_budget_bytes * comfort // 100
+        self.manager.evict_everything = everything
+        self.manager.keep_duplicates = keep
+
+    @invariant()
+    def nothing_is_lost_or_mixed_up(self) -> None:
+        for chunk, value in getattr(self, "value", {}).items():
+            assert chunk.device_valid or chunk.host_valid
+            assert chunk.device_bytes == (chunk.nbytes if chunk.device_valid else 0)
+            if chunk.device_valid:
+                assert (chunk.on_device(chunk.whole) == value).all()
+            if chunk.host_valid:
+                assert (chunk.on_host(chunk.whole) == value).all()
+
+    @invariant()
+    def accounts_are_the_real_bytes(self) -> None:
+        if hasattr(self, "manager"):
+            manager = self.manager
+            assert set(manager.chunks.values()) == set(self.value)
+            assert manager.device_used == real_device_bytes(manager) <= manager.device_peak
+            assert manager.host_used == real_host_bytes(manager) <= manager.host_peak
+            assert manager.total_used == manager.device_used + manager.host_used
+            assert manager.device_peak <= manager.device_budget_bytes
+            assert manager.host_used + manager.host_non_model_bytes <= manager.host_budget_bytes
+
+
+TestOperations = Operations.TestCase
+TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=200, stateful_step_count=30)
+
+
+def manager_of(device_bytes: int, host_bytes: int, *chunks: tuple[str, int], on_device: bool) -> Manager:
+    """A manager with chunks of 64 bytes each, by kind and index."""
+    manager = Manager(CPU, device_bytes, host_bytes, poison=True)
+    for kind, index in chunks:
+        manager.create(Chunk(kind, index, 64 // (2 if kind == PARAM16 else 4), DTYPES[kind], CPU), on_device)
+    return manager
+
+
+@pytest.mark.parametrize("more_bytes", [0, -1])
+@pytest.mark.parametrize("tier", ["device", "host", "activations"])
+def test_what_a_refusal_asks_for_is_enough_and_one_byte_less_is_not(tier, more_bytes):
+    on_device = tier != "device"
+    manager = manager_of(1000, 1000, *((PARAM16, index) for index in range(4)), on_device=on_device)
+    budget = "host_budget_bytes" if on_device else "device_budget_bytes"
+    setattr(manager, budget, 150)
+    manager.non_model_bytes, manager.host_non_model_bytes = 40, 100
+    chunks = list(manager.chunks.values())
+    refused = {
+        "device": lambda: manager.bring(chunks[:3]),
+        "host": lambda: manager.settle(chunks[0], on_device=False),
+        "activations": lambda: manager.reserve_host(64),
+    }[tier]
+    with pytest.raises(BudgetError) as caught:
+        refused()
+    named = named_figure(str(caught.value), "host" if on_device else "device")
+    setattr(manager, budget, 150 + named + more_bytes)
+    if more_bytes:
+        with pytest.raises(BudgetError):
+            refused()
+    else:
+        refused()
+
+
+def test_the_policy_is_asked_at_the_moment_that_is_now():
+    manager = manager_of(3 * 64, 10 * 64, *((PARAM16, index) for index in range(4)), on_device=False)
+    manager.policy = NextUse(Trace([Moment((index,)) for index in (0, 1, 2, 1, 3, 0, 2, 1)]))
+    manager.bring([manager[PARAM16, index] for index in range(3)])
+    manager.now = 4
+    assert manager.bring([manager[PARAM16, 3]]) == [manager[PARAM16, 1]]
+
+
+def test_a_chunk_that_was_not_written_is_not_written_back():
+    manager = manager_of(64, 3 * 64, (PARAM16, 0), (PARAM16, 1), on_device=False)
+    first, second = manager[PARAM16, 0], manager[PARAM16, 1]
+    for chunk in (first, second, first):
+        manager.bring([chunk])
+    assert (manager.traffic.h2d_bytes, manager.traffic.d2h_bytes, manager.traffic.evictions) == (3 * 64, 0, 2)
+    before = manager.traffic.copy()
+    manager.mark_written(first, on_device=True)
+    manager.bring([second])
+    since = manager.traffic.since(before)
+    assert (since.h2d_bytes, since.d2h_bytes, since.evictions) == (64, 64, 1)
+    assert before.d2h_bytes == 0
+    assert manager.traffic.stall_s >= since.stall_s > 0
