@@ -127,9 +127,8 @@ def main() -> None:
         options.device,
         f"{options.model}, {paper['numel']:,} parameters, bf16, {STEPS} steps of 1 x {TOKENS} tokens, host budget "
         f"{format_size(HOST)}. Limit of resident memory: 14 bytes x parameters + activations (the measured non-model "
-        f"data) + 1 GiB. The least device budget is the largest chunk "
-        f"({format_size(paper['largest_chunk'])}) plus the activations measured in the first run, raised by what the error "
-        f"asked for where these came out larger. "
+        f"data) + 1 GiB. The least device budget is the largest chunk ({format_size(paper['largest_chunk'])}) plus the "
+        f"activations measured in the first run, raised by what the error asked for where these came out larger. "
         f"Plain PyTorch took {format_size(plain['rss'])}.",
         ["device budget", "peak RSS of limit", "14 B x P", "padding", "activations", "libraries", "device model data",
          "moved in a step", "stalled in a step", "bits of plain PyTorch"],

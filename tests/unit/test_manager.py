@@ -165,7 +165,7 @@ class Operations(RuleBasedStateMachine):
             assert all(c.host_valid is self.manager.keep_duplicates is (c.host is not None) for c in came)
             assert self.manager.device_used <= self.manager.chunkable_bytes
 
-    @rule(data=st.data(), nbytes=st.integers(0, 1000))
+    @rule(data=st.data(), nbytes=st.integers(0, 1000) | st.integers(0, 15).map(lambda n: 64 * n))
     def make_room(self, data, nbytes: int) -> None:
         protect = self.some(data)
         if self.operate(lambda: self.manager.make_room(nbytes, protect), protect, nbytes):
@@ -208,7 +208,7 @@ class Operations(RuleBasedStateMachine):
             nbytes = 0
         assert self.manager.host_non_model_bytes == before + nbytes
 
-    @rule(non_model=st.integers(0, 300), comfort=st.integers(0, 120), everything=st.booleans(), keep=st.booleans())
+    @rule(non_model=st.integers(0, 5).map(lambda n: 64 * n), comfort=st.integers(0, 120), everything=st.booleans(), keep=st.booleans())
     def conditions(self, non_model: int, comfort: int, everything: bool, keep: bool) -> None:
         self.manager.non_model_bytes = min(non_model, self.manager.device_budget_bytes)
         self.manager.comfort_bytes = self.manager.device_budget_bytes * comfort // 100

@@ -40,7 +40,7 @@ def check_sound(layout: Layout, params: list[ParamSpec]) -> None:
         assert chunk.scheme == param.scheme
         assert place.numel == param.numel
         assert place.offset % ALIGN_NUMEL == 0
-        assert 0 <= place.offset and place.offset + place.numel <= chunk.numel
+        assert place.offset >= 0 and place.offset + place.numel <= chunk.numel
     for chunk in layout.chunks:
         assert chunk.numel % ALIGN_NUMEL == 0
         ends = 0

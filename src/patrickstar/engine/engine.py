@@ -13,7 +13,7 @@ from patrickstar.engine.blocks import Blocks
 from patrickstar.engine.clock import Clock
 from patrickstar.engine.config import Config
 from patrickstar.engine.gradients import Gradients
-from patrickstar.engine.intercept import Interceptor
+from patrickstar.engine.intercept import Interceptor, is_out_of_memory
 from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.offload import ActivationOffload
 from patrickstar.engine.optimizer import ChunkOptimizer
@@ -23,12 +23,12 @@ from patrickstar.engine.slot import Slot
 from patrickstar.engine.state import ModelState
 from patrickstar.engine.stats import Stats
 from patrickstar.engine.update import Update
-from patrickstar.errors import ModelError, TrainingError
+from patrickstar.errors import BudgetError, ModelError, TrainingError
 from patrickstar.kernels.adam import AdamStep
 from patrickstar.layout.mapping import Layout
 from patrickstar.memory.manager import Manager
 from patrickstar.memory.meter import Meter, default_meter, installed_bytes
-from patrickstar.schedule.feasibility import check_budgets
+from patrickstar.schedule.feasibility import check_budgets, check_shared_memory
 from patrickstar.schedule.placement import WARM_UP_PERCENT, margin_chunks, update_workspace_bytes
 
 
@@ -59,6 +59,8 @@ class Engine:
         params = param_specs(self.module, config)
         self.layout: Layout = make_layout(params, config, self.device_budget_bytes)
         check_budgets(self.layout, self.device_budget_bytes, self.host_budget_bytes)
+        if self.device.type == "cpu":
+            check_shared_memory(self.layout, installed_bytes(self.device))
         meter = meter if meter is not None else default_meter(self.device)
         self._manager = Manager(self.device, self.device_budget_bytes, self.host_budget_bytes, poison)
         self._manager.evict_everything = evict_everything
@@ -248,13 +250,21 @@ class Engine:
         """After an exception nothing is pinned and no window is open; the engine goes on."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._interceptor.window = None
             self._interceptor.unseen.clear()
             self._data.drop_uses()
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._data.finish_gradients()
             self._clock.abandon()
+            if is_out_of_memory(error):
+                manager = self._manager
+                raise BudgetError(
+                    f"an operator without parameters found no memory: chunks take {manager.device_used} bytes of the "
+                    f"device, non-model data {self._clock.meter.now(manager.device_used)}, the budget is "
+                    f"{self.device_budget_bytes}. Lower device_memory if others use this device, or use activation "
+                    f"checkpointing or a smaller batch. PyTorch said: {error}"
+                ) from error
             raise
 
     def _move_buffers(self) -> None:

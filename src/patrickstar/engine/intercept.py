@@ -44,6 +44,11 @@ _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 """What hands the memory itself out of PyTorch's sight; it gets a copy."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator had nothing left, of the GPU or of the CPU (whose error has no class of its own)."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
 def _version(tensor: torch.Tensor) -> int:
     """Counts writes in place; tensors made in inference mode don't."""
     return -1 if tensor.is_inference() else tensor._version
@@ -220,7 +225,9 @@ class Interceptor:
     def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], slots: Sequence[Slot]) -> Any:
         try:
             return func(*args, **kwargs)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             first_error = str(error)
         manager = self.data.manager
         manager.comfort_bytes = 0
@@ -230,7 +237,9 @@ class Interceptor:
             torch.cuda.empty_cache()
         try:
             return func(*args, **kwargs)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise BudgetError(
                 f"{getattr(func, '__name__', func)} on parameter {slots[0].name!r} found no memory, also after every "
                 f"idle chunk had left the device: chunks in use take {manager.device_used} bytes, non-model data "

@@ -35,6 +35,7 @@ class ModelData:
         self.by_chunk: dict[int, list[Slot]] = {}
         self.in_backward = False
         self.backward = 0
+        self._stand_ins: dict[torch.dtype, torch.Tensor] = {}
 
     def add(self, slot: Slot) -> None:
         """Take a parameter under management; its payload is in place."""
@@ -146,9 +147,14 @@ class ModelData:
             elif slot.on_host:
                 slot.param.data = slot.chunk.on_host(slot.region)
             else:
-                fill = float("nan") if slot.chunk.dtype.is_floating_point else 0
-                absent = torch.full((), fill, dtype=slot.chunk.dtype, device=slot.chunk.device)
-                slot.param.data = absent.expand(slot.shape)
+                slot.param.data = self._absent(slot.chunk.dtype).expand(slot.shape)
+
+    def _absent(self, dtype: torch.dtype) -> torch.Tensor:
+        """One element that stands in for parameters that are away."""
+        if dtype not in self._stand_ins:
+            fill = float("nan") if dtype.is_floating_point else 0
+            self._stand_ins[dtype] = torch.full((), fill, dtype=dtype, device=self.manager.device)
+        return self._stand_ins[dtype]
 
     # Writing
 

@@ -50,3 +50,14 @@ def check_budgets(layout: Layout, device_budget_bytes: int, host_budget_bytes: i
             f"what activations take, and with device_memory={max(device_budget_bytes, needs.device_bytes)} "
             f"host_memory={smallest_host} bytes ({format_size(smallest_host)})"
         )
+
+
+def check_shared_memory(layout: Layout, installed_bytes: int) -> None:
+    """Raise BudgetError when both tiers are parts of one RAM, and that is smaller than the model data."""
+    if layout.model_data_bytes > installed_bytes:
+        raise BudgetError(
+            f"the model data of {layout.model_data_bytes} bytes ({format_size(layout.model_data_bytes)}) does not fit "
+            f"into the {installed_bytes} bytes ({format_size(installed_bytes)}) of memory that this machine has left, "
+            f"whatever the budgets; use a smaller model",
+            layout.model_data_bytes - installed_bytes,
+        )

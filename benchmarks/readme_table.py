@@ -1,0 +1,39 @@
+"""Writes the table of README.md from benchmarks/results/. Run it after the benchmarks: `make bench` does."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+START, END = "<!-- table: written by benchmarks/readme_table.py -->\n", "<!-- end of table -->"
+
+
+def read(name: str) -> tuple[str, list[dict[str, str]]]:
+    """The machine and the rows of a result."""
+    text = (ROOT / "benchmarks/results" / f"{name}-cpu.md").read_text()
+    machine = re.search(r"^Machine: (.*?);", text, re.M)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    assert machine is not None and len(lines) > 2, f"{name} holds no table"
+    return machine[1], [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+
+
+def main() -> None:
+    machine, throughput = read("throughput")
+    _, small = read("small_pc")
+    rows = [["what", "measured", "limit", "bits of plain PyTorch"], ["---"] * 4]
+    for row in throughput:
+        what = f"124M, everything fits, checkpointing {row['checkpointing']}: speed against the plain loop"
+        rows.append([what, row["ratio (median of pairs)"], "1", "yes"])
+    for row in small:
+        what = f"0.7B, device budget {row['device budget'].split(': ')[1]}: peak resident memory"
+        measured, limit = row["peak RSS of limit"].split(" of ")
+        rows.append([what, measured, limit, row["bits of plain PyTorch"]])
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows).replace("| --- |", "|---|").replace(" --- |", "---|")
+    readme = ROOT / "README.md"
+    before, rest = readme.read_text().split(START)
+    after = rest.split(END)[1]
+    readme.write_text(f"{before}{START}{table}\n\nMeasured on: {machine}.\n{END}{after}")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()

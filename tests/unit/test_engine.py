@@ -1,0 +1,121 @@
+"""The engine's own promises beside the laws: stats, plan, refusals, closing."""
+
+import pytest
+import torch
+from torch import nn
+
+import patrickstar as ps
+from patrickstar.engine.engine import Engine
+from patrickstar.errors import BudgetError, ModelError, TrainingError
+from patrickstar.runtime import initialize_engine
+from patrickstar.testing import NoMeter
+
+WIDTH = 32
+
+
+class Words(nn.Module):
+    """An embedding far larger than what is looked up in it, and a small body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5000, WIDTH)
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.body(self.words(ids)).float().pow(2).mean()
+
+
+def train(engine: Engine, steps: int) -> None:
+    for _ in range(steps):
+        engine.backward(engine(torch.arange(6).reshape(2, 3)))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+
+def words_engine(device_memory: int) -> Engine:
+    config = ps.Config(device="cpu", chunk_size=4096, device_memory=device_memory)
+    return Engine(Words, config, meter=NoMeter())
+
+
+def test_an_embedding_that_has_to_move_is_looked_up_on_the_host():
+    weight_bytes = 5000 * WIDTH * 2
+    engine = words_engine(device_memory=weight_bytes + 8192)
+    train(engine, 1)
+    assert engine.stats.last.d2h_bytes >= weight_bytes, "in the first step its gradient goes down as a chunk"
+    train(engine, 2)
+    lookup_bytes = 6 * WIDTH * 2
+    body = engine.layout.param16_bytes - weight_bytes
+    assert engine.stats.last.h2d_bytes <= lookup_bytes + body
+    assert engine.stats.last.d2h_bytes <= lookup_bytes + body
+    engine.close()
+
+
+def test_an_embedding_that_fits_stays_on_the_device():
+    engine = words_engine(device_memory=1 << 24)
+    train(engine, 3)
+    assert (engine.stats.last.h2d_bytes, engine.stats.last.d2h_bytes) == (0, 0)
+    assert engine.stats.last.host_peak_model_bytes == 0
+    engine.close()
+
+
+def test_stats_count_steps_and_bytes():
+    engine = words_engine(device_memory=1 << 24)
+    train(engine, 3)
+    total, last = engine.stats.total, engine.stats.last
+    assert (total.steps, last.steps) == (3, 1)
+    assert total.h2d_bytes == engine.layout.optimizer_bytes
+    assert total.device_peak_model_bytes == engine.layout.model_data_bytes
+    assert last.loss_scale == 1.0
+    engine.close()
+
+
+def test_the_papers_entry_point_does_the_same():
+    engine, optimizer = initialize_engine(model_func=Words, config=ps.Config(device="cpu"))
+    assert isinstance(engine, ps.Engine)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    engine.close()
+
+
+def test_meta_parameters_come_from_the_weights_given():
+    torch.manual_seed(0)
+    real = Words()
+    with torch.device("meta"):
+        module = Words()
+    state = real.state_dict()
+    engine, _ = ps.initialize(module, ps.Config(device="cpu"), weights=state.__getitem__)
+    for name, value in engine.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    engine.close()
+
+
+def test_meta_parameters_without_weights_are_refused_by_name():
+    with torch.device("meta"):
+        module = Words()
+    with pytest.raises(ModelError, match=r"words\.weight.*meta"):
+        ps.initialize(module, ps.Config(device="cpu"))
+
+
+@pytest.mark.parametrize("shape", [(3,), ()])
+def test_backward_wants_a_scalar_that_depends_on_a_parameter(shape):
+    engine = words_engine(device_memory=1 << 24)
+    with pytest.raises(TrainingError, match=r"scalar loss.*requires_grad=False"):
+        engine.backward(torch.zeros(shape))
+    engine.close()
+
+
+def test_an_operator_out_of_memory_is_tried_again_then_explained():
+    engine = words_engine(device_memory=1 << 24)
+    tries = []
+
+    def greedy(self, ids):
+        weight = engine.module.body[0].weight
+        return failing(weight)
+
+    def failing(weight):
+        tries.append(weight.shape)
+        return torch.addmm(weight, weight.new_empty(1 << 40, 1), weight.new_empty(1, 1 << 10))
+
+    engine.module.forward = greedy.__get__(engine.module)
+    with pytest.raises(BudgetError, match=r"found no memory.*chunks.*budget is 16777216"):
+        engine(torch.arange(6))
+    engine.close()

@@ -1,0 +1,67 @@
+"""Saved activations on the host: the same bits, counted bytes, weights left alone."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar.engine.engine import Engine
+from patrickstar.errors import BudgetError
+
+WIDTH, ROWS = 64, 256
+
+
+def build() -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.LayerNorm(WIDTH)) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Dropout(0.1))
+
+
+def config(**options) -> ps.Config:
+    return ps.Config(device="cpu", chunk_size=4096, activation_offload=True, **options)
+
+
+def batches(count: int) -> list[tuple[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [(torch.randn(ROWS, WIDTH, generator=generator),) for _ in range(count)]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("stress", [False, True])
+def test_the_bits_are_those_of_plain_pytorch(precision, stress):
+    testing.assert_exact(build, batches(3), config(precision=precision), stress=stress)
+
+
+def test_bytes_go_out_come_back_and_are_given_back():
+    engine = Engine(build, config(), meter=testing.NoMeter())
+    loss = engine(*batches(1)[0]).float().pow(2).mean()
+    away = engine._manager.host_non_model_bytes
+    assert away >= 3 * ROWS * WIDTH * 2, "each linear layer saves its input"
+    assert engine._manager.traffic.d2h_bytes == away, "each tensor goes once, however many nodes saved it"
+    engine.backward(loss)
+    del loss
+    gc.collect()
+    assert engine._manager.host_non_model_bytes == 0
+    engine.optimizer.step()
+    assert engine.stats.last.host_peak_non_model_bytes == away
+    engine.close()
+
+
+def test_a_forward_that_is_thrown_away_gives_its_bytes_back():
+    engine = Engine(build, config(), meter=testing.NoMeter())
+    out = engine(*batches(1)[0])
+    assert engine._manager.host_non_model_bytes > 0
+    del out
+    gc.collect()
+    assert engine._manager.host_non_model_bytes == 0
+    engine.close()
+
+
+def test_a_host_budget_that_is_too_small_is_an_error_in_bytes():
+    whole = Engine(build, config(), meter=testing.NoMeter()).layout.model_data_bytes
+    engine = Engine(build, config(host_memory=whole + 1000), meter=testing.NoMeter())
+    with pytest.raises(BudgetError, match=r"offloading activations needs \d+ more bytes.*raise host_memory by at least"):
+        engine(*batches(1)[0])
+    engine.close()
