@@ -28,9 +28,7 @@ def taken() -> torch.Tensor:
     return torch.ones(SIZE, dtype=torch.uint8)
 
 
-@pytest.fixture(params=[pytest.param(ResidentMeter, marks=resident), SampledMeter])
-def calibrated(request):
-    found = request.param()
+def ready(found):
     gc.collect()
     found.reclaim()
     found.calibrate(0)
@@ -38,11 +36,9 @@ def calibrated(request):
     return found
 
 
-@pytest.fixture
-def with_peak(calibrated):
-    if not isinstance(calibrated, ResidentMeter):
-        pytest.skip("a sampled meter sees no peaks between samples, as its `source` says")
-    return calibrated
+@pytest.fixture(params=[pytest.param(ResidentMeter, marks=resident), SampledMeter])
+def calibrated(request):
+    return ready(request.param())
 
 
 def test_a_tensor_is_seen_to_come_and_go(calibrated):
@@ -77,24 +73,28 @@ def test_calibration_takes_what_there_is_as_nobodys(calibrated):
     assert calibrated.now(chunk.nbytes) == 0
 
 
-def test_a_peak_inside_an_interval_is_seen_and_forgotten_on_restart(with_peak):
+@resident
+def test_a_peak_inside_an_interval_is_seen_and_forgotten_on_restart():
+    found = ready(ResidentMeter())
     tensor = taken()
     del tensor
-    assert with_peak.now(0) < TOLERANCE
-    assert abs(with_peak.peak(0) - SIZE) < TOLERANCE
-    assert abs(with_peak.peak(0) - SIZE) < TOLERANCE, "reading a peak does not forget it"
-    with_peak.restart()
-    assert with_peak.peak(0) < TOLERANCE
+    assert found.now(0) < TOLERANCE
+    assert abs(found.peak(0) - SIZE) < TOLERANCE
+    assert abs(found.peak(0) - SIZE) < TOLERANCE, "reading a peak does not forget it"
+    found.restart()
+    assert found.peak(0) < TOLERANCE
 
 
-def test_a_restart_forgets_the_past_and_not_what_is_there(with_peak):
+@resident
+def test_a_restart_forgets_the_past_and_not_what_is_there():
+    found = ready(ResidentMeter())
     kept, passing = taken(), taken()
     del passing
-    assert abs(with_peak.peak(0) - 2 * SIZE) < TOLERANCE
-    with_peak.restart()
-    assert abs(with_peak.peak(0) - SIZE) < TOLERANCE
+    assert abs(found.peak(0) - 2 * SIZE) < TOLERANCE
+    found.restart()
+    assert abs(found.peak(0) - SIZE) < TOLERANCE
     del kept
-    assert abs(with_peak.peak(0) - SIZE) < TOLERANCE, "the interval began with it"
+    assert abs(found.peak(0) - SIZE) < TOLERANCE, "the interval began with it"
 
 
 @resident
@@ -114,7 +114,7 @@ def test_the_meter_of_a_cpu_is_the_resident_one():
 
 def test_where_the_kernel_keeps_no_peak_memory_is_sampled_and_that_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(meter, "_CLEAR_REFS", tmp_path / "missing")
-    with pytest.warns(UserWarning, match="not writable here: .*peaks inside operators are missed"):
+    with pytest.warns(UserWarning, match=r"not writable here: .*peaks inside operators are missed"):
         found = default_meter(CPU)
     assert isinstance(found, SampledMeter)
 

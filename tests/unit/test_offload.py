@@ -62,6 +62,6 @@ def test_a_forward_that_is_thrown_away_gives_its_bytes_back():
 def test_a_host_budget_that_is_too_small_is_an_error_in_bytes():
     whole = Engine(build, config(), meter=testing.NoMeter()).layout.model_data_bytes
     engine = Engine(build, config(host_memory=whole + 1000), meter=testing.NoMeter())
-    with pytest.raises(BudgetError, match=r"offloading activations needs \d+ more bytes.*raise host_memory by at least"):
+    with pytest.raises(BudgetError, match=r"needs \d+ more bytes on the host.*raise host_memory by at least"):
         engine(*batches(1)[0])
     engine.close()

@@ -70,7 +70,7 @@ def test_decimal_fractions_are_cut_to_whole_bytes(whole, thousandths, unit):
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "GiB", "abc", "-1", "-2GiB", "+3", "1.5.2", "1,5 GiB", "1e9", "0x10", "1_000", "inf", "2 Gi", "1 PiB", ".5"],
+    ["", " ", "GiB", "abc", "-1", "-2GiB", "+3", "1.5.2", "1,5 GiB", "0x10", "1_000", "inf", "2 Gi", "1 PiB", ".5"],
 )
 def test_text_that_is_no_size_is_quoted_and_an_example_given(text):
     with pytest.raises(ConfigError, match=r"is not a size; write .* such as '512MiB'") as caught:

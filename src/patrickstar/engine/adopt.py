@@ -17,7 +17,7 @@ from patrickstar.layout.mapping import ChunkSpec, Layout, ParamSpec, build_layou
 from patrickstar.layout.search import search_layout
 from patrickstar.memory.chunk import Chunk, Region
 from patrickstar.memory.manager import Manager
-from patrickstar.schedule.placement import WARM_UP_PERCENT
+from patrickstar.schedule.placement import HOST, Tiers, initial_placement
 
 WeightSource = Callable[[str], torch.Tensor]
 """Gives a parameter's value by its name, for parameters that were built on the meta device."""
@@ -41,6 +41,9 @@ def check_model(module: nn.Module) -> None:
             raise ModelError(f"parameter {name!r} already belongs to an engine; close that one first")
         if not param.is_leaf:
             raise ModelError(f"parameter {name!r} is computed from others; give the engine the model before that")
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise ModelError(f"buffer {name!r} is on the meta device; only parameters can be filled from `weights`")
     for prefix, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ModelError(
@@ -80,17 +83,31 @@ def make_layout(params: list[ParamSpec], config: Config, device_budget_bytes: in
     return build_layout(params, max(1, int(config.chunk_size) // itemsize))
 
 
-def create_chunks(spec: ChunkSpec, manager: Manager) -> Chunk:
-    """Make all chunks of one index, zeroed: `param16` on the device while the warm-up has room there, the rest below.
+def used_together(module: nn.Module) -> list[set[str]]:
+    """Names of parameters that one operator is likely to read at once: those that a module owns itself.
 
-    Optimizer chunks go to the device only where the host can't take them.
+    Attention reads its projection's too. What an operator really reads shows when it runs.
     """
-    room = manager.device_budget_bytes * WARM_UP_PERCENT // 100 - manager.device_used - manager.non_model_bytes
-    host_is_full = manager.host_used + spec.optimizer_bytes > manager.host_budget_bytes
-    for item in spec.scheme.lists:
-        chunk = Chunk(item.kind, spec.index, spec.numel, item.dtype, manager.device)
-        manager.create(chunk, on_device=chunk.nbytes <= room if item.kind == PARAM16 else host_is_full)
-    return manager[PARAM16, spec.index]
+    names = {param: name for name, param in module.named_parameters()}
+    return [
+        {names[param] for param in child.parameters(recurse=isinstance(child, nn.MultiheadAttention))}
+        for child in module.modules()
+    ]
+
+
+def create_chunks(spec: ChunkSpec, tiers: Tiers, manager: Manager) -> Chunk:
+    """Make all chunks of one index, zeroed, or none."""
+    made = []
+    try:
+        for item in spec.scheme.lists:
+            chunk = Chunk(item.kind, spec.index, spec.numel, item.dtype, manager.device)
+            on_device = tiers.compute_on_device if item.kind == PARAM16 else tiers.optimizer_on_device
+            made.append(manager.create(chunk, on_device))
+    except BaseException:
+        for chunk in made:
+            manager.remove(chunk)
+        raise
+    return made[0]
 
 
 def adopt(
@@ -106,8 +123,11 @@ def adopt(
     lookups = lookup_weights(module)
     by_name = dict(module.named_parameters())
     creation = {name: position for position, name in enumerate(by_name)}
+    manager = data.manager
+    placement = initial_placement(layout.chunks, manager.device_budget_bytes, manager.host_budget_bytes)
+    assert placement is not None, "budgets were checked"
     for spec in layout.chunks:
-        chunk = create_chunks(spec, data.manager)
+        chunk = create_chunks(spec, placement[spec.index], manager)
         for name in spec.params:
             param = by_name[name]
             value = param.data
@@ -146,11 +166,14 @@ def replace_data(param: nn.Parameter, data: torch.Tensor) -> None:
 
 def promote(slots: list[Slot], layout: Layout, data: ModelData, interceptor: Interceptor) -> Layout:
     """Give parameters that were frozen, and no longer are, the lists of trained ones: in new chunks, at the end."""
-    specs = [ParamSpec(s.name, s.place.numel, scheme_for(dtype_name(s.chunk.dtype), trained=True)) for s in slots]
+    specs = [
+        ParamSpec(slot.name, slot.place.numel, scheme_for(dtype_name(slot.chunk.dtype), trained=True), slot.embedding)
+        for slot in slots
+    ]
     grown = layout.extended(specs)
     for chunk in grown.chunks:
         if (PARAM16, chunk.index) not in data.manager.chunks:
-            create_chunks(chunk, data.manager)
+            create_chunks(chunk, HOST, data.manager)
     for slot, spec in zip(slots, specs, strict=True):
         value = slot.payload().clone()
         old = slot.place.chunk

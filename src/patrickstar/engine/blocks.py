@@ -13,7 +13,7 @@ from torch import nn
 from patrickstar.engine.intercept import BlockUse, Interceptor
 from patrickstar.engine.slot import Slot
 
-FAST_PATH_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+FAST_PATH_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def _managed_slots(block: nn.Module) -> tuple[Slot, ...]:
@@ -47,15 +47,15 @@ class Blocks:
     def _hook(self, block: nn.Module, applies: Callable[[nn.Module], bool]) -> None:
         uses: list[BlockUse] = []
 
-        def enter(layer: nn.Module, *_: Any) -> None:
+        def enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
             if layer is block and applies(layer):  # a deep copy takes hooks along, and is nobody's
-                uses.append(self.interceptor.open_block(_managed_slots(block)))
+                uses.append(self.interceptor.open_block(_managed_slots(block), (args, kwargs)))
 
         def leave(layer: nn.Module, args: Any, out: Any) -> None:
             if layer is block and uses:
                 self.interceptor.close_block(uses.pop(), out)
 
-        self._undo.append(block.register_forward_pre_hook(enter).remove)
+        self._undo.append(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
         self._undo.append(block.register_forward_hook(leave, always_call=True).remove)
 
     def _wrap_call(self, block: nn.Module) -> None:
@@ -63,7 +63,7 @@ class Blocks:
         compiled: Any = block._compiled_call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            use = self.interceptor.open_block(_managed_slots(block))
+            use = self.interceptor.open_block(_managed_slots(block), (args, kwargs))
             out = None
             try:
                 out = compiled(*args, **kwargs)

@@ -4,11 +4,15 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
+from patrickstar.layout.lists import PARAM16
 from patrickstar.memory.manager import Manager
 from patrickstar.memory.meter import Meter
 from patrickstar.schedule.eviction import ListOrder, NextUse
 from patrickstar.schedule.placement import WARM_UP_PERCENT
 from patrickstar.schedule.trace import Moment, Trace
+
+MOST_TRACES = 64
+"""Kinds of iterations (input shapes) that are remembered; the oldest is forgotten first."""
 
 
 class Mode(Enum):
@@ -30,7 +34,10 @@ class Clock:
         self.traces: dict[Hashable, Trace] = {}
         self.open_key: Hashable | None = None
         self.inside = 0
+        self.peak_non_model_bytes = 0
+        """The most non-model data that any traced iteration had."""
         self.non_model_peak = 0
+        """The most that was measured since the step began."""
 
     def calibrate(self) -> None:
         """What is used now, chunks aside, was there before training."""
@@ -38,10 +45,9 @@ class Clock:
         self.meter.calibrate(self._bytes())
         self.measure()
 
-    @property
-    def peak_non_model_bytes(self) -> int:
-        """The most non-model data of any traced kind of iteration."""
-        return max((trace.peak_non_model_bytes for trace in self.traces.values()), default=0)
+    def forget(self) -> None:
+        """What was traced no longer holds."""
+        self.traces.clear()
 
     def begin_iteration(self, key: Hashable) -> bool:
         """Open an iteration of this kind, unless one is open; True if it follows a trace."""
@@ -64,6 +70,9 @@ class Clock:
         if traced:
             # What came after the last boundary, behind the last backward, is the update's affair.
             self.traces[key] = self.trace
+            self.peak_non_model_bytes = max(self.peak_non_model_bytes, self.trace.peak_non_model_bytes)
+            if len(self.traces) > MOST_TRACES:
+                self.traces.pop(next(iter(self.traces)))
         elif mode is Mode.PLAN and self.manager.now != len(self.trace.moments) - 1:
             self.traces.pop(key, None)
         self._rest()
@@ -91,11 +100,16 @@ class Clock:
     def measure(self) -> None:
         """Reckon with what is measured now, and leave room for what is not yet known."""
         manager, used = self.manager, self._bytes()
-        manager.comfort_bytes = manager.device_budget_bytes * WARM_UP_PERCENT // 100
-        manager.non_model_bytes = self.meter.now(used)
-        if manager.non_model_bytes + manager.device_used > manager.comfort_bytes:
+        cautious = manager.device_budget_bytes * WARM_UP_PERCENT // 100
+        now = self.meter.now(used)
+        if now + manager.device_used > cautious:
             self.meter.reclaim()
-            manager.non_model_bytes = self.meter.now(used)
+            now = self.meter.now(used)
+        # Once a peak is known, what it leaves is safe to fill, however little is used now.
+        known = manager.device_budget_bytes - max(0, self.peak_non_model_bytes - now)
+        manager.comfort_bytes = max(cautious, known) if self.peak_non_model_bytes else cautious
+        manager.non_model_bytes = now
+        self.non_model_peak = max(self.non_model_peak, now)
 
     def tick(self, chunks: tuple[int, ...], belongs: bool) -> None:
         """An operator boundary: `chunks` are about to be accessed, or none when an operator has ended."""
@@ -126,12 +140,18 @@ class Clock:
         now, moments = self.manager.now, self.trace.moments
         if now >= len(moments) or moments[now].chunks != chunks:
             return False
-        self.manager.non_model_bytes = moments[now].non_model_bytes
-        self.manager.comfort_bytes = self.manager.device_budget_bytes
-        if self.meter.counts_freed:
-            used = self.meter.now(self._bytes()) + self.manager.device_used
-            if used > self.manager.device_budget_bytes:
+        manager = self.manager
+        manager.comfort_bytes = manager.device_budget_bytes
+        manager.non_model_bytes = moments[now].non_model_bytes
+        arriving = any(not manager[PARAM16, chunk].device_valid for chunk in chunks)
+        if self.meter.counts_freed or arriving:
+            used = self._bytes()
+            found = self.meter.now(used)
+            if found + manager.device_used > manager.device_budget_bytes:
                 self.meter.reclaim()
+                found = self.meter.now(used)
+            manager.non_model_bytes = max(manager.non_model_bytes, found)
+            self.non_model_peak = max(self.non_model_peak, found)
         return True
 
     def _note_peak(self) -> None:

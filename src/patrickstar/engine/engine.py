@@ -1,5 +1,6 @@
 """The engine: what a user calls instead of the model and of `loss.backward()`."""
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -8,12 +9,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from patrickstar.engine.adopt import WeightSource, adopt, check_model, make_layout, param_specs, promote
+from patrickstar.engine.adopt import WeightSource, adopt, check_model, make_layout, param_specs, promote, used_together
 from patrickstar.engine.blocks import Blocks
 from patrickstar.engine.clock import Clock
 from patrickstar.engine.config import Config
 from patrickstar.engine.gradients import Gradients
-from patrickstar.engine.intercept import Interceptor, is_out_of_memory
+from patrickstar.engine.intercept import Interceptor, is_out_of_memory, managing
 from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.offload import ActivationOffload
 from patrickstar.engine.optimizer import ChunkOptimizer
@@ -28,7 +29,7 @@ from patrickstar.kernels.adam import AdamStep
 from patrickstar.layout.mapping import Layout
 from patrickstar.memory.manager import Manager
 from patrickstar.memory.meter import Meter, default_meter, installed_bytes
-from patrickstar.schedule.feasibility import check_budgets, check_shared_memory
+from patrickstar.schedule.feasibility import check_budgets
 from patrickstar.schedule.placement import WARM_UP_PERCENT, margin_chunks, update_workspace_bytes
 
 
@@ -52,15 +53,12 @@ class Engine:
     ) -> None:
         self.config = config
         self.device = config.find_device()
-        self.device_budget_bytes = int(config.device_memory or installed_bytes(self.device))
-        self.host_budget_bytes = int(config.host_memory or installed_bytes(torch.device("cpu")))
+        self.device_budget_bytes, self.host_budget_bytes = budgets(config, self.device)
         self.module = model if isinstance(model, nn.Module) else model()
         check_model(self.module)
         params = param_specs(self.module, config)
         self.layout: Layout = make_layout(params, config, self.device_budget_bytes)
-        check_budgets(self.layout, self.device_budget_bytes, self.host_budget_bytes)
-        if self.device.type == "cpu":
-            check_shared_memory(self.layout, installed_bytes(self.device))
+        check_budgets(self.layout, used_together(self.module), self.device_budget_bytes, self.host_budget_bytes)
         meter = meter if meter is not None else default_meter(self.device)
         self._manager = Manager(self.device, self.device_budget_bytes, self.host_budget_bytes, poison)
         self._manager.evict_everything = evict_everything
@@ -75,13 +73,20 @@ class Engine:
         self._state = ModelState(self.module, self._data)
         self._update = Update(self._data)
         self._offload = ActivationOffload(self._manager) if config.activation_offload else None
-        adopt(self.module, self.layout, params, self._data, self._interceptor, weights)
+        try:
+            with managing():
+                adopt(self.module, self.layout, params, self._data, self._interceptor, weights)
+        except BaseException:
+            self._interceptor.close()
+            self._state.release()
+            raise
         self._move_buffers()
         self._clock.calibrate()
         self._by_name = {slot.name: slot for slot in self._data.slots}
         self._blocks = Blocks(self._interceptor)
         self._blocks.notice(self.module)
-        self._closed = False
+        self._release = weakref.finalize(self, release, self._interceptor, self._blocks, self._state)
+        self._release.atexit = False
         self.stats = Stats()
         self.optimizer = ChunkOptimizer(self)
 
@@ -90,6 +95,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Inputs are moved to the compute device, floating ones cast to the compute dtype."""
         self._check_open()
+        self._interceptor.abandon()
         self._notice_changes()
         args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
         if not torch.is_grad_enabled():
@@ -120,6 +126,9 @@ class Engine:
                 f"backward needs a scalar loss that depends on a parameter; this one has shape {tuple(loss.shape)} and "
                 f"requires_grad={loss.requires_grad}"
             )
+        if self._gradients.clipped:
+            raise TrainingError("gradients were clipped and are final: call clip_grad_norm_ after the last backward")
+        self._interceptor.abandon()
         self._interceptor.backward_depth += 1
         self._data.begin_backward()
         with self._unwound_on_error():
@@ -150,14 +159,7 @@ class Engine:
 
     def close(self) -> None:
         """Give all chunks back; parameters keep their values as ordinary tensors on the host, in full precision."""
-        if self._closed:
-            return
-        self._drop_gradients()
-        self._blocks.close()
-        self._data.drop_uses()
-        self._interceptor.close()
-        self._state.release()
-        self._closed = True
+        self._release()
 
     # State
 
@@ -184,6 +186,7 @@ class Engine:
 
     def _step(self, hyper: dict[Slot, AdamStep]) -> None:
         self._check_open()
+        self._interceptor.abandon()
         if self._clock.end_iteration():
             self._plan()
         manager = self._manager
@@ -194,6 +197,8 @@ class Engine:
                 self._update.run(hyper.get, self._gradients.scaling)
             self._gradients.drop()
             self._data.settle_embeddings()
+        if self._data.end_step():
+            self._plan()
         self._scaler.update(overflow)
         peak = max(self._clock.non_model_peak, self._clock.trace.peak_non_model_bytes)
         self.stats.close_step(manager, self._scaler.scale, peak)
@@ -210,9 +215,10 @@ class Engine:
         chunks = self.layout.chunks
         self._manager.keep_duplicates = not self._parameters_fit(self._clock.peak_non_model_bytes)
         largest = max(place.numel for place in self.layout.places.values())
-        workspace = max(update_workspace_bytes(chunk, largest, 4) for chunk in chunks)
+        workspace = max(update_workspace_bytes(chunk, largest) for chunk in chunks)
+        beside = self._clock.peak_non_model_bytes + workspace
         self._update.on_device = set(
-            margin_chunks(chunks, self.device_budget_bytes, self._clock.peak_non_model_bytes, workspace)
+            margin_chunks(chunks, self.device_budget_bytes - beside, accumulates=self._data.accumulates)
         ) - {slot.place.chunk for slot in self._data.slots if slot.on_host}
 
     def _parameters_fit(self, beside_bytes: int) -> bool:
@@ -236,7 +242,12 @@ class Engine:
                 if param.requires_grad and not slot.scheme.trained:
                     thawed.append(slot)
             if thawed:
-                with torch.no_grad():
+                if self._clock.open_key is not None:
+                    raise ModelError(
+                        f"parameter {thawed[0].name!r} was unfrozen in the middle of a step, when graphs that know it "
+                        f"frozen may be alive; unfreeze between optimizer.step() and the next forward"
+                    )
+                with managing():
                     self.layout = promote(thawed, self.layout, self._data, self._interceptor)
                 self._clock.traces.clear()
 
@@ -254,13 +265,14 @@ class Engine:
             self._interceptor.window = None
             self._interceptor.unseen.clear()
             self._data.drop_uses()
+            self._data.follow_moves()
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._data.finish_gradients()
             self._clock.abandon()
             if is_out_of_memory(error):
                 manager = self._manager
                 raise BudgetError(
-                    f"an operator without parameters found no memory: chunks take {manager.device_used} bytes of the "
+                    f"an operator found no memory: chunks take {manager.device_used} bytes of the "
                     f"device, non-model data {self._clock.meter.now(manager.device_used)}, the budget is "
                     f"{self.device_budget_bytes}. Lower device_memory if others use this device, or use activation "
                     f"checkpointing or a smaller batch. PyTorch said: {error}"
@@ -270,14 +282,36 @@ class Engine:
     def _move_buffers(self) -> None:
         for module in self.module.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    raise ModelError(f"buffer {name!r} of {type(module).__name__} is on the meta device")
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if not self._release.alive:
             raise TrainingError("this engine was closed; call ps.initialize for a new one")
+
+
+def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> None:
+    """Leave an ordinary model behind: when the engine is closed, or when nobody holds it any more."""
+    with managing(), torch._C.DisableTorchFunctionSubclass():
+        blocks.close()
+        state.data.drop_uses()
+        state.data.discard_gradients()
+        interceptor.close()
+        state.release()
+
+
+def budgets(config: Config, device: torch.device) -> tuple[int, int]:
+    """The bytes of the two tiers. On a CPU they share one RAM: what one is not given is the other's, or half each."""
+    device_memory = int(config.device_memory) if config.device_memory is not None else None
+    host_memory = int(config.host_memory) if config.host_memory is not None else None
+    ram = installed_bytes(torch.device("cpu"))
+    if device.type != "cpu":
+        return device_memory or installed_bytes(device), host_memory or ram
+    if device_memory is None:
+        device_memory = ram // 2 if host_memory is None else max(0, ram - host_memory)
+    if host_memory is None:
+        host_memory = max(0, ram - device_memory)
+    return device_memory, host_memory
 
 
 def initialize(

@@ -15,12 +15,17 @@ class Gradients:
     def __init__(self, data: ModelData, scaler: LossScaler) -> None:
         self.data = data
         self.scaler = scaler
-        self._clip: torch.Tensor | None = None
+        self._clips: list[torch.Tensor] = []
 
     @property
     def scaling(self) -> Scaling:
         """What the update multiplies gradients by."""
-        return Scaling(self._unscale, self._clip)
+        return Scaling(self._unscale, tuple(self._clips))
+
+    @property
+    def clipped(self) -> bool:
+        """Whether the gradients are final: they were clipped, and no more may be added."""
+        return bool(self._clips)
 
     @property
     def _unscale(self) -> float | None:
@@ -28,25 +33,26 @@ class Gradients:
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Have the step scale gradients to a global norm of at most `max_norm`; returns the norm before."""
-        workspace, unscaled = self.data.workspace(), Scaling(self._unscale)
+        workspace, scaling = self.data.workspace(), self.scaling
         device = self.data.manager.device
         norms = []
         with torch.no_grad():
             for slot in self.data.slots:
                 if slot.has_gradient:
-                    grad = unscaled.apply(self.data.gradient(slot, workspace))
+                    grad = scaling.apply(self.data.gradient(slot, workspace))
                     norms.append(torch.linalg.vector_norm(grad).to(device))
             if not norms:
                 return torch.zeros((), device=device)
-            total, self._clip = clip_coefficient(norms, max_norm)
+            total, factor = clip_coefficient(norms, max_norm)
+            self._clips.append(factor)
         return total
 
     def read(self, slot: Slot) -> torch.Tensor | None:
-        """A copy of a parameter's gradient, unscaled, in the master's dtype; None if it has none."""
+        """A copy of a parameter's gradient, unscaled and clipped, in the master's dtype; None if it has none."""
         if not slot.has_gradient:
             return None
         with torch.no_grad():
-            return Scaling(self._unscale).apply(self.data.gradient(slot, Workspace(slot.place.numel)))
+            return self.scaling.apply(self.data.gradient(slot, Workspace(slot.place.numel)))
 
     def overflowed(self) -> bool:
         """Whether a gradient of the scaled loss holds an infinity or a NaN."""
@@ -63,4 +69,4 @@ class Gradients:
         """Forget them all; parameters that lie under one are put back."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self.data.discard_gradients()
-        self._clip = None
+        self._clips.clear()

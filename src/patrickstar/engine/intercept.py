@@ -12,7 +12,6 @@ from torch import nn
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from patrickstar.engine.model_data import ModelData
@@ -23,6 +22,7 @@ from patrickstar.engine.parameters import (
     adopt_view,
     descriptor,
 )
+from patrickstar.engine.precision import tensors_in
 from patrickstar.engine.slot import Slot
 from patrickstar.errors import BudgetError, ModelError, TrainingError
 from patrickstar.schedule.states import TensorState
@@ -44,6 +44,11 @@ _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 """What hands the memory itself out of PyTorch's sight; it gets a copy."""
 
 
+def _hand_over(param: Any) -> None:
+    """The hook on every parameter. It holds nothing: autograd keeps it where the garbage collector can't look."""
+    param._interceptor.take_gradient(param._slots[0], param)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocator had nothing left, of the GPU or of the CPU (whose error has no class of its own)."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
@@ -63,17 +68,37 @@ class Window:
         self.slots = slots
 
 
+class Before(NamedTuple):
+    """The graph as it was before an operator: what its own nodes are told from.
+
+    A number tells them apart within a thread; where a recompute runs in a thread of autograd's own, counting anew, the
+    nodes of the operands do.
+    """
+
+    number: int
+    operands: frozenset[Any]
+
+    @classmethod
+    def now(cls, args: Any, kwargs: Any) -> "Before":
+        operands = {tensor.grad_fn for tensor in tensors_in((args, kwargs)) if tensor.requires_grad}
+        return cls(torch._C._autograd._get_sequence_nr(), frozenset(operands))
+
+    def had(self, node: Any) -> bool:
+        """Whether a node was there already, or is a leaf's, which has no turn of its own."""
+        return node in self.operands or hasattr(node, "variable") or node._sequence_nr() < self.number
+
+
 class BlockUse(NamedTuple):
     """A block that is running under one window."""
 
     slots: tuple[Slot, ...]
     disguised: list[Slot]
-    first: int
+    before: "Before"
     suspended: Window | None
 
 
 @contextmanager
-def _managing() -> Iterator[None]:
+def managing() -> Iterator[None]:
     """What is made or moved here outlives the mode the user is in, and no graph is made of it."""
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
         yield
@@ -106,9 +131,7 @@ class Interceptor:
         """Take the gradient of `slot` when all its uses are summed, if it asks for one."""
         with torch._C.DisableTorchFunctionSubclass():
             if slot.param.requires_grad and slot not in self.hooks:
-                self.hooks[slot] = slot.param.register_post_accumulate_grad_hook(
-                    lambda param: self._take_gradient(slot, param)
-                )
+                self.hooks[slot] = slot.param.register_post_accumulate_grad_hook(_hand_over)
 
     def close(self) -> None:
         """Take no gradients any more."""
@@ -116,7 +139,8 @@ class Interceptor:
             hook.remove()
         self.hooks.clear()
 
-    def _take_gradient(self, slot: Slot, param: torch.Tensor) -> None:
+    def take_gradient(self, slot: Slot, param: torch.Tensor) -> None:
+        """Autograd has summed a gradient into `param.grad`."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if not self.backward_depth and self.loss_scaled:
                 raise TrainingError(
@@ -130,7 +154,8 @@ class Interceptor:
                     f"only, so its operator must be called with sparse=False"
                 )
             if slot.stays_on_host:
-                self.data.manager.traffic.d2h_bytes += slot.looked_up_bytes
+                self.data.manager.count_move(slot.lookups_in_graph_bytes, to_device=False)
+                slot.lookups_in_graph_bytes = 0
             self.data.put_gradient(slot, grad)
 
     # Operators
@@ -152,7 +177,11 @@ class Interceptor:
             return self._assign(slots[0], args[1])
         if func in _COPIED:
             return func(self.operate(torch.Tensor.clone, args[:1], {}, tensors), *args[1:], **kwargs)
-        first = torch._C._autograd._get_sequence_nr()
+        if func is not F.embedding:
+            for slot in slots:
+                if slot.on_host:
+                    self.data.bring_back(slot)
+        before = Before.now(args, kwargs)
         suspended = self._access(slots)
         versions = [_version(tensor) for tensor in tensors]
         try:
@@ -162,11 +191,11 @@ class Interceptor:
                 out = self._run(func, args, kwargs, slots)
             written = [t for t, version in zip(tensors, versions, strict=True) if _version(t) != version]
             if written:
-                with _managing():
+                with managing():
                     for slot in dict.fromkeys(slot for tensor in written for slot in tensor._slots):
                         self.data.written(slot)
             if func is not F.embedding:  # whose backward reads indices alone
-                self._follow(out, slots, first)
+                self._follow(out, slots, before)
         except BaseException:
             self._end_uses(slots, suspended)
             raise
@@ -175,7 +204,7 @@ class Interceptor:
 
     def _release(self, slots: Sequence[Slot], suspended: Window | None) -> None:
         belongs = torch.is_grad_enabled() or self.in_backward
-        with _managing():
+        with managing():
             self._end_uses(slots, suspended)
             self.data.boundary(belongs)
 
@@ -184,20 +213,20 @@ class Interceptor:
         if suspended is not None:
             self._open(suspended)
 
-    def open_block(self, slots: tuple[Slot, ...]) -> BlockUse:
+    def open_block(self, slots: tuple[Slot, ...], inputs: Any) -> BlockUse:
         """Have all parameters of a block there, as plain ones, until `close_block`."""
-        first = torch._C._autograd._get_sequence_nr()
+        before = Before.now((), inputs)
         suspended = self._access(slots)
         disguised = [slot for slot in slots if type(slot.param) is ChunkParameter]
         for slot in disguised:
             slot.param.__class__ = nn.Parameter
-        return BlockUse(slots, disguised, first, suspended)
+        return BlockUse(slots, disguised, before, suspended)
 
     def close_block(self, use: BlockUse, out: Any) -> None:
         """The block has returned `out`: open its window again before each node it added to the graph."""
         for slot in use.disguised:
             slot.param.__class__ = ChunkParameter
-        self._follow(out, use.slots, use.first)
+        self._follow(out, use.slots, use.before)
         self._release(use.slots, use.suspended)
 
     def _access(self, slots: Sequence[Slot]) -> Window | None:
@@ -207,10 +236,11 @@ class Interceptor:
         """
         belongs = torch.is_grad_enabled() or self.in_backward
         window = self.window
-        if not torch.is_grad_enabled() and not self.in_backward:
+        if self.data.clock.inside and not torch.is_grad_enabled() and not self.in_backward:
             # Perhaps inside a custom Function, whose node was the last to be made. See `follow_functions`.
-            self.unseen[torch._C._autograd._get_sequence_nr() - 1] = tuple(slots)
-        with _managing():
+            number = torch._C._autograd._get_sequence_nr() - 1
+            self.unseen[number] = tuple(dict.fromkeys((*self.unseen.get(number, ()), *slots)))
+        with managing():
             try:
                 self.data.access(slots, belongs)
                 return None
@@ -232,7 +262,8 @@ class Interceptor:
         manager = self.data.manager
         manager.comfort_bytes = 0
         with suppress(BudgetError):
-            self.data.point(manager.make_room(0, protect=()))
+            manager.make_room(0, protect=())
+        self.data.follow_moves()
         if manager.device.type == "cuda":
             torch.cuda.empty_cache()
         try:
@@ -284,16 +315,18 @@ class Interceptor:
             host = torch.device("cpu")
             moved: Any = [value.to(host) if isinstance(value, torch.Tensor) else value for value in args]
             found = F.embedding(*moved, **kwargs).to(self.data.manager.device)
-            self.data.manager.traffic.h2d_bytes += found.nbytes
-        slot.looked_up_bytes += found.nbytes
+            self.data.manager.count_move(found.nbytes, to_device=True)
+        if found.requires_grad:
+            slot.looked_up_bytes += found.nbytes
+            slot.lookups_in_graph_bytes += found.nbytes
         return found
 
-    def _follow(self, out: Any, slots: tuple[Slot, ...], first: int) -> None:
+    def _follow(self, out: Any, slots: tuple[Slot, ...], before: Before) -> None:
         """Class the views among an operator's outputs, and open its window before each node it added to the graph."""
         storages = {slot.chunk.read_storage._cdata for slot in slots}
         nodes = []
-        for tensor in (out,) if isinstance(out, torch.Tensor) else pytree.tree_leaves(out):
-            if not isinstance(tensor, torch.Tensor) or isinstance(tensor, ChunkParameter):
+        for tensor in (out,) if type(out) is torch.Tensor else tensors_in(out):
+            if isinstance(tensor, ChunkParameter):
                 continue
             if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages:
                 adopt_view(tensor, slots, self)
@@ -304,8 +337,7 @@ class Interceptor:
         enter, seen = self._entrance(slots), set()
         while nodes:
             node = nodes.pop()
-            # Nodes that existed before belong to others; the sink of a leaf has no turn of its own.
-            if node in seen or hasattr(node, "variable") or node._sequence_nr() < first:
+            if node in seen or before.had(node):
                 continue
             seen.add(node)
             node.register_prehook(enter)
@@ -325,6 +357,9 @@ class Interceptor:
                 f"the gradient of {slot.name!r} can't be assigned: the step takes what engine.backward(loss) computes; "
                 f"put the change into the loss"
             )
+        if isinstance(tensor, ChunkParameter):
+            with managing():
+                self.data.discard_gradient(slot)
         tensor.grad = value
 
     def _assign(self, slot: Slot, value: torch.Tensor) -> None:
@@ -339,7 +374,7 @@ class Interceptor:
                 f"ps.Config, or take engine.state_dict() to another model"
             )
         self._access((slot,))
-        with _managing():
+        with managing():
             slot.payload().copy_(value)
             self.data.written(slot)
         self._release((slot,), None)
@@ -361,6 +396,11 @@ class Interceptor:
                 Variable._execution_engine.queue_callback(self.end_backward)
             self._close()
             self._open(window)
+
+    def abandon(self) -> None:
+        """Close what a backward that failed, and was not `engine.backward`, left open."""
+        if self.window is not None and not self.backward_depth:
+            self.end_backward()
 
     def end_backward(self) -> None:
         """No node will run any more: close the window that is open."""

@@ -7,6 +7,7 @@ import torch
 from patrickstar.engine.clock import Clock
 from patrickstar.engine.slot import Slot
 from patrickstar.engine.workspace import Workspace
+from patrickstar.errors import TrainingError
 from patrickstar.layout.lists import GRAD32, PARAM32
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.manager import Manager
@@ -33,8 +34,11 @@ class ModelData:
         self.clock = clock
         self.slots: list[Slot] = []
         self.by_chunk: dict[int, list[Slot]] = {}
+        self.closed = False
         self.in_backward = False
         self.backward = 0
+        self.backwards_in_step = 0
+        self.accumulates = False
         self._stand_ins: dict[torch.dtype, torch.Tensor] = {}
 
     def add(self, slot: Slot) -> None:
@@ -52,6 +56,8 @@ class ModelData:
 
     def access(self, slots: Sequence[Slot], belongs: bool) -> None:
         """Have the parameters of `slots` readable on the device until they are released."""
+        if self.closed:
+            raise TrainingError(f"parameter {slots[0].name!r} is used by a graph whose engine was closed")
         for slot in slots:
             if slot.over_param:
                 self.give_way(slot)
@@ -72,14 +78,22 @@ class ModelData:
             if not slot.on_host and embedding_runs_on_host(slot.chunk.moved_bytes, slot.looked_up_bytes):
                 self.manager.settle(slot.chunk, on_device=False)
                 slot.on_host = True
-                self.clock.traces.clear()
+                self.clock.forget()
+                self.follow_moves()
                 self.point([slot.chunk])
             slot.chunk.moved_bytes = slot.looked_up_bytes = 0
+
+    def bring_back(self, slot: Slot) -> None:
+        """An operator other than a lookup wants an embedding's weight: it has to come to the device after all."""
+        slot.on_host = False
+        self.clock.forget()
+        self.point([slot.chunk])
 
     def begin_backward(self) -> None:
         """Gradients that come from here on belong to a new backward."""
         self.in_backward = True
         self.backward += 1
+        self.backwards_in_step += 1
 
     @staticmethod
     def chunks_to_bring(slots: Sequence[Slot]) -> list[Chunk]:
@@ -104,7 +118,10 @@ class ModelData:
     def boundary(self, belongs: bool) -> None:
         """An operator has ended: keep the budget for what comes until the next."""
         self.clock.tick((), belongs)
-        self.point(self.manager.make_room(0, protect=()))
+        try:
+            self.manager.make_room(0, protect=())
+        finally:
+            self.follow_moves()
         self.clock.settled()
 
     def reset_after_forward(self) -> None:
@@ -123,15 +140,17 @@ class ModelData:
 
     def bring(self, chunks: Sequence[Chunk]) -> None:
         """Move chunks to the device, and point Parameters at what came and away from what left."""
-        arriving = [chunk for chunk in chunks if not chunk.device_valid]
-        if arriving or self.manager.device_used > self.manager.comfort_bytes - self.manager.non_model_bytes:
-            self.point(self.manager.bring(chunks))
-            self.point(arriving)
-        elif self.manager.evict_everything:
-            self.point(self.manager.bring(chunks))
+        try:
+            self.manager.bring(chunks)
+        finally:
+            self.follow_moves()
+
+    def follow_moves(self) -> None:
+        """Point the Parameters of chunks that moved at their device memory, or at nothing if that is gone."""
+        self.point(self.manager.drain_moved())
 
     def point(self, chunks: Iterable[Chunk]) -> None:
-        """Point the Parameters of `chunks` at their device memory, or at nothing if that is gone."""
+        """Point the Parameters of `chunks` at where these are."""
         for chunk in chunks:
             for slot in self.by_chunk.get(chunk.index, ()):
                 if slot.chunk is chunk:
@@ -163,6 +182,7 @@ class ModelData:
         self.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
         if slot.scheme.trained:
             master = self.manager[PARAM32, slot.place.chunk]
+            self._count(slot.chunk, master, slot.place.numel * slot.chunk.dtype.itemsize)
             follow_rounded(slot.in_chunk(master), slot.payload())
             self.manager.mark_written(master, on_device=master.device_valid)
 
@@ -210,9 +230,24 @@ class ModelData:
     def discard_gradients(self) -> None:
         """Forget all gradients; parameters that lie under one are put back."""
         for slot in self.slots:
-            if slot.over_param:
-                self._restore(slot)
-            slot.in_list, slot.unfinished = False, None
+            self.discard_gradient(slot)
+
+    def discard_gradient(self, slot: Slot) -> None:
+        """Forget one."""
+        if slot.over_param:
+            self._restore(slot)
+        slot.in_list, slot.unfinished = False, None
+
+    def end_step(self) -> bool:
+        """Keep the gradient list if the step accumulated, else drop it; True if that differs from the step before."""
+        accumulated, self.backwards_in_step = self.backwards_in_step > 1, 0
+        lists = [chunk for (kind, _), chunk in self.manager.chunks.items() if kind == GRAD32]
+        if not accumulated:
+            for chunk in lists:
+                self.manager.remove(chunk)
+        changed = accumulated != self.accumulates
+        self.accumulates = accumulated
+        return changed
 
     def gradient(self, slot: Slot, workspace: Workspace) -> torch.Tensor:
         """The sum of a parameter's gradients in the master's dtype, in the workspace, where the gradients lie."""
@@ -228,14 +263,19 @@ class ModelData:
         """Room for the gradients of one pass."""
         return Workspace(max((slot.place.numel for slot in self.slots if slot.has_gradient), default=0))
 
+    def _count(self, source: Chunk, target: Chunk, nbytes: int) -> None:
+        if source.device_valid != target.device_valid:
+            self.manager.count_move(nbytes, to_device=target.device_valid)
+
     def _write(self, slot: Slot, payload: torch.Tensor) -> None:
         """Note that `payload` of a slot was written: autograd must catch whoever still wants what was there."""
         torch.autograd.graph.increment_version(slot.param)
         self.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
 
     def _restore(self, slot: Slot) -> None:
-        master = slot.in_chunk(self.manager[PARAM32, slot.place.chunk])
-        slot.payload().copy_(master.to(slot.chunk.dtype))
+        master = self.manager[PARAM32, slot.place.chunk]
+        slot.payload().copy_(slot.in_chunk(master).to(slot.chunk.dtype))
+        self._count(master, slot.chunk, slot.place.numel * slot.chunk.dtype.itemsize)
         self.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
         torch._C._autograd._unsafe_set_version_counter((slot.param,), (slot.version_before_gradient,))
         slot.over_param = False
@@ -251,6 +291,7 @@ class ModelData:
             self.manager.create(made, on_device=beside.device_valid)
         chunk = self.manager[GRAD32, index]
         total, grad = slot.in_chunk(chunk), slot.payload()
+        self._count(slot.chunk, chunk, grad.nbytes)
         if slot.in_list:
             total.add_(grad.to(total.device, total.dtype))
         else:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from patrickstar.memory.manager import Manager
 
@@ -24,15 +25,16 @@ class _Kept:
 class _Away:
     """A saved tensor on the host; its bytes are given back to the budget with it."""
 
-    def __init__(self, tensor: torch.Tensor, manager: Manager) -> None:
+    def __init__(self, tensor: torch.Tensor, source: StorageWeakRef, manager: Manager) -> None:
         nbytes = tensor.numel() * tensor.element_size()
         manager.reserve_host(nbytes)
+        weakref.finalize(self, manager.reserve_host, -nbytes)
+        self.source = source
         start = time.perf_counter()
         self.host = torch.empty_like(tensor, device="cpu", memory_format=torch.preserve_format).copy_(tensor)
         manager.traffic.stall_s += time.perf_counter() - start
         manager.traffic.d2h_bytes += nbytes
         self.device, self.manager, self.nbytes = tensor.device, manager, nbytes
-        weakref.finalize(self, manager.reserve_host, -nbytes)
 
     def back(self) -> torch.Tensor:
         """A copy on the device."""
@@ -58,13 +60,15 @@ class ActivationOffload:
         def pack(tensor: torch.Tensor) -> _Kept | _Away:
             with torch._C.DisableTorchFunctionSubclass():
                 movable = tensor.layout is torch.strided and tensor.numel() * tensor.element_size() >= SMALLEST_BYTES
-                if not movable or tensor.is_leaf or tensor.untyped_storage()._cdata in chunk_storages:
+                users_leaf = tensor.is_leaf and tensor.requires_grad
+                if not movable or users_leaf or tensor.untyped_storage()._cdata in chunk_storages:
                     return _Kept(tensor)
-                storage = tensor.untyped_storage()._cdata
-                key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version)
+                # While the entry lives its weak reference keeps the storage's identity from being given to another.
+                storage = StorageWeakRef(tensor.untyped_storage())
+                key = (storage.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version)
                 away = self._seen.get(key)
-                if away is None:
-                    away = _Away(tensor.detach(), self.manager)
+                if away is None or away.source.expired():
+                    away = _Away(tensor.detach(), storage, self.manager)
                     self._seen[key] = away
                 return away
 

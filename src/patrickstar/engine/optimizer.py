@@ -61,7 +61,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
                 state[position] = {"step": torch.tensor(float(slot.steps))} | {
                     kind: self._engine._state.read(slot, kind) for kind in (EXP_AVG, EXP_AVG_SQ)
                 }
-        return {"state": state, "param_groups": groups}
+        return {"state": state, "param_groups": groups, "loss_scale": self._engine._scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take states and param groups back. Raises ModelError when groups differ in size, before anything changes."""
@@ -77,7 +77,12 @@ class ChunkOptimizer(torch.optim.Optimizer):
             raise ModelError(f"the saved optimizer used {sorted(asked)}, which is not offered here; nothing was loaded")
         by_position = {position: slot for slot, position in self._positions().items()}
         for position, values in state_dict["state"].items():
-            slot = by_position[position]
+            slot = by_position.get(position)
+            if slot is None or not {"step", EXP_AVG, EXP_AVG_SQ} <= values.keys():
+                raise ModelError(
+                    f"the saved state of parameter {position} ({sorted(values)}) is not Adam's, or not of these "
+                    f"{len(by_position)} parameters; nothing was loaded"
+                )
             if not slot.scheme.trained:
                 raise ModelError(f"parameter {slot.name!r} is frozen here but has saved optimizer states")
             for kind in (EXP_AVG, EXP_AVG_SQ):
@@ -85,8 +90,12 @@ class ChunkOptimizer(torch.optim.Optimizer):
                     raise ModelError(
                         f"{kind} of {slot.name!r} was saved as {tuple(values[kind].shape)}, not {slot.shape}"
                     )
-        for slot in by_position.values():
+        for position, slot in by_position.items():
             slot.steps = 0
+            if slot.scheme.trained and position not in state_dict["state"]:
+                for kind in (EXP_AVG, EXP_AVG_SQ):
+                    self._engine._state.write(slot, kind, torch.zeros(()))
+        self._engine._scaler.load_state_dict(state_dict.get("loss_scale", {}))
         for position, values in state_dict["state"].items():
             slot = by_position[position]
             slot.steps = int(values["step"])

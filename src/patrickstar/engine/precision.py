@@ -1,7 +1,8 @@
 """The mixed-precision protocol, shared by the engine and by the plain reference it must equal."""
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -40,12 +41,39 @@ def cast_inputs(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
         return type(value)(*(cast_inputs(item, dtype, device) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(cast_inputs(item, dtype, device) for item in value)
-    if isinstance(value, Mapping):
-        return {key: cast_inputs(item, dtype, device) for key, item in value.items()}
+    if isinstance(value, MutableMapping):
+        twin = copy.copy(value)
+        for key, item in value.items():
+            twin[key] = cast_inputs(item, dtype, device)
+        return twin
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         cast = {f.name: cast_inputs(getattr(value, f.name), dtype, device) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **cast)
     return value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in containers, dataclasses and plain objects."""
+    found: list[torch.Tensor] = []
+    _collect(value, found, set())
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+        return
+    if value is None or isinstance(value, str | int | float | bool | type) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        inside: Any = value.values()
+    elif isinstance(value, list | tuple | set):
+        inside = value
+    else:
+        inside = getattr(value, "__dict__", {}).values()
+    for item in inside:
+        _collect(item, found, seen)
 
 
 class LossScaler:
@@ -58,6 +86,15 @@ class LossScaler:
         self.enabled = enabled
         self.scale = self.INITIAL_SCALE if enabled else 1.0
         self.good_steps = 0
+
+    def state_dict(self) -> dict[str, float | int]:
+        """What a resumed run needs."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another run was; an empty state changes nothing."""
+        if self.enabled and state:
+            self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
     def update(self, overflow: bool) -> None:
         """Take note of a step: whether its gradients held an infinity or a NaN."""

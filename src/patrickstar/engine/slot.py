@@ -26,7 +26,9 @@ class Slot:
     on_host: bool = False
     """Lookups run on the host, where the weight stays."""
     looked_up_bytes: int = 0
-    """What lookups put out since the last step."""
+    """What lookups that are differentiated put out since the last step."""
+    lookups_in_graph_bytes: int = 0
+    """The same, since the last gradient came."""
     state: TensorState = TensorState.FREE
     uses: int = 0
     over_param: bool = False

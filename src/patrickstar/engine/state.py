@@ -1,5 +1,6 @@
 """Parameters, buffers and optimizer states by name, in full precision."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,7 +43,8 @@ class ModelState:
         for name, tensor in self._entries().items():
             slot = slot_of(tensor)
             if slot is None:
-                state[name] = tensor.detach().cpu().clone()
+                plain = isinstance(tensor, torch.Tensor)
+                state[name] = tensor.detach().cpu().clone() if plain else copy.deepcopy(tensor)
                 continue
             if slot not in values:
                 values[slot] = self.full_precision(slot)
@@ -53,7 +55,8 @@ class ModelState:
         """Take it back; nothing changes unless all names and shapes fit."""
         own = self._entries()
         missing, unknown = own.keys() - state_dict.keys(), state_dict.keys() - own.keys()
-        shapes = [name for name in own.keys() & state_dict.keys() if own[name].shape != state_dict[name].shape]
+        tensors = {name for name, value in own.items() if isinstance(value, torch.Tensor)} & state_dict.keys()
+        shapes = [name for name in tensors if own[name].shape != state_dict[name].shape]
         if missing or unknown or shapes:
             raise ModelError(
                 f"the state does not fit the model, nothing was loaded: missing {sorted(missing)}, "
@@ -62,7 +65,9 @@ class ModelState:
         with torch.no_grad():
             for name, tensor in own.items():
                 slot = slot_of(tensor)
-                if slot is None:
+                if not isinstance(tensor, torch.Tensor):
+                    self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(copy.deepcopy(state_dict[name]))
+                elif slot is None:
                     tensor.copy_(state_dict[name])
                 else:
                     self._assign(slot, state_dict[name])
@@ -70,6 +75,7 @@ class ModelState:
     def release(self) -> None:
         """Give every chunk back; parameters become ordinary ones on the host, in full precision."""
         manager = self.data.manager
+        self.data.closed = True
         for slot in self.data.slots:
             release_parameter(slot)
         for chunk in list(manager.chunks.values()):

@@ -18,14 +18,14 @@ class Scaling:
     """Factors that gradients are multiplied by before the update, one after the other, each rounded."""
 
     unscale: float | None = None
-    clip: torch.Tensor | None = None
+    clips: tuple[torch.Tensor, ...] = ()
 
     def apply(self, grad: torch.Tensor) -> torch.Tensor:
         """Scale a gradient in place."""
         if self.unscale is not None:
             grad.mul_(self.unscale)
-        if self.clip is not None:
-            grad.mul_(self.clip.to(grad.device))
+        for factor in self.clips:
+            grad.mul_(factor.to(grad.device))
         return grad
 
 
@@ -66,13 +66,14 @@ class Update:
         chunks = [manager[kind, index] for kind in kinds]
         if any(slot.has_gradient for slot in slots):
             chunks.append(slots[0].chunk)
-        here = [chunk for chunk in chunks if chunk.device_valid]
-        stuck = chunks[0].device_valid and not manager.host_has_room(sum(chunk.nbytes for chunk in here))
+        below = sum(chunk.nbytes for chunk in chunks if chunk.device_valid and chunk.host is None)
+        stuck = chunks[0].device_valid and not manager.free_host_room(below)
         on_device = index in self.on_device or stuck
-        left = manager.bring(chunks) if on_device else []
+        if on_device:
+            manager.bring(chunks)
         for chunk in chunks:
-            left += manager.settle(chunk, on_device)
-        self.data.point([*left, slots[0].chunk])
+            manager.settle(chunk, on_device)
+        self.data.follow_moves()
 
     def _step(self, slot: Slot, hyper: AdamStep, scaling: Scaling, workspace: Workspace) -> None:
         manager, index = self.data.manager, slot.place.chunk

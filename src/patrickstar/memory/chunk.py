@@ -93,7 +93,7 @@ class Chunk:
         self.storage.resize_(0)
         self.device_valid = False
 
-    def allocate_host(self) -> None:
+    def allocate_host(self) -> torch.Tensor:
         """Take host memory, page-locked in place when the device is a GPU; its content is undefined."""
         self.host = torch.empty(self.numel, dtype=self.dtype)
         if self.device.type == "cuda" and self.nbytes:
@@ -101,6 +101,7 @@ class Chunk:
             status = torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), self.nbytes, PINNED_READ_WRITE)
             if int(status) != 0:
                 raise MemoryError(f"cudaHostRegister could not lock {self.nbytes} bytes of {self}: error {int(status)}")
+        return self.host
 
     def free_host(self, poison: bool) -> None:
         """Give the host memory back."""

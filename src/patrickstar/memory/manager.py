@@ -55,6 +55,7 @@ class Manager:
         self.host_peak = 0
         self.host_non_model_peak = 0
         self.traffic = Traffic()
+        self._moved: set[Chunk] = set()
 
     def __getitem__(self, key: tuple[str, int]) -> Chunk:
         return self.chunks[key]
@@ -74,17 +75,17 @@ class Manager:
 
         Memory that was never touched is not resident, and a meter of resident memory would miss it.
         """
-        self.chunks[chunk.kind, chunk.index] = chunk
         if on_device:
             self.make_room(chunk.nbytes, protect=())
             self._take_device(chunk)
             chunk.on_device(chunk.whole).zero_()
             chunk.device_valid = True
         else:
-            self._require_host(chunk)
-            assert chunk.host is not None
-            chunk.host.zero_()
+            if not self.free_host_room(chunk.nbytes):
+                self._fail_host(chunk)
+            self._take_host(chunk).zero_()
             chunk.host_valid = True
+        self.chunks[chunk.kind, chunk.index] = chunk
         return chunk
 
     def remove(self, chunk: Chunk) -> None:
@@ -95,12 +96,17 @@ class Manager:
             self._release_host(chunk)
         del self.chunks[chunk.kind, chunk.index]
 
+    def drain_moved(self) -> set[Chunk]:
+        """The chunks that came to the device or left it since the last call."""
+        moved, self._moved = self._moved, set()
+        return moved
+
     # Access: the compute tier
 
-    def bring(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Have `chunks` on the device, all at once; returns the chunks that had to leave for it."""
+    def bring(self, chunks: Sequence[Chunk]) -> None:
+        """Have `chunks` on the device, all at once."""
         missing = sum(chunk.nbytes for chunk in chunks if not chunk.device_valid)
-        left = self.make_room(missing, protect=chunks)
+        self.make_room(missing, protect=chunks)
         for chunk in chunks:
             if not chunk.device_valid:
                 self._take_device(chunk)
@@ -111,21 +117,19 @@ class Manager:
                 chunk.moved_bytes += chunk.nbytes
                 if not self.keep_duplicates:
                     self._release_host(chunk)
-        return left
 
-    def make_room(self, nbytes: int, protect: Iterable[Chunk]) -> list[Chunk]:
-        """Evict until `nbytes` more fit into what the budget leaves for chunks; returns what left.
+    def make_room(self, nbytes: int, protect: Iterable[Chunk]) -> None:
+        """Evict until `nbytes` more fit into what the budget leaves for chunks.
 
         First the comfort limit is aimed at (in warm-up 80 % of the budget), by chunks of `param16` only; if the budget
         itself would be exceeded, any chunk that nobody uses may go.
         """
-        protected = set(protect)
         comfort = min(self.comfort_bytes - self.non_model_bytes, self.chunkable_bytes)
-        left: list[Chunk] = []
         if self.evict_everything:
             comfort = 0
         if self.device_used + nbytes <= comfort:
-            return left
+            return
+        protected = set(protect)
         movable = [
             chunk for chunk in self.chunks.values() if chunk.device_bytes and not chunk.pins and chunk not in protected
         ]
@@ -133,16 +137,14 @@ class Manager:
         for index in self.policy.order(by_index, self.now):
             if self.device_used + nbytes <= comfort:
                 break
-            if self._leave_device(by_index[index]):
-                left.append(by_index[index])
+            self._evict(by_index[index])
         for chunk in movable:
             if self.device_used + nbytes <= self.chunkable_bytes:
                 break
-            if chunk.kind != PARAM16 and self._leave_device(chunk):
-                left.append(chunk)
+            if chunk.kind != PARAM16:
+                self._evict(chunk)
         if self.device_used + nbytes > self.chunkable_bytes:
             self._fail_device(nbytes)
-        return left
 
     def mark_written(self, chunk: Chunk, on_device: bool) -> None:
         """Say that one copy was written: it is the authoritative one, a copy on the other tier is stale."""
@@ -151,24 +153,21 @@ class Manager:
         if not on_device and chunk.device_bytes:
             self._release_device(chunk)
 
-    def settle(self, chunk: Chunk, on_device: bool) -> list[Chunk]:
-        """Have the chunk on one tier alone, to be written there; returns what had to leave the device for it."""
+    def settle(self, chunk: Chunk, on_device: bool) -> None:
+        """Have the chunk on one tier alone, to be written there."""
         if on_device:
-            left = [] if chunk.device_valid else self.bring([chunk])
+            if not chunk.device_valid:
+                self.bring([chunk])
             if chunk.host is not None:
                 self._release_host(chunk)
-            return left
-        if chunk.device_bytes:
-            if not self._leave_device(chunk):
-                self._fail_host(chunk)
-            return [chunk]
-        return []
+        elif chunk.device_bytes and not self._leave_device(chunk):
+            self._fail_host(chunk)
 
     # Host memory
 
     def reserve_host(self, nbytes: int) -> None:
         """Account for host memory that holds offloaded activations; negative bytes give it back."""
-        if nbytes > 0 and not self.host_has_room(nbytes):
+        if nbytes > 0 and not self.free_host_room(nbytes):
             short = self.host_used + self.host_non_model_bytes + nbytes - self.host_budget_bytes
             raise BudgetError(
                 f"offloading activations needs {nbytes} more bytes on the host, where {self._host_account()}; "
@@ -178,57 +177,67 @@ class Manager:
         self.host_non_model_bytes += nbytes
         self.host_non_model_peak = max(self.host_non_model_peak, self.host_non_model_bytes)
 
-    def host_has_room(self, nbytes: int) -> bool:
-        """Whether `nbytes` more fit on the host, after duplicates that lie on the device too are dropped if need be."""
+    def free_host_room(self, nbytes: int) -> bool:
+        """Have room for `nbytes` more on the host, if dropping copies of what the device has too makes it."""
         free = self.host_budget_bytes - self.host_non_model_bytes - self.host_used
-        if nbytes <= free:
-            return True
-        for chunk in self.chunks.values():
-            if chunk.host is not None and chunk.device_valid:
-                free += chunk.nbytes
-                self._release_host(chunk)
+        spare = [chunk for chunk in self.chunks.values() if chunk.host is not None and chunk.device_valid]
+        if nbytes > free + sum(chunk.nbytes for chunk in spare):
+            return False
+        for chunk in spare:
             if nbytes <= free:
-                return True
-        return False
+                break
+            free += chunk.nbytes
+            self._release_host(chunk)
+        return True
+
+    def _evict(self, chunk: Chunk) -> None:
+        if self._leave_device(chunk):
+            self.traffic.evictions += 1
 
     def _leave_device(self, chunk: Chunk) -> bool:
-        """Evict a chunk; written back only if its host copy is not current. False if the host has no room."""
+        """Leave the device, written back only if the host copy is not current. False if the host has no room."""
         if not chunk.host_valid:
             if chunk.host is None:
-                if not self.host_has_room(chunk.nbytes):
+                if not self.free_host_room(chunk.nbytes):
                     return False
                 self._take_host(chunk)
+                # It had to be written without need, perhaps: from now on fetched chunks keep their host copy.
+                self.keep_duplicates = True
             with self._stalled():
                 chunk.on_host(chunk.whole).copy_(chunk.on_device(chunk.whole))
             chunk.host_valid = True
             self.traffic.d2h_bytes += chunk.nbytes
             chunk.moved_bytes += chunk.nbytes
         self._release_device(chunk)
-        self.traffic.evictions += 1
         return True
-
-    def _require_host(self, chunk: Chunk) -> None:
-        if not self.host_has_room(chunk.nbytes):
-            self._fail_host(chunk)
-        self._take_host(chunk)
 
     def _take_device(self, chunk: Chunk) -> None:
         chunk.allocate_device()
+        self._moved.add(chunk)
         self.device_used += chunk.nbytes
         self.device_peak = max(self.device_peak, self.device_used)
 
     def _release_device(self, chunk: Chunk) -> None:
         chunk.free_device(self.poison)
+        self._moved.add(chunk)
         self.device_used -= chunk.nbytes
 
-    def _take_host(self, chunk: Chunk) -> None:
-        chunk.allocate_host()
+    def _take_host(self, chunk: Chunk) -> torch.Tensor:
+        host = chunk.allocate_host()
         self.host_used += chunk.nbytes
         self.host_peak = max(self.host_peak, self.host_used)
+        return host
 
     def _release_host(self, chunk: Chunk) -> None:
         chunk.free_host(self.poison)
         self.host_used -= chunk.nbytes
+
+    def count_move(self, nbytes: int, *, to_device: bool) -> None:
+        """Note bytes that crossed between the tiers outside whole chunks."""
+        if to_device:
+            self.traffic.h2d_bytes += nbytes
+        else:
+            self.traffic.d2h_bytes += nbytes
 
     @contextmanager
     def _stalled(self) -> Iterator[None]:
@@ -255,11 +264,17 @@ class Manager:
     def _fail_device(self, nbytes: int) -> None:
         short = self.device_used + nbytes - self.chunkable_bytes
         pinned = [chunk for chunk in self.chunks.values() if chunk.pins]
+        stuck = [chunk for chunk in self.chunks.values() if chunk.device_bytes and not chunk.pins]
+        if self.non_model_bytes > self.device_budget_bytes:
+            what = "activations alone exceed the device budget"
+        elif stuck:
+            what = f"{len(stuck)} chunks can't leave the device, since the host is full ({self._host_account()})"
+        else:
+            what = f"{nbytes} more bytes of chunks are needed at once on the device"
         raise BudgetError(
-            f"an operator needs {nbytes} more bytes of chunks on the device, where the budget of "
-            f"{self.device_budget_bytes} bytes holds {self.non_model_bytes} bytes of non-model data and "
-            f"{self.device_used} bytes of chunks that can't leave (in use: {pinned}; on the host, "
-            f"{self._host_account()}). Raise device_memory by at least {short} bytes ({format_size(short)}), use "
+            f"{what}: the budget of {self.device_budget_bytes} bytes holds {self.non_model_bytes} bytes of non-model "
+            f"data and {self.device_used} bytes of chunks (in use: {pinned}). Raise "
+            f"{'host_memory or ' if stuck else ''}device_memory by at least {short} bytes ({format_size(short)}), use "
             f"activation checkpointing, or a smaller batch",
             short,
         )

@@ -1,63 +1,62 @@
 """Does it fit? Asked before training, answered in bytes per tier."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 from patrickstar.errors import BudgetError
 from patrickstar.layout.mapping import Layout
 from patrickstar.layout.sizes import format_size
+from patrickstar.schedule.placement import initial_placement
 
 
-@dataclass(frozen=True)
-class Needs:
-    """The least bytes that model data asks of the tiers; non-model data comes on top of `device_bytes`."""
-
-    device_bytes: int
-    total_bytes: int
-    swap_bytes: int
+def working_set_bytes(layout: Layout, together: Iterable[set[str]]) -> int:
+    """The most `param16` chunks that have to be on the device at once, for parameters that are read `together`."""
+    nbytes = {chunk.index: chunk.compute_bytes for chunk in layout.chunks}
+    sets = ({layout.places[name].chunk for name in names} for names in together)
+    return max(sum(nbytes[index] for index in indices) for indices in sets)
 
 
-def least_bytes(layout: Layout) -> Needs:
-    """What any run of this layout needs: the largest `param16` chunk on the device, everything somewhere.
+def fits(layout: Layout, working_set: int, device_budget_bytes: int, host_budget_bytes: int) -> bool:
+    """Whether model data has a place to begin in, and operators have room beside what can't leave the device."""
+    placement = initial_placement(layout.chunks, device_budget_bytes, host_budget_bytes)
+    if placement is None:
+        return False
+    stays = sum(chunk.optimizer_bytes for chunk in layout.chunks if placement[chunk.index].optimizer_on_device)
+    return stays + working_set <= device_budget_bytes
 
-    When parameters don't all fit on the device, exchanging two chunks needs room for one more beside all of them.
+
+def least(works: Callable[[int], bool], upper: int) -> int:
+    """The smallest number up to `upper` that works, where all larger ones do too."""
+    lower = 0
+    while lower < upper:
+        middle = (lower + upper) // 2
+        if works(middle):
+            upper = middle
+        else:
+            lower = middle + 1
+    return upper
+
+
+def check_budgets(
+    layout: Layout, together: Iterable[set[str]], device_budget_bytes: int, host_budget_bytes: int
+) -> None:
+    """Raise BudgetError, with the smallest budgets that work, when the model data can't fit the two tiers.
+
+    together: names of parameters that one operator reads at once. What activations take comes on top.
     """
-    largest = max(chunk.compute_bytes for chunk in layout.chunks)
-    return Needs(device_bytes=largest, total_bytes=layout.model_data_bytes, swap_bytes=largest)
-
-
-def check_budgets(layout: Layout, device_budget_bytes: int, host_budget_bytes: int) -> None:
-    """Raise BudgetError, with the smallest budgets that work, when the model data can't fit the two tiers."""
-    needs = least_bytes(layout)
-    smallest_host = max(0, needs.total_bytes - device_budget_bytes)
-    if layout.param16_bytes > device_budget_bytes:
-        smallest_host = max(smallest_host, needs.total_bytes - device_budget_bytes + needs.swap_bytes)
-    problems = []
-    if device_budget_bytes < needs.device_bytes:
-        problems.append(
-            f"the device budget of {device_budget_bytes} bytes ({format_size(device_budget_bytes)}) is smaller than "
-            f"the largest chunk"
-        )
-        smallest_host = needs.total_bytes
-    if host_budget_bytes < smallest_host:
-        problems.append(
-            f"the host budget of {host_budget_bytes} bytes ({format_size(host_budget_bytes)}) can't take what the "
-            f"device budget leaves over"
-        )
-    if problems:
-        raise BudgetError(
-            f"the model data of {needs.total_bytes} bytes ({format_size(needs.total_bytes)}) does not fit: "
-            f"{'; '.join(problems)}. The smallest budgets that work: device_memory={needs.device_bytes} bytes plus "
-            f"what activations take, and with device_memory={max(device_budget_bytes, needs.device_bytes)} "
-            f"host_memory={smallest_host} bytes ({format_size(smallest_host)})"
-        )
-
-
-def check_shared_memory(layout: Layout, installed_bytes: int) -> None:
-    """Raise BudgetError when both tiers are parts of one RAM, and that is smaller than the model data."""
-    if layout.model_data_bytes > installed_bytes:
-        raise BudgetError(
-            f"the model data of {layout.model_data_bytes} bytes ({format_size(layout.model_data_bytes)}) does not fit "
-            f"into the {installed_bytes} bytes ({format_size(installed_bytes)}) of memory that this machine has left, "
-            f"whatever the budgets; use a smaller model",
-            layout.model_data_bytes - installed_bytes,
-        )
+    working_set = working_set_bytes(layout, together)
+    if fits(layout, working_set, device_budget_bytes, host_budget_bytes):
+        return
+    total = layout.model_data_bytes
+    plenty = 2 * total + working_set
+    device = least(lambda nbytes: fits(layout, working_set, nbytes, host_budget_bytes), plenty)
+    device_at_all = max(device_budget_bytes, least(lambda nbytes: fits(layout, working_set, nbytes, plenty), plenty))
+    host = least(lambda nbytes: fits(layout, working_set, device_at_all, nbytes), plenty)
+    raise BudgetError(
+        f"the model data of {total} bytes ({format_size(total)}) does not fit a device budget of {device_budget_bytes} "
+        f"bytes ({format_size(device_budget_bytes)}) and a host budget of {host_budget_bytes} bytes "
+        f"({format_size(host_budget_bytes)}); the most demanding operator needs {working_set} bytes at once on the "
+        f"device. The smallest budgets that work, activations not counted: device_memory={device} bytes "
+        f"({format_size(device)}) with this host_memory, or device_memory={device_at_all} with host_memory={host} "
+        f"bytes ({format_size(host)})",
+        device - device_budget_bytes,
+    )

@@ -5,7 +5,9 @@ byte of optimizer states does.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from patrickstar.layout.lists import ITEMSIZE
 from patrickstar.layout.mapping import ChunkSpec
 
 WARM_UP_PERCENT = 80
@@ -13,26 +15,75 @@ WARM_UP_PERCENT = 80
 (the paper's own figure)."""
 
 
-def update_workspace_bytes(chunk: ChunkSpec, largest_param_numel: int, itemsize: int) -> int:
-    """Temporaries of updating a chunk: the gradient of its largest parameter in the master dtype."""
-    return min(chunk.numel, largest_param_numel) * itemsize if chunk.scheme.trained else 0
+@dataclass(frozen=True)
+class Tiers:
+    """Where the chunks of one index begin their life."""
+
+    compute_on_device: bool
+    optimizer_on_device: bool
 
 
-def margin_chunks(
-    chunks: Sequence[ChunkSpec], device_budget_bytes: int, peak_non_model_bytes: int, workspace_bytes: int
-) -> list[int]:
-    """The chunk indices whose optimizer chunks live on the device, in list order.
+HOST = Tiers(compute_on_device=False, optimizer_on_device=False)
 
-    The margin space is what the budget leaves at the peak of non-model data once all of `param16` is there. Where not
-    even that fits there is no margin: every byte serves parameters.
+
+def initial_placement(
+    chunks: Sequence[ChunkSpec], device_budget_bytes: int, host_budget_bytes: int
+) -> dict[int, Tiers] | None:
+    """Where each index begins; None if the tiers are too small together.
+
+    Optimizer chunks begin on the host, as many as it has room for beside the part of `param16` that the device can't
+    hold and beside one chunk that changes places. The others live on the device, and `param16` has what they leave:
+    while the host can take the rest, no more than the warm-up may fill.
     """
     param16 = sum(chunk.compute_bytes for chunk in chunks)
-    margin = device_budget_bytes - peak_non_model_bytes - workspace_bytes - param16
+    exchange = max(chunk.compute_bytes for chunk in chunks)
+    below = sum(chunk.optimizer_bytes for chunk in chunks)
+    above: set[int] = set()
+    forced = 0
+    waiting = [chunk for chunk in chunks if chunk.scheme.trained]
+    while True:
+        spill = max(0, param16 - max(0, device_budget_bytes - forced))
+        if below + spill + (exchange if below or spill else 0) <= host_budget_bytes:
+            break
+        if not waiting:
+            return None
+        chunk = waiting.pop(0)
+        above.add(chunk.index)
+        forced += chunk.optimizer_bytes
+        below -= chunk.optimizer_bytes
+    if forced + exchange > device_budget_bytes:
+        return None
+    cautious = device_budget_bytes * WARM_UP_PERCENT // 100 - forced
+    room = min(device_budget_bytes - forced, max(cautious, param16 - (host_budget_bytes - below)))
+    placement = {}
+    for chunk in chunks:
+        fits = chunk.compute_bytes <= room
+        room -= chunk.compute_bytes if fits else 0
+        placement[chunk.index] = Tiers(fits, chunk.index in above)
+    return placement
+
+
+def update_workspace_bytes(chunk: ChunkSpec, largest_param_numel: int) -> int:
+    """Temporaries of updating a chunk: the gradient of its largest parameter in the master dtype."""
+    return min(chunk.numel, largest_param_numel) * ITEMSIZE[chunk.scheme.master_dtype] if chunk.scheme.trained else 0
+
+
+def margin_chunks(chunks: Sequence[ChunkSpec], chunkable_bytes: int, *, accumulates: bool = False) -> list[int]:
+    """The chunk indices whose optimizer chunks live on the device, in list order.
+
+    The margin space is what the peak of non-model data, and the update's workspace, leave of the budget
+    (`chunkable_bytes`) once all of `param16` is there. Where not even that fits there is no margin: every byte serves
+    parameters. With accumulation the gradient list lies beside the optimizer chunks.
+    """
+    margin = chunkable_bytes - sum(chunk.compute_bytes for chunk in chunks)
     placed = []
     for chunk in chunks:
-        if chunk.scheme.trained and chunk.optimizer_bytes <= margin:
+        nbytes = chunk.optimizer_bytes
+        if accumulates:
+            nbytes += chunk.nbytes(ITEMSIZE[chunk.scheme.master_dtype])
+        if chunk.scheme.trained and nbytes <= margin:
             placed.append(chunk.index)
-            margin -= chunk.optimizer_bytes
+            margin -= nbytes
     return placed
 
 

@@ -1,0 +1,178 @@
+"""Options: what is accepted, and the one line that says what is wrong with the rest."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+import patrickstar as ps
+from patrickstar.engine.config import Adam, AdamW, Config
+from patrickstar.errors import ConfigError, DeviceError
+
+
+def test_a_budget_is_all_there_is_to_choose():
+    config = Config()
+    assert (config.device, config.device_memory, config.host_memory, config.chunk_size) == ("auto", None, None, "auto")
+    assert config.precision == "bf16"
+    assert config.optimizer == AdamW()
+    assert config.activation_offload is False
+
+
+def test_sizes_become_bytes():
+    config = Config(device_memory="2GiB", host_memory=12345, chunk_size="4 MiB")
+    assert (config.device_memory, config.host_memory, config.chunk_size) == (2 * 1024**3, 12345, 4 * 1024**2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "misspelt", "meant"),
+    [
+        (Config, "device_mem", "device_memory"),
+        (Config, "hostmemory", "host_memory"),
+        (Config, "precison", "precision"),
+        (Config, "optimiser", "optimizer"),
+        (Config, "chunksize", "chunk_size"),
+        (Config, "offload_activations", "activation_offload"),
+        (Adam, "learning_rate", "lr"),
+        (AdamW, "weightdecay", "weight_decay"),
+        (AdamW, "beta", "betas"),
+    ],
+)
+def test_an_unknown_option_is_named_with_the_nearest_valid_one(kind, misspelt, meant):
+    with pytest.raises(ConfigError) as caught:
+        kind(**{misspelt: 1})
+    message = str(caught.value)
+    assert f"{kind.__name__} has no option {misspelt!r}; did you mean {meant!r}?" in message
+    assert all(name in message for name in kind.model_fields)
+    assert "\n" not in message
+
+
+def test_a_name_like_no_option_still_gets_the_list():
+    with pytest.raises(ConfigError, match=r"Its options: .*device_memory"):
+        Config(zzz=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "value", "words"),
+    [
+        (Config, "device_memory", "lots", "'lots' is not a size"),
+        (Config, "device_memory", 0, "must be positive"),
+        (Config, "host_memory", -1, "must be positive"),
+        (Config, "host_memory", 1.5, ""),
+        (Config, "chunk_size", "0 MiB", "must be positive"),
+        (Config, "chunk_size", None, ""),
+        (Config, "device_memory", "auto", ""),
+        (Config, "host_memory", "auto", ""),
+        (Config, "host_memory", "1" + "0" * 400 + "x", "is not a size"),
+        (Config, "precision", "fp8", "'bf16', 'fp16' or 'fp32'"),
+        (Config, "precision", torch.bfloat16, "'bf16', 'fp16' or 'fp32'"),
+        (Config, "optimizer", "adam", ""),
+        (Config, "optimizer", torch.optim.Adam, ""),
+        (Config, "activation_offload", "perhaps", ""),
+        (Config, "device", 0, ""),
+        (Adam, "lr", -1e-3, "must not be negative, and -0.001 is"),
+        (Adam, "lr", float("nan"), "must not be negative, and nan is"),
+        (Adam, "lr", "fast", ""),
+        (AdamW, "eps", -1e-8, "must not be negative"),
+        (AdamW, "weight_decay", -0.1, "must not be negative"),
+        (Adam, "betas", (0.9, 1.0), "must lie in [0, 1), and (0.9, 1.0) do not"),
+        (Adam, "betas", (-0.1, 0.9), "must lie in [0, 1)"),
+        (Adam, "betas", (0.9,), ""),
+        (Adam, "betas", (0.9, float("nan")), "must lie in [0, 1)"),
+        (Adam, "param_groups", [{"params": []}], ""),
+    ],
+)
+def test_a_bad_value_is_named_in_one_line(kind, option, value, words):
+    with pytest.raises(ConfigError) as caught:
+        kind(**{option: value})
+    message = str(caught.value)
+    assert message.startswith(f"{kind.__name__}: {option}")
+    assert words in message
+    assert "\n" not in message
+
+
+def test_several_bad_values_are_told_together():
+    with pytest.raises(ConfigError, match=r"precision.*activation_offload"):
+        Config(precision="int4", activation_offload="perhaps")
+
+
+@pytest.mark.parametrize("kind", [Config, Adam, AdamW])
+def test_options_can_not_be_changed_afterwards(kind):
+    options = kind()
+    name = next(iter(kind.model_fields))
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(options, name, getattr(options, name))
+
+
+def test_an_optimizer_keeps_its_kind_and_its_defaults_are_torchs():
+    for ours, theirs in ((Adam(), torch.optim.Adam), (AdamW(), torch.optim.AdamW)):
+        defaults = theirs([torch.zeros(1)]).defaults
+        assert {name: getattr(ours, name) for name in ("lr", "betas", "eps", "weight_decay")} == {
+            name: defaults[name] for name in ("lr", "betas", "eps", "weight_decay")
+        }
+        assert type(Config(optimizer=ours).optimizer) is type(ours)
+    assert Config(optimizer=AdamW()).optimizer.decoupled
+    assert not Config(optimizer=Adam()).optimizer.decoupled
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_precision_is_a_compute_dtype(precision, dtype):
+    assert Config(precision=precision).compute_dtype == dtype
+
+
+def test_the_package_offers_them():
+    assert (ps.Config, ps.Adam, ps.AdamW) == (Config, Adam, AdamW)
+
+
+# Devices
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Says how many CUDA devices this machine has."""
+
+    def has(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    return has
+
+
+@pytest.mark.parametrize(
+    ("count", "name", "device"),
+    [
+        (0, "cpu", "cpu"),
+        (0, "auto", "cpu"),
+        (2, "auto", "cuda:0"),
+        (2, "cuda", "cuda:0"),
+        (2, "cuda:1", "cuda:1"),
+        (2, "cpu", "cpu"),
+    ],
+)
+def test_the_device_that_is_there(cuda, count, name, device):
+    cuda(count)
+    assert Config(device=name).find_device() == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("count", "name", "words"),
+    [
+        (0, "cuda", "offers 0 CUDA devices; use 'cpu'"),
+        (0, "cuda:0", "offers 0 CUDA devices; use 'cpu'"),
+        (2, "cuda:2", "offers 2 CUDA devices"),
+        (0, "mps", "is not supported"),
+        (0, "meta", "is not supported"),
+        (0, "tpu", "names no device"),
+        (0, "", "names no device"),
+        (0, "cuda:x", "names no device"),
+        (0, "GPU", "names no device"),
+    ],
+)
+def test_a_device_that_is_not_there_is_named(cuda, count, name, words):
+    cuda(count)
+    with pytest.raises(DeviceError) as caught:
+        Config(device=name).find_device()
+    assert repr(name) in str(caught.value)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
