@@ -1,6 +1,7 @@
 """Small random models, budgets and meters that the laws are tested over."""
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import patrickstar as ps
 from patrickstar.engine.engine import Engine
-from patrickstar.memory.manager import Manager
+from patrickstar.memory.chunk import Chunk
 
 WIDTH = 8
 
@@ -138,9 +139,8 @@ def train(engine: Engine, steps: int) -> list[float]:
     return losses
 
 
-def real_bytes(manager: Manager) -> tuple[int, int]:
+def real_bytes(chunks: Iterable[Chunk]) -> tuple[int, int]:
     """Bytes that chunks really take on the device and on the host."""
-    chunks = manager.chunks.values()
     return sum(chunk.storage.nbytes() for chunk in chunks), sum(
         0 if chunk.host is None else chunk.host.untyped_storage().nbytes() for chunk in chunks
     )

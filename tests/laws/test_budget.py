@@ -1,5 +1,7 @@
 """Law 2: at every moment, chunk bytes on a tier stay within its budget less the non-model data there."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from patrickstar.engine.engine import Engine
 from patrickstar.errors import BudgetError
 from patrickstar.layout.sizes import parse_size
 from patrickstar.memory.manager import Manager
+from patrickstar.testing import NoMeter
 
 from .models import Shape, Waves, chunk_sizes, config, precisions, real_bytes, shapes, smallest_device_bytes, train
 
@@ -20,12 +23,13 @@ class Watched(Manager):
     def _take_device(self, chunk):
         super()._take_device(chunk)
         assert self.device_used <= self.device_budget_bytes - self.non_model_bytes
-        assert real_bytes(self) == (self.device_used, self.host_used)
+        assert real_bytes({*self.chunks.values(), chunk}) == (self.device_used, self.host_used)
 
     def _take_host(self, chunk):
-        super()._take_host(chunk)
+        host = super()._take_host(chunk)
         assert self.host_used <= self.host_budget_bytes - self.host_non_model_bytes
-        assert real_bytes(self) == (self.device_used, self.host_used)
+        assert real_bytes({*self.chunks.values(), chunk}) == (self.device_used, self.host_used)
+        return host
 
 
 @pytest.fixture
@@ -39,9 +43,8 @@ def test_both_budgets_hold_at_every_moment(shape, chunk_size, precision, spare_b
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("patrickstar.engine.engine.Manager", Watched)
         device = smallest_device_bytes(shape, chunk_size, precision) + spare_bytes + wave_bytes
-        whole = Engine(shape.build, config(precision, chunk_size)).layout
-        # Room to exchange chunks of one operator: see `check_budgets`.
-        host = whole.model_data_bytes + host_spare_bytes
+        layout = Engine(shape.build, config(precision, chunk_size, device_memory=device)).layout
+        host = layout.model_data_bytes + host_spare_bytes
         options = config(precision, chunk_size, device_memory=device, host_memory=host)
         engine = Engine(shape.build, options, meter=Waves(wave_bytes))
         train(engine, 3)
@@ -52,12 +55,12 @@ def test_both_budgets_hold_at_every_moment(shape, chunk_size, precision, spare_b
 
 def test_the_measured_process_stays_within_its_budget(watched):
     """With the real meter, and model data four times the device budget."""
-    width, budget = 768, parse_size("64MiB")
+    width, budget = 1536, parse_size("112MiB")
 
     def build():
-        return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(32)))
+        return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(16)))
 
-    engine, optimizer = ps.initialize(build, ps.Config(device="cpu", device_memory=budget, chunk_size="4MiB"))
+    engine, optimizer = ps.initialize(build, ps.Config(device="cpu", device_memory=budget, chunk_size="8MiB"))
     assert engine.layout.model_data_bytes > 4 * budget
     for _ in range(3):
         engine.backward(engine(torch.randn(64, width)).float().pow(2).mean())
@@ -74,6 +77,24 @@ def test_a_model_that_cannot_fit_is_refused_in_bytes():
     total = Engine(shape.build, config("bf16", 256)).layout.model_data_bytes
     with pytest.raises(BudgetError, match=rf"{total} bytes.*smallest budgets that work.*host_memory="):
         Engine(shape.build, config("bf16", 256, device_memory=4096, host_memory=total // 2))
+
+
+@settings(max_examples=25, deadline=None, print_blob=True)
+@given(shapes, st.sampled_from([64, 256, 700]), precisions, st.floats(0.05, 1.5))
+def test_the_smallest_budgets_named_do_work(shape, chunk_size, precision, share):
+    """Whatever device budget is asked for, a host of one byte is refused; train with what the error names."""
+    layout = Engine(shape.build, config(precision, chunk_size)).layout
+    device = max(1, int(share * layout.model_data_bytes))
+    try:
+        Engine(shape.build, config(precision, chunk_size, device_memory=device, host_memory=1), meter=NoMeter())
+    except BudgetError as error:
+        named = re.findall(r"device_memory=(\d+)|host_memory=(\d+)", str(error))
+        (alone, _), (beside, _), (_, host) = named
+        for budgets in ({"device_memory": int(alone), "host_memory": 1},
+                        {"device_memory": int(beside), "host_memory": max(1, int(host))}):  # fmt: skip
+            engine = Engine(shape.build, config(precision, chunk_size, **budgets), meter=NoMeter(), poison=True)
+            train(engine, 3)
+            engine.close()
 
 
 def test_non_model_data_that_outgrows_the_budget_is_an_error_that_says_what_took_the_bytes():

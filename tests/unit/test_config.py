@@ -31,7 +31,6 @@ def test_sizes_become_bytes():
         (Config, "optimiser", "optimizer"),
         (Config, "chunksize", "chunk_size"),
         (Config, "offload_activations", "activation_offload"),
-        (Adam, "learning_rate", "lr"),
         (AdamW, "weightdecay", "weight_decay"),
         (AdamW, "beta", "betas"),
     ],

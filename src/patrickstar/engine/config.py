@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from patrickstar.errors import ConfigError, DeviceError
 from patrickstar.layout.sizes import parse_size
@@ -94,9 +94,10 @@ class Config(_Options):
 
     @field_validator("device_memory", "host_memory", "chunk_size")
     @classmethod
-    def _size(cls, value: int | str | None) -> int | str | None:
+    def _size(cls, value: int | str | None, info: ValidationInfo) -> int | str | None:
         try:
-            return value if value is None or value == "auto" else parse_size(value)
+            derived = "auto" if info.field_name == "chunk_size" else None
+            return value if value is None or value == derived else parse_size(value)
         except ConfigError as error:
             raise ValueError(str(error)) from None
 

@@ -82,6 +82,7 @@ class Engine:
             raise
         self._move_buffers()
         self._clock.calibrate()
+        self._update.on_device = self._update.stuck()
         self._by_name = {slot.name: slot for slot in self._data.slots}
         self._blocks = Blocks(self._interceptor)
         self._blocks.notice(self.module)
@@ -217,9 +218,11 @@ class Engine:
         largest = max(place.numel for place in self.layout.places.values())
         workspace = max(update_workspace_bytes(chunk, largest) for chunk in chunks)
         beside = self._clock.peak_non_model_bytes + workspace
+        stuck = self._update.stuck()
+        chunkable = self.device_budget_bytes - beside
         self._update.on_device = set(
-            margin_chunks(chunks, self.device_budget_bytes - beside, accumulates=self._data.accumulates)
-        ) - {slot.place.chunk for slot in self._data.slots if slot.on_host}
+            margin_chunks(chunks, chunkable, stuck=stuck, accumulates=self._data.accumulates)
+        ) - ({slot.place.chunk for slot in self._data.slots if slot.on_host} - stuck)
 
     def _parameters_fit(self, beside_bytes: int) -> bool:
         """Whether all of `param16` fits on the device beside this many bytes, so that none of it has to leave."""

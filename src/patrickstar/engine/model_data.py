@@ -75,7 +75,9 @@ class ModelData:
         for slot in self.slots:
             if not slot.embedding:
                 continue
-            if not slot.on_host and embedding_runs_on_host(slot.chunk.moved_bytes, slot.looked_up_bytes):
+            chunk = slot.chunk
+            fewer = embedding_runs_on_host(chunk.moved_bytes, slot.looked_up_bytes)
+            if not slot.on_host and fewer and (chunk.host_bytes or self.manager.free_host_room(chunk.nbytes)):
                 self.manager.settle(slot.chunk, on_device=False)
                 slot.on_host = True
                 self.clock.forget()
@@ -249,14 +251,14 @@ class ModelData:
         self.accumulates = accumulated
         return changed
 
-    def gradient(self, slot: Slot, workspace: Workspace) -> torch.Tensor:
-        """The sum of a parameter's gradients in the master's dtype, in the workspace, where the gradients lie."""
+    def gradient(self, slot: Slot, workspace: Workspace, device: torch.device | None = None) -> torch.Tensor:
+        """The sum of a parameter's gradients in the master's dtype, in the workspace, on `device` or where they lie."""
         master: torch.dtype = getattr(torch, slot.scheme.master_dtype)
         if not slot.in_list:
             last = slot.payload()
-            return workspace.like(slot, master, last.device).copy_(last)
+            return workspace.like(slot, master, device or last.device).copy_(last)
         earlier = slot.in_chunk(self.manager[GRAD32, slot.place.chunk])
-        total = workspace.like(slot, master, earlier.device).copy_(earlier)
+        total = workspace.like(slot, master, device or earlier.device).copy_(earlier)
         return total.add_(slot.payload().to(total.device, master)) if slot.over_param else total
 
     def workspace(self) -> Workspace:

@@ -56,19 +56,39 @@ class Update:
                 self._written(index, slots)
         self.data.discard_gradients()
 
-    def _place(self, index: int, slots: list[Slot]) -> None:
-        """Bring the chunks of one index together, on the tier where its optimizer chunks are to live.
+    def stuck(self) -> set[int]:
+        """Indices whose optimizer chunks are on the device and find no room on the host.
 
-        Optimizer chunks that the host has no room for stay on the device, whatever the margin.
+        Going down must leave the host what `param16` needs to change places.
+        """
+        manager = self.data.manager
+        exchange = 2 * max(slots[0].chunk.nbytes for slots in self.data.by_chunk.values())
+        free = manager.host_budget_bytes - manager.host_used - manager.host_non_model_bytes - exchange
+        found = set()
+        for index, slots in self.data.by_chunk.items():
+            if slots[0].scheme.trained and (chunk := manager[PARAM32, index]).device_valid and not chunk.host_valid:
+                nbytes = sum(manager[kind, index].nbytes for kind in (PARAM32, EXP_AVG, EXP_AVG_SQ))
+                if nbytes > free:
+                    found.add(index)
+                else:
+                    free -= nbytes
+        return found
+
+    def _place(self, index: int, slots: list[Slot]) -> None:
+        """Bring the chunks of one index to the tier where its optimizer chunks are to live.
+
+        Below, `param16` comes along where it would have to leave the device anyway, or lies there already. Where all of
+        it fits above, it stays: gradients stream down and parameters up.
         """
         manager = self.data.manager
         kinds = [PARAM32, EXP_AVG, EXP_AVG_SQ] + ([GRAD32] if (GRAD32, index) in manager.chunks else [])
         chunks = [manager[kind, index] for kind in kinds]
+        on_device = index in self.on_device
+        read = slots[0].chunk
         if any(slot.has_gradient for slot in slots):
-            chunks.append(slots[0].chunk)
-        below = sum(chunk.nbytes for chunk in chunks if chunk.device_valid and chunk.host is None)
-        stuck = chunks[0].device_valid and not manager.free_host_room(below)
-        on_device = index in self.on_device or stuck
+            has_place = read.host_bytes > 0 or manager.free_host_room(read.nbytes)
+            if on_device or (manager.keep_duplicates and has_place):
+                chunks.append(read)
         if on_device:
             manager.bring(chunks)
         for chunk in chunks:
@@ -78,10 +98,14 @@ class Update:
     def _step(self, slot: Slot, hyper: AdamStep, scaling: Scaling, workspace: Workspace) -> None:
         manager, index = self.data.manager, slot.place.chunk
         lists = [slot.in_chunk(manager[kind, index]) for kind in (PARAM32, EXP_AVG, EXP_AVG_SQ)]
-        grad = scaling.apply(self.data.gradient(slot, workspace))
+        grad = scaling.apply(self.data.gradient(slot, workspace, lists[0].device))
         adam_update([lists[0]], [grad], [lists[1]], [lists[2]], [slot.steps], hyper)
         slot.steps += 1
-        slot.payload().copy_(lists[0])
+        slot.payload().copy_(lists[0].to(slot.chunk.dtype))
+        if slot.chunk.device_valid and not manager[PARAM32, index].device_valid:
+            for to_device in (False, True):
+                manager.count_move(slot.payload().nbytes, to_device=to_device)
+                slot.chunk.moved_bytes += slot.payload().nbytes
         torch.autograd.graph.increment_version(slot.param)
         slot.over_param = slot.in_list = False
         slot.move_to(TensorState.HOLD)

@@ -1,6 +1,7 @@
 """Sizes in bytes, as people write them and as people read them."""
 
 import re
+from fractions import Fraction
 
 from patrickstar.errors import ConfigError
 
@@ -23,7 +24,7 @@ def parse_size(text: str | int) -> int:
         match = _PATTERN.fullmatch(text)
         if match is None or match[2].lower() not in _UNITS:
             raise ConfigError(f"{text!r} is not a size; write a number of bytes, or one with a unit such as '512MiB'")
-        nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
+        nbytes = int(Fraction(match[1]) * _UNITS[match[2].lower()])
     if nbytes <= 0:
         raise ConfigError(f"a size must be positive, and {text!r} is not")
     return nbytes

@@ -81,6 +81,7 @@ class Manager:
             chunk.on_device(chunk.whole).zero_()
             chunk.device_valid = True
         else:
+            self._lift(chunk)
             if not self.free_host_room(chunk.nbytes):
                 self._fail_host(chunk)
             self._take_host(chunk).zero_()
@@ -104,19 +105,25 @@ class Manager:
     # Access: the compute tier
 
     def bring(self, chunks: Sequence[Chunk]) -> None:
-        """Have `chunks` on the device, all at once."""
-        missing = sum(chunk.nbytes for chunk in chunks if not chunk.device_valid)
-        self.make_room(missing, protect=chunks)
+        """Have `chunks` on the device, all at once.
+
+        One by one: what has come up makes room on the host for what has yet to leave.
+        """
         for chunk in chunks:
             if not chunk.device_valid:
-                self._take_device(chunk)
-                with self._stalled():
-                    chunk.on_device(chunk.whole).copy_(chunk.on_host(chunk.whole))
-                chunk.device_valid = True
-                self.traffic.h2d_bytes += chunk.nbytes
-                chunk.moved_bytes += chunk.nbytes
-                if not self.keep_duplicates:
-                    self._release_host(chunk)
+                self.make_room(chunk.nbytes, protect=chunks)
+                self._fetch(chunk)
+        self.make_room(0, protect=chunks)
+
+    def _fetch(self, chunk: Chunk) -> None:
+        self._take_device(chunk)
+        with self._stalled():
+            chunk.on_device(chunk.whole).copy_(chunk.on_host(chunk.whole))
+        chunk.device_valid = True
+        self.traffic.h2d_bytes += chunk.nbytes
+        chunk.moved_bytes += chunk.nbytes
+        if not self.keep_duplicates:
+            self._release_host(chunk)
 
     def make_room(self, nbytes: int, protect: Iterable[Chunk]) -> None:
         """Evict until `nbytes` more fit into what the budget leaves for chunks.
@@ -160,8 +167,11 @@ class Manager:
                 self.bring([chunk])
             if chunk.host is not None:
                 self._release_host(chunk)
-        elif chunk.device_bytes and not self._leave_device(chunk):
-            self._fail_host(chunk)
+        elif chunk.device_bytes:
+            if not chunk.host_bytes:
+                self._lift(chunk)
+            if not self._leave_device(chunk):
+                self._fail_host(chunk)
 
     # Host memory
 
@@ -189,6 +199,15 @@ class Manager:
             free += chunk.nbytes
             self._release_host(chunk)
         return True
+
+    def _lift(self, newcomer: Chunk) -> None:
+        """Where the host has no room for `newcomer`, take chunks of `param16` up to where the device has."""
+        for chunk in self.chunks.values():
+            if self.free_host_room(newcomer.nbytes):
+                return
+            fits = self.device_used + chunk.nbytes <= self.chunkable_bytes
+            if chunk.kind == PARAM16 and chunk is not newcomer and not chunk.device_valid and fits:
+                self._fetch(chunk)
 
     def _evict(self, chunk: Chunk) -> None:
         if self._leave_device(chunk):

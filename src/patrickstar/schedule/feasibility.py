@@ -55,8 +55,8 @@ def check_budgets(
         f"the model data of {total} bytes ({format_size(total)}) does not fit a device budget of {device_budget_bytes} "
         f"bytes ({format_size(device_budget_bytes)}) and a host budget of {host_budget_bytes} bytes "
         f"({format_size(host_budget_bytes)}); the most demanding operator needs {working_set} bytes at once on the "
-        f"device. The smallest budgets that work, activations not counted: device_memory={device} bytes "
-        f"({format_size(device)}) with this host_memory, or device_memory={device_at_all} with host_memory={host} "
-        f"bytes ({format_size(host)})",
+        f"device. The smallest budgets that work, activations and accumulated gradients not counted: "
+        f"device_memory={device} bytes ({format_size(device)}) with this host_memory, or "
+        f"device_memory={device_at_all} with host_memory={host} bytes ({format_size(host)})",
         device - device_budget_bytes,
     )

@@ -4,7 +4,7 @@ Parameters come before optimizer states: a byte of 16-bit parameters kept on the
 byte of optimizer states does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from patrickstar.layout.lists import ITEMSIZE
@@ -32,18 +32,21 @@ def initial_placement(
     """Where each index begins; None if the tiers are too small together.
 
     Optimizer chunks begin on the host, as many as it has room for beside the part of `param16` that the device can't
-    hold and beside one chunk that changes places. The others live on the device, and `param16` has what they leave:
+    hold and beside what changes places. The others live on the device, and `param16` has what they leave:
     while the host can take the rest, no more than the warm-up may fill.
     """
     param16 = sum(chunk.compute_bytes for chunk in chunks)
-    exchange = max(chunk.compute_bytes for chunk in chunks)
+    largest = max(chunk.compute_bytes for chunk in chunks)
+    # What evicting whole chunks can overshoot by, and the chunk that comes: with both free somewhere, no order of
+    # evictions gets stuck. Nor does any where the host can take all of `param16`.
+    exchange = 2 * largest
     below = sum(chunk.optimizer_bytes for chunk in chunks)
     above: set[int] = set()
     forced = 0
     waiting = [chunk for chunk in chunks if chunk.scheme.trained]
     while True:
         spill = max(0, param16 - max(0, device_budget_bytes - forced))
-        if below + spill + (exchange if below or spill else 0) <= host_budget_bytes:
+        if below + min(param16, spill + (exchange if below or spill else 0)) <= host_budget_bytes:
             break
         if not waiting:
             return None
@@ -51,16 +54,19 @@ def initial_placement(
         above.add(chunk.index)
         forced += chunk.optimizer_bytes
         below -= chunk.optimizer_bytes
-    if forced + exchange > device_budget_bytes:
+    if forced + largest > device_budget_bytes:
         return None
-    cautious = device_budget_bytes * WARM_UP_PERCENT // 100 - forced
-    room = min(device_budget_bytes - forced, max(cautious, param16 - (host_budget_bytes - below)))
-    placement = {}
-    for chunk in chunks:
-        fits = chunk.compute_bytes <= room
-        room -= chunk.compute_bytes if fits else 0
-        placement[chunk.index] = Tiers(fits, chunk.index in above)
-    return placement
+    for share in (WARM_UP_PERCENT, 100):
+        room = device_budget_bytes * share // 100 - forced
+        placement, spilled = {}, 0
+        for chunk in chunks:
+            stays = chunk.compute_bytes <= room
+            room -= chunk.compute_bytes if stays else 0
+            spilled += 0 if stays else chunk.compute_bytes
+            placement[chunk.index] = Tiers(stays, chunk.index in above)
+        if below + min(param16, spilled + (exchange if below or spilled else 0)) <= host_budget_bytes:
+            return placement
+    return None
 
 
 def update_workspace_bytes(chunk: ChunkSpec, largest_param_numel: int) -> int:
@@ -68,8 +74,10 @@ def update_workspace_bytes(chunk: ChunkSpec, largest_param_numel: int) -> int:
     return min(chunk.numel, largest_param_numel) * ITEMSIZE[chunk.scheme.master_dtype] if chunk.scheme.trained else 0
 
 
-def margin_chunks(chunks: Sequence[ChunkSpec], chunkable_bytes: int, *, accumulates: bool = False) -> list[int]:
-    """The chunk indices whose optimizer chunks live on the device, in list order.
+def margin_chunks(
+    chunks: Sequence[ChunkSpec], chunkable_bytes: int, *, stuck: Collection[int] = (), accumulates: bool = False
+) -> list[int]:
+    """The chunk indices whose optimizer chunks live on the device: those `stuck` there, then others in list order.
 
     The margin space is what the peak of non-model data, and the update's workspace, leave of the budget
     (`chunkable_bytes`) once all of `param16` is there. Where not even that fits there is no margin: every byte serves
@@ -77,11 +85,11 @@ def margin_chunks(chunks: Sequence[ChunkSpec], chunkable_bytes: int, *, accumula
     """
     margin = chunkable_bytes - sum(chunk.compute_bytes for chunk in chunks)
     placed = []
-    for chunk in chunks:
+    for chunk in sorted(chunks, key=lambda chunk: chunk.index not in stuck):
         nbytes = chunk.optimizer_bytes
         if accumulates:
             nbytes += chunk.nbytes(ITEMSIZE[chunk.scheme.master_dtype])
-        if chunk.scheme.trained and nbytes <= margin:
+        if chunk.scheme.trained and (chunk.index in stuck or nbytes <= margin):
             placed.append(chunk.index)
             margin -= nbytes
     return placed

@@ -1,0 +1,298 @@
+"""The clock: an iteration is watched, the next of its kind follows the trace, and departs from it without failing."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.engine.clock import MOST_TRACES, Clock, Mode
+from patrickstar.layout.lists import PARAM16
+from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.manager import Manager
+from patrickstar.schedule.eviction import ListOrder, NextUse
+from patrickstar.schedule.trace import Moment
+from patrickstar.testing import NoMeter
+
+quick = settings(derandomize=True, deadline=None, max_examples=100)
+
+BUDGET = 1000
+CAUTIOUS = 800
+CHUNKS = 4
+
+
+class HandMeter(NoMeter):
+    """A meter whose figures are set by hand; `freed` bytes count as used until they are reclaimed."""
+
+    counts_freed = True
+
+    def __init__(self):
+        self.used = self.high = self.freed = self.reclaims = 0
+        self.chunk_bytes = []
+
+    def use(self, nbytes):
+        self.used = nbytes
+        self.high = max(self.high, self.used + self.freed)
+
+    def calibrate(self, chunk_bytes):
+        self.chunk_bytes.append(chunk_bytes)
+
+    def now(self, chunk_bytes):
+        self.chunk_bytes.append(chunk_bytes)
+        return self.used + self.freed
+
+    def peak(self, chunk_bytes):
+        return self.high
+
+    def restart(self):
+        self.high = self.used + self.freed
+
+    def reclaim(self):
+        self.reclaims += 1
+        self.freed = 0
+
+
+@pytest.fixture
+def clock():
+    return new_clock()
+
+
+def new_clock():
+    manager = Manager(torch.device("cpu"), BUDGET, 10_000, poison=False)
+    for index in range(CHUNKS):
+        manager.create(Chunk(PARAM16, index, 8, "bfloat16", manager.device), on_device=True)
+    return Clock(manager, HandMeter())
+
+
+def access(clock, chunks, belongs=True, *, transient=0, kept=0):
+    """A boundary, then an operator that uses `transient` bytes and leaves `kept`."""
+    clock.tick(chunks, belongs)
+    clock.settled()
+    clock.meter.use(transient)
+    clock.meter.use(kept)
+
+
+def iterate(clock, key, accesses):
+    """One iteration, its accesses given as (chunks, transient bytes, bytes kept); whether it followed a trace."""
+    follows = clock.begin_iteration(key)
+    with clock.iterating():
+        for chunks, transient, kept in accesses:
+            access(clock, chunks, transient=transient, kept=kept)
+    clock.meter.use(0)
+    clock.end_iteration()
+    return follows
+
+
+ACCESSES = [((0,), 50, 10), ((), 5, 10), ((1, 2), 300, 20), ((), 0, 0)]
+SHAPE = [chunks for chunks, _, _ in ACCESSES]
+
+
+def test_a_new_clock_knows_nothing_and_fetches_on_demand(clock):
+    assert clock.mode is Mode.DEMAND
+    clock.tick((0,), belongs=True)
+    assert clock.mode is Mode.DEMAND and clock.traces == {}
+
+
+def test_an_iteration_is_watched_with_the_peak_of_every_moment(clock):
+    assert not iterate(clock, "a", ACCESSES)
+    trace = clock.traces["a"]
+    assert [moment.chunks for moment in trace.moments] == SHAPE
+    assert [moment.non_model_bytes for moment in trace.moments[:3]] == [50, 10, 300]
+    assert clock.peak_non_model_bytes == trace.peak_non_model_bytes == 300
+
+
+def test_while_watching_eviction_is_in_list_order_under_a_part_of_the_budget(clock):
+    clock.begin_iteration("a")
+    clock.meter.use(70)
+    clock.tick((0,), belongs=True)
+    manager = clock.manager
+    assert clock.mode is Mode.WATCH
+    assert isinstance(manager.policy, ListOrder)
+    assert (manager.comfort_bytes, manager.non_model_bytes, manager.now) == (CAUTIOUS, 70, 0)
+
+
+def test_the_next_iteration_of_a_kind_follows_the_trace(clock):
+    iterate(clock, "a", ACCESSES)
+    assert clock.begin_iteration("a")
+    manager, trace = clock.manager, clock.traces["a"]
+    assert isinstance(manager.policy, NextUse) and manager.policy.trace is trace
+    for now, chunks in enumerate(SHAPE):
+        clock.tick(chunks, belongs=True)
+        assert (clock.mode, manager.now) == (Mode.PLAN, now)
+        assert manager.non_model_bytes == trace.moments[now].non_model_bytes
+        assert manager.comfort_bytes == BUDGET
+    assert not clock.end_iteration()
+    assert clock.traces == {"a": trace}
+    assert (clock.mode, clock.open_key) == (Mode.DEMAND, None)
+
+
+def test_a_plan_reckons_with_what_is_measured_where_that_is_more(clock):
+    iterate(clock, "a", ACCESSES)
+    clock.begin_iteration("a")
+    clock.meter.use(120)
+    clock.tick((0,), belongs=True)
+    assert clock.manager.non_model_bytes == 120
+    clock.meter.used, clock.meter.freed = 20, BUDGET
+    clock.tick((), belongs=True)
+    assert clock.manager.non_model_bytes == 20, "what was freed was not reclaimed"
+
+
+@pytest.mark.parametrize("at", range(len(SHAPE)))
+@pytest.mark.parametrize("unexpected", [(3,), (0, 1), (2, 1)])
+def test_an_unexpected_access_departs_from_the_plan_and_the_trace_is_taken_again(clock, at, unexpected):
+    iterate(clock, "a", ACCESSES)
+    clock.begin_iteration("a")
+    for chunks in SHAPE[:at]:
+        clock.tick(chunks, belongs=True)
+    clock.meter.use(77)
+    clock.tick(unexpected, belongs=True)
+    assert clock.mode is Mode.DEMAND
+    assert clock.traces == {}
+    assert isinstance(clock.manager.policy, ListOrder)
+    assert clock.manager.non_model_bytes == 77
+    clock.tick((0,), belongs=True)
+    assert clock.mode is Mode.DEMAND
+    assert not clock.end_iteration()
+    assert not iterate(clock, "a", ACCESSES), "nothing is left to follow"
+    assert iterate(clock, "a", ACCESSES)
+
+
+def test_an_iteration_that_goes_on_after_the_plan_departs(clock):
+    iterate(clock, "a", ACCESSES)
+    iterate(clock, "a", [*ACCESSES, ((3,), 0, 0)])
+    assert clock.traces == {}
+
+
+def test_an_iteration_that_ends_before_the_plan_has_its_trace_taken_again(clock):
+    iterate(clock, "a", ACCESSES)
+    assert iterate(clock, "a", ACCESSES[:-1])
+    assert clock.traces == {}
+
+
+def test_every_kind_has_its_trace(clock):
+    iterate(clock, "long", ACCESSES)
+    assert not iterate(clock, "short", ACCESSES[:2])
+    assert iterate(clock, "long", ACCESSES)
+    assert iterate(clock, "short", ACCESSES[:2])
+    iterate(clock, "short", ACCESSES[1:3])
+    assert list(clock.traces) == ["long"]
+    assert clock.peak_non_model_bytes == 300
+
+
+def test_the_oldest_of_too_many_kinds_is_forgotten(clock):
+    for key in range(MOST_TRACES + 2):
+        iterate(clock, key, ACCESSES[:1])
+    assert list(clock.traces) == list(range(2, MOST_TRACES + 2))
+    clock.forget()
+    assert clock.traces == {}
+
+
+def test_what_begins_inside_an_iteration_belongs_to_it(clock):
+    clock.begin_iteration("a")
+    access(clock, (0,))
+    assert not clock.begin_iteration("b")
+    access(clock, (1,))
+    assert clock.end_iteration()
+    assert [moment.chunks for moment in clock.traces["a"].moments] == [(0,), (1,)]
+
+
+def test_an_iteration_without_accesses_leaves_no_trace(clock):
+    clock.begin_iteration("a")
+    assert not clock.end_iteration()
+    assert clock.traces == {}
+    assert not clock.end_iteration(), "there was none to end"
+
+
+def test_an_abandoned_iteration_is_not_believed(clock):
+    iterate(clock, "a", ACCESSES)
+    iterate(clock, "b", ACCESSES)
+    for _ in range(2):
+        clock.begin_iteration("a")
+        clock.tick((0,), belongs=True)
+        clock.abandon()
+        assert (clock.mode, clock.open_key) == (Mode.DEMAND, None)
+        assert isinstance(clock.manager.policy, ListOrder)
+        assert list(clock.traces) == ["b"]
+    clock.abandon()
+    assert list(clock.traces) == ["b"]
+
+
+def test_what_does_not_belong_is_no_moment(clock):
+    iterate(clock, "a", ACCESSES)
+    clock.begin_iteration("a")
+    clock.tick((0,), belongs=True)
+    clock.meter.use(33)
+    clock.tick((3,), belongs=False)
+    assert (clock.mode, clock.manager.now) == (Mode.PLAN, 0)
+    assert clock.manager.non_model_bytes == 33
+    for chunks in SHAPE[1:]:
+        clock.tick(chunks, belongs=True)
+        assert clock.mode is Mode.PLAN
+    clock.end_iteration()
+    assert list(clock.traces) == ["a"]
+
+
+def test_a_peak_is_not_forgotten_because_of_what_does_not_belong(clock):
+    clock.begin_iteration("a")
+    access(clock, (0,), transient=400)
+    access(clock, (3,), belongs=False, transient=200)
+    access(clock, ())
+    assert clock.trace.moments[0].non_model_bytes == 400
+    assert clock.non_model_peak == 400
+
+
+def test_everything_inside_belongs_and_an_exception_ends_that(clock):
+    clock.begin_iteration("a")
+    with pytest.raises(ZeroDivisionError), clock.iterating(), clock.iterating():
+        clock.tick((1,), belongs=False)
+        raise ZeroDivisionError
+    assert clock.inside == 0
+    clock.tick((2,), belongs=False)
+    assert [moment.chunks for moment in clock.trace.moments] == [(1,)]
+
+
+def test_chunks_and_offloaded_activations_are_not_counted_as_used(clock):
+    manager = clock.manager
+    manager.create(Chunk(PARAM16, 9, 8, "bfloat16", manager.device), on_device=False)
+    manager.reserve_host(100)
+    clock.calibrate()
+    assert clock.meter.reclaims == 1
+    assert clock.meter.chunk_bytes == [(CHUNKS + 1) * 16 + 100] * 2
+
+
+def test_memory_that_was_freed_is_reclaimed_before_chunks_have_to_leave_for_it(clock):
+    clock.meter.freed = CAUTIOUS - CHUNKS * 16
+    clock.measure()
+    assert (clock.meter.reclaims, clock.manager.non_model_bytes) == (0, CAUTIOUS - CHUNKS * 16)
+    clock.meter.freed += 1
+    clock.measure()
+    assert (clock.meter.reclaims, clock.manager.non_model_bytes) == (1, 0)
+
+
+@quick
+@given(st.integers(0, BUDGET), st.integers(0, BUDGET))
+def test_chunks_may_fill_what_the_known_peak_leaves_and_no_less_than_the_warm_up_may(peak, now):
+    clock = new_clock()
+    clock.peak_non_model_bytes = peak
+    clock.meter.use(now)
+    clock.measure()
+    chunkable = clock.manager.comfort_bytes - clock.manager.non_model_bytes
+    assert chunkable == max(CAUTIOUS - now, BUDGET - max(peak, now) if peak else 0)
+
+
+shapes = st.lists(st.sampled_from([(), (0,), (1, 2)]), min_size=1, max_size=3)
+
+
+@quick
+@given(st.lists(st.tuples(st.sampled_from("ab"), shapes), max_size=12))
+def test_a_trace_is_followed_exactly_when_the_last_iteration_of_its_kind_was_as_expected(iterations):
+    clock = new_clock()
+    expected = {}
+    for key, accesses in iterations:
+        assert iterate(clock, key, [(chunks, 0, 0) for chunks in accesses]) is (key in expected)
+        if expected.get(key, accesses) == accesses:
+            expected[key] = accesses
+        else:
+            del expected[key]
+        assert {key: [Moment(chunks) for chunks in found] for key, found in expected.items()} == {
+            key: trace.moments for key, trace in clock.traces.items()
+        }

@@ -1,0 +1,293 @@
+"""The mixed-precision protocol: dtypes by parameter, inputs cast in their containers, loss scaling, clipping."""
+
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from patrickstar.engine.precision import LossScaler, cast_inputs, clip_coefficient, compute_dtypes, tensors_in
+from patrickstar.errors import ModelError
+
+quick = settings(derandomize=True, deadline=None, max_examples=200)
+
+CPU = torch.device("cpu")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+Pair = namedtuple("Pair", ["image", "label"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    tokens: Any
+    mask: Any = None
+
+
+@dataclasses.dataclass
+class Counted:
+    """A dataclass with a field that its constructor does not take."""
+
+    values: torch.Tensor
+    count: int = dataclasses.field(init=False, default=0)
+
+    def __post_init__(self):
+        self.count = self.values.numel()
+
+
+@dataclasses.dataclass
+class Output(OrderedDict):
+    """A dataclass that is a mapping too, as model outputs of Hugging Face are."""
+
+    hidden: torch.Tensor | None = None
+
+    def __post_init__(self):
+        self["hidden"] = self.hidden
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        object.__setattr__(self, key, value)
+
+
+def cast(value):
+    return cast_inputs(value, BF16, CPU)
+
+
+# Inputs
+
+leaves = st.sampled_from([FP32, FP16, BF16, torch.float64, torch.int64, torch.bool]).map(
+    lambda dtype: torch.ones(2, dtype=dtype)
+) | st.sampled_from([None, 3, 2.5, "text", True])
+nested = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+        st.tuples(inner, inner).map(lambda two: Pair(*two)),
+        st.tuples(inner, inner).map(lambda two: Batch(*two)),
+    ),
+    max_leaves=12,
+)
+
+
+def check_cast(before: Any, after: Any) -> None:
+    """The same containers around the same values, floating tensors in bf16."""
+    assert type(after) is type(before)
+    if isinstance(before, torch.Tensor):
+        assert after.dtype == (BF16 if before.is_floating_point() else before.dtype)
+        assert torch.equal(after.double(), before.double())
+    elif isinstance(before, dict):
+        assert list(after) == list(before)
+        for key, value in before.items():
+            check_cast(value, after[key])
+    elif dataclasses.is_dataclass(before):
+        for field in dataclasses.fields(before):
+            check_cast(getattr(before, field.name), getattr(after, field.name))
+    elif isinstance(before, list | tuple):
+        assert len(after) == len(before)
+        for one, other in zip(before, after, strict=True):
+            check_cast(one, other)
+    else:
+        assert after is before
+
+
+@quick
+@given(nested)
+def test_floating_tensors_are_cast_in_any_nest_of_containers(value):
+    check_cast(value, cast(value))
+
+
+def test_what_is_cast_already_is_not_copied():
+    tensor, ids = torch.ones(2, dtype=BF16), torch.ones(2, dtype=torch.int64)
+    found = cast({"x": [tensor], "ids": ids})
+    assert found["x"][0] is tensor and found["ids"] is ids
+
+
+def test_the_callers_containers_are_left_alone():
+    inner = [torch.ones(2)]
+    given_in = {"x": inner, "batch": Batch(torch.ones(2))}
+    cast(given_in)
+    assert given_in["x"] is inner
+    assert inner[0].dtype == given_in["batch"].tokens.dtype == FP32
+
+
+def test_inputs_go_to_the_device():
+    found = cast_inputs([torch.ones(2), torch.ones(2, dtype=torch.int64)], BF16, torch.device("meta"))
+    assert [(t.device.type, t.dtype) for t in found] == [("meta", BF16), ("meta", torch.int64)]
+
+
+def test_a_gradient_flows_through_the_cast():
+    leaf = torch.ones(2, requires_grad=True)
+    cast({"x": leaf})["x"].sum().backward()
+    assert leaf.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "mapping", [OrderedDict(x=torch.ones(1)), defaultdict(list, x=torch.ones(1)), UserDict(x=torch.ones(1))], ids=repr
+)
+def test_mappings_keep_their_kind(mapping):
+    found = cast(mapping)
+    assert type(found) is type(mapping)
+    assert found["x"].dtype == BF16
+    assert mapping["x"].dtype == FP32
+
+
+def test_model_outputs_keep_keys_and_attributes():
+    given_in = Output(torch.ones(1))
+    found = cast(given_in)
+    assert type(found) is Output
+    assert found["hidden"].dtype == found.hidden.dtype == BF16
+    assert given_in["hidden"].dtype == given_in.hidden.dtype == FP32
+
+
+def test_a_dataclass_may_have_fields_its_constructor_does_not_take():
+    found = cast(Counted(torch.ones(3)))
+    assert (found.values.dtype, found.count) == (BF16, 3)
+
+
+def test_a_packed_sequence_keeps_its_batch_sizes_where_pytorch_wants_them():
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
+    assert cast(packed).data.dtype == BF16
+    moved = cast_inputs(packed, BF16, torch.device("meta"))
+    assert moved.data.device.type == "meta"
+    assert moved.batch_sizes.device.type == "cpu"
+
+
+def test_shapes_types_and_strings_are_no_containers():
+    assert cast(torch.Size([2, 3])) == torch.Size([2, 3])
+    assert cast(Batch) is Batch
+    assert cast("abc") == "abc"
+
+
+def test_all_tensors_are_found_once_wherever_they_are():
+    leaf = torch.ones(1)
+    holder = SimpleNamespace(own=leaf, batch=Batch([leaf, "text"], {"mask": (leaf, None)}))
+    holder.itself = holder
+    assert all(tensor is leaf for tensor in tensors_in([holder, holder, 3]))
+    assert len(tensors_in([holder, holder, 3])) == 3
+    assert tensors_in({"a": 1, "b": torch.Tensor}) == []
+
+
+# Dtypes
+
+
+def test_a_model_of_one_dtype_computes_in_the_one_asked_for():
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    assert set(compute_dtypes(model, BF16).values()) == {BF16}
+    assert set(compute_dtypes(model, FP32).values()) == {FP32}
+    assert list(compute_dtypes(model, BF16)) == [name for name, _ in model.named_parameters()]
+    assert set(compute_dtypes(model.half(), BF16).values()) == {BF16}
+
+
+def test_a_model_that_mixes_dtypes_has_made_its_choice():
+    model = nn.ModuleDict({"body": nn.Linear(2, 2, dtype=BF16), "norm": nn.LayerNorm(2)})
+    assert compute_dtypes(model, FP16) == {
+        "body.weight": BF16,
+        "body.bias": BF16,
+        "norm.weight": FP32,
+        "norm.bias": FP32,
+    }
+
+
+def test_integers_keep_their_dtype_and_are_no_mixture():
+    model = nn.Linear(2, 2, bias=False)
+    model.table = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+    assert compute_dtypes(model, BF16) == {"weight": BF16, "table": torch.int64}
+
+
+@pytest.mark.parametrize(
+    ("norm", "dtype"),
+    [
+        (lambda: nn.BatchNorm1d(2), FP32),
+        (lambda: nn.BatchNorm2d(2), FP32),
+        (lambda: nn.SyncBatchNorm(2), FP32),
+        (lambda: nn.InstanceNorm1d(2, affine=True, track_running_stats=True), FP32),
+        (lambda: nn.InstanceNorm1d(2, affine=True), BF16),
+        (lambda: nn.BatchNorm1d(2, track_running_stats=False), BF16),
+        (lambda: nn.GroupNorm(1, 2), BF16),
+    ],
+)
+def test_a_norm_with_running_statistics_computes_in_their_dtype(norm, dtype):
+    found = compute_dtypes(nn.Sequential(nn.Linear(2, 2), nn.Sequential(norm())), BF16)
+    assert found == {"0.weight": BF16, "0.bias": BF16, "1.0.weight": dtype, "1.0.bias": dtype}
+
+
+def test_a_complex_parameter_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64))
+    with pytest.raises(ModelError, match=r"'1\.weight' is complex"):
+        compute_dtypes(model, BF16)
+
+
+# Loss scaling
+
+
+class Impatient(LossScaler):
+    GROWTH_INTERVAL = 3
+
+
+@quick
+@given(st.lists(st.booleans(), max_size=60))
+def test_the_scale_follows_torchs_gradient_scaler(overflows):
+    ours = Impatient(enabled=True)
+    scale, good_steps = torch.tensor(LossScaler.INITIAL_SCALE), torch.zeros((), dtype=torch.int32)
+    for overflow in overflows:
+        ours.update(overflow)
+        torch._amp_update_scale_(scale, good_steps, torch.tensor(float(overflow)), 2.0, 0.5, Impatient.GROWTH_INTERVAL)
+        assert (ours.scale, ours.good_steps) == (scale.item(), good_steps.item())
+
+
+def test_the_scale_halves_at_once_and_doubles_after_many_good_steps():
+    scaler = LossScaler(enabled=True)
+    assert (scaler.scale, scaler.GROWTH_INTERVAL) == (65536.0, 2000)
+    scaler.update(overflow=True)
+    assert scaler.scale == 32768.0
+    for _ in range(1999):
+        scaler.update(overflow=False)
+    assert scaler.scale == 32768.0
+    scaler.update(overflow=False)
+    assert scaler.scale == 65536.0
+    defaults = torch.amp.GradScaler("cpu", enabled=True)
+    assert (defaults.get_growth_interval(), defaults._init_scale) == (2000, 65536.0)
+
+
+def test_without_fp16_nothing_is_scaled():
+    scaler = LossScaler(enabled=False)
+    for overflow in (True, False, True):
+        scaler.update(overflow)
+    scaler.load_state_dict({"scale": 4.0, "good_steps": 1})
+    assert scaler.scale == 1.0
+
+
+def test_a_resumed_scaler_goes_on_where_the_other_was():
+    one, other = Impatient(enabled=True), Impatient(enabled=True)
+    for overflow in (True, True, False, False):
+        one.update(overflow)
+    other.load_state_dict({})
+    assert other.scale == LossScaler.INITIAL_SCALE
+    other.load_state_dict(one.state_dict())
+    for scaler in (one, other):
+        scaler.update(overflow=False)
+    assert one.scale == other.scale == LossScaler.INITIAL_SCALE / 2
+
+
+# Clipping
+
+
+@quick
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.sampled_from([0.1, 1.0, 100.0]), st.integers(0, 9))
+def test_clipping_has_the_bits_of_clip_grad_norm(numels, max_norm, seed):
+    generator = torch.Generator().manual_seed(seed)
+    grads = [torch.randn(numel, generator=generator) for numel in numels]
+    params = [nn.Parameter(torch.zeros(numel)) for numel in numels]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    expected = nn.utils.clip_grad_norm_(params, max_norm, foreach=False)
+    total, factor = clip_coefficient([torch.linalg.vector_norm(grad) for grad in grads], max_norm)
+    assert torch.equal(total, expected)
+    assert factor <= 1
+    assert all(torch.equal(grad * factor, param.grad) for grad, param in zip(grads, params, strict=True))
