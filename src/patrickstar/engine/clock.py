@@ -114,6 +114,8 @@ class Clock:
     def tick(self, chunks: tuple[int, ...], belongs: bool) -> None:
         """An operator boundary: `chunks` are about to be accessed, or none when an operator has ended."""
         if not (belongs or self.inside) or self.open_key is None or self.mode is Mode.DEMAND:
+            if self.mode is Mode.WATCH:
+                self._note_peak()
             self.measure()
             return
         self.manager.now += 1

@@ -37,6 +37,8 @@ def cast_inputs(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Inputs on the compute device, floating tensors in the compute dtype, containers kept as they are."""
     if isinstance(value, torch.Tensor):
         return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+    if isinstance(value, nn.utils.rnn.PackedSequence):
+        return value.to(device, dtype) if value.data.is_floating_point() else value.to(device)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cast_inputs(item, dtype, device) for item in value))
     if isinstance(value, list | tuple):
@@ -47,8 +49,11 @@ def cast_inputs(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
             twin[key] = cast_inputs(item, dtype, device)
         return twin
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        cast = {f.name: cast_inputs(getattr(value, f.name), dtype, device) for f in dataclasses.fields(value)}
-        return dataclasses.replace(value, **cast)
+        twin = copy.copy(value)
+        for field in dataclasses.fields(value):
+            # A frozen dataclass refuses plain assignment, and `replace` the fields its constructor does not take.
+            object.__setattr__(twin, field.name, cast_inputs(getattr(value, field.name), dtype, device))
+        return twin
     return value
 
 

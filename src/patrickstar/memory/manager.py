@@ -109,10 +109,12 @@ class Manager:
 
         One by one: what has come up makes room on the host for what has yet to leave.
         """
-        for chunk in chunks:
-            if not chunk.device_valid:
-                self.make_room(chunk.nbytes, protect=chunks)
-                self._fetch(chunk)
+        missing = [chunk for chunk in chunks if not chunk.device_valid]
+        later = sum(chunk.nbytes for chunk in missing)
+        for chunk in missing:
+            later -= chunk.nbytes
+            self.make_room(chunk.nbytes, protect=chunks, later_bytes=later)
+            self._fetch(chunk)
         self.make_room(0, protect=chunks)
 
     def _fetch(self, chunk: Chunk) -> None:
@@ -125,11 +127,12 @@ class Manager:
         if not self.keep_duplicates:
             self._release_host(chunk)
 
-    def make_room(self, nbytes: int, protect: Iterable[Chunk]) -> None:
+    def make_room(self, nbytes: int, protect: Iterable[Chunk], later_bytes: int = 0) -> None:
         """Evict until `nbytes` more fit into what the budget leaves for chunks.
 
         First the comfort limit is aimed at (in warm-up 80 % of the budget), by chunks of `param16` only; if the budget
-        itself would be exceeded, any chunk that nobody uses may go.
+        itself would be exceeded, any chunk that nobody uses may go. `later_bytes` are asked for next, and count in what
+        an error says.
         """
         comfort = min(self.comfort_bytes - self.non_model_bytes, self.chunkable_bytes)
         if self.evict_everything:
@@ -151,7 +154,7 @@ class Manager:
             if chunk.kind != PARAM16:
                 self._evict(chunk)
         if self.device_used + nbytes > self.chunkable_bytes:
-            self._fail_device(nbytes)
+            self._fail_device(nbytes + later_bytes, protected)
 
     def mark_written(self, chunk: Chunk, on_device: bool) -> None:
         """Say that one copy was written: it is the authoritative one, a copy on the other tier is stale."""
@@ -280,10 +283,10 @@ class Manager:
             short,
         )
 
-    def _fail_device(self, nbytes: int) -> None:
+    def _fail_device(self, nbytes: int, protected: set[Chunk]) -> None:
         short = self.device_used + nbytes - self.chunkable_bytes
         pinned = [chunk for chunk in self.chunks.values() if chunk.pins]
-        stuck = [chunk for chunk in self.chunks.values() if chunk.device_bytes and not chunk.pins]
+        stuck = {chunk for chunk in self.chunks.values() if chunk.device_bytes and not chunk.pins} - protected
         if self.non_model_bytes > self.device_budget_bytes:
             what = "activations alone exceed the device budget"
         elif stuck:
