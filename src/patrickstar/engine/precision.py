@@ -38,11 +38,13 @@ def cast_inputs(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device, dtype) if value.is_floating_point() else value.to(device)
     if isinstance(value, nn.utils.rnn.PackedSequence):
-        return value.to(device, dtype) if value.data.is_floating_point() else value.to(device)
+        packed: Any = value  # whose own `to` leaves the batch sizes where PyTorch wants them
+        return packed.to(device, dtype) if packed.data.is_floating_point() else packed.to(device)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cast_inputs(item, dtype, device) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(cast_inputs(item, dtype, device) for item in value)
+    twin: Any
     if isinstance(value, MutableMapping):
         twin = copy.copy(value)
         for key, item in value.items():
