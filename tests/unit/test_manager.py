@@ -1,117 +1,253 @@
-"""The chunk manager against a simple model: bytes are never lost, and accounts are the real bytes."""
+"""The chunk manager under random sequences of operations, against a model that knows what every chunk holds."""
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from patrickstar.errors import BudgetError
-from patrickstar.layout.lists import EXP_AVG, PARAM16, PARAM32
+from patrickstar.layout.lists import PARAM16, PARAM32
 from patrickstar.memory.chunk import Chunk
-from patrickstar.memory.manager import Manager
+from patrickstar.memory.manager import Manager, Traffic
 from patrickstar.schedule.eviction import NextUse
 from patrickstar.schedule.trace import Moment, Trace
 
 CPU = torch.device("cpu")
-KINDS = ((PARAM16, "bfloat16"), (PARAM32, "float32"), (EXP_AVG, "float32"))
+DTYPES = {PARAM16: "bfloat16", PARAM32: "float32"}
+KINDS = list(DTYPES)
 
 
-class Model:
-    """What each chunk must hold, beside a manager that moves it about."""
+class Watched(Chunk):
+    """A chunk that holds its manager to the budgets at every allocation, and notes what is freed."""
 
-    def __init__(self, device_bytes: int, host_bytes: int, evict_everything: bool) -> None:
-        self.manager = Manager(CPU, device_bytes, host_bytes, poison=True)
-        self.manager.evict_everything = evict_everything
-        self.value: dict[Chunk, int] = {}
-        self.writes = 0
+    departed: ClassVar[list["Watched"]] = []  # who left the device, in order
 
-    def write(self, chunk: Chunk) -> None:
-        """Give a chunk new content where it lies."""
-        self.writes += 1
-        self.value[chunk] = self.writes
-        chunk.current(chunk.whole).fill_(self.writes)
-        self.manager.mark_written(chunk, on_device=chunk.device_valid)
+    def __init__(self, manager: Manager, kind: str, index: int, numel: int) -> None:
+        super().__init__(kind, index, numel, DTYPES[kind], CPU)
+        self.manager = manager
+        self.dropped = False
 
-    def check(self) -> None:
-        """Nothing is lost or mixed up; accounts are the real bytes, and within the budgets."""
-        manager = self.manager
-        for chunk, value in self.value.items():
-            assert chunk.device_valid or chunk.host_valid
-            if chunk.device_valid:
-                assert chunk.on_device(chunk.whole).eq(value).all()
-            if chunk.host_valid:
-                assert chunk.on_host(chunk.whole).eq(value).all()
-            assert chunk.device_valid or not chunk.pins
-        assert manager.device_used == sum(chunk.storage.nbytes() for chunk in self.value)
-        assert manager.host_used == sum(0 if chunk.host is None else chunk.host.nbytes for chunk in self.value)
-        assert manager.device_used <= manager.device_budget_bytes
-        assert manager.host_used + manager.host_non_model_bytes <= manager.host_budget_bytes
+    def allocate_device(self) -> None:
+        super().allocate_device()
+        assert real_bytes(self.manager, self)[0] <= self.manager.chunkable_bytes
+
+    def allocate_host(self) -> torch.Tensor:
+        host = super().allocate_host()
+        assert real_bytes(self.manager, self)[1] + self.manager.host_non_model_bytes <= self.manager.host_budget_bytes
+        return host
+
+    def free_device(self, poison: bool) -> None:
+        super().free_device(poison)
+        self.departed.append(self)
+
+    def free_host(self, poison: bool) -> None:
+        super().free_host(poison)
+        self.dropped = True
 
 
-operations = st.lists(
-    st.tuples(st.sampled_from(["create", "bring", "room", "down", "up", "write", "pin", "reserve", "remove"]),
-              st.integers(0, 5), st.integers(0, 5)),
-    max_size=40,
-)  # fmt: skip
-
-
-@settings(max_examples=150, deadline=None, print_blob=True)
-@given(operations, st.integers(1, 8), st.integers(1, 8), st.booleans())
-def test_any_order_of_operations(steps, device_units, host_units, evict_everything):
-    """Chunks of one to three units of 64 bytes; what the budgets refuse leaves everything as it was."""
-    model = Model(64 * device_units, 64 * host_units, evict_everything)
-    manager = model.manager
-    for name, first, second in steps:
-        chunks = list(model.value)
-        chosen = list(dict.fromkeys(chunks[i % len(chunks)] for i in (first, second))) if chunks else []
-        clean = {chunk for chunk in chunks if chunk.host_valid}
-        before = {chunk: chunk.moved_bytes for chunk in chunks}
-        down = manager.traffic.d2h_bytes
-        try:
-            if name == "create":
-                kind, dtype = KINDS[first % len(KINDS)]
-                chunk = Chunk(kind, len(model.value) + model.writes * 100, 32 * (1 + second % 3), dtype, CPU)
-                manager.create(chunk, on_device=bool(second % 2))
-                model.value[chunk] = 0
-                model.write(chunk)
-            elif name == "bring":
-                manager.bring(chosen)
-                assert all(chunk.device_valid for chunk in chosen)
-            elif name == "room":
-                manager.make_room(64 * first, protect=chosen)
-                assert manager.device_used + 64 * first <= manager.chunkable_bytes
-            elif name in ("up", "down"):
-                for chunk in chosen:
-                    if not chunk.pins:
-                        manager.settle(chunk, on_device=name == "up")
-                        assert (chunk.device_valid, chunk.host is None) == (name == "up", name == "up")
-            elif name == "write":
-                for chunk in chosen:
-                    model.write(chunk)
-            elif name == "pin":
-                for chunk in chosen:
-                    chunk.pins = (chunk.pins + 1) % 2 if chunk.device_valid else 0
-            elif name == "reserve":
-                manager.reserve_host(64 if second % 2 else -manager.host_non_model_bytes)
-            elif chosen and not chosen[0].pins:
-                manager.remove(chosen[0])
-                del model.value[chosen[0]]
-        except BudgetError as error:
-            assert error.short_bytes is not None and error.short_bytes > 0
-            assert f"{error.short_bytes} bytes" in str(error)
-        model.check()
-        written_back = {c for c in clean & model.value.keys() if not c.device_valid and c.moved_bytes > before[c]}
-        assert not written_back or manager.traffic.d2h_bytes == down, "a chunk that was not written was written back"
+def real_bytes(manager: Manager, *more: Chunk) -> tuple[int, int]:
+    """Bytes of memory that chunks hold on the device and on the host."""
+    chunks = {*manager.chunks.values(), *more}
+    hosts = [chunk.host.untyped_storage() for chunk in chunks if chunk.host is not None]
+    return sum(chunk.storage.nbytes() for chunk in chunks), sum(host.nbytes() for host in hosts)
 
 
 def named_figure(error: BudgetError, tier: str) -> int:
-    """By how many bytes an error asks to raise a budget."""
-    found = re.search(rf"[Rr]aise [\w ]*{tier}_memory by at least (\d+) bytes", str(error))
-    assert found is not None, str(error)
+    found = re.search(rf"[Rr]aise (?:host_memory or )?{tier}_memory by at least (\d+) bytes", str(error))
+    assert found, error
+    assert int(found[1]) == error.short_bytes
     return int(found[1])
+
+
+class Operations(RuleBasedStateMachine):
+    """Each chunk is filled with a number of its own, another one after every write."""
+
+    @initialize(data=st.data(), device=st.integers(2, 24), host=st.integers(0, 48))
+    def begin(self, data, device: int, host: int) -> None:
+        self.manager = Manager(CPU, device * 64, host * 64, poison=True)
+        self.value: dict[Watched, int] = {}
+        self.writes = 0
+        names = st.tuples(st.sampled_from(KINDS), st.integers(0, 3))
+        for kind, index in data.draw(st.lists(names, min_size=4, unique=True)):
+            self.create(kind, index, size=data.draw(st.integers(1, 5)), on_device=data.draw(st.booleans()))
+
+    def pick(self, data, *, pinned: bool | None = None) -> Watched:
+        return data.draw(st.sampled_from([c for c in self.value if pinned is None or bool(c.pins) is pinned]))
+
+    def some(self, data) -> list[Watched]:
+        return data.draw(st.lists(st.sampled_from(list(self.value)), unique=True, max_size=3)) if self.value else []
+
+    def fill(self, chunk: Watched, on_device: bool) -> None:
+        self.writes += 1
+        identity = chunk.index + 4 * (chunk.kind == PARAM32)
+        self.value[chunk] = identity * 30 + self.writes % 30 + 1  # at most 241: exact in bfloat16
+        (chunk.on_device if on_device else chunk.on_host)(chunk.whole).fill_(self.value[chunk])
+        self.manager.mark_written(chunk, on_device)
+
+    def operate(self, call: Callable[[], None], protect: list[Watched], nbytes: int | None) -> bool:
+        """Run an operation; check who left and what was written back. False if it was refused.
+
+        nbytes: what it needs on the device beside what lies there; None if it needs nothing there.
+        """
+        manager = self.manager
+        traffic, manager.traffic = manager.traffic, Traffic()
+        before = {c: (c.device_valid, c.host_valid, c.moved_bytes) for c in self.value}
+        for chunk in self.value:
+            chunk.dropped = False
+        manager.drain_moved()
+        Watched.departed.clear()
+        error = None
+        try:
+            call()
+        except BudgetError as caught:
+            error = caught
+        left = [*Watched.departed]
+        assert set(left) == {c for c in self.value if before[c][0] and not c.device_valid}
+        came = [c for c in self.value if not before[c][0] and c.device_valid]
+        for chunk, (_, host_valid, moved) in before.items():
+            written_back = chunk in left and (not host_valid or chunk.dropped)
+            assert chunk.moved_bytes - moved == chunk.nbytes * ((chunk in came) + written_back)
+        assert not any(c.pins for c in left)
+        assert manager.drain_moved() == {*came, *left}
+        assert manager.traffic.h2d_bytes == sum(c.nbytes for c in came)
+        moved = sum(c.moved_bytes - before[c][2] for c in self.value)
+        assert manager.traffic.d2h_bytes == moved - manager.traffic.h2d_bytes
+        if nbytes is not None:
+            assert manager.traffic.evictions == len(left)
+            wanted = manager.device_used + nbytes - sum(c.nbytes for c in came)
+            others = [c for c in self.value if c not in protect]
+            if error is None:
+                assert wanted <= manager.chunkable_bytes
+                self.check_each_was_needed(left, others, wanted)
+            else:
+                assert named_figure(error, "device") == wanted - manager.chunkable_bytes > 0
+                assert not any(self.could_leave(c) for c in others), "refused without need"
+                if "the host is full" in str(error):
+                    assert any(c.device_bytes and not c.pins for c in others)
+        elif error is not None:
+            assert named_figure(error, "host") == protect[0].nbytes - self.host_room() > 0
+        manager.traffic = traffic
+        return error is None
+
+    def check_each_was_needed(self, left: list[Watched], others: list[Watched], wanted: int) -> None:
+        """`param16` leaves down to the comfort limit, others only where the budget itself asks for it."""
+        manager = self.manager
+        comfort = 0 if manager.evict_everything else manager.comfort_bytes - manager.non_model_bytes
+        limits = {PARAM16: min(comfort, manager.chunkable_bytes), PARAM32: manager.chunkable_bytes}
+        if wanted > limits[PARAM16]:
+            assert not any(self.could_leave(c) for c in others if c.kind == PARAM16), "a chunk was kept in comfort"
+        for chunk in reversed(left):
+            wanted += chunk.nbytes
+            assert wanted > limits[chunk.kind]
+
+    def host_room(self) -> int:
+        """Bytes that the host has for more, once it has dropped copies of what the device has too."""
+        needed = sum(c.host_bytes for c in self.value if not c.device_valid)
+        return self.manager.host_budget_bytes - self.manager.host_non_model_bytes - needed
+
+    def could_leave(self, chunk: Watched) -> bool:
+        """Whether nothing keeps a chunk on the device."""
+        return bool(chunk.device_bytes) and not chunk.pins and (chunk.host_bytes or self.host_room()) >= chunk.nbytes
+
+    @rule(kind=st.sampled_from(KINDS), index=st.integers(0, 3), size=st.integers(1, 5), on_device=st.booleans())
+    def create(self, kind: str, index: int, size: int, on_device: bool) -> None:
+        if (kind, index) in self.manager.chunks:
+            return
+        chunk = Watched(self.manager, kind, index, 32 * size)
+        try:
+            assert self.manager.create(chunk, on_device) is chunk
+        except BudgetError as error:
+            needs = named_figure(error, "device" if on_device else "host")
+            assert needs > 0 if on_device else needs == chunk.nbytes - self.host_room()
+            return
+        assert chunk.device_valid is on_device and chunk.host_valid is not on_device
+        assert (chunk.current(chunk.whole) == 0).all()
+        self.fill(chunk, on_device)
+
+    @precondition(lambda self: any(not c.pins for c in self.value))
+    @rule(data=st.data())
+    def remove(self, data) -> None:
+        chunk = self.pick(data, pinned=False)
+        del self.value[chunk]
+        self.manager.remove(chunk)
+        assert chunk.device_bytes == chunk.host_bytes == 0
+
+    @rule(data=st.data())
+    def bring(self, data) -> None:
+        chunks = self.some(data)
+        came = [c for c in chunks if not c.device_valid]
+        if self.operate(lambda: self.manager.bring(chunks), chunks, sum(c.nbytes for c in came)):
+            assert all(c.device_valid for c in chunks)
+            assert all(c.host_valid is (c.host is not None) for c in came)
+            assert self.manager.keep_duplicates or not any(c.host_valid for c in came)
+
+    @rule(data=st.data(), nbytes=st.integers(0, 1000) | st.integers(0, 15).map(lambda n: 64 * n))
+    def make_room(self, data, nbytes: int) -> None:
+        protect = self.some(data)
+        self.operate(lambda: self.manager.make_room(nbytes, protect), protect, nbytes)
+
+    @precondition(lambda self: any(not c.pins for c in self.value))
+    @rule(data=st.data(), on_device=st.booleans())
+    def settle(self, data, on_device: bool) -> None:
+        chunk = self.pick(data, pinned=False)
+        needs = chunk.nbytes if on_device and not chunk.device_valid else None
+        if self.operate(lambda: self.manager.settle(chunk, on_device), [chunk], needs):
+            assert (chunk.device_valid, chunk.host_valid) == (on_device, not on_device)
+            assert (chunk.device_bytes, chunk.host_bytes) == ((chunk.nbytes, 0) if on_device else (0, chunk.nbytes))
+
+    @precondition(lambda self: self.value)
+    @rule(data=st.data(), on_device=st.booleans())
+    def write(self, data, on_device: bool) -> None:
+        chunk = self.pick(data)
+        if chunk.device_valid if on_device else chunk.host_valid and not chunk.pins:
+            self.fill(chunk, on_device)
+
+    @precondition(lambda self: any(c.device_valid for c in self.value))
+    @rule(data=st.data(), pins=st.integers(0, 2))
+    def pin(self, data, pins: int) -> None:
+        data.draw(st.sampled_from([c for c in self.value if c.device_valid])).pins = pins
+
+    @rule(nbytes=st.integers(-1000, 1000))
+    def reserve(self, nbytes: int) -> None:
+        before = self.manager.host_non_model_bytes
+        nbytes = max(nbytes, -before)
+        try:
+            self.manager.reserve_host(nbytes)
+        except BudgetError as error:
+            assert named_figure(error, "host") == nbytes - self.host_room() > 0
+            nbytes = 0
+        assert self.manager.host_non_model_bytes == before + nbytes
+
+    @rule(non_model=st.integers(0, 5), comfort=st.integers(0, 120), everything=st.booleans(), keep=st.booleans())
+    def conditions(self, non_model: int, comfort: int, everything: bool, keep: bool) -> None:
+        self.manager.non_model_bytes = min(64 * non_model, self.manager.device_budget_bytes)
+        self.manager.comfort_bytes = self.manager.device_budget_bytes * comfort // 100
+        self.manager.evict_everything = everything
+        self.manager.keep_duplicates = keep
+
+    @invariant()
+    def nothing_is_lost_or_mixed_up_and_accounts_are_the_real_bytes(self) -> None:
+        manager = self.manager
+        assert set(manager.chunks.values()) == set(self.value)
+        for chunk, value in self.value.items():
+            assert chunk.device_valid or chunk.host_valid
+            assert chunk.device_bytes == (chunk.nbytes if chunk.device_valid else 0)
+            assert not chunk.device_valid or (chunk.on_device(chunk.whole) == value).all()
+            assert not chunk.host_valid or (chunk.on_host(chunk.whole) == value).all()
+        assert (manager.device_used, manager.total_used - manager.device_used) == real_bytes(manager)
+        assert manager.device_used <= manager.device_peak <= manager.device_budget_bytes
+        assert manager.host_used <= manager.host_peak
+        assert manager.host_used + manager.host_non_model_bytes <= manager.host_budget_bytes
+
+
+TestOperations = Operations.TestCase
+TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=200, stateful_step_count=30)
 
 
 def manager_of(count: int, device_bytes: int, host_bytes: int, *, on_device: bool) -> tuple[Manager, list[Chunk]]:

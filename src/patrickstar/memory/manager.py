@@ -181,7 +181,7 @@ class Manager:
     def reserve_host(self, nbytes: int) -> None:
         """Account for host memory that holds offloaded activations; negative bytes give it back."""
         if nbytes > 0 and not self.free_host_room(nbytes):
-            short = self.host_used + self.host_non_model_bytes + nbytes - self.host_budget_bytes
+            short = self._host_short(nbytes)
             raise BudgetError(
                 f"offloading activations needs {nbytes} more bytes on the host, where {self._host_account()}; "
                 f"raise host_memory by at least {short} bytes ({format_size(short)})",
@@ -192,16 +192,22 @@ class Manager:
 
     def free_host_room(self, nbytes: int) -> bool:
         """Have room for `nbytes` more on the host, if dropping copies of what the device has too makes it."""
-        free = self.host_budget_bytes - self.host_non_model_bytes - self.host_used
-        spare = [chunk for chunk in self.chunks.values() if chunk.host is not None and chunk.device_valid]
-        if nbytes > free + sum(chunk.nbytes for chunk in spare):
+        if self._host_short(nbytes) > 0:
             return False
-        for chunk in spare:
-            if nbytes <= free:
+        for chunk in self._host_spare():
+            if self.host_used + self.host_non_model_bytes + nbytes <= self.host_budget_bytes:
                 break
-            free += chunk.nbytes
             self._release_host(chunk)
         return True
+
+    def _host_spare(self) -> list[Chunk]:
+        """Chunks whose host memory can go, since the device has their bytes."""
+        return [chunk for chunk in self.chunks.values() if chunk.host is not None and chunk.device_valid]
+
+    def _host_short(self, nbytes: int) -> int:
+        """By how much the host budget is too small for `nbytes` more, once all that can go has gone."""
+        stays = self.host_used - sum(chunk.nbytes for chunk in self._host_spare())
+        return stays + self.host_non_model_bytes + nbytes - self.host_budget_bytes
 
     def _lift(self, newcomer: Chunk) -> None:
         """Where the host has no room for `newcomer`, take chunks of `param16` up to where the device has."""
@@ -276,7 +282,7 @@ class Manager:
         )
 
     def _fail_host(self, chunk: Chunk) -> None:
-        short = self.host_used + self.host_non_model_bytes + chunk.nbytes - self.host_budget_bytes
+        short = self._host_short(chunk.nbytes)
         raise BudgetError(
             f"chunk {chunk} needs {chunk.nbytes} bytes on the host, where {self._host_account()}; "
             f"raise host_memory by at least {short} bytes ({format_size(short)})",
