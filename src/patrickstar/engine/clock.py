@@ -97,6 +97,10 @@ class Clock:
         finally:
             self.inside -= 1
 
+    def non_model_now(self) -> int:
+        """Bytes of non-model data on the device."""
+        return self.meter.now(self._bytes())
+
     def measure(self) -> None:
         """Reckon with what is measured now, and leave room for what is not yet known."""
         manager, used = self.manager, self._bytes()

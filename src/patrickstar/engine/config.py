@@ -28,7 +28,9 @@ class _Options(BaseModel):
         try:
             super().__init__(**options)
         except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors())
+            problems = "; ".join(
+                f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()
+            )
             raise ConfigError(f"{type(self).__name__}: {problems}") from None
 
 

@@ -14,17 +14,18 @@ from patrickstar.engine.blocks import Blocks
 from patrickstar.engine.clock import Clock
 from patrickstar.engine.config import Config
 from patrickstar.engine.gradients import Gradients
-from patrickstar.engine.intercept import Interceptor, is_out_of_memory, managing
+from patrickstar.engine.intercept import Interceptor, managing
 from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.offload import ActivationOffload
 from patrickstar.engine.optimizer import ChunkOptimizer
+from patrickstar.engine.out_of_memory import explain, is_out_of_memory
 from patrickstar.engine.parameters import slot_of
 from patrickstar.engine.precision import LossScaler, cast_inputs
 from patrickstar.engine.slot import Slot
 from patrickstar.engine.state import ModelState
 from patrickstar.engine.stats import Stats
 from patrickstar.engine.update import Update
-from patrickstar.errors import BudgetError, ModelError, TrainingError
+from patrickstar.errors import ModelError, TrainingError
 from patrickstar.kernels.adam import AdamStep
 from patrickstar.layout.mapping import Layout
 from patrickstar.memory.manager import Manager
@@ -273,13 +274,7 @@ class Engine:
                 self._data.finish_gradients()
             self._clock.abandon()
             if is_out_of_memory(error):
-                manager = self._manager
-                raise BudgetError(
-                    f"an operator found no memory: chunks take {manager.device_used} bytes of the "
-                    f"device, non-model data {self._clock.meter.now(manager.device_used)}, the budget is "
-                    f"{self.device_budget_bytes}. Lower device_memory if others use this device, or use activation "
-                    f"checkpointing or a smaller batch. PyTorch said: {error}"
-                ) from error
+                raise explain("an operator", self._data, error) from error
             raise
 
     def _move_buffers(self) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointFunction
 
 from patrickstar.engine.model_data import ModelData
+from patrickstar.engine.out_of_memory import explain, is_out_of_memory
 from patrickstar.engine.parameters import (
     ChunkParameter,
     ChunkView,
@@ -47,11 +48,6 @@ _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 def _hand_over(param: Any) -> None:
     """The hook on every parameter. It holds nothing: autograd keeps it where the garbage collector can't look."""
     param._interceptor.take_gradient(param._slots[0], param)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator had nothing left, of the GPU or of the CPU (whose error has no class of its own)."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -253,15 +249,15 @@ class Interceptor:
                 return window
 
     def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], slots: Sequence[Slot]) -> Any:
+        """Run an operator; where that finds no memory, once more after every idle chunk has left the device."""
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            first_error = str(error)
         manager = self.data.manager
         manager.comfort_bytes = 0
-        with suppress(BudgetError):
+        with managing(), suppress(BudgetError):
             manager.make_room(0, protect=())
         self.data.follow_moves()
         if manager.device.type == "cuda":
@@ -271,12 +267,8 @@ class Interceptor:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise BudgetError(
-                f"{getattr(func, '__name__', func)} on parameter {slots[0].name!r} found no memory, also after every "
-                f"idle chunk had left the device: chunks in use take {manager.device_used} bytes, non-model data "
-                f"{self.data.clock.meter.now(manager.device_used)}, the budget is {manager.device_budget_bytes}. "
-                f"Lower device_memory if others use this device, or use a smaller batch. PyTorch said: {first_error}"
-            ) from None
+            name = getattr(func, "__name__", func)
+            raise explain(f"{name} on parameter {slots[0].name!r}, tried twice,", self.data, error) from None
 
     def follow_functions(self, loss: torch.Tensor) -> None:
         """Open windows before custom Functions that read parameters: `Function.apply` itself announces nothing.

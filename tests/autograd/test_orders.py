@@ -1,0 +1,224 @@
+"""Actions in orders that users come up with: each is plain PyTorch's, or an error in words."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar.engine.engine import Engine
+from patrickstar.errors import ModelError, TrainingError
+
+from .zoo import WIDTH, linear, mean_square, normal, small_chunks
+
+
+class Chain(nn.Module):
+    def __init__(self, checkpointing=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(linear(), nn.Tanh(), linear()) for _ in range(3))
+        self.checkpointing = checkpointing
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        return x
+
+
+def batch(number):
+    return normal(2, 3, WIDTH) * (number + 1)
+
+
+def test_gradients_dropped_through_the_attribute():
+    def script(trainer, optimizer):
+        for number in range(2):
+            trainer.backward(mean_square(trainer(batch(number))))
+            if isinstance(trainer, Engine):
+                for param in trainer.module.blocks[0].parameters():
+                    param.grad = None
+            else:
+                for param in trainer.module.blocks[0].parameters():
+                    trainer.masters[param].grad = None
+            optimizer.step()
+        return []
+
+    testing.compare(Chain, small_chunks("bf16"), script)
+
+
+def test_clipping_twice_clips_what_was_clipped():
+    def script(trainer, optimizer):
+        trainer.backward(100 * mean_square(trainer(batch(0))))
+        norms = [trainer.clip_grad_norm_(limit).clone() for limit in (1.0, 0.5)]
+        gradients = [trainer.gradient(name) for name, _ in trainer.module.named_parameters()]
+        optimizer.step()
+        return norms + gradients
+
+    testing.compare(Chain, small_chunks("bf16"), script)
+
+
+def test_backward_after_clipping_is_refused():
+    engine, _ = ps.initialize(Chain, small_chunks("bf16"))
+    engine.backward(mean_square(engine(batch(0))))
+    engine.clip_grad_norm_(1.0)
+    loss = mean_square(engine(batch(1)))
+    with pytest.raises(TrainingError, match="after the last backward"):
+        engine.backward(loss)
+    engine.close()
+
+
+def test_loading_an_optimizer_that_had_not_stepped():
+    def script(trainer, optimizer):
+        before = optimizer.state_dict()
+        weights = {name: value.clone() for name, value in trainer.state_dict().items()}
+        for number in range(2):
+            if number:
+                optimizer.load_state_dict(before)
+                trainer.load_state_dict(weights)
+            trainer.backward(mean_square(trainer(batch(0))))
+            optimizer.step()
+        return []
+
+    testing.compare(Chain, small_chunks("fp32"), script)
+
+
+def test_unfreezing_under_inference_mode():
+    def script(trainer, optimizer):
+        trainer.module.blocks[1].requires_grad_(False)
+        trainer.backward(mean_square(trainer(batch(0))))
+        optimizer.step()
+        trainer.module.blocks[1].requires_grad_(True)
+        with torch.inference_mode():
+            seen = trainer(batch(1)).clone()
+        trainer.backward(mean_square(trainer(batch(2))))
+        optimizer.step()
+        return [seen.sum()]
+
+    def build():
+        model = Chain()
+        model.blocks[1].requires_grad_(False)
+        return model
+
+    testing.compare(build, small_chunks("bf16"), script)
+
+
+def test_unfreezing_in_the_middle_of_a_step_is_refused_by_name():
+    def build():
+        model = Chain()
+        model.blocks[1].requires_grad_(False)
+        return model
+
+    engine, _ = ps.initialize(build, small_chunks("bf16"))
+    engine(batch(0))
+    engine.module.blocks[1].requires_grad_(True)
+    with pytest.raises(ModelError, match=r"blocks\.1\.0\.weight.*middle of a step"):
+        engine(batch(1))
+    engine.close()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_backward_in_another_thread(checkpointing):
+    """As on a GPU, where autograd has a thread of its own."""
+
+    def script(trainer, optimizer):
+        losses = []
+        for number in range(2):
+            loss = mean_square(trainer(batch(number)))
+            worker = threading.Thread(target=trainer.backward, args=(loss,))
+            worker.start()
+            worker.join()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses
+
+    testing.compare(lambda: Chain(checkpointing), small_chunks("bf16"), script)
+
+
+class TwoMatmuls(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, first, second):
+        hidden = x @ first
+        ctx.save_for_backward(x, hidden, first, second)
+        return hidden @ second
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, hidden, first, second = ctx.saved_tensors
+        through = grad @ second.t()
+        return (
+            through @ first.t(),
+            x.flatten(0, 1).t() @ through.flatten(0, 1),
+            hidden.flatten(0, 1).t() @ grad.flatten(0, 1),
+        )
+
+
+class TwoWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+        self.body = linear()
+
+    def forward(self, x):
+        inside = checkpoint(TwoMatmuls.apply, x, self.first, self.second, use_reentrant=False)
+        return self.body(inside)
+
+
+def test_a_function_of_two_weights_under_checkpointing():
+    def script(trainer, optimizer):
+        loss = mean_square(trainer(batch(0)))
+        with torch.no_grad():
+            trainer(batch(1))
+        trainer.backward(loss)
+        optimizer.step()
+        return [loss.detach()]
+
+    testing.compare(TwoWeights, small_chunks("fp32"), script)
+
+
+def test_an_engine_nobody_holds_leaves_an_ordinary_model():
+    module = Chain()
+    engine, optimizer = ps.initialize(module, small_chunks("bf16"))
+    gone = weakref.ref(engine)
+    del engine, optimizer
+    gc.collect()
+    assert gone() is None
+    assert all(type(param) is nn.Parameter and param.dtype == torch.float32 for param in module.parameters())
+    engine, _ = ps.initialize(module, small_chunks("bf16"))
+    engine.close()
+
+
+def test_a_refusal_half_way_leaves_the_model_usable():
+    with torch.device("meta"):
+        module = Chain()
+    state = Chain().state_dict()
+
+    def failing(name):
+        if name == "blocks.1.0.weight":
+            raise OSError("the file ends here")
+        return state[name]
+
+    with pytest.raises(OSError, match="ends here"):
+        ps.initialize(module, small_chunks("bf16"), weights=failing)
+    engine, _ = ps.initialize(module, small_chunks("bf16"), weights=state.__getitem__)
+    for name, value in engine.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    engine.close()
+
+
+def test_backward_after_close_is_an_error_that_names_a_parameter():
+    engine, _ = ps.initialize(Chain, small_chunks("bf16"))
+    loss = mean_square(engine(batch(0)))
+    engine.close()
+    with pytest.raises(TrainingError, match=r"blocks\..*closed"):
+        loss.backward()
+
+
+def test_a_read_of_the_dtype_name_is_not_mistaken_for_a_read_of_nothing():
+    engine = testing.stressed(Chain, small_chunks("bf16"))
+    weight = engine.module.blocks[0][0].weight
+    assert torch.isfinite(weight.type(torch.float32)).all()
+    assert "nan" not in f"{weight}"
+    engine.close()
