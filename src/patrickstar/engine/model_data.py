@@ -26,6 +26,11 @@ def follow_rounded(master: torch.Tensor, written: torch.Tensor) -> None:
     master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
 
 
+def copy_rounded(master: torch.Tensor, payload: torch.Tensor) -> None:
+    """Write `master` into `payload` in its dtype; between devices what crosses is the rounded one."""
+    payload.copy_(master if master.device == payload.device else master.to(payload.dtype))
+
+
 class ModelData:
     """The slots of one engine over its manager's chunks."""
 
@@ -276,7 +281,7 @@ class ModelData:
 
     def _restore(self, slot: Slot) -> None:
         master = self.manager[PARAM32, slot.place.chunk]
-        slot.payload().copy_(slot.in_chunk(master).to(slot.chunk.dtype))
+        copy_rounded(slot.in_chunk(master), slot.payload())
         self._count(master, slot.chunk, slot.place.numel * slot.chunk.dtype.itemsize)
         self.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
         torch._C._autograd._unsafe_set_version_counter((slot.param,), (slot.version_before_gradient,))

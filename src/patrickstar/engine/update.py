@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from patrickstar.engine.model_data import ModelData
+from patrickstar.engine.model_data import ModelData, copy_rounded
 from patrickstar.engine.slot import Slot
 from patrickstar.engine.workspace import Workspace
 from patrickstar.kernels.adam import AdamStep, adam_update
@@ -101,7 +101,7 @@ class Update:
         grad = scaling.apply(self.data.gradient(slot, workspace, lists[0].device))
         adam_update([lists[0]], [grad], [lists[1]], [lists[2]], [slot.steps], hyper)
         slot.steps += 1
-        slot.payload().copy_(lists[0].to(slot.chunk.dtype))
+        copy_rounded(lists[0], slot.payload())
         if slot.chunk.device_valid and not manager[PARAM32, index].device_valid:
             for to_device in (False, True):
                 manager.count_move(slot.payload().nbytes, to_device=to_device)
