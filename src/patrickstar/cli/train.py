@@ -169,7 +169,7 @@ def _step(
 
 
 def _summary(options: TrainOptions, engine: ps.Engine, records: list[StepRecord], interrupted: bool) -> Summary:
-    layout = engine.layout_report()
+    layout = engine.layout
     losses = [record.loss for record in records]
     timed = records[1:] or records
     return Summary(

@@ -103,17 +103,22 @@ class Clock:
 
     def measure(self) -> None:
         """Reckon with what is measured now, and leave room for what is not yet known."""
-        manager, used = self.manager, self._bytes()
+        manager = self.manager
         cautious = manager.device_budget_bytes * WARM_UP_PERCENT // 100
-        now = self.meter.now(used)
-        if now + manager.device_used > cautious:
-            self.meter.reclaim()
-            now = self.meter.now(used)
+        now = self._measured(cautious)
         # Once a peak is known, what it leaves is safe to fill, however little is used now.
         known = manager.device_budget_bytes - max(0, self.peak_non_model_bytes - now)
         manager.comfort_bytes = max(cautious, known) if self.peak_non_model_bytes else cautious
         manager.non_model_bytes = now
-        self.non_model_peak = max(self.non_model_peak, now)
+
+    def _measured(self, limit_bytes: int) -> int:
+        """Non-model bytes now, without what was freed where that would break the limit."""
+        found = self.non_model_now()
+        if found + self.manager.device_used > limit_bytes:
+            self.meter.reclaim()
+            found = self.non_model_now()
+        self.non_model_peak = max(self.non_model_peak, found)
+        return found
 
     def tick(self, chunks: tuple[int, ...], belongs: bool) -> None:
         """An operator boundary: `chunks` are about to be accessed, or none when an operator has ended."""
@@ -151,13 +156,7 @@ class Clock:
         manager.non_model_bytes = moments[now].non_model_bytes
         arriving = any(not manager[PARAM16, chunk].device_valid for chunk in chunks)
         if self.meter.counts_freed or arriving:
-            used = self._bytes()
-            found = self.meter.now(used)
-            if found + manager.device_used > manager.device_budget_bytes:
-                self.meter.reclaim()
-                found = self.meter.now(used)
-            manager.non_model_bytes = max(manager.non_model_bytes, found)
-            self.non_model_peak = max(self.non_model_peak, found)
+            manager.non_model_bytes = max(manager.non_model_bytes, self._measured(manager.device_budget_bytes))
         return True
 
     def _note_peak(self) -> None:

@@ -154,7 +154,7 @@ class Engine:
         return self._gradients.clip(max_norm)
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """A copy of a parameter's gradient, unscaled, in fp32; None if it has none."""
+        """A copy of a parameter's gradient, unscaled and clipped, in fp32; None if it has none."""
         if name not in self._by_name:
             raise ModelError(f"the model has no parameter {name!r}")
         return self._gradients.read(self._by_name[name])
@@ -179,10 +179,6 @@ class Engine:
         self._check_open()
         self._drop_gradients()
         self._state.load_state_dict(state_dict)
-
-    def layout_report(self) -> Layout:
-        """Where every parameter lies, and the bytes of it."""
-        return self.layout
 
     # What the optimizer asks for
 
@@ -253,7 +249,7 @@ class Engine:
                     )
                 with managing():
                     self.layout = promote(thawed, self.layout, self._data, self._interceptor)
-                self._clock.traces.clear()
+                self._clock.forget()
 
     def _signature(self, args: Any, kwargs: Any) -> Hashable:
         leaves = pytree.tree_leaves((args, kwargs))

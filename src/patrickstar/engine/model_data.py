@@ -203,13 +203,15 @@ class ModelData:
             slot.unfinished.add_(grad)
             return
         if slot.over_param and slot.backward == self.backward:
-            self._write(slot, slot.payload().add_(grad))
+            slot.payload().add_(grad)
+            self._note_write(slot)
             return
         if slot.over_param:
             self.give_way(slot)
         slot.version_before_gradient = slot.param._version
         slot.over_param, slot.backward = True, self.backward
-        self._write(slot, slot.payload().copy_(grad))
+        slot.payload().copy_(grad)
+        self._note_write(slot)
         if slot.uses == 0:
             slot.move_to(TensorState.HOLD_AFTER_BWD)
 
@@ -274,8 +276,8 @@ class ModelData:
         if source.device_valid != target.device_valid:
             self.manager.count_move(nbytes, to_device=target.device_valid)
 
-    def _write(self, slot: Slot, payload: torch.Tensor) -> None:
-        """Note that `payload` of a slot was written: autograd must catch whoever still wants what was there."""
+    def _note_write(self, slot: Slot) -> None:
+        """A payload was written: autograd must catch whoever still wants what was there."""
         torch.autograd.graph.increment_version(slot.param)
         self.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
 

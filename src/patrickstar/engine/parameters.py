@@ -1,7 +1,7 @@
 """Parameters, and views of them, whose operators announce themselves before they run."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -53,17 +53,19 @@ def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return clone
 
 
+def _announce(
+    cls: type, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    return _dispatch(func, args, kwargs or {})
+
+
 class ChunkView(torch.Tensor):
     """A tensor that views a parameter's payload. Operators that take it announce themselves like the parameter's."""
 
     _slots: tuple[Slot, ...]
     _interceptor: Operate
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _dispatch(func, args, kwargs or {})
+    __torch_function__: ClassVar[Any] = classmethod(_announce)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         twin: torch.Tensor = memo.setdefault(id(self), _plain_tensor(self))
@@ -79,11 +81,7 @@ class ChunkParameter(nn.Parameter):
     _slots: tuple[Slot, ...]
     _interceptor: Operate
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _dispatch(func, args, kwargs or {})
+    __torch_function__: ClassVar[Any] = classmethod(_announce)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         twin: nn.Parameter = memo.setdefault(id(self), nn.Parameter(_plain_tensor(self), self.requires_grad))

@@ -10,6 +10,7 @@ from patrickstar.engine.slot import Slot
 from patrickstar.engine.workspace import Workspace
 from patrickstar.kernels.adam import AdamStep, adam_update
 from patrickstar.layout.lists import EXP_AVG, EXP_AVG_SQ, GRAD32, PARAM32
+from patrickstar.memory.chunk import Chunk
 from patrickstar.schedule.states import TensorState
 
 
@@ -38,23 +39,20 @@ class Update:
 
     def run(self, hyper_of: Callable[[Slot], AdamStep | None], scaling: Scaling) -> None:
         """Update every parameter that has a gradient and belongs to a param group."""
-        workspace = self.data.workspace()
+        manager, workspace = self.data.manager, self.data.workspace()
         for index, slots in self.data.by_chunk.items():
             if not slots[0].scheme.trained:
                 continue
             self._place(index, slots)
-            groups: dict[AdamStep, list[Slot]] = {}
+            updated = False
             for slot in slots:
-                if slot.has_gradient:
-                    hyper = hyper_of(slot)
-                    if hyper is not None:
-                        groups.setdefault(hyper, []).append(slot)
-            for hyper, members in groups.items():
-                for slot in members:
+                hyper = hyper_of(slot) if slot.has_gradient else None
+                if hyper is not None:
                     self._step(slot, hyper, scaling, workspace)
-            if groups:
-                self._written(index, slots)
-        self.data.discard_gradients()
+                    updated = True
+            if updated:
+                for chunk in (slots[0].chunk, *self._optimizer_chunks(index, slots)):
+                    manager.mark_written(chunk, on_device=chunk.device_valid)
 
     def stuck(self) -> set[int]:
         """Indices whose optimizer chunks are on the device and find no room on the host.
@@ -66,13 +64,18 @@ class Update:
         free = manager.host_budget_bytes - manager.host_used - manager.host_non_model_bytes - exchange
         found = set()
         for index, slots in self.data.by_chunk.items():
-            if slots[0].scheme.trained and (chunk := manager[PARAM32, index]).device_valid and not chunk.host_valid:
-                nbytes = sum(manager[kind, index].nbytes for kind in (PARAM32, EXP_AVG, EXP_AVG_SQ))
+            chunks = self._optimizer_chunks(index, slots)
+            if chunks and chunks[0].device_valid and not chunks[0].host_valid:
+                nbytes = sum(chunk.nbytes for chunk in chunks)
                 if nbytes > free:
                     found.add(index)
                 else:
                     free -= nbytes
         return found
+
+    def _optimizer_chunks(self, index: int, slots: list[Slot]) -> list[Chunk]:
+        """The chunks of one index that only the update touches, as its scheme lists them."""
+        return [self.data.manager[spec.kind, index] for spec in slots[0].scheme.optimizer_lists]
 
     def _place(self, index: int, slots: list[Slot]) -> None:
         """Bring the chunks of one index to the tier where its optimizer chunks are to live.
@@ -81,8 +84,9 @@ class Update:
         it fits above, it stays: gradients stream down and parameters up.
         """
         manager = self.data.manager
-        kinds = [PARAM32, EXP_AVG, EXP_AVG_SQ] + ([GRAD32] if (GRAD32, index) in manager.chunks else [])
-        chunks = [manager[kind, index] for kind in kinds]
+        chunks = self._optimizer_chunks(index, slots)
+        if (GRAD32, index) in manager.chunks:
+            chunks.append(manager[GRAD32, index])
         on_device = index in self.on_device
         read = slots[0].chunk
         if any(slot.has_gradient for slot in slots):
@@ -109,8 +113,3 @@ class Update:
         torch.autograd.graph.increment_version(slot.param)
         slot.over_param = slot.in_list = False
         slot.move_to(TensorState.HOLD)
-
-    def _written(self, index: int, slots: list[Slot]) -> None:
-        manager = self.data.manager
-        for chunk in (slots[0].chunk, *(manager[kind, index] for kind in (PARAM32, EXP_AVG, EXP_AVG_SQ))):
-            manager.mark_written(chunk, on_device=chunk.device_valid)
