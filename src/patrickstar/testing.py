@@ -9,7 +9,10 @@ from torch import nn
 from patrickstar.engine.config import Config
 from patrickstar.engine.engine import Engine
 from patrickstar.engine.model_data import follow_rounded
-from patrickstar.engine.precision import LossScaler, cast_inputs, compute_dtypes
+from patrickstar.engine.optimizers import Optimizer, TorchOptimizer
+from patrickstar.engine.precision import LossScaler, cast_inputs, clip_coefficient, compute_dtypes
+from patrickstar.kernels.rounding import canonical_nan_, round_into
+from patrickstar.kernels.survey import Survey, block_sums, fold
 
 Script = Callable[[Any, Any], Sequence[torch.Tensor]]
 """What both trainers run: takes a trainer and its optimizer, returns tensors to compare."""
@@ -37,8 +40,36 @@ class NoMeter:
         """Nothing to give back."""
 
 
+class PlainOptimizer(torch.optim.Optimizer):
+    """A rule of this package as an optimizer over ordinary tensors: its list of operations, one parameter at a time."""
+
+    def __init__(self, groups: list[dict[str, Any]], spec: Optimizer) -> None:
+        self.spec = spec
+        super().__init__(groups, spec.defaults())
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["step"] = state.get("step", torch.zeros(())) + 1
+                rule = self.spec.rule(group, int(state["step"]), {})
+                for kind in self.spec.states:
+                    if kind not in state:
+                        state[kind] = torch.zeros_like(param)
+                # Gradients in the order in which the parameter lies in memory.
+                grad = torch.empty_like(param).copy_(param.grad)
+                states = [state[kind] for kind in self.spec.states]
+                rule.apply(param, grad, states)
+                for values in (param, *states):
+                    canonical_nan_(values)
+
+
 class ReferenceOptimizer:
-    """Plain `torch.optim` over fp32 masters, cast back to what operators read: the protocol in thirty lines."""
+    """An optimizer over fp32 masters, cast back to what operators read: the protocol in thirty lines."""
 
     def __init__(self, trainer: "ReferenceTrainer") -> None:
         spec = trainer.config.optimizer
@@ -48,10 +79,11 @@ class ReferenceOptimizer:
         if spec.param_groups is not None:
             groups = [dict(group) for group in spec.param_groups(module)]
         masters = [group | {"params": [trainer.master(p) for p in group["params"]]} for group in groups]
-        kind = torch.optim.AdamW if spec.decoupled else torch.optim.Adam
-        self.inner = kind(
-            masters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=True
-        )
+        self.inner: torch.optim.Optimizer
+        if isinstance(spec, TorchOptimizer):
+            self.inner = spec.kind(masters, **spec.defaults())
+        else:
+            self.inner = PlainOptimizer(masters, spec)
         self.param_groups = self.inner.param_groups
 
     def step(self) -> None:
@@ -67,7 +99,7 @@ class ReferenceOptimizer:
             with torch.no_grad():
                 for param, master in trainer.masters.items():
                     if master.grad is not None:
-                        param.copy_(master)
+                        round_into(param, master)
                         trainer.versions[param] = param._version
         trainer.scaler.update(overflow)
         trainer.unscaled = False
@@ -85,8 +117,6 @@ class ReferenceOptimizer:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take them back."""
         self.inner.load_state_dict(state_dict)
-        for group in self.inner.param_groups:
-            group["fused"] = True
 
 
 class ReferenceTrainer:
@@ -168,9 +198,15 @@ class ReferenceTrainer:
         self.unscaled = True
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """`torch.nn.utils.clip_grad_norm_` over the masters."""
+        """`torch.nn.utils.clip_grad_norm_` over the masters, squares summed in double precision and in fixed order."""
         self.unscale()
-        return torch.nn.utils.clip_grad_norm_(list(self.masters.values()), max_norm)
+        grads = [torch.empty_like(m).copy_(m.grad) for m in self.masters.values() if m.grad is not None]
+        sums = tuple(float(fold(block_sums(grad.as_strided((grad.numel(),), (1,))))) for grad in grads)
+        total, factor = clip_coefficient(Survey(sums).norm, max_norm)
+        for master in self.masters.values():
+            if master.grad is not None:
+                master.grad.mul_(factor)
+        return torch.tensor(total, dtype=torch.float32, device=self.device)
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """A copy of a parameter's gradient so far, in fp32."""

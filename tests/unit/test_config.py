@@ -5,7 +5,8 @@ import torch
 from pydantic import ValidationError
 
 import patrickstar as ps
-from patrickstar.engine.config import Adam, AdamW, Config
+from patrickstar.engine.config import Config
+from patrickstar.engine.optimizers import Adam, AdamW
 from patrickstar.errors import ConfigError, DeviceError
 
 

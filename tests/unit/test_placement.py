@@ -13,7 +13,6 @@ from patrickstar.schedule.placement import (
     embedding_runs_on_host,
     initial_placement,
     margin_chunks,
-    update_workspace_bytes,
 )
 
 quick = settings(derandomize=True, deadline=None, max_examples=300)
@@ -126,13 +125,6 @@ def test_the_margin_by_hand():
     assert margin_chunks(chunks, param16 + 12 * 384) == [0, 1]
     assert margin_chunks(chunks, param16 + 16 * 64 - 1, accumulates=True) == []
     assert margin_chunks(chunks, param16 + 16 * 64, accumulates=True) == [0]
-
-
-def test_the_workspace_of_an_update_is_the_gradient_of_the_largest_parameter():
-    assert update_workspace_bytes(chunk(0, 640), largest_param_numel=100) == 400
-    assert update_workspace_bytes(chunk(0, 64), largest_param_numel=100) == 256
-    assert update_workspace_bytes(chunk(0, 640, FROZEN), largest_param_numel=100) == 0
-    assert update_workspace_bytes(chunk(0, 640, scheme_for("float64", trained=True)), largest_param_numel=100) == 800
 
 
 # Embeddings

@@ -47,7 +47,7 @@ def check_model(module: nn.Module) -> None:
     for prefix, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ModelError(
-                f"parameter {prefix + '.weight'!r} asks for sparse gradients, which Adam over chunks can't take; "
+                f"parameter {prefix + '.weight'!r} asks for sparse gradients, which chunks can't take; "
                 f"build the embedding with sparse=False"
             )
 
@@ -68,9 +68,9 @@ def lookup_weights(module: nn.Module) -> set[str]:
 def param_specs(module: nn.Module, config: Config) -> list[ParamSpec]:
     """The model as the layout sees it, in creation order. Embeddings get chunks of their own, which may stay away."""
     dtypes = compute_dtypes(module, config.compute_dtype)
-    alone = lookup_weights(module)
+    alone, states = lookup_weights(module), config.optimizer.states
     return [
-        ParamSpec(name, param.numel(), scheme_for(dtype_name(dtypes[name]), param.requires_grad), name in alone)
+        ParamSpec(name, param.numel(), scheme_for(dtype_name(dtypes[name]), param.requires_grad, states), name in alone)
         for name, param in module.named_parameters()
     ]
 
@@ -164,10 +164,12 @@ def replace_data(param: nn.Parameter, data: torch.Tensor) -> None:
     torch.utils.swap_tensors(param, stand_in)
 
 
-def promote(slots: list[Slot], layout: Layout, data: ModelData, interceptor: Interceptor) -> Layout:
+def promote(
+    slots: list[Slot], layout: Layout, data: ModelData, interceptor: Interceptor, states: tuple[str, ...]
+) -> Layout:
     """Give parameters that were frozen, and no longer are, the lists of trained ones: in new chunks, at the end."""
     specs = [
-        ParamSpec(slot.name, slot.place.numel, scheme_for(dtype_name(slot.chunk.dtype), trained=True), slot.embedding)
+        ParamSpec(slot.name, slot.place.numel, scheme_for(dtype_name(slot.chunk.dtype), True, states), slot.embedding)
         for slot in slots
     ]
     grown = layout.extended(specs)

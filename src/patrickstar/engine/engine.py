@@ -1,7 +1,7 @@
 """The engine: what a user calls instead of the model and of `loss.backward()`."""
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -26,12 +26,12 @@ from patrickstar.engine.state import ModelState
 from patrickstar.engine.stats import Stats
 from patrickstar.engine.update import Update
 from patrickstar.errors import ModelError, TrainingError
-from patrickstar.kernels.adam import AdamStep
+from patrickstar.kernels.choice import Kernels
 from patrickstar.layout.mapping import Layout
 from patrickstar.memory.manager import Manager
 from patrickstar.memory.meter import Meter, default_meter, installed_bytes
 from patrickstar.schedule.feasibility import check_budgets
-from patrickstar.schedule.placement import WARM_UP_PERCENT, margin_chunks, update_workspace_bytes
+from patrickstar.schedule.placement import WARM_UP_PERCENT, margin_chunks
 
 
 class Engine:
@@ -39,7 +39,7 @@ class Engine:
 
     Raises BudgetError before anything moves when the model data can't fit, ModelError naming a parameter that can't be
     managed. `evict_everything` and `poison` are for tests: evict whatever may leave at every access, and fill what is
-    freed with NaN; `meter` replaces the measurement of non-model data.
+    freed with NaN; `meter` replaces the measurement of non-model data, `kernels` what updates.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Engine:
         weights: WeightSource | None = None,
         *,
         meter: Meter | None = None,
+        kernels: Kernels | None = None,
         evict_everything: bool = False,
         poison: bool = False,
     ) -> None:
@@ -70,9 +71,10 @@ class Engine:
         self._data = ModelData(self._manager, self._clock)
         self._scaler = LossScaler(config.precision == "fp16")
         self._interceptor = Interceptor(self._data, self._scaler.enabled)
-        self._gradients = Gradients(self._data, self._scaler)
+        self._kernels = kernels if kernels is not None else Kernels.best()
+        self._gradients = Gradients(self._data, self._scaler, self._kernels)
         self._state = ModelState(self.module, self._data)
-        self._update = Update(self._data)
+        self._update = Update(self._data, config.optimizer, self._kernels)
         self._offload = ActivationOffload(self._manager) if config.activation_offload else None
         try:
             with managing():
@@ -182,7 +184,7 @@ class Engine:
 
     # What the optimizer asks for
 
-    def _step(self, hyper: dict[Slot, AdamStep]) -> None:
+    def _step(self, groups: Mapping[Slot, Mapping[str, Any]]) -> None:
         self._check_open()
         self._interceptor.abandon()
         if self._clock.end_iteration():
@@ -192,7 +194,7 @@ class Engine:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             overflow = self._gradients.overflowed()
             if not overflow:
-                self._update.run(hyper.get, self._gradients.scaling)
+                self._update.run(groups.get, self._gradients.scales)
             self._gradients.drop()
             self._data.settle_embeddings()
         if self._data.end_step():
@@ -212,9 +214,7 @@ class Engine:
         """Decide from the traces what lives where."""
         chunks = self.layout.chunks
         self._manager.keep_duplicates = not self._parameters_fit(self._clock.peak_non_model_bytes)
-        largest = max(place.numel for place in self.layout.places.values())
-        workspace = max(update_workspace_bytes(chunk, largest) for chunk in chunks)
-        beside = self._clock.peak_non_model_bytes + workspace
+        beside = self._clock.peak_non_model_bytes + self._update.workspace_bytes()
         stuck = self._update.stuck()
         chunkable = self.device_budget_bytes - beside
         self._update.on_device = set(
@@ -248,7 +248,8 @@ class Engine:
                         f"frozen may be alive; unfreeze between optimizer.step() and the next forward"
                     )
                 with managing():
-                    self.layout = promote(thawed, self.layout, self._data, self._interceptor)
+                    states = self.config.optimizer.states
+                    self.layout = promote(thawed, self.layout, self._data, self._interceptor, states)
                 self._clock.forget()
 
     def _signature(self, args: Any, kwargs: Any) -> Hashable:

@@ -6,8 +6,8 @@ import torch
 
 from patrickstar.engine.clock import Clock
 from patrickstar.engine.slot import Slot
-from patrickstar.engine.workspace import Workspace
 from patrickstar.errors import TrainingError
+from patrickstar.kernels.rule import Gradient
 from patrickstar.layout.lists import GRAD32, PARAM32
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.manager import Manager
@@ -258,19 +258,15 @@ class ModelData:
         self.accumulates = accumulated
         return changed
 
-    def gradient(self, slot: Slot, workspace: Workspace, device: torch.device | None = None) -> torch.Tensor:
-        """The sum of a parameter's gradients in the master's dtype, in the workspace, on `device` or where they lie."""
-        master: torch.dtype = getattr(torch, slot.scheme.master_dtype)
+    def gradient(self, slot: Slot) -> Gradient:
+        """A parameter's gradient where it lies; where its two parts don't lie together, with a copy of the 16-bit one."""
+        dtype = getattr(torch, slot.scheme.master_dtype)
         if not slot.in_list:
-            last = slot.payload()
-            return workspace.like(slot, master, device or last.device).copy_(last)
-        earlier = slot.in_chunk(self.manager[GRAD32, slot.place.chunk])
-        total = workspace.like(slot, master, device or earlier.device).copy_(earlier)
-        return total.add_(slot.payload().to(total.device, master)) if slot.over_param else total
-
-    def workspace(self) -> Workspace:
-        """Room for the gradients of one pass."""
-        return Workspace(max((slot.place.numel for slot in self.slots if slot.has_gradient), default=0))
+            return Gradient(slot.flat(slot.chunk), None, dtype)
+        earlier = slot.flat(self.manager[GRAD32, slot.place.chunk])
+        if not slot.over_param:
+            return Gradient(earlier, None, dtype)
+        return Gradient(slot.flat(slot.chunk).to(earlier.device), earlier, dtype)
 
     def _count(self, source: Chunk, target: Chunk, nbytes: int) -> None:
         if source.device_valid != target.device_valid:

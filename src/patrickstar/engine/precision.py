@@ -117,7 +117,7 @@ class LossScaler:
             self.good_steps = 0
 
 
-def clip_coefficient(norms: list[torch.Tensor], max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The total norm and the factor for gradients, from per-parameter norms, as `clip_grad_norm_` computes them."""
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    return total, torch.clamp(max_norm / (total + 1e-6), max=1.0)
+def clip_coefficient(norm: float, max_norm: float) -> tuple[float, float]:
+    """The total norm as fp32, and the factor for gradients, with `torch.nn.utils.clip_grad_norm_`'s arithmetic."""
+    total = torch.tensor(norm, dtype=torch.float32)
+    return float(total), float(torch.clamp(max_norm / (total + 1e-6), max=1.0))

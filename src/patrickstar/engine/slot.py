@@ -1,6 +1,7 @@
 """A slot: one parameter of the user's model and its place in the chunks."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +42,9 @@ class Slot:
     """The number of the backward that the gradient over the parameter is of."""
     version_before_gradient: int = 0
     steps: int = 0
+    """How many updates it has had."""
+    memory: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What its optimizer keeps beside the chunk lists: numbers, such as a count of its own."""
     device_view: torch.Tensor | None = field(default=None, repr=False)
 
     @property
@@ -67,6 +71,10 @@ class Slot:
     def payload(self) -> torch.Tensor:
         """The bytes of the parameter (or of the gradient over it), where they are current."""
         return self.chunk.current(self.region)
+
+    def flat(self, chunk: Chunk) -> torch.Tensor:
+        """This parameter's elements of a parallel chunk, in a row as they lie in memory."""
+        return chunk.current(Region(self.place.offset, (self.place.numel,), (1,)))
 
     def in_chunk(self, chunk: Chunk) -> torch.Tensor:
         """This parameter's part of a parallel chunk, where that one is current."""

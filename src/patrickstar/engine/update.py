@@ -1,58 +1,100 @@
 """The update, chunk by chunk, each where its optimizer chunks lie (PatrickStar's hybrid Adam, §8.2)."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from patrickstar.engine.model_data import ModelData, copy_rounded
+from patrickstar.engine.model_data import ModelData
+from patrickstar.engine.optimizers import Optimizer
 from patrickstar.engine.slot import Slot
-from patrickstar.engine.workspace import Workspace
-from patrickstar.kernels.adam import AdamStep, adam_update
-from patrickstar.layout.lists import EXP_AVG, EXP_AVG_SQ, GRAD32, PARAM32
+from patrickstar.kernels.choice import Kernels
+from patrickstar.kernels.listed import pages
+from patrickstar.kernels.rule import Rule, Span
+from patrickstar.layout.lists import GRAD32
 from patrickstar.memory.chunk import Chunk
 from patrickstar.schedule.states import TensorState
 
-
-@dataclass(frozen=True)
-class Scaling:
-    """Factors that gradients are multiplied by before the update, one after the other, each rounded."""
-
-    unscale: float | None = None
-    clips: tuple[torch.Tensor, ...] = ()
-
-    def apply(self, grad: torch.Tensor) -> torch.Tensor:
-        """Scale a gradient in place."""
-        if self.unscale is not None:
-            grad.mul_(self.unscale)
-        for factor in self.clips:
-            grad.mul_(factor.to(grad.device))
-        return grad
+GroupOf = Callable[[Slot], Mapping[str, Any] | None]
 
 
 class Update:
     """Runs one optimizer step over all chunks that hold gradients."""
 
-    def __init__(self, data: ModelData) -> None:
+    def __init__(self, data: ModelData, optimizer: Optimizer, kernels: Kernels) -> None:
         self.data = data
+        self.optimizer = optimizer
+        self.kernels = kernels
         self.on_device: set[int] = set()
 
-    def run(self, hyper_of: Callable[[Slot], AdamStep | None], scaling: Scaling) -> None:
-        """Update every parameter that has a gradient and belongs to a param group."""
-        manager, workspace = self.data.manager, self.data.workspace()
-        for index, slots in self.data.by_chunk.items():
-            if not slots[0].scheme.trained:
-                continue
-            self._place(index, slots)
-            updated = False
-            for slot in slots:
-                hyper = hyper_of(slot) if slot.has_gradient else None
-                if hyper is not None:
-                    self._step(slot, hyper, scaling, workspace)
-                    updated = True
-            if updated:
-                for chunk in (slots[0].chunk, *self._optimizer_chunks(index, slots)):
-                    manager.mark_written(chunk, on_device=chunk.device_valid)
+    def run(self, group_of: GroupOf, scales: Sequence[float]) -> None:
+        """Update every parameter that has a gradient and belongs to a param group.
+
+        scales: factors that gradients are multiplied by before, one after the other.
+        """
+        for index in self.data.by_chunk:
+            self.run_chunk(index, group_of, scales)
+
+    def run_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> None:
+        """The same for the parameters of one chunk."""
+        slots = self.data.by_chunk[index]
+        if not slots[0].scheme.trained:
+            return
+        self._place(index, slots)
+        groups = {slot: group_of(slot) for slot in slots if slot.has_gradient}
+        rules = {
+            slot: self.optimizer.rule(group, slot.steps + 1, slot.memory)
+            for slot, group in groups.items()
+            if group is not None
+        }
+        if not rules:
+            return
+        together = []
+        for slot, rule in rules.items():
+            span = self.span(slot, rule)
+            if span.param.device == span.master.device:
+                together.append(span)
+            else:
+                self._stream(span, scales)
+            if slot.chunk.device_valid and not self._optimizer_chunks(index, slots)[0].device_valid:
+                for to_device in (False, True):
+                    self.data.manager.count_move(span.param.nbytes, to_device=to_device)
+                    slot.chunk.moved_bytes += span.param.nbytes
+        self.kernels.update(together, scales)
+        for slot in rules:
+            slot.steps += 1
+            torch.autograd.graph.increment_version(slot.param)
+            slot.over_param = slot.in_list = False
+            slot.move_to(TensorState.HOLD)
+        for chunk in (slots[0].chunk, *self._optimizer_chunks(index, slots)):
+            self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
+
+    def span(self, slot: Slot, rule: Rule) -> Span:
+        """What an update of one parameter reads and writes, where it lies."""
+        manager, index = self.data.manager, slot.place.chunk
+        master, *states = (slot.flat(manager[spec.kind, index]) for spec in slot.scheme.optimizer_lists)
+        return Span(slot.flat(slot.chunk), self.data.gradient(slot), master, tuple(states), rule)
+
+    def _stream(self, span: Span, scales: Sequence[float]) -> None:
+        """Update below what lies above: its gradient comes down and its parameter goes up, a page at a time."""
+        for page in pages(span.numel, span.rule):
+            part = span.page(page)
+            stage = torch.empty(part.numel, dtype=span.param.dtype, device=span.master.device)
+            grad = part.grad
+            if grad.last.device != stage.device:
+                grad = replace(grad, last=stage.copy_(grad.last))
+            self.kernels.update([replace(part, param=stage, grad=grad)], scales)
+            part.param.copy_(stage)
+
+    def workspace_bytes(self) -> int:
+        """The most that an update takes on the device beside chunks."""
+        optimizer, device = self.optimizer, self.data.manager.device
+        rule = optimizer.rule(optimizer.defaults(), 1, {})
+        return max(
+            self.kernels.workspace_bytes(rule, device, getattr(torch, slot.scheme.master_dtype), slot.place.numel)
+            for slot in self.data.slots
+        )
 
     def stuck(self) -> set[int]:
         """Indices whose optimizer chunks are on the device and find no room on the host.
@@ -98,18 +140,3 @@ class Update:
         for chunk in chunks:
             manager.settle(chunk, on_device)
         self.data.follow_moves()
-
-    def _step(self, slot: Slot, hyper: AdamStep, scaling: Scaling, workspace: Workspace) -> None:
-        manager, index = self.data.manager, slot.place.chunk
-        lists = [slot.in_chunk(manager[kind, index]) for kind in (PARAM32, EXP_AVG, EXP_AVG_SQ)]
-        grad = scaling.apply(self.data.gradient(slot, workspace, lists[0].device))
-        adam_update([lists[0]], [grad], [lists[1]], [lists[2]], [slot.steps], hyper)
-        slot.steps += 1
-        copy_rounded(lists[0], slot.payload())
-        if slot.chunk.device_valid and not manager[PARAM32, index].device_valid:
-            for to_device in (False, True):
-                manager.count_move(slot.payload().nbytes, to_device=to_device)
-                slot.chunk.moved_bytes += slot.payload().nbytes
-        torch.autograd.graph.increment_version(slot.param)
-        slot.over_param = slot.in_list = False
-        slot.move_to(TensorState.HOLD)

@@ -67,10 +67,16 @@ class Scheme:
         return self.lists[1].dtype if self.trained else self.compute.dtype
 
 
-def scheme_for(dtype: str, trained: bool) -> Scheme:
-    """The lists of a parameter that computes in `dtype`: Adam's four if it is trained, `param16` alone if frozen."""
+ADAM_STATES = (EXP_AVG, EXP_AVG_SQ)
+
+
+def scheme_for(dtype: str, trained: bool, states: tuple[str, ...] = ADAM_STATES) -> Scheme:
+    """The lists of a parameter that computes in `dtype`: `param16` alone if it is frozen.
+
+    If it is trained, the master too, and the optimizer's `states`: Adam's, unless others are named.
+    """
     compute = ListSpec(PARAM16, dtype)
     if not trained:
         return Scheme((compute,))
     master = "float64" if dtype == "float64" else "float32"
-    return Scheme((compute, *(ListSpec(kind, master) for kind in (PARAM32, EXP_AVG, EXP_AVG_SQ))))
+    return Scheme((compute, *(ListSpec(kind, master) for kind in (PARAM32, *states))))

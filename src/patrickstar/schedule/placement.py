@@ -69,11 +69,6 @@ def initial_placement(
     return None
 
 
-def update_workspace_bytes(chunk: ChunkSpec, largest_param_numel: int) -> int:
-    """Temporaries of updating a chunk: the gradient of its largest parameter in the master dtype."""
-    return min(chunk.numel, largest_param_numel) * ITEMSIZE[chunk.scheme.master_dtype] if chunk.scheme.trained else 0
-
-
 def margin_chunks(
     chunks: Sequence[ChunkSpec], chunkable_bytes: int, *, stuck: Collection[int] = (), accumulates: bool = False
 ) -> list[int]:

@@ -1,0 +1,31 @@
+"""Options that users give by keyword."""
+
+import difflib
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from patrickstar.errors import ConfigError
+
+
+class Options(BaseModel):
+    """Keyword options that are checked, frozen, and spoken of in one line when they are wrong."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    def __init__(self, **options: Any) -> None:
+        known = list(type(self).model_fields)
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+                raise ConfigError(
+                    f"{type(self).__name__} has no option {name!r}; did you mean {close[0]!r}? "
+                    f"Its options: {', '.join(known)}"
+                )
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            problems = "; ".join(
+                f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()
+            )
+            raise ConfigError(f"{type(self).__name__}: {problems}") from None

@@ -1,0 +1,113 @@
+"""Optimizers of `torch.optim`, and others of its kind, run over chunks where they are element-wise."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from patrickstar.errors import ConfigError
+from patrickstar.kernels.rule import Rule
+
+# [Note: what is element-wise]
+# Chunk lists hold states that are as long as the parameter, and results may not depend on what else an update looks at.
+# Whether an optimizer keeps to that can be seen: it updates a matrix, and each element of it as a parameter of its own,
+# with the same gradients. Where the two disagree (norms of layers, factored moments, orthogonal updates), or one can't
+# be done at all, it is refused.
+
+PROBE_SHAPE = (4, 6)
+PROBE_STEPS = 3
+
+
+@dataclass(frozen=True)
+class ForeignRule(Rule):
+    """One update by an optimizer class. `memory` holds what it keeps of a parameter beside the lists `names`."""
+
+    kind: type[torch.optim.Optimizer]
+    options: Mapping[str, Any] = field(hash=False)
+    group: Mapping[str, Any] = field(hash=False)
+    names: tuple[str, ...]
+    memory: dict[str, Any] = field(hash=False)
+    step: int
+
+    by_pages: ClassVar = False  # PyTorch's vector code treats the end of a tensor in its own way
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The states that are as long as the parameter."""
+        return self.names
+
+    def apply(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+        """Let the optimizer update the master, on states that lie in chunks."""
+        param = torch.nn.Parameter(master)
+        param.grad = grad
+        optimizer = self.kind([dict(self.group) | {"params": [param]}], **self.options)
+        views = dict(zip(self.names, states, strict=True))
+        if self.step > 1:
+            optimizer.state[param] = self.memory | views
+        optimizer.step()
+        after = dict(optimizer.state[param])
+        for name, view in views.items():
+            value = after.pop(name, None)
+            if value is not None and value is not view:
+                view.copy_(value)
+        for name, value in after.items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
+                raise ConfigError(
+                    f"{self.kind.__name__} keeps {name!r} of {tuple(value.shape)}, which its first steps did not show; "
+                    f"give all param groups the options that make it, or none"
+                )
+        self.memory.clear()
+        self.memory.update(after)
+
+
+def probe(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the states that are as long as the parameter. Raises ConfigError for what is not element-wise."""
+    generator = torch.Generator().manual_seed(0)
+    value, *grads = (torch.randn(PROBE_SHAPE, generator=generator, dtype=torch.float64) for _ in range(1 + PROBE_STEPS))
+    whole = [torch.nn.Parameter(value.clone())]
+    single = [torch.nn.Parameter(element.clone()) for element in value.reshape(-1, 1)]
+    try:
+        state = _run(kind, options, whole, [[grad] for grad in grads])
+        _run(kind, options, single, [list(grad.reshape(-1, 1)) for grad in grads])
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, AssertionError) as error:
+        raise ConfigError(
+            f"{kind.__name__}({_spelt(options)}) can't update a parameter by its elements: {error}"
+        ) from error
+    if not torch.allclose(whole[0].view(-1), torch.cat(list(single)), rtol=1e-9, atol=0):
+        raise ConfigError(
+            f"{kind.__name__} is not element-wise: it treats a matrix otherwise than its elements one by one, so chunks "
+            f"can't hold it; use one that is, such as ps.AdamW"
+        )
+    return tuple(name for name, item in state.items() if isinstance(item, torch.Tensor) and item.shape == PROBE_SHAPE)
+
+
+def defaults_of(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """What such an optimizer's param groups hold beside their parameters."""
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **options)
+    return {name: item for name, item in optimizer.param_groups[0].items() if name != "params"}
+
+
+def one_by_one(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, and `foreach` off unless it was asked for: it would hold temporaries for all parameters at once."""
+    known = inspect.signature(kind).parameters
+    return ({"foreach": False} if "foreach" in known and not options.get("fused") else {}) | dict(options)
+
+
+def _run(
+    kind: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    params: list[torch.nn.Parameter],
+    grads: list[list[torch.Tensor]],
+) -> dict[str, Any]:
+    optimizer = kind(params, **options)
+    for step in grads:
+        for param, grad in zip(params, step, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+    return dict(optimizer.state[params[0]])
+
+
+def _spelt(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
