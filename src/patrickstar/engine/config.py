@@ -16,9 +16,9 @@ class Config(Options):
 
     device: "cuda", "cpu" or "auto". device_memory, host_memory: budgets, as bytes or as "2GiB"; None is what the
     machine has. chunk_size: "auto", or the size of a `param16` chunk. precision: the dtype operators compute in, with
-    fp32 masters; "fp16" scales the loss. optimizer: one of this package's, or an element-wise class of `torch.optim`, by
-    itself or as a `functools.partial` with its options. activation_offload: keep saved activations on the host between forward and
-    backward. Raises ConfigError for options that don't exist or values out of range.
+    fp32 masters; "fp16" scales the loss. optimizer: one of this package's, or an element-wise class of `torch.optim`,
+    by itself or as a `functools.partial` with its options. activation_offload: keep saved activations on the host
+    between forward and backward. Raises ConfigError for options that don't exist or values out of range.
     """
 
     device: str = "auto"

@@ -13,6 +13,7 @@ from patrickstar.engine.adopt import WeightSource, adopt, check_model, make_layo
 from patrickstar.engine.blocks import Blocks
 from patrickstar.engine.clock import Clock
 from patrickstar.engine.config import Config
+from patrickstar.engine.early import EarlyUpdate
 from patrickstar.engine.gradients import Gradients
 from patrickstar.engine.intercept import Interceptor, managing
 from patrickstar.engine.model_data import ModelData
@@ -70,11 +71,12 @@ class Engine:
         self._clock = Clock(self._manager, meter)
         self._data = ModelData(self._manager, self._clock)
         self._scaler = LossScaler(config.precision == "fp16")
-        self._interceptor = Interceptor(self._data, self._scaler.enabled)
         self._kernels = kernels if kernels is not None else Kernels.best()
         self._gradients = Gradients(self._data, self._scaler, self._kernels)
         self._state = ModelState(self.module, self._data)
         self._update = Update(self._data, config.optimizer, self._kernels)
+        self._early = EarlyUpdate(self._data, self._update)
+        self._interceptor = Interceptor(self._data, self._early, self._scaler.enabled)
         self._offload = ActivationOffload(self._manager) if config.activation_offload else None
         try:
             with managing():
@@ -122,8 +124,12 @@ class Engine:
         """Set the model's evaluation mode."""
         return self.train(False)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Compute gradients of a scalar loss, scaled for fp16. Several calls before a step accumulate."""
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, *, update: bool = False) -> None:
+        """Compute gradients of a scalar loss, scaled for fp16. Several calls before a step accumulate.
+
+        update: the step comes next, with nothing before it: no clipping, no look at gradients, no change of the
+        learning rate. Then chunks are updated while backward goes on, as soon as their gradients are there.
+        """
         self._check_open()
         if loss.numel() != 1 or not loss.requires_grad:
             raise TrainingError(
@@ -132,9 +138,17 @@ class Engine:
             )
         if self._gradients.clipped:
             raise TrainingError("gradients were clipped and are final: call clip_grad_norm_ after the last backward")
+        self._check_not_early("another backward")
+        if update and self._scaler.enabled:
+            raise TrainingError(
+                "with fp16 no parameter can be updated before all gradients are known not to overflow: leave "
+                "update=True out, or use precision='bf16'"
+            )
         self._interceptor.abandon()
         self._interceptor.backward_depth += 1
         self._data.begin_backward()
+        if update:
+            self._early.begin(self.optimizer.group_by_slot())
         with self._unwound_on_error():
             try:
                 with self._clock.iterating():
@@ -153,12 +167,14 @@ class Engine:
         The arithmetic is `torch.nn.utils.clip_grad_norm_`'s over fp32 gradients in creation order.
         """
         self._check_open()
+        self._check_not_early("clipping")
         return self._gradients.clip(max_norm)
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """A copy of a parameter's gradient, unscaled and clipped, in fp32; None if it has none."""
         if name not in self._by_name:
             raise ModelError(f"the model has no parameter {name!r}")
+        self._check_not_early("reading a gradient")
         return self._gradients.read(self._by_name[name])
 
     def close(self) -> None:
@@ -192,6 +208,7 @@ class Engine:
         manager = self._manager
         manager.comfort_bytes = manager.device_budget_bytes
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._early.finish(groups)
             overflow = self._gradients.overflowed()
             if not overflow:
                 self._update.run(groups.get, self._gradients.scales)
@@ -206,6 +223,7 @@ class Engine:
 
     def _drop_gradients(self) -> None:
         self._check_open()
+        self._check_not_early("dropping gradients")
         self._gradients.drop()
 
     # Inside
@@ -265,6 +283,7 @@ class Engine:
         except BaseException as error:
             self._interceptor.window = None
             self._interceptor.unseen.clear()
+            self._early.abandon()
             self._data.drop_uses()
             self._data.follow_moves()
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -279,6 +298,13 @@ class Engine:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
+
+    def _check_not_early(self, what: str) -> None:
+        if self._early.begun:
+            raise TrainingError(
+                f"{what} comes after engine.backward(loss, update=True), which has updated parameters already: call "
+                f"optimizer.step() next, or leave update=True out"
+            )
 
     def _check_open(self) -> None:
         if not self._release.alive:

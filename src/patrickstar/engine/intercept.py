@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointFunction
 
+from patrickstar.engine.early import EarlyUpdate
 from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.out_of_memory import explain, is_out_of_memory
 from patrickstar.engine.parameters import (
@@ -103,8 +104,9 @@ def managing() -> Iterator[None]:
 class Interceptor:
     """Stands between operators and the parameters of one engine."""
 
-    def __init__(self, data: ModelData, loss_scaled: bool) -> None:
+    def __init__(self, data: ModelData, early: EarlyUpdate, loss_scaled: bool) -> None:
         self.data = data
+        self.early = early
         self.loss_scaled = loss_scaled
         self.backward_depth = 0
         self.window: Window | None = None
@@ -153,6 +155,7 @@ class Interceptor:
                 self.data.manager.count_move(slot.lookups_in_graph_bytes, to_device=False)
                 slot.lookups_in_graph_bytes = 0
             self.data.put_gradient(slot, grad)
+            self.early.gradient_came(slot)
 
     # Operators
 
@@ -410,3 +413,4 @@ class Interceptor:
         if self.window is not None:
             self.data.release(self.window.slots, TensorState.HOLD)
             self.window = None
+            self.early.proceed()

@@ -63,6 +63,7 @@ class ModelData:
         """Have the parameters of `slots` readable on the device until they are released."""
         if self.closed:
             raise TrainingError(f"parameter {slots[0].name!r} is used by a graph whose engine was closed")
+        self._check_not_updated(slots)
         for slot in slots:
             if slot.over_param:
                 self.give_way(slot)
@@ -199,10 +200,12 @@ class ModelData:
         Reentrant checkpointing completes a gradient several times in one backward; as in plain PyTorch these are added
         in the compute dtype. Gradients of earlier backwards wait in the gradient list.
         """
+        self._check_not_updated((slot,))
         if slot.unfinished is not None:
             slot.unfinished.add_(grad)
             return
         if slot.over_param and slot.backward == self.backward:
+            slot.grows = True
             slot.payload().add_(grad)
             self._note_write(slot)
             return
@@ -223,10 +226,22 @@ class ModelData:
         may yet grow waits for the end of its backward.
         """
         if self.in_backward and slot.backward == self.backward:
-            slot.unfinished = slot.payload().clone()
+            slot.unfinished, slot.grows = slot.payload().clone(), True
         else:
             self._accumulate(slot)
         self._restore(slot)
+
+    def _check_not_updated(self, slots: Sequence[Slot]) -> None:
+        """See [Note: updating before backward has ended]."""
+        late = [slot for slot in slots if self.in_backward and slot.updated_in == self.backward]
+        for slot in late:
+            slot.grows = True
+        if late:
+            raise TrainingError(
+                f"parameter {late[0].name!r} is read, or gets more gradient, after it was updated in the same backward, "
+                f"as in no step before. This step's update is done in part; from the next on it comes later. Where "
+                f"steps differ like this, leave update=True out of engine.backward"
+            )
 
     def finish_gradients(self) -> None:
         """Backward has ended: no gradient will grow any more."""
@@ -259,7 +274,7 @@ class ModelData:
         return changed
 
     def gradient(self, slot: Slot) -> Gradient:
-        """A parameter's gradient where it lies; where its two parts don't lie together, with a copy of the 16-bit one."""
+        """A parameter's gradient where it lies; where its parts don't lie together, with a copy of the 16-bit one."""
         dtype = getattr(torch, slot.scheme.master_dtype)
         if not slot.in_list:
             return Gradient(slot.flat(slot.chunk), None, dtype)

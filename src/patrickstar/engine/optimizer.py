@@ -38,7 +38,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._engine._step(self._group_by_slot())
+        self._engine._step(self.group_by_slot())
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -126,5 +126,6 @@ class ChunkOptimizer(torch.optim.Optimizer):
     def _kinds(self) -> tuple[str, ...]:
         return self._options.states
 
-    def _group_by_slot(self) -> dict[Slot, dict[str, Any]]:
+    def group_by_slot(self) -> dict[Slot, dict[str, Any]]:
+        """The param group of each parameter that is in one."""
         return {self._slot(param): group for group in self.param_groups for param in group["params"]}

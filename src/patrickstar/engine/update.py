@@ -11,6 +11,7 @@ from patrickstar.engine.optimizers import Optimizer
 from patrickstar.engine.slot import Slot
 from patrickstar.kernels.choice import Kernels
 from patrickstar.kernels.listed import pages
+from patrickstar.kernels.native import Running
 from patrickstar.kernels.rule import Rule, Span
 from patrickstar.layout.lists import GRAD32
 from patrickstar.memory.chunk import Chunk
@@ -34,13 +35,14 @@ class Update:
         scales: factors that gradients are multiplied by before, one after the other.
         """
         for index in self.data.by_chunk:
-            self.run_chunk(index, group_of, scales)
+            for running in self.run_chunk(index, group_of, scales):
+                running.finish()
 
-    def run_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> None:
-        """The same for the parameters of one chunk."""
+    def run_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> list[Running]:
+        """The same for the parameters of one chunk. What is returned may still be running, and must be waited for."""
         slots = self.data.by_chunk[index]
         if not slots[0].scheme.trained:
-            return
+            return []
         self._place(index, slots)
         groups = {slot: group_of(slot) for slot in slots if slot.has_gradient}
         rules = {
@@ -49,7 +51,7 @@ class Update:
             if group is not None
         }
         if not rules:
-            return
+            return []
         together = []
         for slot, rule in rules.items():
             span = self.span(slot, rule)
@@ -61,7 +63,7 @@ class Update:
                 for to_device in (False, True):
                     self.data.manager.count_move(span.param.nbytes, to_device=to_device)
                     slot.chunk.moved_bytes += span.param.nbytes
-        self.kernels.update(together, scales)
+        running = self.kernels.start(together, scales)
         for slot in rules:
             slot.steps += 1
             torch.autograd.graph.increment_version(slot.param)
@@ -69,6 +71,7 @@ class Update:
             slot.move_to(TensorState.HOLD)
         for chunk in (slots[0].chunk, *self._optimizer_chunks(index, slots)):
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
+        return running
 
     def span(self, slot: Slot, rule: Rule) -> Span:
         """What an update of one parameter reads and writes, where it lies."""

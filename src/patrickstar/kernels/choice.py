@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from patrickstar.kernels.listed import PAGE_NUMEL, WORKSPACE_ITEMS, Listed
-from patrickstar.kernels.native import Native
+from patrickstar.kernels.native import Native, Running
 from patrickstar.kernels.rule import Gradient, Rule, Span
 from patrickstar.kernels.survey import Survey
 
@@ -55,10 +55,20 @@ class Kernels:
             return 0
         return min(numel, PAGE_NUMEL if rule.by_pages else numel) * WORKSPACE_ITEMS * dtype.itemsize
 
+    def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Running]:
+        """Update every span; what the C++ kernel does may still be running, and must be waited for."""
+        running = []
+        for implementation, some in groupby(spans, self.for_update):
+            if isinstance(implementation, Native):
+                running.append(implementation.start(list(some), scales))
+            else:
+                implementation.update(list(some), scales)
+        return running
+
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
         """Update every span."""
-        for implementation, some in groupby(spans, self.for_update):
-            implementation.update(list(some), scales)
+        for running in self.start(spans, scales):
+            running.finish()
 
     def survey(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> Survey:
         """Look at all gradients."""

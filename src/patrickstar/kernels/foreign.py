@@ -77,8 +77,8 @@ def probe(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tupl
         ) from error
     if not torch.allclose(whole[0].view(-1), torch.cat(list(single)), rtol=1e-9, atol=0):
         raise ConfigError(
-            f"{kind.__name__} is not element-wise: it treats a matrix otherwise than its elements one by one, so chunks "
-            f"can't hold it; use one that is, such as ps.AdamW"
+            f"{kind.__name__} is not element-wise: it treats a matrix otherwise than its elements one by one, so "
+            f"chunks can't hold it; use one that is, such as ps.AdamW"
         )
     return tuple(name for name, item in state.items() if isinstance(item, torch.Tensor) and item.shape == PROBE_SHAPE)
 

@@ -1,5 +1,6 @@
 """A survey of gradients before the update: the sum of their squares, and how many elements are not finite."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -33,7 +34,8 @@ class Survey:
     @property
     def norm(self) -> float:
         """The global 2-norm."""
-        return float(fold(torch.tensor(self.sums, dtype=torch.float64)).sqrt())
+        total = float(fold(torch.tensor(self.sums, dtype=torch.float64)))
+        return math.nan if math.isnan(total) else math.sqrt(total)
 
 
 def block_sums(grad: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,93 @@
+"""The update beside backward: a chunk is updated as soon as its gradients are there (§7; ZeRO-Offload §4.1)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from patrickstar.engine.model_data import ModelData
+from patrickstar.engine.slot import Slot
+from patrickstar.engine.update import Update
+from patrickstar.errors import TrainingError
+from patrickstar.kernels.native import Running
+
+# [Note: updating before backward has ended]
+# It needs the user's word, `engine.backward(loss, update=True)`: only they know that nothing comes between this
+# backward and the step, neither clipping nor another backward nor a look at the gradients. It also needs to know that
+# a gradient is complete when it comes, and that nobody reads the parameter again in this backward. Under reentrant
+# checkpointing neither is sure. So a parameter is updated early only after an earlier step has shown both, and never
+# again once one has shown otherwise. What is not updated early is updated by `optimizer.step()`.
+
+
+class EarlyUpdate:
+    """Updates chunks while backward goes on, between `begin` and `finish`."""
+
+    def __init__(self, data: ModelData, update: Update) -> None:
+        self.data = data
+        self.update = update
+        self._groups: Mapping[Slot, Mapping[str, Any]] | None = None
+        self._promised: list[dict[str, Any]] = []
+        self._complete: set[int] = set()
+        self._running: list[Running] = []
+
+    @property
+    def begun(self) -> bool:
+        """Whether a backward was promised a step, which has not come yet."""
+        return self._groups is not None
+
+    def begin(self, groups: Mapping[Slot, Mapping[str, Any]]) -> None:
+        """From now on update chunks that are complete, with the hyper-parameters that the groups have now."""
+        self._groups = groups
+        self._promised = _hyper_parameters(groups)
+
+    def gradient_came(self, slot: Slot) -> None:
+        """A parameter's gradient is complete. Its chunk is when all are that have had updates before."""
+        if self._groups is None:
+            return
+        index = slot.place.chunk
+        expected = [one for one in self.data.by_chunk[index] if one.steps and one.param.requires_grad]
+        if expected and all(one.over_param and not one.grows for one in expected):
+            self._complete.add(index)
+
+    def proceed(self) -> None:
+        """Update complete chunks that no operator is using."""
+        if self._groups is None or not self._complete:
+            return
+        for index in sorted(self._complete):
+            slots = self.data.by_chunk[index]
+            if slots[0].chunk.pins:
+                continue
+            self._complete.discard(index)
+            known = [slot for slot in slots if slot.has_gradient and slot.steps and not slot.grows]
+            self._running += self.update.run_chunk(index, {slot: self._groups.get(slot) for slot in known}.get, ())
+            for slot in known:
+                slot.updated_in = self.data.backward
+        if self.data.manager.device.type == "cpu":
+            self._wait()  # operators and the update would fight over the same cores
+
+    def finish(self, groups: Mapping[Slot, Mapping[str, Any]]) -> None:
+        """The step has come: wait for what was begun. Raises TrainingError if it asks for something else."""
+        if self._groups is None:
+            return
+        promised = self._promised
+        self.abandon()
+        if promised != _hyper_parameters(groups):
+            raise TrainingError(
+                "hyper-parameters of the optimizer changed between engine.backward(loss, update=True) and "
+                "optimizer.step(), when chunks were already updated with the old ones; change them before that backward"
+            )
+
+    def abandon(self) -> None:
+        """Nothing more is updated early; what was, stays."""
+        self._wait()
+        self._groups = None
+        self._promised, self._complete = [], set()
+
+    def _wait(self) -> None:
+        for running in self._running:
+            running.finish()
+        self._running.clear()
+
+
+def _hyper_parameters(groups: Mapping[Slot, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the param groups say, apart from whose they are."""
+    distinct = {id(group): group for group in groups.values()}
+    return [{key: value for key, value in group.items() if key != "params"} for group in distinct.values()]

@@ -1,0 +1,195 @@
+"""The update beside backward: the same bits, earlier; and what it can't go along with is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from patrickstar import testing
+from patrickstar.engine.engine import Engine
+from patrickstar.errors import TrainingError
+
+from .zoo import WIDTH, Stack, linear, mean_square, mlp, normal, normal_batches, small_chunks, weight
+
+
+@pytest.fixture(params=["bf16", "fp32"])
+def precision(request):
+    return request.param
+
+
+def stack(checkpointing="off"):
+    return Stack([mlp(), mlp()], checkpointing)
+
+
+class Tied(nn.Module):
+    """A weight that the first and the last operator read."""
+
+    def __init__(self, checkpointing="off"):
+        super().__init__()
+        self.table, self.body = weight(), stack(checkpointing)
+
+    def forward(self, x):
+        return self.body(x @ self.table) @ self.table.t()
+
+
+def early(steps=5, accumulation=1):
+    """A loop whose last backward before each step says that the step comes next."""
+
+    def script(trainer, optimizer):
+        losses = []
+        for number, (x,) in enumerate(normal_batches(steps * accumulation), start=1):
+            loss = mean_square(trainer(x))
+            last = number % accumulation == 0
+            trainer.backward(loss / accumulation, update=last)
+            losses.append(loss.detach().clone())
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+        return losses
+
+    return script
+
+
+@pytest.mark.parametrize("stress", [True, False], ids=["everything evicted", "everything fits"])
+@pytest.mark.parametrize("build", [stack, Tied], ids=["stack", "tied"])
+def test_the_same_bits(build, stress, precision, checkpointing):
+    testing.compare(lambda: build(checkpointing), small_chunks(precision), early(), stress=stress)
+
+
+def test_the_same_bits_with_accumulation(precision, checkpointing):
+    testing.compare(lambda: stack(checkpointing), small_chunks(precision), early(4, accumulation=3))
+
+
+def updated_before_the_step(engine):
+    """Names of parameters that a backward has updated, after two steps that showed how it goes."""
+    for (x,) in normal_batches(2):
+        engine.backward(mean_square(engine(x)), update=True)
+        engine.optimizer.step()
+    before = {slot.name: slot.steps for slot in engine._data.slots}
+    engine.backward(mean_square(engine(normal_batches(1)[0][0])), update=True)
+    return {slot.name for slot in engine._data.slots if slot.steps > before[slot.name]}
+
+
+def test_chunks_are_updated_before_the_step(precision):
+    engine = testing.stressed(stack, small_chunks(precision))
+    names = set(dict(engine.module.named_parameters()))
+    assert updated_before_the_step(engine) == names
+    engine.optimizer.step()
+    assert {slot.steps for slot in engine._data.slots} == {3}
+    engine.close()
+
+
+def test_what_reentrant_checkpointing_adds_to_comes_later():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shared, self.own = linear(), linear()
+
+        def forward(self, x):
+            for _ in range(2):
+                x = torch.utils.checkpoint.checkpoint(self.shared, x, use_reentrant=True)
+            return self.own(x)
+
+    engine = testing.stressed(Twice, small_chunks("bf16", chunk_bytes=64))
+    x = normal(2, WIDTH).requires_grad_()
+    for _ in range(3):
+        engine.backward(mean_square(engine(x)), update=True)
+        late = {slot.name for slot in engine._data.slots if slot.has_gradient}
+        engine.optimizer.step()
+    assert late == {"shared.weight", "shared.bias"}
+    engine.close()
+
+
+def test_a_parameter_that_gets_no_gradient_is_not_waited_for():
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.never = linear(), linear()
+
+        def forward(self, x):
+            return self.one(x)
+
+    assert_all = {"one.weight", "one.bias"}
+    engine = testing.stressed(Branch, small_chunks("bf16", chunk_bytes=1 << 16))
+    assert updated_before_the_step(engine) == assert_all
+    engine.close()
+
+
+def test_no_more_bytes_move(precision):
+    """A gradient goes down once, for its update, whenever that is."""
+    moved = []
+    for update in (False, True):
+        # Less than `param16` takes, so that chunks are evicted and fetched.
+        config = small_chunks(precision).model_copy(update={"device_memory": 900 if precision == "bf16" else 1800})
+        engine = Engine(stack, config, meter=testing.NoMeter())
+        for (x,) in normal_batches(4):
+            engine.backward(mean_square(engine(x)), update=update)
+            engine.optimizer.step()
+        moved.append(engine.stats.last.h2d_bytes + engine.stats.last.d2h_bytes)
+        engine.close()
+    assert 0 < moved[1] <= moved[0]
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda engine: engine.clip_grad_norm_(1.0),
+        lambda engine: engine.gradient("head.weight"),
+        lambda engine: engine.optimizer.zero_grad(),
+        lambda engine: engine.backward(mean_square(engine(normal(2, WIDTH)))),
+    ],
+    ids=["clipping", "reading a gradient", "dropping gradients", "another backward"],
+)
+def test_nothing_may_come_between(act):
+    engine = testing.stressed(stack, small_chunks("bf16"))
+    assert updated_before_the_step(engine)
+    with pytest.raises(TrainingError, match=r"after engine.backward\(loss, update=True\)"):
+        act(engine)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    engine.close()
+
+
+def test_a_learning_rate_changed_too_late_is_refused():
+    engine = testing.stressed(stack, small_chunks("bf16"))
+    assert updated_before_the_step(engine)
+    engine.optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(TrainingError, match="already updated with the old ones"):
+        engine.optimizer.step()
+    engine.close()
+
+
+def test_fp16_waits_for_all_gradients():
+    engine = testing.stressed(stack, small_chunks("fp16"))
+    with pytest.raises(TrainingError, match="fp16"):
+        engine.backward(mean_square(engine(normal(2, WIDTH))), update=True)
+    engine.backward(mean_square(engine(normal(2, WIDTH))))
+    engine.optimizer.step()
+    engine.close()
+
+
+def test_a_step_unlike_those_before_is_told_by_name():
+    """A parameter is read in backward after it was updated, which no earlier backward did."""
+
+    class Rereads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.middle, self.last = linear(), mlp(), linear()
+            self.reread = False
+
+        def forward(self, x):
+            hidden = self.first(x)
+            if self.reread:
+                hidden.register_hook(lambda grad: grad + 0 * self.last(grad))
+            return self.last(self.middle(hidden))
+
+    engine = testing.stressed(Rereads, small_chunks("bf16", chunk_bytes=64))
+    assert updated_before_the_step(engine)
+    engine.optimizer.step()
+    engine.module.reread = True
+    with pytest.raises(TrainingError, match=r"last\.(weight|bias).*after it was updated in the same backward"):
+        engine.backward(mean_square(engine(normal(2, WIDTH))), update=True)
+    engine.optimizer.zero_grad()
+    for _ in range(2):  # from now on it comes later
+        engine.backward(mean_square(engine(normal(2, WIDTH))), update=True)
+        engine.optimizer.step()
+    engine.close()
