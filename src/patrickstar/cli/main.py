@@ -117,6 +117,17 @@ def train(
         raise typer.Exit(_INTERRUPTED)
 
 
+@app.command()
+def doctor(
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the program an error arose.")] = False,
+) -> None:
+    """Say what this machine and this installation offer, and what to do about what is missing."""
+    with _told_errors(traceback):
+        from patrickstar.cli.doctor import examine, print_findings
+
+        print_findings(Console(), examine())
+
+
 @contextmanager
 def _told_errors(show_traceback: bool) -> Iterator[None]:
     """One line for whatever goes wrong: exit code 2 for what the user can change, 1 for what only we can."""

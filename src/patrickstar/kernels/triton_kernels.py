@@ -61,58 +61,54 @@ def _narrowed(values, dtype: tl.constexpr):
 
 
 @triton.jit
-def _scalar(value):
-    # The interpreter would take a number that is denormal in float32 for a float64, and widen all that meets it.
-    return tl.cast(value, tl.float32)
-
-
-@triton.jit
 def _gradient(grad, earlier, scales, at, inside):
     grads = _widened(tl.load(grad + at, mask=inside, other=0.0))
     if earlier is not None:
         grads = tl.load(earlier + at, mask=inside, other=0.0) + grads
     for index in tl.static_range(len(scales)):
-        grads = grads * _scalar(scales[index])
+        grads = grads * scales[index]
     return grads
 
 
 @triton.jit
 def _adam(grad, master, exp_avg, exp_avg_sq, scalars, mode: tl.constexpr):
+    decay, weight1, beta2, weight2, correction2, eps, minus_step_size, light = scalars
     if mode == 1:
-        grad = grad + master * _scalar(scalars[0])
+        grad = grad + master * decay
     if mode == 2:
-        master = master * _scalar(scalars[0])
-    change = (grad - exp_avg) * _scalar(scalars[1])
-    exp_avg = tl.where(_scalar(scalars[7]) != 0, exp_avg, grad) + change
-    exp_avg_sq = exp_avg_sq * _scalar(scalars[2]) + grad * _scalar(scalars[3]) * grad
-    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), _scalar(scalars[4])) + _scalar(scalars[5])
-    master = master + tl.div_rn(exp_avg * _scalar(scalars[6]), denominator)
+        master = master * decay
+    change = (grad - exp_avg) * weight1
+    exp_avg = tl.where(light != 0, exp_avg, grad) + change
+    exp_avg_sq = exp_avg_sq * beta2 + grad * weight2 * grad
+    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), correction2) + eps
+    master = master + tl.div_rn(exp_avg * minus_step_size, denominator)
     return master, exp_avg, exp_avg_sq
 
 
 @triton.jit
 def _sgd(grad, master, momentum_buffer, at, inside, scalars, mode: tl.constexpr):
-    grad = tl.where(_scalar(scalars[4]) != 0, grad + master * _scalar(scalars[0]), grad)
+    decay, momentum, weight, minus_lr, decays = scalars
+    grad = tl.where(decays != 0, grad + master * decay, grad)
     direction = grad
     if mode != 0:
         if mode == 1 or mode == 3:
             buffer = grad
         else:
-            buffer = tl.load(momentum_buffer + at, mask=inside, other=0.0)
-            buffer = buffer * _scalar(scalars[1]) + grad * _scalar(scalars[2])
+            buffer = tl.load(momentum_buffer + at, mask=inside, other=0.0) * momentum + grad * weight
         direction = buffer
         if mode >= 3:
-            direction = grad + buffer * _scalar(scalars[1])
+            direction = grad + buffer * momentum
         tl.store(momentum_buffer + at, _canonical(buffer), mask=inside)
-    return master + direction * _scalar(scalars[3])
+    return master + direction * minus_lr
 
 
 @triton.jit
 def _lion(grad, master, exp_avg, scalars):
-    direction = exp_avg * _scalar(scalars[1]) + grad * _scalar(scalars[2])
+    decay, beta1, weight1, beta2, weight2, minus_lr = scalars
+    direction = exp_avg * beta1 + grad * weight1
     sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, direction * 0.0))
-    master = master * _scalar(scalars[0]) + sign * _scalar(scalars[5])
-    exp_avg = exp_avg * _scalar(scalars[3]) + grad * _scalar(scalars[4])
+    master = master * decay + sign * minus_lr
+    exp_avg = exp_avg * beta2 + grad * weight2
     return master, exp_avg
 
 

@@ -1,0 +1,123 @@
+"""What this machine and this installation offer, and what to do about what is missing."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+import patrickstar
+from patrickstar.cli.machine import machine_name
+from patrickstar.kernels.adam import AdamRule
+from patrickstar.kernels.choice import Implementation
+from patrickstar.kernels.listed import Listed
+from patrickstar.kernels.native import Native
+from patrickstar.kernels.rule import Gradient, Span
+from patrickstar.layout.sizes import format_size
+from patrickstar.memory.meter import default_meter, installed_bytes
+
+BYTES_PER_PARAM = 28
+"""What one update of Adam in mixed precision must read and write."""
+
+TRIAL_NUMEL = 16_000_000
+"""Parameters of the trial: 224 MB, more than caches hold, done in a blink."""
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report, and what to do if it isn't as good as it could be."""
+
+    name: str
+    text: str
+    advice: str | None = None
+
+
+def examine(trial_numel: int = TRIAL_NUMEL) -> list[Finding]:
+    """Look at everything that training depends on."""
+    native = Native.find()
+    return [
+        Finding("patrickstar", f"{patrickstar.__version__}, PyTorch {torch.__version__}"),
+        Finding("processor", f"{machine_name(torch.device('cpu'))}, {torch.get_num_threads()} threads in use"),
+        Finding("memory", f"{format_size(installed_bytes(torch.device('cpu')))} available now"),
+        *_gpus(),
+        Finding("non-model data", f"measured by: {default_meter(torch.device('cpu')).source}"),
+        _kernel(native),
+        _triton(),
+        *_speed(native if native is not None else Listed(), trial_numel),
+    ]
+
+
+def print_findings(console: Console, findings: list[Finding]) -> None:
+    """Print them, advice below what it is about."""
+    for finding in findings:
+        # Wrapped by the terminal alone: a file has no width.
+        console.print(Text.assemble((f"{finding.name:<16}", "bold"), finding.text), soft_wrap=True)
+        if finding.advice is not None:
+            console.print(Text.assemble(" " * 16, ("-> ", "yellow"), finding.advice), soft_wrap=True)
+
+
+def _gpus() -> list[Finding]:
+    if not torch.cuda.is_available():
+        return [Finding("gpu", "none that PyTorch can use; device='cpu' trains under a budget in RAM")]
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [
+        Finding(f"gpu {device.index}", f"{torch.cuda.get_device_name(device)}, {format_size(installed_bytes(device))}")
+        for device in devices
+    ]
+
+
+def _kernel(native: Native | None) -> Finding:
+    if native is not None:
+        return Finding("C++ kernel", f"built for {', '.join(native.variants())}; the first is used")
+    return Finding(
+        "C++ kernel",
+        "not there: the package was installed without a C++ compiler. Updates on the host run on PyTorch's operators, "
+        "with the same bits",
+        "install g++ or clang++ (Debian, Ubuntu: apt install g++), then: "
+        "pip install --force-reinstall --no-deps --no-cache-dir patrickstar",
+    )
+
+
+def _triton() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("Triton kernel", "not needed without a GPU")
+    if find_spec("triton") is not None:
+        return Finding("Triton kernel", "there; it is compiled at its first use")
+    return Finding(
+        "Triton kernel",
+        "not there. Updates on the GPU run on PyTorch's operators, with the same bits",
+        "pip install triton",
+    )
+
+
+def _speed(implementation: Implementation, numel: int) -> list[Finding]:
+    """One update beside one copy: what of the memory's speed an update on the host reaches."""
+    param, master = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel)
+    moments, copied = (torch.zeros(numel), torch.zeros(numel)), torch.zeros(numel)
+    rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=1)
+    span = Span(param, Gradient(param), master, moments, rule)
+    copies, updates = [], []
+    for _ in range(ROUNDS):
+        copies.append(_gb_per_s(lambda: copied.copy_(master), 8 * numel))
+        updates.append(_gb_per_s(lambda: implementation.update([span], ()), BYTES_PER_PARAM * numel))
+    update, copy = median(updates), median(copies)
+    return [
+        Finding("memory speed", f"{copy:.1f} GB/s copying (read and written)"),
+        Finding(
+            "update speed",
+            f"{update:.1f} GB/s, {update / copy:.2f} of copying, by {implementation.name}: "
+            f"{update / BYTES_PER_PARAM:.2f} billion parameters a second with Adam, {BYTES_PER_PARAM} bytes each",
+        ),
+    ]
+
+
+def _gb_per_s(act: Callable[[], object], nbytes: int) -> float:
+    start = time.perf_counter()
+    act()
+    return nbytes / (time.perf_counter() - start) / 1e9

@@ -1,0 +1,48 @@
+"""`patrickstar doctor`: what it says with the C++ kernel, and what it advises without."""
+
+import pytest
+from typer.testing import CliRunner
+
+from patrickstar.cli import doctor
+from patrickstar.cli.main import app
+from patrickstar.kernels.listed import Listed
+from patrickstar.kernels.native import Native
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(doctor, "examine", lambda examine=doctor.examine: examine(trial_numel=100_000))
+
+
+def report():
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_every_finding_has_its_line():
+    names = [line[:16].strip() for line in report().splitlines()]
+    for name in ("patrickstar", "processor", "memory", "C++ kernel", "Triton kernel", "memory speed", "update speed"):
+        assert names.count(name) == 1
+
+
+@pytest.mark.skipif(Native.find() is None, reason="installed without a C++ compiler")
+def test_the_kernel_names_its_instruction_sets():
+    text = report()
+    assert all(variant in text for variant in Native.find().variants())
+    assert "->" not in text.split("Triton kernel")[0]
+
+
+def test_without_the_kernel_it_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(doctor.Native, "find", classmethod(lambda cls: None))
+    text = report()
+    assert "without a C++ compiler" in text
+    assert "pip install --force-reinstall" in text
+    assert f"by {Listed.name}" in text
+
+
+def test_a_gpu_without_triton_is_told(monkeypatch):
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    assert "pip install triton" in report()
