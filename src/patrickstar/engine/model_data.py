@@ -239,8 +239,8 @@ class ModelData:
         if late:
             raise TrainingError(
                 f"parameter {late[0].name!r} is read, or gets more gradient, after it was updated in the same "
-                f"backward, as in no step before. This step's update is done in part; from the next on it comes later. Where "
-                f"steps differ like this, leave update=True out of engine.backward"
+                f"backward, as in no step before. This step's update is done in part; from the next on it comes "
+                f"later. Where steps differ like this, leave update=True out of engine.backward"
             )
 
     def finish_gradients(self) -> None:

@@ -1,0 +1,122 @@
+// Updates and surveys made-up spans and prints one digest per case: the same text from every compiler, processor,
+// instruction set and number of threads, or `test_portability.py` fails.
+
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "spans.h"
+
+using namespace patrickstar;
+
+// The library's functions, found in it by their names.
+void* (*start)(const Span*, int64_t, int, const char*);
+void (*finish)(void*);
+int64_t (*survey)(const Span*, int64_t, int, const char*, double*);
+const char* (*variant_name)(int);
+
+namespace {
+
+uint64_t state;
+
+uint32_t random_word() {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<uint32_t>(state >> 33) * 2u ^ static_cast<uint32_t>(state >> 20);
+}
+
+// Any bits at all now and then: NaN, infinities, denormals. Mostly numbers of ordinary size.
+float random_float(bool positive) {
+    const uint32_t word = random_word();
+    uint32_t bits = word % 8 == 0 ? random_word() : (word & 0x807fffffu) | (110u + random_word() % 20u) << 23;
+    if (positive) bits &= 0x7fffffffu;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+std::vector<float> floats(int64_t numel, bool positive = false) {
+    std::vector<float> values(numel);
+    for (float& value : values) value = random_float(positive);
+    return values;
+}
+
+std::vector<uint32_t> gradients(int64_t numel) {
+    std::vector<uint32_t> words(numel);
+    for (uint32_t& word : words) {
+        const float one = random_float(false), two = random_float(false);
+        uint32_t low, high;
+        std::memcpy(&low, &one, 4);
+        std::memcpy(&high, &two, 4);
+        word = random_word() % 2 ? low : (low >> 16 | (high & 0xffff0000u));
+    }
+    return words;
+}
+
+void add(uint64_t& digest, const void* bytes, int64_t count) {
+    for (int64_t i = 0; i < count; i++) digest = (digest ^ static_cast<const uint8_t*>(bytes)[i]) * 1099511628211u;
+}
+
+void run(int rule, int mode, bool light, int dtype, int64_t numel, int threads, const char* variant) {
+    state = 1 + rule * 1000 + mode * 100 + dtype * 10 + numel;
+    std::vector<uint32_t> grad = gradients(numel);
+    std::vector<float> earlier = floats(numel), master = floats(numel), one = floats(numel), two = floats(numel, true);
+    const float scales[] = {0.5f, 0.3f};
+    const float hyper[3][SCALARS] = {{0.99999f, light ? 0.1f : -0.3f, 0.999f, 0.001f, 0.2f, 1e-8f, -1e-3f, light},
+                                     {0.01f, 0.9f, 0.7f, -0.1f, 1.0f},
+                                     {0.999f, 0.9f, 0.1f, 0.99f, 0.01f, -1e-3f}};
+    Span span{};
+    span.param = grad.data();
+    span.grad = grad.data();
+    span.earlier = mode % 2 ? earlier.data() : nullptr;
+    span.master = master.data();
+    span.states[0] = one.data();
+    span.states[1] = two.data();
+    span.scales = scales;
+    span.scale_count = dtype;
+    span.numel = numel;
+    span.param_dtype = span.grad_dtype = dtype;
+    span.rule = rule;
+    span.mode = mode;
+    std::memcpy(span.scalars, hyper[rule], sizeof span.scalars);
+    double sum = 0;
+    const int64_t not_finite = survey(&span, 1, threads, variant, &sum);
+    finish(start(&span, 1, threads, variant));
+    uint64_t digest = 14695981039346656037u;
+    add(digest, &sum, sizeof sum);
+    add(digest, grad.data(), numel * 4);
+    for (const auto* list : {&master, &one, &two}) add(digest, list->data(), numel * 4);
+    std::printf("%d %d %d %d %lld: %016llx %lld\n", rule, mode, light, dtype, static_cast<long long>(numel),
+                static_cast<unsigned long long>(digest), static_cast<long long>(not_finite));
+}
+
+}  // namespace
+
+// digest LIBRARY: the names of its variants. digest LIBRARY VARIANT THREADS: the digests.
+int main(int argc, char** argv) {
+    void* library = dlopen(argv[1], RTLD_NOW);
+    if (library == nullptr) return std::puts(dlerror()), 1;
+    const auto find = [&](auto& function, const char* name) {
+        function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+    };
+    find(start, "patrickstar_start");
+    find(finish, "patrickstar_finish");
+    find(survey, "patrickstar_survey");
+    find(variant_name, "patrickstar_variant");
+    if (argc == 2) {
+        for (int number = 0; variant_name(number) != nullptr; number++) std::puts(variant_name(number));
+        return 0;
+    }
+    const int modes[] = {3, 5, 1};
+    for (int rule = 0; rule < 3; rule++)
+        for (int mode = 0; mode < modes[rule]; mode++)
+            for (int dtype = 0; dtype < 3; dtype++)
+                for (const int64_t numel : {1, 33, 4099, 20000})
+                    for (const bool light : {true, false})
+                        if (light || rule == 0) run(rule, mode, light, dtype, numel, std::atoi(argv[3]), argv[2]);
+    run(0, 2, true, 1, 3 * (int64_t{1} << 18) + 5, std::atoi(argv[3]), argv[2]);
+}
