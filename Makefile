@@ -24,6 +24,7 @@ nightly: check
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/throughput.py
+	$(BIN)/python benchmarks/adam.py
 	$(BIN)/python benchmarks/small_pc.py
 	$(BIN)/python benchmarks/readme_table.py
 
@@ -40,7 +41,9 @@ format: $(INSTALLED)
 clean:
 	rm -rf $(VENV) build dist runs .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
-$(INSTALLED): pyproject.toml constraints.txt
+KERNEL := $(wildcard src/patrickstar/kernels/native/*)
+
+$(INSTALLED): pyproject.toml constraints.txt $(KERNEL)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "PatrickStar needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'

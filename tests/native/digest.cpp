@@ -66,7 +66,7 @@ void run(int rule, int mode, bool light, int dtype, int64_t numel, int threads, 
     std::vector<uint32_t> grad = gradients(numel);
     std::vector<float> earlier = floats(numel), master = floats(numel), one = floats(numel), two = floats(numel, true);
     const float scales[] = {0.5f, 0.3f};
-    const float hyper[3][SCALARS] = {{0.99999f, light ? 0.1f : -0.3f, 0.999f, 0.001f, 0.2f, 1e-8f, -1e-3f, light},
+    const float hyper[3][SCALARS] = {{0.99999f, light ? 0.1f : -0.3f, 0.999f, 0.001f, 0.2f, 1e-8f, -1e-3f, light ? 1.0f : 0.0f},
                                      {0.01f, 0.9f, 0.7f, -0.1f, 1.0f},
                                      {0.999f, 0.9f, 0.1f, 0.99f, 0.01f, -1e-3f}};
     Span span{};

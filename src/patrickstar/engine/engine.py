@@ -71,7 +71,7 @@ class Engine:
         self._clock = Clock(self._manager, meter)
         self._data = ModelData(self._manager, self._clock)
         self._scaler = LossScaler(config.precision == "fp16")
-        self._kernels = kernels if kernels is not None else Kernels.best()
+        self._kernels = kernels if kernels is not None else Kernels.best(self.device)
         self._gradients = Gradients(self._data, self._scaler, self._kernels)
         self._state = ModelState(self.module, self._data)
         self._update = Update(self._data, config.optimizer, self._kernels)

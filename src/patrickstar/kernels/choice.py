@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from patrickstar.kernels.fused import Fused
 from patrickstar.kernels.listed import PAGE_NUMEL, WORKSPACE_ITEMS, Listed
 from patrickstar.kernels.native import Native, Running
 from patrickstar.kernels.rule import Gradient, Rule, Span
@@ -27,31 +28,44 @@ class Implementation(Protocol):
 
 
 class Kernels:
-    """The fastest implementation for each span: C++ on the host, PyTorch's operators for what that does not have."""
+    """The fastest implementation for each span: C++ on the host, Triton on a GPU, and the written list for the rest."""
 
-    def __init__(self, native: Native | None) -> None:
+    def __init__(self, native: Native | None, fused: Fused | None = None) -> None:
         self.native = native
+        self.fused = fused
         self.listed = Listed()
 
     @classmethod
-    def best(cls) -> "Kernels":
-        """What this installation offers; says so once where that is not the C++ kernel."""
-        native = Native.find()
+    def best(cls, device: torch.device) -> "Kernels":
+        """What this installation offers where the compute device is this one; says so once where a kernel is missing.
+
+        With a GPU that is both: chunks are updated where they lie.
+        """
+        native, fused = Native.find(), Fused.find() if device.type == "cuda" else None
         if native is None:
-            _say_fallback()
-        return cls(native)
+            _say_missing("C++ kernel", "no compiler was found when it was installed")
+        if device.type == "cuda" and fused is None:
+            _say_missing("Triton kernel", "triton is not installed")
+        return cls(native, fused)
 
     def for_update(self, span: Span) -> Implementation:
         """What updates this span."""
-        return self.native if self.native is not None and self.native.takes(span) else self.listed
+        for one in (self.native, self.fused):
+            if one is not None and one.takes(span):
+                return one
+        return self.listed
 
     def for_survey(self, grad: Gradient) -> Implementation:
         """What surveys this gradient."""
-        return self.native if self.native is not None and self.native.reads(grad) else self.listed
+        for one in (self.native, self.fused):
+            if one is not None and one.reads(grad):
+                return one
+        return self.listed
 
     def workspace_bytes(self, rule: Rule, device: torch.device, dtype: torch.dtype, numel: int) -> int:
         """What updating a parameter of `numel` elements takes beside chunks, on a device, for masters of a dtype."""
-        if self.native is not None and rule.code is not None and device.type == "cpu" and dtype == torch.float32:
+        kernel = self.native if device.type == "cpu" else self.fused
+        if kernel is not None and rule.code is not None and dtype == torch.float32:
             return 0
         return min(numel, PAGE_NUMEL if rule.by_pages else numel) * WORKSPACE_ITEMS * dtype.itemsize
 
@@ -79,9 +93,9 @@ class Kernels:
 
 
 @cache
-def _say_fallback() -> None:
+def _say_missing(what: str, why: str) -> None:
     warnings.warn(
-        "PatrickStar was installed without its C++ kernel, as no compiler was found: updates run on PyTorch's "
-        "operators, with the same bits but several times slower. `patrickstar doctor` says how to change that",
+        f"PatrickStar runs without its {what}, as {why}: those updates run on PyTorch's operators, with the same bits "
+        f"but several times slower. `patrickstar doctor` says how to change that",
         stacklevel=2,
     )

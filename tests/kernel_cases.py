@@ -1,0 +1,128 @@
+"""Updates and surveys to compare implementations by: every rule and mode, over numbers that break arithmetic."""
+
+import torch
+
+from patrickstar.kernels.adam import AdamRule
+from patrickstar.kernels.lion import LionRule
+from patrickstar.kernels.listed import Listed
+from patrickstar.kernels.rule import Gradient, Rule, Span
+from patrickstar.kernels.sgd import SGDRule
+from patrickstar.kernels.survey import BLOCK_NUMEL, LANES
+
+RULES = [
+    AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, True, 3),
+    AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, False, 1),
+    AdamRule(0.3, 0.3, 0.5, 1e-8, 0.0, True, 2),
+    AdamRule(1e-3, 0.0, 0.0, 1e-8, 0.0, False, 1),
+    AdamRule(1e-42, 0.5, 0.95, 1e-41, 1e-40, False, 1000),
+    SGDRule(0.1, 0.0, 0.0, 0.0, False, 1),
+    SGDRule(0.1, 0.9, 0.0, 0.1, False, 1),
+    SGDRule(0.1, 0.9, 0.1, 0.1, False, 2),
+    SGDRule(0.1, 0.9, 0.0, 0.0, True, 1),
+    SGDRule(1.0, 0.9, 0.0, 0.1, True, 5),
+    LionRule(1e-3, 0.9, 0.99, 0.0),
+    LionRule(1e-3, 0.9, 0.99, 0.1),
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+CASES = [
+    # Elements, where they begin, whether gradients were summed before, scales. One program or several, full or not; at
+    # addresses that allow wide loads and at others; two scales of which one leaves few digits.
+    (0, 16, False, ()),
+    (1, 3, True, (1.0,)),
+    (48, 16, True, (0.5, 0.3)),
+    (2500, 3, False, (1e-41, 3e38)),
+    (2500, 16, True, ()),
+    (3072, 16, False, (0.3, 1.7, 0.9)),
+]
+
+_SPECIAL = torch.tensor(
+    [
+        *(0.0, -0.0, 1e-45, -1e-40, 1e-38, 3e38, -3e38, float("inf"), -float("inf"), float("nan")),
+        *(65504.0, 65520.0, 6e-8, 2.98e-8, 1.00390625, 1.01171875, -1.00390625),  # ends and ties of 16-bit floats
+    ]
+)
+_AROUND = 7.0
+"""What lies in memory before and after what is updated."""
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are alike to the bit, NaN included."""
+    bits = torch.int32 if one.dtype == torch.float32 else torch.int16
+    return one.dtype == other.dtype and torch.equal(one.view(bits), other.cpu().view(bits))
+
+
+def numbers(numel: int, dtype: torch.dtype, generator: torch.Generator, special: bool = True) -> torch.Tensor:
+    """Numbers of all magnitudes, a quarter of them special ones if so wanted."""
+    normal = torch.randn(2, numel, generator=generator)
+    values = normal[0] * torch.exp(6 * normal[1])
+    if special:
+        chosen = torch.rand(numel, generator=generator) < 0.25
+        some = _SPECIAL[torch.randint(len(_SPECIAL), (numel,), generator=generator)]
+        values = torch.where(chosen, some, values)
+    return values.to(dtype)
+
+
+def check_update(implementation, rule: Rule, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Compare an implementation's update with the list's, in place and into another dtype's memory."""
+    generator = torch.Generator().manual_seed(0)
+    for numel, first, earlier, scales in CASES:
+
+        def drawn(kind=torch.float32, numel=numel, first=first):
+            around = torch.full((first + numel + 5,), _AROUND, dtype=kind)
+            around[first : first + numel] = numbers(numel, kind, generator)
+            return around
+
+        param = drawn(DTYPES[(DTYPES.index(dtype) + numel) % 3])
+        master, grad, sums = drawn(), drawn(dtype), drawn()
+        states = [drawn() for _ in rule.kinds]
+        if len(states) == 2:
+            states[1][first : first + numel].abs_()
+        for in_place in (False, True):
+            results = []
+            for one, place in ((implementation, device), (Listed(), "cpu")):
+                whole = [tensor.to(place, copy=True) for tensor in (grad if in_place else param, grad, master, *states)]
+                to, last, *rest = (tensor[first : first + numel] for tensor in whole)
+                summed = sums.to(place)[first : first + numel] if earlier else None
+                gradient = Gradient(to if in_place else last, summed)
+                one.update([Span(to, gradient, rest[0], tuple(rest[1:]), rule)], scales)
+                results.append(whole)
+            for index, (ours, listed) in enumerate(zip(*results, strict=True)):
+                assert same_bits(listed, ours), (index, numel, first, earlier, scales, in_place)
+
+
+def check_rounding(implementation, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Compare how masters are rounded: every upper half of a float32, with the lower halves that decide ties."""
+    lower = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+    masters = (upper[:, None] * (1 << 16) + lower).flatten().view(torch.float32)
+    results = []
+    for one, place in ((implementation, device), (Listed(), "cpu")):
+        master = masters.to(place, copy=True)
+        param = torch.zeros_like(master, dtype=dtype)
+        still = SGDRule(0.0, 0.0, 0.0, 0.0, False, 1)  # adds a negative zero, which changes nothing
+        one.update([Span(param, Gradient(torch.zeros_like(param)), master, (), still)], ())
+        results.append((param, master))
+    (param, master), (listed, kept) = results
+    assert same_bits(kept, master)
+    assert same_bits(listed, param)
+
+
+def check_survey(implementation, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Compare sums of squares, which finite numbers of all magnitudes make depend on the order, and counts."""
+    generator = torch.Generator().manual_seed(0)
+    few = (0, 1, 33, BLOCK_NUMEL - 1, BLOCK_NUMEL)
+    many = (*few, (LANES + 2) * BLOCK_NUMEL + 5)  # the blocks' sums are more than one row
+    # Times infinity, what a last row lacks would be NaN.
+    cases = ((many, False, False, (0.3, 1e-3)), (few, False, True, ()), (few, True, True, (0.5,)))
+    for numels, special, earlier, scales in (*cases, ((33,), False, False, (float("inf"),))):
+        lasts = [numbers(numel, dtype, generator, special) for numel in numels]
+        sums = [numbers(numel, torch.float32, generator, special) if earlier else None for numel in numels]
+        found = []
+        for one, place in ((implementation, device), (Listed(), "cpu")):
+            gradients = [
+                Gradient(last.to(place), None if summed is None else summed.to(place))
+                for last, summed in zip(lasts, sums, strict=True)
+            ]
+            survey = one.survey(gradients, scales)
+            found.append(([value.hex() for value in survey.sums], survey.not_finite))
+        assert found[0] == found[1], (numels, special, earlier, scales)

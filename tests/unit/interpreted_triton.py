@@ -1,0 +1,53 @@
+"""Triton's kernels against the list, in Triton's interpreter: `test_triton.py` runs this in a process of its own."""
+
+import kernel_cases
+import pytest
+import torch
+
+from patrickstar.kernels.fused import Fused
+from patrickstar.kernels.rule import Gradient, Span
+
+# The interpreter computes with numpy, which warns of every infinity and NaN.
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+
+@pytest.fixture(scope="module")
+def fused():
+    found = Fused.find()
+    assert found is not None and "interpreted" in found.name
+    return found
+
+
+@pytest.mark.parametrize("dtype", kernel_cases.DTYPES, ids=str)
+@pytest.mark.parametrize("rule", kernel_cases.RULES, ids=lambda rule: f"{type(rule).__name__}-{rule.mode}")
+def test_updates_are_those_of_the_list(fused, rule, dtype):
+    kernel_cases.check_update(fused, rule, dtype)
+
+
+@pytest.mark.parametrize("dtype", kernel_cases.DTYPES, ids=str)
+def test_masters_are_rounded_to_nearest_even(fused, dtype):
+    kernel_cases.check_rounding(fused, dtype)
+
+
+@pytest.mark.parametrize("dtype", kernel_cases.DTYPES, ids=str)
+def test_surveys_add_in_the_same_order(fused, dtype):
+    kernel_cases.check_survey(fused, dtype)
+
+
+def test_a_survey_of_nothing_is_empty(fused):
+    assert fused.survey([], ()).sums == ()
+
+
+def test_what_the_kernels_lack_is_refused(fused):
+    def span(dtype=torch.float32, param=torch.bfloat16, rule=kernel_cases.RULES[0]):
+        master = torch.zeros(4, dtype=dtype)
+        low = torch.zeros(4, dtype=param)
+        return Span(low, Gradient(low, dtype=dtype), master, (master, master), rule)
+
+    class Foreign:
+        code = None
+
+    assert fused.takes(span())
+    assert not fused.takes(span(dtype=torch.float64))
+    assert not fused.takes(span(param=torch.float64))
+    assert not fused.takes(span(rule=Foreign()))

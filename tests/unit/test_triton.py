@@ -1,0 +1,118 @@
+"""Triton's kernels without a GPU: what they compute, interpreted, and what they are compiled to."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import kernel_cases
+import pytest
+import torch
+
+import patrickstar.kernels
+from patrickstar.kernels import fused
+from patrickstar.kernels.rule import Gradient, Rule, Span
+
+ARITHMETIC = re.compile(r"(add|sub|mul|div|sqrt|rsqrt|rcp|fma|mad)\..*f(16|32|64)")
+TESTS = Path(__file__).parents[1]
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install triton"
+)
+
+
+@needs_triton
+def test_interpreted_kernels_give_the_bits_of_the_list():
+    # Triton reads the variable while it is imported, and another test may have done that already.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "unit/interpreted_triton.py"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-10000:] + result.stderr
+
+
+class NoDevice:
+    """Triton's driver of a GPU that isn't there: enough to compile for it."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return -1  # so that no kernel is kept for a device that is there
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """What the kernels' launches are compiled to; none is launched."""
+    from triton.runtime import driver
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = fused.Fused.find()
+    if "interpreted" in found.name:
+        pytest.skip("Triton is told to interpret: unset TRITON_INTERPRET")
+    results = []
+    for name in ("update_kernel", "survey_kernel", "fold_kernel"):
+        kernel = getattr(found._kernels, name)
+
+        def compile_only(*args, run=kernel.run, **options):
+            results.append(run(*args, **{**options, "warmup": True}))
+
+        monkeypatch.setattr(kernel, "run", compile_only)
+    monkeypatch.setattr(driver, "_active", NoDevice())
+    return found, results
+
+
+def span(rule: Rule, dtype: torch.dtype = torch.bfloat16, numel: int = 64) -> Span:
+    param = torch.zeros(numel, dtype=dtype)
+    states = tuple(torch.zeros(numel) for _ in rule.kinds)
+    return Span(param, Gradient(param, torch.zeros(numel)), torch.zeros(numel), states, rule)
+
+
+def operations(kernel) -> set[str]:
+    return set(re.findall(r"^\s+([a-z][a-z0-9_.:]+)\s", kernel.asm["ptx"], re.MULTILINE))
+
+
+@needs_triton
+def test_compiled_kernels_round_every_operation(compiled):
+    found, results = compiled
+    spans = [span(rule) for rule in kernel_cases.RULES]
+    spans += [span(kernel_cases.RULES[0], dtype, numel) for dtype in kernel_cases.DTYPES for numel in (1, 33)]
+    found.update(spans, (0.5, 0.3))
+    found.update(spans[:1], ())
+    found.survey([one.grad for one in spans[-4:]], (0.5, 0.3))
+    assert len(results) == len(spans) + 1 + 2 * 4
+    for kernel in results:
+        arithmetic = {
+            name for name in operations(kernel) if re.match(r"(add|sub|mul|div|sqrt|fma|mad)\..*f(32|64)", name)
+        }
+        # Contracted, approximate and flushing operations have other names.
+        rounded = {f"{name}.rn.f{bits}" for name in ("add", "sub", "mul", "div", "sqrt") for bits in (32, 64)}
+        assert arithmetic and arithmetic <= rounded
+    assert {"div.rn.f32", "sqrt.rn.f32"} <= operations(results[0])
+
+
+@needs_triton
+def test_steps_are_not_compiled_again(compiled):
+    found, results = compiled
+    for step in range(1, 4):
+        rule = kernel_cases.AdamRule(float(step), 0.9, 0.999, 1e-8, 0.1 / step, True, step)
+        found.update([span(rule)], (1 / step,))
+    assert len({kernel.hash for kernel in results}) == 1
+
+
+def test_without_triton_there_are_no_kernels(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "patrickstar.kernels.triton_kernels", raising=False)
+    monkeypatch.delattr(patrickstar.kernels, "triton_kernels", raising=False)
+    fused._kernels.cache_clear()
+    try:
+        assert fused.Fused.find() is None
+        assert not fused.Fused.takes(span(kernel_cases.RULES[0]))
+    finally:
+        fused._kernels.cache_clear()
