@@ -1,0 +1,50 @@
+"""Law 1 again: whoever updates a chunk, on however many threads, nobody can tell."""
+
+import random
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar import testing
+from patrickstar.engine.engine import Engine
+from patrickstar.kernels.choice import Kernels
+from patrickstar.kernels.listed import Listed
+from patrickstar.kernels.native import Native
+
+from .models import chunk_sizes, config, precisions, shapes, train
+from .test_exactness import plain_run
+
+
+class Turns(Kernels):
+    """Another implementation for every update and every survey."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(Native.find())
+        found = (
+            []
+            if self.native is None
+            else [Native.find(variant, threads) for variant in self.native.variants() for threads in (1, 3)]
+        )
+        self.implementations = [Listed(), *found]
+        self.random = random.Random(seed)
+
+    def for_update(self, span):
+        return self.random.choice(self.implementations)
+
+    def for_survey(self, grad):
+        return self.random.choice(self.implementations)
+
+
+@settings(max_examples=25, deadline=None, print_blob=True)
+@given(shapes, chunk_sizes, precisions, st.integers(0, 1000))
+def test_every_chunk_updated_by_another_implementation(shape, chunk_size, precision, seed):
+    options = config(precision, chunk_size)
+    losses, state = plain_run(shape, options)
+    torch.manual_seed(0)
+    engine = Engine(
+        shape.build, options, meter=testing.NoMeter(), kernels=Turns(seed), evict_everything=True, poison=True
+    )
+    assert train(engine, 4) == losses
+    testing.assert_same_bits(state, engine.state_dict(), "parameters")
+    engine.close()
