@@ -8,6 +8,7 @@ from patrickstar.engine.slot import Slot
 from patrickstar.engine.update import Update
 from patrickstar.errors import TrainingError
 from patrickstar.kernels.native import Running
+from patrickstar.memory.chunk import Chunk
 
 # [Note: updating before backward has ended]
 # It needs the user's word, `engine.backward(loss, update=True)`: only they know that nothing comes between this
@@ -26,7 +27,7 @@ class EarlyUpdate:
         self._groups: Mapping[Slot, Mapping[str, Any]] | None = None
         self._promised: list[dict[str, Any]] = []
         self._complete: set[int] = set()
-        self._running: list[Running] = []
+        self._running: list[tuple[Running, Chunk]] = []
 
     @property
     def begun(self) -> bool:
@@ -55,13 +56,19 @@ class EarlyUpdate:
             slots = self.data.by_chunk[index]
             if slots[0].chunk.pins:
                 continue
+            self._wait()  # chunks change places for the next one, and those at work must not
             self._complete.discard(index)
             known = [slot for slot in slots if slot.has_gradient and slot.steps and not slot.grows]
-            self._running += self.update.run_chunk(index, {slot: self._groups.get(slot) for slot in known}.get, ())
+            groups = {slot: self._groups.get(slot) for slot in known}
+            for running in self.update.run_chunk(index, groups.get, ()):
+                slots[0].chunk.pins += 1
+                self._running.append((running, slots[0].chunk))
             for slot in known:
                 slot.updated_in = self.data.backward
-        if self.data.manager.device.type == "cpu":
-            self._wait()  # operators and the update would fight over the same cores
+            # Where operators run on a CPU, they and the update would fight over its cores. Where the chunk holds other
+            # parameters, these may be read at any time.
+            if self.data.manager.device.type == "cpu" or len(known) < len(slots):
+                self._wait()
 
     def finish(self, groups: Mapping[Slot, Mapping[str, Any]]) -> None:
         """The step has come: wait for what was begun. Raises TrainingError if it asks for something else."""
@@ -82,8 +89,9 @@ class EarlyUpdate:
         self._promised, self._complete = [], set()
 
     def _wait(self) -> None:
-        for running in self._running:
+        for running, chunk in self._running:
             running.finish()
+            chunk.pins -= 1
         self._running.clear()
 
 

@@ -49,8 +49,13 @@ class Running:
     def finish(self) -> None:
         """Wait for it."""
         if self._handle:
-            self._library.patrickstar_finish(self._handle)
-            self._handle, self._keep = 0, None
+            handle, self._handle = self._handle, 0
+            self._library.patrickstar_finish(handle)
+            self._keep = None
+
+    def __del__(self) -> None:
+        # An exception may come between start and finish, and the tensors must outlive the update all the same.
+        self.finish()
 
 
 class Native:

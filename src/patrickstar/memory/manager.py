@@ -215,7 +215,8 @@ class Manager:
             if self.free_host_room(newcomer.nbytes):
                 return
             fits = self.device_used + chunk.nbytes <= self.chunkable_bytes
-            if chunk.kind == PARAM16 and chunk is not newcomer and not chunk.device_valid and fits:
+            movable = chunk.kind == PARAM16 and chunk is not newcomer and not chunk.pins
+            if movable and not chunk.device_valid and fits:
                 self._fetch(chunk)
 
     def _evict(self, chunk: Chunk) -> None:
