@@ -11,11 +11,6 @@ from patrickstar.errors import TrainingError
 from .zoo import WIDTH, Stack, linear, mean_square, mlp, normal, normal_batches, small_chunks, weight
 
 
-@pytest.fixture(params=["bf16", "fp32"])
-def precision(request):
-    return request.param
-
-
 def stack(checkpointing="off"):
     return Stack([mlp(), mlp()], checkpointing)
 
@@ -57,6 +52,28 @@ def test_the_same_bits(build, stress, precision, checkpointing):
 
 def test_the_same_bits_with_accumulation(precision, checkpointing):
     testing.compare(lambda: stack(checkpointing), small_chunks(precision), early(4, accumulation=3))
+
+
+def test_the_same_bits_while_operators_go_on(precision):
+    """As on a GPU: what the kernel is working on is not waited for. Chunks of several pages, that go to the pool."""
+    width = 640
+
+    def build():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)))
+
+    def script(trainer, optimizer):
+        started = 0
+        if isinstance(trainer, Engine):
+            trainer._early.beside = True
+        for step in range(4):
+            loss = mean_square(trainer(normal(2, width, seed=step)))
+            trainer.backward(loss, update=True)
+            started += len(trainer._early._running) if isinstance(trainer, Engine) else 0
+            optimizer.step()
+        assert started or not isinstance(trainer, Engine)
+        return []
+
+    testing.compare(build, small_chunks(precision, chunk_bytes=1 << 19), script)
 
 
 def updated_before_the_step(engine):

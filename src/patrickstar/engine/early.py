@@ -19,11 +19,13 @@ from patrickstar.memory.chunk import Chunk
 
 
 class EarlyUpdate:
-    """Updates chunks while backward goes on, between `begin` and `finish`."""
+    """Updates chunks while backward goes on, between `begin` and `finish`; `beside` it, or between two operators."""
 
     def __init__(self, data: ModelData, update: Update) -> None:
         self.data = data
         self.update = update
+        # Where operators run on a CPU, they and the update would fight over its cores.
+        self.beside = data.manager.device.type != "cpu"
         self._groups: Mapping[Slot, Mapping[str, Any]] | None = None
         self._promised: list[dict[str, Any]] = []
         self._complete: set[int] = set()
@@ -65,9 +67,7 @@ class EarlyUpdate:
                 self._running.append((running, slots[0].chunk))
             for slot in known:
                 slot.updated_in = self.data.backward
-            # Where operators run on a CPU, they and the update would fight over its cores. Where the chunk holds other
-            # parameters, these may be read at any time.
-            if self.data.manager.device.type == "cpu" or len(known) < len(slots):
+            if not self.beside or len(known) < len(slots):  # the others may be read at any time
                 self._wait()
 
     def finish(self, groups: Mapping[Slot, Mapping[str, Any]]) -> None:
