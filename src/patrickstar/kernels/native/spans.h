@@ -9,6 +9,7 @@ enum Dtype : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
 enum Rule : int32_t { ADAM, SGD, LION };
 
 constexpr int SCALARS = 8;
+constexpr int64_t CACHE_LINE_BYTES = 64;
 
 // One parameter's run of elements in the parallel lists. `param` may be the memory of `grad`.
 struct Span {
