@@ -57,12 +57,12 @@ class PlainOptimizer(torch.optim.Optimizer):
                 state = self.state[param]
                 state["step"] = state.get("step", torch.zeros(())) + 1
                 rule = self.spec.rule(group, int(state["step"]), {})
-                for kind in self.spec.states:
+                for kind in rule.kinds:
                     if kind not in state:
                         state[kind] = torch.zeros_like(param)
                 # Gradients in the order in which the parameter lies in memory.
                 grad = torch.empty_like(param).copy_(param.grad)
-                states = [state[kind] for kind in self.spec.states]
+                states = [state[kind] for kind in rule.kinds]
                 rule.apply(param, grad, states)
                 for values in (param, *states):
                     canonical_nan_(values)
@@ -81,7 +81,7 @@ class ReferenceOptimizer:
         masters = [group | {"params": [trainer.master(p) for p in group["params"]]} for group in groups]
         self.inner: torch.optim.Optimizer
         if isinstance(spec, TorchOptimizer):
-            self.inner = spec.kind(masters, **spec.defaults())
+            self.inner = spec.over(masters)
         else:
             self.inner = PlainOptimizer(masters, spec)
         self.param_groups = self.inner.param_groups

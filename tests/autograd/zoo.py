@@ -11,11 +11,11 @@ from patrickstar import testing
 WIDTH = 8
 
 
-def small_chunks(precision, *, chunk_bytes=256, lr=1e-2, weight_decay=0.1, param_groups=None):
-    """A configuration in which even the smallest model has several chunks."""
+def small_chunks(precision, *, chunk_bytes=256, lr=1e-2, weight_decay=0.1, param_groups=None, optimizer=None):
+    """A configuration in which even the smallest model has several chunks; with AdamW, unless `optimizer` is given."""
     groups = {} if param_groups is None else {"param_groups": param_groups}
-    adamw = ps.AdamW(lr=lr, weight_decay=weight_decay, **groups)
-    return ps.Config(device="cpu", device_memory=None, chunk_size=chunk_bytes, precision=precision, optimizer=adamw)
+    chosen = optimizer if optimizer is not None else ps.AdamW(lr=lr, weight_decay=weight_decay, **groups)
+    return ps.Config(device="cpu", device_memory=None, chunk_size=chunk_bytes, precision=precision, optimizer=chosen)
 
 
 def normal(*shape, seed=0):

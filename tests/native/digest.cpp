@@ -65,10 +65,12 @@ void run(int rule, int mode, bool light, int dtype, int64_t numel, int threads, 
     state = 1 + rule * 1000 + mode * 100 + dtype * 10 + numel;
     std::vector<uint32_t> grad = gradients(numel);
     std::vector<float> earlier = floats(numel), master = floats(numel), one = floats(numel), two = floats(numel, true);
-    const float scales[] = {0.5f, 0.3f};
-    const float hyper[3][SCALARS] = {{0.99999f, light ? 0.1f : -0.3f, 0.999f, 0.001f, 0.2f, 1e-8f, -1e-3f, light ? 1.0f : 0.0f},
-                                     {0.01f, 0.9f, 0.7f, -0.1f, 1.0f},
-                                     {0.999f, 0.9f, 0.1f, 0.99f, 0.01f, -1e-3f}};
+    const double scales[] = {0.5, 0.3};
+    const double hyper[3][SCALARS] = {
+        {0.99999, light ? 0.1 : -0.3, 0.999, 0.001, 0.2, 1e-8, -1e-3, light ? 1.0 : 0.0},
+        {0.01, 0.9, 0.7, -0.1, 1.0},
+        {0.999, 0.9, 0.1, 0.99, 0.01, -1e-3},
+    };
     Span span{};
     span.param = grad.data();
     span.grad = grad.data();

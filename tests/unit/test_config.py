@@ -1,12 +1,14 @@
 """Options: what is accepted, and the one line that says what is wrong with the rest."""
 
+import functools
+
 import pytest
 import torch
 from pydantic import ValidationError
 
 import patrickstar as ps
 from patrickstar.engine.config import Config
-from patrickstar.engine.optimizers import Adam, AdamW
+from patrickstar.engine.optimizers import SGD, Adam, AdamW, Lion, TorchOptimizer
 from patrickstar.errors import ConfigError, DeviceError
 
 
@@ -65,7 +67,12 @@ def test_a_name_like_no_option_still_gets_the_list():
         (Config, "precision", "fp8", "'bf16', 'fp16' or 'fp32'"),
         (Config, "precision", torch.bfloat16, "'bf16', 'fp16' or 'fp32'"),
         (Config, "optimizer", "adam", ""),
-        (Config, "optimizer", torch.optim.Adam, ""),
+        (Config, "optimizer", torch.optim.Adam([torch.zeros(1)]), "give the class, not an optimizer over parameters"),
+        (Config, "optimizer", functools.partial(torch.optim.Adam, [torch.zeros(1)]), ""),
+        (Config, "optimizer", torch.nn.Linear, ""),
+        (SGD, "lr", -1.0, "must not be negative"),
+        (SGD, "momentum", -0.5, "must not be negative"),
+        (Lion, "betas", (0.9, 1.0), "must lie in [0, 1)"),
         (Config, "activation_offload", "perhaps", ""),
         (Config, "device", 0, ""),
         (Adam, "lr", -1e-3, "must not be negative, and -0.001 is"),
@@ -89,6 +96,47 @@ def test_a_bad_value_is_named_in_one_line(kind, option, value, words):
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "kind", "options", "states"),
+    [
+        (torch.optim.Adam, torch.optim.Adam, {}, ("exp_avg", "exp_avg_sq")),
+        (functools.partial(torch.optim.RMSprop, lr=0.1), torch.optim.RMSprop, {"lr": 0.1}, ("square_avg",)),
+    ],
+    ids=["a class", "a partial"],
+)
+def test_a_class_of_torch_may_be_given(optimizer, kind, options, states):
+    found = Config(optimizer=optimizer).optimizer
+    assert isinstance(found, TorchOptimizer)
+    assert (found.kind, found.options, found.states) == (kind, options, states)
+    assert found == TorchOptimizer(kind=kind, options=options)
+    assert found.defaults()["lr"] == options.get("lr", 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (functools.partial(torch.optim.Adam, momentum=0.9), ["Adam(", "momentum=0.9", "unexpected keyword"]),
+        (functools.partial(torch.optim.SGD, lr=-1.0), ["SGD(", "lr=-1.0", "Invalid learning rate"]),
+        (torch.optim.LBFGS, ["LBFGS"]),
+    ],
+    ids=["an unknown option", "a value out of range", "not element-wise"],
+)
+def test_what_a_class_of_torch_does_not_take_is_named_in_one_line(optimizer, words):
+    with pytest.raises(ConfigError) as caught:
+        Config(optimizer=optimizer)
+    assert all(word in str(caught.value) for word in words)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"nesterov": True}, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}], ids=str
+)
+def test_nesterovs_momentum_needs_one(options):
+    with pytest.raises(ConfigError, match="nesterov=True needs momentum, and dampening=0") as caught:
+        SGD(**options)
+    assert "\n" not in str(caught.value)
+
+
 def test_several_bad_values_are_told_together():
     with pytest.raises(ConfigError, match=r"precision.*activation_offload"):
         Config(precision="int4", activation_offload="perhaps")
@@ -109,6 +157,9 @@ def test_an_optimizer_keeps_its_kind_and_its_defaults_are_torchs():
             name: defaults[name] for name in ("lr", "betas", "eps", "weight_decay")
         }
         assert type(Config(optimizer=ours).optimizer) is type(ours)
+    names = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+    defaults = torch.optim.SGD([torch.zeros(1)]).defaults
+    assert {name: getattr(SGD(), name) for name in names} == {name: defaults[name] for name in names}
     assert Config(optimizer=AdamW()).optimizer.decoupled
     assert not Config(optimizer=Adam()).optimizer.decoupled
 
@@ -121,7 +172,8 @@ def test_precision_is_a_compute_dtype(precision, dtype):
 
 
 def test_the_package_offers_them():
-    assert (ps.Config, ps.Adam, ps.AdamW) == (Config, Adam, AdamW)
+    assert (ps.Config, ps.Adam, ps.AdamW, ps.SGD, ps.Lion) == (Config, Adam, AdamW, SGD, Lion)
+    assert ps.TorchOptimizer is TorchOptimizer
 
 
 # Devices

@@ -9,7 +9,7 @@ import torch
 from patrickstar.engine.optimizers import Optimizer
 from patrickstar.engine.parameters import slot_of
 from patrickstar.engine.slot import Slot
-from patrickstar.errors import ModelError
+from patrickstar.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from patrickstar.engine.engine import Engine
@@ -56,7 +56,9 @@ class ChunkOptimizer(torch.optim.Optimizer):
         for slot, position in positions.items():
             if slot.steps:
                 lists = {kind: self._engine._state.read(slot, kind) for kind in self._kinds}
-                state[position] = {"step": torch.tensor(float(slot.steps))} | copy.deepcopy(slot.memory) | lists
+                count = {} if self._options.counts_itself else {"step": torch.tensor(float(slot.steps))}
+                if saved := count | copy.deepcopy(slot.memory) | lists:
+                    state[position] = saved
         return {"state": state, "param_groups": groups, "loss_scale": self._engine._scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -127,5 +129,17 @@ class ChunkOptimizer(torch.optim.Optimizer):
         return self._options.states
 
     def group_by_slot(self) -> dict[Slot, dict[str, Any]]:
-        """The param group of each parameter that is in one."""
+        """The param group of each parameter that is in one.
+
+        Raises ConfigError where a group asks for a state that the optimizer's options didn't, so that it has no list.
+        """
+        for number, group in enumerate(self.param_groups):
+            needed = self._options.rule(group, 1, {}).kinds
+            missing = [kind for kind in needed if kind not in self._kinds]
+            if missing:
+                raise ConfigError(
+                    f"param group {number} asks for {', '.join(missing)}, for which there is no chunk list, since the "
+                    f"options of {type(self._options).__name__} didn't: give them there too (with SGD a momentum above "
+                    f"0; schedulers that change momentum have an option not to)"
+                )
         return {self._slot(param): group for group in self.param_groups for param in group["params"]}

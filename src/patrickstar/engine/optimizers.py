@@ -206,6 +206,10 @@ class TorchOptimizer(Optimizer):
     def _all_options(self) -> dict[str, Any]:
         return foreign.one_by_one(self.kind, self.options)
 
+    def over(self, params: Any) -> torch.optim.Optimizer:
+        """The optimizer as plain PyTorch would make it, over ordinary tensors."""
+        return self.kind(params, **self._all_options)
+
     def defaults(self) -> dict[str, Any]:
         """What the class itself puts into its groups."""
         return foreign.defaults_of(self.kind, self._all_options)

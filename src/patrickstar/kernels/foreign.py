@@ -11,10 +11,11 @@ from patrickstar.errors import ConfigError
 from patrickstar.kernels.rule import Rule
 
 # [Note: what is element-wise]
-# Chunk lists hold states that are as long as the parameter, and results may not depend on what else an update looks at.
-# Whether an optimizer keeps to that can be seen: it updates a matrix, and each element of it as a parameter of its own,
-# with the same gradients. Where the two disagree (norms of layers, factored moments, orthogonal updates), or one can't
-# be done at all, it is refused.
+# Chunk lists hold states that are as long as the parameter, results may not depend on what else an update looks at, and
+# an optimizer lives for one update of one parameter here. Whether a class goes along with that can be seen: it updates
+# a matrix in the usual way, and each element of it in this way, with the same gradients. Where the two disagree (norms
+# of layers or of all parameters, factored moments, orthogonal updates, steps counted elsewhere than in the states), or
+# one can't be done at all, it is refused.
 
 PROBE_SHAPE = (4, 6)
 PROBE_STEPS = 3
@@ -66,21 +67,45 @@ def probe(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tupl
     """The names of the states that are as long as the parameter. Raises ConfigError for what is not element-wise."""
     generator = torch.Generator().manual_seed(0)
     value, *grads = (torch.randn(PROBE_SHAPE, generator=generator, dtype=torch.float64) for _ in range(1 + PROBE_STEPS))
-    whole = [torch.nn.Parameter(value.clone())]
-    single = [torch.nn.Parameter(element.clone()) for element in value.reshape(-1, 1)]
+    whole = torch.nn.Parameter(value.clone())
     try:
-        state = _run(kind, options, whole, [[grad] for grad in grads])
-        _run(kind, options, single, [list(grad.reshape(-1, 1)) for grad in grads])
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, AssertionError) as error:
+        optimizer = kind([whole], **options)
+        for grad in grads:
+            whole.grad = grad.clone()
+            optimizer.step()
+        state = optimizer.state[whole]
+        shaped = (name for name, item in state.items() if isinstance(item, torch.Tensor) and item.shape == PROBE_SHAPE)
+        names = tuple(shaped)
+        elements = value.reshape(-1, 1).clone()
+        for number, element in enumerate(elements):
+            _update_alone(kind, options, names, element, [grad.reshape(-1, 1)[number] for grad in grads])
+    except _REFUSALS as error:
         raise ConfigError(
             f"{kind.__name__}({_spelt(options)}) can't update a parameter by its elements: {error}"
         ) from error
-    if not torch.allclose(whole[0].view(-1), torch.cat(list(single)), rtol=1e-9, atol=0):
+    if not torch.allclose(whole.detach().view(-1, 1), elements, rtol=1e-9, atol=0):
         raise ConfigError(
             f"{kind.__name__} is not element-wise: it treats a matrix otherwise than its elements one by one, so "
             f"chunks can't hold it; use one that is, such as ps.AdamW"
         )
-    return tuple(name for name, item in state.items() if isinstance(item, torch.Tensor) and item.shape == PROBE_SHAPE)
+    return names
+
+
+_REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError, ConfigError)
+"""What a class may raise for a parameter that it can't update."""
+
+
+def _update_alone(
+    kind: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    names: tuple[str, ...],
+    element: torch.Tensor,
+    grads: Sequence[torch.Tensor],
+) -> None:
+    group, memory = defaults_of(kind, options), dict[str, Any]()
+    states = [torch.zeros_like(element) for _ in names]
+    for step, grad in enumerate(grads, start=1):
+        ForeignRule(kind, options, group, names, memory, step).apply(element, grad.clone(), states)
 
 
 def defaults_of(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,20 +118,6 @@ def one_by_one(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) ->
     """The options, and `foreach` off unless it was asked for: it would hold temporaries for all parameters at once."""
     known = inspect.signature(kind).parameters
     return ({"foreach": False} if "foreach" in known and not options.get("fused") else {}) | dict(options)
-
-
-def _run(
-    kind: type[torch.optim.Optimizer],
-    options: Mapping[str, Any],
-    params: list[torch.nn.Parameter],
-    grads: list[list[torch.Tensor]],
-) -> dict[str, Any]:
-    optimizer = kind(params, **options)
-    for step in grads:
-        for param, grad in zip(params, step, strict=True):
-            param.grad = grad.clone()
-        optimizer.step()
-    return dict(optimizer.state[params[0]])
 
 
 def _spelt(options: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ class _Span(ctypes.Structure):
         ("grad_dtype", ctypes.c_int32),
         ("rule", ctypes.c_int32),
         ("mode", ctypes.c_int32),
-        ("scalars", ctypes.c_float * SCALARS),
+        ("scalars", ctypes.c_double * SCALARS),
     ]
 
 
@@ -138,7 +138,7 @@ class Native:
 
     @staticmethod
     def _pack(gradients: Sequence[Gradient], scales: Sequence[float]) -> tuple[ctypes.Array[_Span], object]:
-        factors = (ctypes.c_float * len(scales))(*scales)
+        factors = (ctypes.c_double * len(scales))(*scales)
         packed = (_Span * len(gradients))()
         for target, grad in zip(packed, gradients, strict=True):
             target.grad, target.grad_dtype = grad.last.data_ptr(), DTYPES[grad.last.dtype]

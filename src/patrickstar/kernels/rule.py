@@ -1,6 +1,7 @@
 """A rule: how one gradient changes one parameter, element by element, as an ordered list of IEEE operations."""
 
 import ctypes
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +19,17 @@ import torch
 # `Rule.apply` is the list, written in PyTorch's operators; where another implementation differs, that one is wrong.
 
 
+SMALLEST, SMALLEST_NORMAL = 2.0**-149, 2.0**-126
+"""Of float32: what its denormal numbers are multiples of, and where they end."""
+
+
 def rounded(value: float, dtype: torch.dtype) -> float:
     """A Python number as the nearest number of a master's dtype."""
-    return value if dtype == torch.float64 else ctypes.c_float(value).value
+    if dtype == torch.float64:
+        return value
+    if abs(value) < SMALLEST_NORMAL:  # which the processor would flush if the user told it to
+        return math.copysign(round(value / SMALLEST) * SMALLEST, value)
+    return ctypes.c_float(value).value
 
 
 @dataclass(frozen=True)

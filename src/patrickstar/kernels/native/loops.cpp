@@ -28,7 +28,7 @@ void load_gradient(const Span& span, int64_t first, int64_t count, float* __rest
         for (int64_t i = 0; i < count; i++) grad[i] = earlier[i] + grad[i];
     }
     for (int64_t scale = 0; scale < span.scale_count; scale++) {
-        const float factor = span.scales[scale];
+        const float factor = static_cast<float>(span.scales[scale]);
         for (int64_t i = 0; i < count; i++) grad[i] *= factor;
     }
 }

@@ -62,7 +62,8 @@ void apply(const Span& span, int64_t first, int64_t count, float* grads) {
     float* masters = span.master + first;
     float* one = span.states[0] != nullptr ? span.states[0] + first : nullptr;
     float* two = span.states[1] != nullptr ? span.states[1] + first : nullptr;
-    const float* scalars = span.scalars;
+    float scalars[SCALARS];
+    for (int i = 0; i < SCALARS; i++) scalars[i] = static_cast<float>(span.scalars[i]);
     const int mode = span.mode;
     if (span.rule == ADAM) {
         const bool light = scalars[7] != 0;

@@ -18,14 +18,14 @@ struct Span {
     const float* earlier;  // gradients summed before `grad`, or null
     float* master;
     float* states[2];
-    const float* scales;  // factors of the gradient, one after the other
+    const double* scales;  // factors of the gradient, one after the other, each rounded to float here
     int64_t scale_count;
     int64_t numel;
     int32_t param_dtype;
     int32_t grad_dtype;
     int32_t rule;
     int32_t mode;
-    float scalars[SCALARS];
+    double scalars[SCALARS];  // rounded to float here, where denormal numbers are not flushed
 };
 
 // Sums in fixed order: the elements of a BLOCK are rows of LANES; see `kernels/survey.py`.

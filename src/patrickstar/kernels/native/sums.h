@@ -92,7 +92,7 @@ inline void load_row(const void* grads, int64_t at, Floats (&row)[PARTS]) {
 template <int32_t dtype, bool scaled>
 void square_rows(const Span& span, int64_t at, int64_t rows, Lanes& lanes) {
     const void* const grads = span.grad;
-    const float* const scales = span.scales;
+    const double* const scales = span.scales;
     const int64_t scale_count = span.scale_count;
     Doubles sums[PARTS];
     std::memcpy(sums, lanes.parts, sizeof sums);
@@ -101,7 +101,7 @@ void square_rows(const Span& span, int64_t at, int64_t rows, Lanes& lanes) {
         load_row<dtype>(grads, at + row * LANES, values);
         if constexpr (scaled)
             for (int64_t scale = 0; scale < scale_count; scale++)
-                for (Floats& part : values) part *= scales[scale];
+                for (Floats& part : values) part *= static_cast<float>(scales[scale]);
         for (int part = 0; part < PARTS; part++) add_squares(sums[part], values[part]);
     }
     std::memcpy(lanes.parts, sums, sizeof sums);

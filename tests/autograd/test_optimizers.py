@@ -1,0 +1,477 @@
+"""Other optimizers than Adam: this package's, classes of `torch.optim`, and what users write themselves."""
+
+import copy
+import functools
+import io
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.optim import lr_scheduler
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar.errors import ConfigError, ModelError, PatrickStarError
+
+from .zoo import WIDTH, Stack, linear, mean_square, mlp, normal, normal_batches, small_chunks, train
+
+
+@pytest.fixture(params=["bf16", "fp16", "fp32"])
+def precision(request):
+    return request.param
+
+
+# A user's own
+
+
+@dataclass(frozen=True)
+class SignRule(ps.Rule):
+    """A step by the sign of an average."""
+
+    lr: float
+    smoothing: float
+
+    @property
+    def kinds(self):
+        """An average of gradients."""
+        return ("velocity",)
+
+    def apply(self, master, grad, states):
+        """The list."""
+        (velocity,) = states
+        velocity.mul_(self.smoothing).add_(grad)
+        master.sub_(velocity.sign().mul_(self.lr))
+
+
+class SignSGD(ps.Optimizer):
+    """Sign-SGD with momentum, as a user writes it."""
+
+    lr: float = 1e-2
+    smoothing: float = 0.9
+
+    def rule(self, group, step, memory):
+        """One update."""
+        return SignRule(float(group["lr"]), group["smoothing"])
+
+
+class Counting(ps.Optimizer):
+    """Remembers a number of its own, and takes shorter steps as it grows."""
+
+    lr: float = 1e-2
+
+    def rule(self, group, step, memory):
+        """One update."""
+        memory["updates"] = memory.get("updates", 0) + 1
+        assert memory["updates"] == step
+        return SignRule(group["lr"] / step, 0.5)
+
+
+class TwoSpeeds(torch.optim.Optimizer):
+    """Lookahead in small: slow weights, that the fast ones return to every third step. Home-made, of torch's kind."""
+
+    def __init__(self, params, lr=1e-2, every=3):
+        super().__init__(params, {"lr": lr, "every": every})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["step"], state["slow"] = torch.tensor(0.0), param.clone()
+                state["step"] += 1
+                param.sub_(param.grad, alpha=group["lr"])
+                if state["step"] % group["every"] == 0:
+                    param.copy_(state["slow"].lerp_(param, 0.5))
+
+
+Torch = torch.optim
+partial = functools.partial
+OWN = {
+    "SGD": ps.SGD(lr=0.1),
+    "SGD with momentum": ps.SGD(lr=0.1, momentum=0.9, dampening=0.1),
+    "SGD with Nesterov's momentum": ps.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD with weight decay": ps.SGD(lr=0.1, weight_decay=0.1),
+    "Lion": ps.Lion(lr=1e-2),
+    "Lion with weight decay": ps.Lion(lr=1e-2, betas=(0.3, 0.5), weight_decay=0.1),
+    "a user's": SignSGD(),
+}
+THEIRS = {
+    "RMSprop": Torch.RMSprop,
+    "RMSprop, centered": partial(Torch.RMSprop, lr=1e-2, momentum=0.9, centered=True, weight_decay=0.1),
+    "Adagrad": Torch.Adagrad,
+    "Adagrad from 0.1": partial(Torch.Adagrad, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1),
+    "NAdam": Torch.NAdam,
+    "NAdam, decoupled": partial(Torch.NAdam, lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True),
+    "AdamW": Torch.AdamW,
+    "AdamW, amsgrad": partial(Torch.AdamW, lr=1e-2, amsgrad=True),
+    "SGD": partial(Torch.SGD, lr=0.1),
+    "SGD with momentum": partial(Torch.SGD, lr=0.1, momentum=0.9),
+    "home-made": TwoSpeeds,
+}
+OPTIMIZERS = {f"ps: {name}": it for name, it in OWN.items()} | {f"torch: {name}": it for name, it in THEIRS.items()}
+SOME = ["ps: SGD with momentum", "ps: Lion", "ps: a user's"]
+SOME += ["torch: RMSprop, centered", "torch: NAdam", "torch: home-made"]
+
+
+def build(checkpointing="off"):
+    return Stack([mlp(), linear()], checkpointing)
+
+
+@pytest.fixture(params=SOME)
+def config(request, precision):
+    return small_chunks(precision, optimizer=OPTIMIZERS[request.param])
+
+
+# The same bits as plain PyTorch
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps(name, precision):
+    testing.assert_exact(build, normal_batches(4), small_chunks(precision, optimizer=OPTIMIZERS[name]))
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_steps_where_everything_fits(name, checkpointing):
+    config = small_chunks("bf16", optimizer=OPTIMIZERS[name])
+    testing.assert_exact(lambda: build(checkpointing), normal_batches(4), config, stress=False)
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3], ids=["clipped", "left alone"])
+def test_clipping_and_accumulation(max_norm, config):
+    testing.assert_exact(build, normal_batches(6), config, max_norm=max_norm, accumulation=2)
+
+
+def test_a_learning_rate_schedule(config):
+    scheduler = functools.partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: step / 3)
+    testing.assert_exact(build, normal_batches(4), config, scheduler=scheduler)
+
+
+def test_a_schedule_that_moves_the_momentum_too(precision):
+    """OneCycleLR does, for whatever has one."""
+    config = small_chunks(precision, optimizer=ps.SGD(lr=0.1, momentum=0.9))
+
+    def scheduler(optimizer):
+        return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+
+    testing.assert_exact(build, normal_batches(4), config, scheduler=scheduler)
+
+
+def decay_and_speed(model):
+    """Matrices, vectors with a learning rate of their own, and a head in no group."""
+    blocks = [p for name, p in model.named_parameters() if not name.startswith("head")]
+    matrices, vectors = [p for p in blocks if p.dim() > 1], [p for p in blocks if p.dim() == 1]
+    return [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-2}]
+
+
+GROUPED = {
+    "SGD": ps.SGD(lr=0.1, momentum=0.9, param_groups=decay_and_speed),
+    "Lion": ps.Lion(lr=1e-2, param_groups=decay_and_speed),
+    "RMSprop": ps.TorchOptimizer(kind=Torch.RMSprop, options={"lr": 1e-2}, param_groups=decay_and_speed),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_param_groups(name, precision):
+    def script(trainer, optimizer):
+        losses = train(trainer, optimizer, steps=2)
+        optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.param_groups[1]["weight_decay"] = 0.2
+        return losses + train(trainer, optimizer, steps=2, first=2)
+
+    testing.compare(build, small_chunks(precision, optimizer=GROUPED[name]), script)
+
+
+class Branches(nn.Module):
+    """Parameters that get gradients in some steps only, so that each has its own count of updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes, self.never = linear(), linear(), linear()
+        self.last = True
+
+    def forward(self, x):
+        self.last = not self.last
+        x = self.always(x)
+        return self.sometimes(x) if self.last else x
+
+
+def test_parameters_with_gradients_in_some_steps_only(config):
+    testing.assert_exact(Branches, normal_batches(5), config)
+
+
+def test_a_parameter_that_is_unfrozen_later(config):
+    def frozen():
+        model = build()
+        model.stem.requires_grad_(False)
+        return model
+
+    def script(trainer, optimizer):
+        losses = train(trainer, optimizer, steps=2)
+        trainer.module.stem.requires_grad_(True)
+        return losses + train(trainer, optimizer, steps=3, first=2)
+
+    testing.compare(frozen, config, script)
+
+
+class Transposed(nn.Module):
+    """A weight that lies in memory by columns, and one with its channels last."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH).t())
+        self.kernel = nn.Parameter(torch.randn(3, 2, 3, 3).to(memory_format=torch.channels_last))
+
+    def forward(self, x):
+        image = (x @ self.weight.t()).view(-1, 2, 4, 6)
+        return nn.functional.conv2d(image, self.kernel)
+
+
+def test_dense_strides_of_any_order(config):
+    testing.assert_exact(Transposed, normal_batches(3, 2, 3, WIDTH), config)
+
+
+class Doubles(nn.Module):
+    """Half of it of double precision: so are its masters and states."""
+
+    def __init__(self):
+        super().__init__()
+        self.single, self.double_ = linear(), linear().double()
+
+    def forward(self, x):
+        return self.double_(self.single(x.float()).double())
+
+
+def test_double_precision(config):
+    testing.assert_exact(Doubles, normal_batches(), config)
+
+
+def test_a_step_that_overflows_changes_no_state():
+    for name in SOME:
+        engine = testing.stressed(build, small_chunks("fp16", optimizer=OPTIMIZERS[name]))
+        before = engine.state_dict()
+        engine.backward(mean_square(engine(normal(2, 3, WIDTH))) * 1e6)
+        engine.optimizer.step()
+        testing.assert_same_bits(before, engine.state_dict(), "parameters after an overflow")
+        assert engine.optimizer.state_dict()["state"] == {}
+        engine.close()
+
+
+# State
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_resuming(config):
+    """Saved by either, and taken back by either."""
+    saved, continued = [], []
+
+    def save_and_go_on(trainer, optimizer):
+        losses = train(trainer, optimizer, steps=2)
+        saved.append(through_a_file((trainer.state_dict(), optimizer.state_dict())))
+        continued.append(train(trainer, optimizer, steps=2, first=2) + list(trainer.state_dict().values()))
+        return losses
+
+    testing.compare(build, config, save_and_go_on)
+    for model_state, optimizer_state in saved:
+        engine, optimizer = ps.initialize(build, config)
+        engine.load_state_dict(model_state)
+        optimizer.load_state_dict(copy.deepcopy(optimizer_state))
+        found = train(engine, optimizer, steps=2, first=2) + list(engine.state_dict().values())
+        if config.precision != "fp16" or "loss_scale" in optimizer_state:  # which plain PyTorch doesn't keep there
+            testing.assert_same_bits(continued[0], found, "what follows the load")
+
+
+def test_saving_right_after_loading_gives_the_same(config):
+    engine, optimizer = ps.initialize(build, config)
+    train(engine, optimizer, steps=2)
+    state = optimizer.state_dict()
+    other, other_optimizer = ps.initialize(build, config)
+    train(other, other_optimizer, steps=1)
+    other_optimizer.load_state_dict(copy.deepcopy(state))
+    again = other_optimizer.state_dict()
+    assert again["param_groups"] == state["param_groups"]
+    assert again["loss_scale"] == state["loss_scale"]
+    assert again["state"].keys() == state["state"].keys()
+    for position, values in state["state"].items():
+        testing.assert_same_bits(values, again["state"][position], f"states of parameter {position}")
+
+
+def test_the_number_of_a_users_own_is_saved(precision):
+    config = small_chunks(precision, optimizer=Counting())
+    engine, optimizer = ps.initialize(build, config)
+    train(engine, optimizer, steps=2)
+    state = through_a_file((engine.state_dict(), optimizer.state_dict()))
+    expected = train(engine, optimizer, steps=2, first=2) + list(engine.state_dict().values())
+    other, other_optimizer = ps.initialize(build, config)
+    other.load_state_dict(state[0])
+    other_optimizer.load_state_dict(state[1])
+    found = train(other, other_optimizer, steps=2, first=2) + list(other.state_dict().values())
+    testing.assert_same_bits(expected, found, "what follows the load")
+
+
+def plain_sgd(steps, **options):
+    """A model trained by `torch.optim.SGD`: itself, its optimizer, and how to go on."""
+    torch.manual_seed(0)
+    model = build()
+    optimizer = Torch.SGD(model.parameters(), foreach=False, **options)
+    plain_steps(model, optimizer, steps)
+    return model, optimizer
+
+
+def plain_steps(model, optimizer, steps, first=0):
+    for (x,) in normal_batches(first + steps)[first:]:
+        mean_square(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+SGD_OPTIONS = [
+    {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+    {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    {"lr": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
+def test_torchs_sgd_goes_on_here(options):
+    """With its momentum; it saves no number of steps, and none is needed."""
+    model, optimizer = plain_sgd(2, **options)
+    engine, ours = ps.initialize(build, small_chunks("fp32", optimizer=ps.SGD(**options)))
+    engine.load_state_dict(model.state_dict())
+    ours.load_state_dict(optimizer.state_dict())
+    for name, value in model.state_dict().items():
+        assert torch.equal(engine.state_dict()[name], value)
+    for position, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            assert torch.equal(ours.state_dict()["state"][position][name], value)
+    plain_steps(model, optimizer, 2, first=2)
+    train(engine, ours, steps=2, first=2)
+    check_near(model, engine)
+
+
+@pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
+def test_sgd_goes_on_in_torchs(options):
+    engine, ours = ps.initialize(build, small_chunks("fp32", optimizer=ps.SGD(**options)))
+    train(engine, ours, steps=2)
+    model, optimizer = plain_sgd(0, **options)
+    model.load_state_dict(engine.state_dict())
+    optimizer.load_state_dict(ours.state_dict())
+    plain_steps(model, optimizer, 2, first=2)
+    train(engine, ours, steps=2, first=2)
+    check_near(model, engine)
+
+
+def check_near(model, engine):
+    """PyTorch contracts operations of its SGD where the machine can; no more than that may differ."""
+    for name, value in model.state_dict().items():
+        assert torch.allclose(engine.state_dict()[name], value, rtol=1e-5, atol=1e-7), name
+
+
+def test_states_of_another_optimizer_are_refused(precision):
+    engine, optimizer = ps.initialize(build, small_chunks(precision, optimizer=ps.SGD(lr=0.1)))
+    train(engine, optimizer, steps=1)
+    saved = optimizer.state_dict()
+    for other in (ps.SGD(lr=0.1, momentum=0.9), ps.Lion(), ps.AdamW(), SignSGD(), Torch.RMSprop):
+        engine, optimizer = ps.initialize(build, small_chunks(precision, optimizer=other))
+        with pytest.raises(ModelError, match=r"is not this optimizer's.*nothing was loaded"):
+            optimizer.load_state_dict(saved)
+
+
+# Bytes
+
+
+BYTES = {
+    "ps: SGD": 6,
+    "ps: SGD with momentum": 10,
+    "ps: Lion": 10,
+    "ps: a user's": 10,
+    "torch: SGD": 6,
+    "torch: SGD with momentum": 10,
+    "torch: RMSprop": 10,
+    "torch: RMSprop, centered": 18,
+    "torch: NAdam": 14,
+    "torch: AdamW": 14,
+    "torch: AdamW, amsgrad": 18,
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_per_parameter(name, precision):
+    engine, optimizer = ps.initialize(build, small_chunks(precision, optimizer=OPTIMIZERS[name]))
+    numel = sum(p.numel() for p in engine.module.parameters())
+    layout, expected = engine.layout, BYTES[name] + (2 if precision == "fp32" else 0)
+    assert {chunk.scheme.bytes_per_param for chunk in layout.chunks} == {expected}
+    assert layout.model_data_bytes - layout.padding_bytes == expected * numel
+    train(engine, optimizer, steps=1)
+    assert engine._manager.total_used == layout.model_data_bytes
+    engine.close()
+
+
+def test_adam_has_14():
+    for optimizer in (ps.Adam(), ps.AdamW()):
+        engine, _ = ps.initialize(build, small_chunks("bf16", optimizer=optimizer))
+        assert {chunk.scheme.bytes_per_param for chunk in engine.layout.chunks} == {14}
+        engine.close()
+
+
+# Refusals
+
+
+def check_refused(optimizer, *words):
+    with pytest.raises(ConfigError) as caught:
+        ps.Config(optimizer=optimizer)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+def test_a_class_that_is_not_element_wise_is_refused_by_name():
+    check_refused(Torch.LBFGS, "LBFGS")
+    check_refused(partial(Torch.LBFGS, lr=0.1), "LBFGS(lr=0.1)")
+
+
+@pytest.mark.skipif(not hasattr(Torch, "Muon"), reason="this PyTorch has no torch.optim.Muon")
+def test_muon_is_refused_by_name():
+    check_refused(Torch.Muon, "Muon")
+
+
+def test_an_optimizer_over_parameters_is_refused_with_what_to_give_instead():
+    made = Torch.RMSprop([nn.Parameter(torch.zeros(2))])
+    check_refused(made, "give the class", "functools.partial(torch.optim.RMSprop, lr=...)", "ps.AdamW(lr=...)")
+
+
+def with_momentum(model):
+    return [{"params": list(model.parameters()), "momentum": 0.9}]
+
+
+MOMENTUM_ELSEWHERE = {
+    "in a group": (ps.SGD(lr=0.1, param_groups=with_momentum), lambda optimizer: None),
+    "later": (ps.SGD(lr=0.1), lambda optimizer: optimizer.param_groups[0].update(momentum=0.9)),
+    "from a schedule": (ps.SGD(lr=0.1), lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)),
+    "loaded": (ps.SGD(lr=0.1), lambda optimizer: optimizer.load_state_dict(plain_sgd(1, momentum=0.9)[1].state_dict())),
+}
+
+
+@pytest.mark.parametrize("where", MOMENTUM_ELSEWHERE)
+def test_a_momentum_that_the_options_did_not_announce_is_right_or_refused_by_name(where):
+    """There may be no list for it: then nothing must be written to where it would be."""
+    chosen, act = MOMENTUM_ELSEWHERE[where]
+
+    def script(trainer, optimizer):
+        act(getattr(optimizer, "inner", optimizer))
+        return train(trainer, optimizer)
+
+    try:
+        testing.compare(build, small_chunks("bf16", optimizer=chosen), script)
+    except PatrickStarError as error:
+        assert "momentum" in str(error)

@@ -1,0 +1,28 @@
+"""What must give the same bits: PyTorch's operators, and the C++ kernel for each instruction set."""
+
+import pytest
+
+from patrickstar.kernels.listed import Listed
+from patrickstar.kernels.native import Native
+
+VARIANTS = ("avx512", "avx2", "baseline")
+
+NOT_BUILT = "patrickstar was installed without its C++ kernel: no compiler was found; install one, and it again"
+
+native = Native.find()
+needs_native = pytest.mark.skipif(native is None, reason=NOT_BUILT)
+
+
+def _needs(variant: str) -> list[pytest.MarkDecorator]:
+    absent = native is not None and variant not in native.variants()
+    return [needs_native, pytest.mark.skipif(absent, reason=f"this machine does not run the variant {variant!r}")]
+
+
+NATIVE = [pytest.param(variant, marks=_needs(variant)) for variant in VARIANTS]
+"""Parameters of a test: names of the kernel's variants."""
+
+ALL = [
+    pytest.param(Listed(), id="listed"),
+    *(pytest.param(Native.find(variant, 2), id=variant, marks=_needs(variant)) for variant in VARIANTS),
+]
+"""Parameters of a test: the implementations."""

@@ -1,0 +1,261 @@
+"""Which implementation updates what, what that takes, and that nobody can tell from the bits."""
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import implementations
+import pytest
+import torch
+
+from patrickstar.kernels import choice
+from patrickstar.kernels.adam import AdamRule
+from patrickstar.kernels.choice import Kernels
+from patrickstar.kernels.foreign import ForeignRule
+from patrickstar.kernels.fused import Fused
+from patrickstar.kernels.lion import LionRule
+from patrickstar.kernels.listed import PAGE_NUMEL, WORKSPACE_ITEMS, Listed
+from patrickstar.kernels.native import Native
+from patrickstar.kernels.rule import Gradient, Rule, Span
+from patrickstar.kernels.sgd import SGDRule
+from patrickstar.kernels.survey import Survey
+from patrickstar.testing import assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ADAM = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=3)
+SGD = SGDRule(0.1, 0.9, 0.0, 0.01, nesterov=False, step=2)
+LION = LionRule(1e-3, 0.9, 0.99, 0.1)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class SignRule(Rule):
+    """A user's own."""
+
+    lr: float
+
+    @property
+    def kinds(self):
+        """None."""
+        return ()
+
+    def apply(self, master, grad, states):
+        """A step by the sign."""
+        master.add_(grad.sign_().mul_(-self.lr))
+
+
+@dataclass(frozen=True)
+class WholeRule(SignRule):
+    """One that wants its parameter whole."""
+
+    by_pages: ClassVar = False
+
+
+def span(rule, numel=40, *, grad=torch.bfloat16, param=None, master=torch.float32, device="cpu", seed=0):
+    """A parameter of random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(dtype):
+        return torch.randn(numel, generator=generator).to(dtype=dtype, device=device)
+
+    last = drawn(grad)
+    to = last if param is None else drawn(param)
+    return Span(to, Gradient(last, dtype=master), drawn(master), tuple(drawn(master).abs() for _ in rule.kinds), rule)
+
+
+def tensors(one):
+    return [one.param, one.master, *one.states]
+
+
+@pytest.fixture
+def kernels():
+    if implementations.native is None:
+        pytest.skip(implementations.NOT_BUILT)
+    return Kernels(implementations.native)
+
+
+# Who updates
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rule", [ADAM, SGD, LION], ids=lambda rule: type(rule).__name__)
+def test_the_c_plus_plus_kernel_takes_its_rules_over_masters_of_single_precision(rule, dtype, kernels):
+    for param in (None, torch.bfloat16, torch.float16, torch.float32):
+        one = span(rule, grad=dtype, param=param)
+        assert kernels.for_update(one) is kernels.native
+        assert kernels.for_survey(one.grad) is kernels.native
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        span(SignRule(0.1)),
+        span(ForeignRule(torch.optim.Adagrad, {}, {}, (), {}, 1)),
+        span(ADAM, grad=torch.float64, master=torch.float64),
+        span(ADAM, master=torch.float64),
+        span(ADAM, param=torch.float64),
+        span(ADAM, grad=torch.float64),
+        span(ADAM, device="meta"),
+        replace(span(ADAM), param=torch.empty(40, device="meta")),
+        replace(span(ADAM), master=torch.empty(40, device="meta")),
+    ],
+    ids=[
+        "a user's rule",
+        "a class of torch",
+        "double precision",
+        "a master of double precision",
+        "a parameter of double precision",
+        "a gradient of double precision",
+        "another device",
+        "a parameter elsewhere",
+        "a master elsewhere",
+    ],
+)
+def test_the_rest_is_left_to_pytorchs_operators(one, kernels):
+    assert kernels.for_update(one) is kernels.listed
+
+
+def test_a_gradient_of_double_precision_is_surveyed_by_pytorchs_operators(kernels):
+    assert kernels.for_survey(span(ADAM, grad=torch.float64).grad) is kernels.listed
+    assert kernels.for_survey(span(ADAM, master=torch.float64).grad) is kernels.listed
+    assert kernels.for_survey(span(SignRule(0.1)).grad) is kernels.native  # whatever the rule is
+
+
+def test_without_the_c_plus_plus_kernel_pytorchs_operators_do_everything():
+    kernels = Kernels(None)
+    for rule in (ADAM, SGD, LION, SignRule(0.1)):
+        assert kernels.for_update(span(rule)) is kernels.listed
+        assert kernels.for_survey(span(rule).grad) is kernels.listed
+
+
+# With which bits
+
+
+def mixed():
+    """Spans that several implementations share, in turns."""
+    rules = [ADAM, SignRule(0.1), LION, SGD, WholeRule(0.2), ADAM, SignRule(0.3)]
+    spans = [span(rule, 30 + 7 * seed, seed=seed) for seed, rule in enumerate(rules)]
+    doubles = [span(ADAM, 33, grad=torch.float64, master=torch.float64, seed=9), span(SGD, 5, master=torch.float64)]
+    return [*spans, *doubles, span(ADAM, PAGE_NUMEL + 3, grad=torch.float16)]
+
+
+def test_with_or_without_the_bits_are_the_same(kernels):
+    found = []
+    for each in (kernels, Kernels(None)):
+        spans = mixed()
+        survey = each.survey([one.grad for one in spans], (0.3,))
+        each.update(spans, (0.3, 0.5))
+        found.append((survey, spans))
+    (one_survey, one), (other_survey, other) = found
+    assert one_survey == other_survey
+    assert len(one_survey.sums) == len(one)
+    for ours, theirs in zip(one, other, strict=True):
+        assert_same_bits(tensors(theirs), tensors(ours), str(ours.rule))
+
+
+def test_surveys_by_several_keep_the_order_of_gradients(kernels):
+    def grad(value, dtype=torch.float32):
+        return Gradient(torch.tensor([value], dtype=dtype), dtype=dtype)
+
+    gradients = [grad(1.0), grad(2.0, torch.float64), grad(3.0), grad(float("inf"), torch.float64), grad(5.0)]
+    assert kernels.survey(gradients, ()) == Survey((1.0, 4.0, 9.0, float("inf"), 25.0), 1)
+    assert kernels.survey([], ()) == Survey()
+    kernels.update([], ())
+
+
+def test_what_the_c_plus_plus_kernel_began_is_waited_for_later(kernels):
+    rules = (ADAM, SignRule(0.1), LION)
+    one, other = ([span(rule, 1 << 19, seed=seed) for seed, rule in enumerate(rules)] for _ in range(2))
+    running = kernels.start(one, (0.5,))
+    assert len(running) == 2
+    for each in running:
+        each.finish()
+    assert Kernels(None).start(other, (0.5,)) == []
+    for ours, theirs in zip(one, other, strict=True):
+        assert_same_bits(tensors(theirs), tensors(ours), str(ours.rule))
+
+
+# What it takes
+
+
+def test_updating_takes_room_only_where_pytorchs_operators_do_it(kernels):
+    for rule in (ADAM, SGD, LION):
+        assert kernels.workspace_bytes(rule, CPU, torch.float32, 1 << 30) == 0
+        assert kernels.workspace_bytes(rule, CPU, torch.float64, 10) == 10 * WORKSPACE_ITEMS * 8
+    assert kernels.workspace_bytes(ADAM, CUDA, torch.float32, 10) == 10 * WORKSPACE_ITEMS * 4
+    assert kernels.workspace_bytes(SignRule(0.1), CPU, torch.float32, 10) == 10 * WORKSPACE_ITEMS * 4
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.float64, 8)])
+def test_pytorchs_operators_take_room_for_a_page_or_for_all(dtype, itemsize):
+    kernels = Kernels(None)
+    for numel in (0, 1, 1000, PAGE_NUMEL, PAGE_NUMEL + 1, 1 << 30):
+        page = min(numel, PAGE_NUMEL)
+        assert kernels.workspace_bytes(ADAM, CPU, dtype, numel) == page * WORKSPACE_ITEMS * itemsize
+        assert kernels.workspace_bytes(WholeRule(0.1), CPU, dtype, numel) == numel * WORKSPACE_ITEMS * itemsize
+
+
+class Allocations(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts bytes of the storages that operators make and that are alive, at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak_bytes = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        for tensor in _tensors(out):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                self.alive[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: (ref, nbytes) for key, (ref, nbytes) in self.alive.items() if not ref.expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(nbytes for _, nbytes in self.alive.values()))
+        return out
+
+
+def _tensors(value):
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("rule", [ADAM, replace(ADAM, decoupled=False), replace(SGD, nesterov=True), LION], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_updating_takes_no_more_room_than_was_said(rule, dtype):
+    one = span(rule, 3 * PAGE_NUMEL, master=dtype)
+    with Allocations() as allocations:
+        Listed().update([one], (0.3, 0.5))
+    said = Kernels(None).workspace_bytes(rule, CPU, dtype, one.numel)
+    assert PAGE_NUMEL < allocations.peak_bytes <= said
+
+
+# What is said
+
+
+@pytest.fixture
+def none_installed(monkeypatch):
+    """No kernel is found, and nothing was said yet."""
+    for kind in (Native, Fused):
+        monkeypatch.setattr(kind, "find", classmethod(lambda cls: None))
+    choice._say_missing.cache_clear()
+    yield
+    choice._say_missing.cache_clear()
+
+
+def test_an_installation_without_a_kernel_says_so_once(none_installed):
+    with pytest.warns(UserWarning) as caught:
+        found = [Kernels.best(CPU), Kernels.best(CPU), Kernels.best(CUDA), Kernels.best(CUDA)]
+    messages = [str(one.message) for one in caught]
+    assert ["C++ kernel" in message for message in messages] == [True, False]
+    assert ["Triton kernel" in message for message in messages] == [False, True]
+    assert all("same bits" in message and "\n" not in message for message in messages)
+    assert all(kernels.native is None and kernels.fused is None for kernels in found)
+    assert all(isinstance(kernels.for_update(span(ADAM)), Listed) for kernels in found)
+
+
+def test_an_installation_with_the_kernel_says_nothing(kernels):
+    choice._say_missing.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        best = Kernels.best(CPU)
+    assert best.native is not None and best.fused is None

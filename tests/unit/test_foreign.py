@@ -1,0 +1,328 @@
+"""Classes of `torch.optim`, and others of their kind: which states they show, which are refused, and their bits."""
+
+import pytest
+import torch
+
+from patrickstar.errors import ConfigError
+from patrickstar.kernels.foreign import ForeignRule, defaults_of, one_by_one, probe
+from patrickstar.kernels.listed import PAGE_NUMEL, Listed
+from patrickstar.kernels.rule import Gradient, Span
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TORCH = torch.optim
+STATES = [
+    (TORCH.SGD, {}, ()),
+    (TORCH.SGD, {"momentum": 0.9, "nesterov": True}, ("momentum_buffer",)),
+    (TORCH.SGD, {"weight_decay": 0.1, "maximize": True}, ()),
+    (TORCH.Adam, {"weight_decay": 0.1}, ("exp_avg", "exp_avg_sq")),
+    (TORCH.AdamW, {}, ("exp_avg", "exp_avg_sq")),
+    (TORCH.AdamW, {"amsgrad": True}, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
+    (TORCH.AdamW, {"fused": True}, ("exp_avg", "exp_avg_sq")),
+    (TORCH.RMSprop, {}, ("square_avg",)),
+    (TORCH.RMSprop, {"momentum": 0.9, "centered": True}, ("square_avg", "momentum_buffer", "grad_avg")),
+    (TORCH.Adagrad, {"initial_accumulator_value": 0.1, "lr_decay": 0.01}, ("sum",)),
+    (TORCH.Adadelta, {}, ("square_avg", "acc_delta")),
+    (TORCH.Adamax, {}, ("exp_avg", "exp_inf")),
+    (TORCH.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}, ("exp_avg", "exp_avg_sq")),
+    (TORCH.RAdam, {}, ("exp_avg", "exp_avg_sq")),
+    (TORCH.Rprop, {}, ("prev", "step_size")),
+    (TORCH.ASGD, {"t0": 2, "lambd": 0.1}, ("ax",)),
+]
+
+
+def spelt(value):
+    return value.__name__ if isinstance(value, type) else None
+
+
+class Simple(torch.optim.Optimizer):
+    """What home-made optimizers below have in common: a learning rate, and a loop over parameters."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Update every parameter by its gradient."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.update(param, param.grad, group, self.state[param])
+
+
+class Signs(Simple):
+    """Element-wise, with a state of a name of its own, and a count that is a Python number."""
+
+    def update(self, param, grad, group, state):
+        """A step by the sign of the sum of all gradients."""
+        state["count"] = state.get("count", 0) + 1
+        state["so_far"] = state.get("so_far", torch.zeros_like(param)).add_(grad)
+        param.sub_(state["so_far"].sign(), alpha=group["lr"] / state["count"])
+
+
+class Lamb(Simple):
+    """Scales its step by the ratio of two norms of a layer."""
+
+    def update(self, param, grad, group, state):
+        """A step as long as the parameter."""
+        param.sub_(grad * (param.norm() / grad.norm()), alpha=group["lr"])
+
+
+class Factored(Simple):
+    """Keeps a second moment per row and one per column."""
+
+    def update(self, param, grad, group, state):
+        """A step by their product."""
+        rows, columns = grad.pow(2).mean(-1, keepdim=True), grad.pow(2).mean(0, keepdim=True)
+        param.sub_(grad / (rows * columns / rows.mean()).sqrt(), alpha=group["lr"])
+
+
+class Noisy(Simple):
+    """Adds noise, which is drawn for a parameter at a time."""
+
+    def update(self, param, grad, group, state):
+        """A step of Langevin dynamics."""
+        param.sub_(grad + torch.randn_like(grad), alpha=group["lr"])
+
+
+class ByGlobalNorm(Simple):
+    """Looks at all gradients before it updates any, as Prodigy and D-Adaptation do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """A step whose length is the same whatever the gradients are."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        norm = torch.stack([param.grad.pow(2).sum() for param in params]).sum().sqrt()
+        for param in params:
+            param.sub_(param.grad / norm, alpha=self.param_groups[0]["lr"])
+
+
+class CountsInItsGroup(Simple):
+    """Keeps the number of the step in the param group, as Apex's optimizers do."""
+
+    def step(self, closure=None):
+        """One more."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        super().step()
+
+    def update(self, param, grad, group, state):
+        """A step that gets shorter."""
+        param.sub_(grad, alpha=group["lr"] / group["step"])
+
+
+class CountsInItself(Simple):
+    """Keeps the number of the step in an attribute."""
+
+    count = 0
+
+    def step(self, closure=None):
+        """One more."""
+        self.count += 1
+        super().step()
+
+    def update(self, param, grad, group, state):
+        """A step that gets shorter."""
+        param.sub_(grad, alpha=group["lr"] / self.count)
+
+
+# States
+
+
+@pytest.mark.parametrize(("kind", "options", "names"), STATES, ids=spelt)
+def test_the_states_that_a_class_shows(kind, options, names):
+    assert probe(kind, one_by_one(kind, options)) == names
+    assert probe(kind, options) == names
+
+
+def test_the_states_of_a_home_made_class():
+    assert probe(Signs, {}) == ("so_far",)
+    assert probe(Signs, {"lr": 0.0}) == ("so_far",)
+
+
+def test_probing_leaves_the_callers_random_numbers_alone():
+    torch.manual_seed(0)
+    before = torch.random.get_rng_state()
+    probe(torch.optim.AdamW, {})
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=pytest.mark.skipif(not hasattr(TORCH, name), reason=f"this PyTorch has no torch.optim.{name}")
+        )
+        for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+    ],
+)
+def test_what_is_not_element_wise_is_refused_by_name(name):
+    check_refused(getattr(TORCH, name), {}, name)
+
+
+@pytest.mark.parametrize("kind", [Lamb, Factored, Noisy], ids=spelt)
+def test_what_is_home_made_and_not_element_wise_is_refused_by_name(kind):
+    check_refused(kind, {}, f"{kind.__name__} is not element-wise", "ps.AdamW")
+
+
+def test_what_looks_at_several_parameters_at_once_is_refused_by_name():
+    """Chunks give it one parameter at a time, which would be another algorithm."""
+    check_refused(ByGlobalNorm, {}, "ByGlobalNorm")
+
+
+def test_an_option_that_the_class_lacks_is_named():
+    check_refused(torch.optim.RMSprop, {"betas": (0.9, 0.99)}, "RMSprop", "betas=(0.9, 0.99)", "unexpected keyword")
+
+
+def test_an_option_out_of_range_is_named():
+    check_refused(torch.optim.AdamW, {"lr": -1.0}, "AdamW(lr=-1.0)", "Invalid learning rate")
+
+
+def check_refused(kind, options, *words):
+    with pytest.raises(ConfigError) as caught:
+        probe(kind, options)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+# Options
+
+
+def test_the_loop_over_tensors_is_chosen_unless_something_else_is_asked_for():
+    assert one_by_one(TORCH.RMSprop, {"lr": 0.1}) == {"foreach": False, "lr": 0.1}
+    assert one_by_one(TORCH.RMSprop, {"foreach": True}) == {"foreach": True}
+    assert one_by_one(TORCH.AdamW, {"fused": True}) == {"fused": True}
+    assert one_by_one(Signs, {"lr": 0.1}) == {"lr": 0.1}
+
+
+def test_the_defaults_of_a_class_are_its_own():
+    assert defaults_of(Signs, {}) == {"lr": 0.1}
+    assert defaults_of(Signs, {"lr": 0.5}) == {"lr": 0.5}
+    param = torch.nn.Parameter(torch.zeros(3))
+    (group,) = TORCH.NAdam([param], lr=0.5).param_groups
+    assert defaults_of(TORCH.NAdam, {"lr": 0.5}) == {name: item for name, item in group.items() if name != "params"}
+
+
+# Bits
+
+SHAPES = [(1,), (5, 7), (3, 4, 5), (1000,)]
+
+
+class Chunks:
+    """Parameters one after the other in lists of chunks, NaN between them, updated by a `ForeignRule`."""
+
+    def __init__(self, kind, options, values, dtype=torch.float32):
+        self.kind, self.options = kind, one_by_one(kind, options)
+        self.group, self.names = defaults_of(kind, self.options), probe(kind, self.options)
+        self.masters, *states = (
+            [self._in_a_chunk(value, number) for number, value in enumerate(values)] for _ in range(1 + len(self.names))
+        )
+        self.views = dict(zip(self.names, states, strict=True))
+        self.params = [master.to(dtype) for master in self.masters]
+        for master, value in zip(self.masters, values, strict=True):
+            master.copy_(value.flatten())
+        self.memories = [{} for _ in values]
+        self.steps = 0
+
+    @staticmethod
+    def _in_a_chunk(value, number):
+        chunk = torch.full((64 + 32 * number + value.numel(),), float("nan"))
+        return chunk[32 * number :][: value.numel()]
+
+    def step(self, grads):
+        """One update of every parameter."""
+        self.steps += 1
+        spans = []
+        for number, grad in enumerate(grads):
+            rule = ForeignRule(self.kind, self.options, self.group, self.names, self.memories[number], self.steps)
+            states = tuple(self.views[name][number] for name in self.names)
+            flat = grad.flatten()
+            spans.append(Span(self.params[number], Gradient(flat), self.masters[number], states, rule))
+        Listed().update(spans, ())
+
+
+def check_bits(kind, options, steps=5, dtype=torch.float32):
+    """Steps by the class, over tensors of their own, and by the rule."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    params = [torch.nn.Parameter(value.clone()) for value in values]
+    theirs, ours = kind(params, **one_by_one(kind, options)), Chunks(kind, options, values, dtype)
+    for _ in range(steps):
+        grads = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.float()
+        theirs.step()
+        ours.step(grads)
+        for number, param in enumerate(params):
+            assert torch.equal(param.detach().flatten(), ours.masters[number])
+            assert torch.equal(param.detach().flatten().to(dtype), ours.params[number])
+            for name in ours.names:
+                assert torch.equal(theirs.state[param][name].flatten(), ours.views[name][number]), name
+            rest = {name: item for name, item in theirs.state[param].items() if name not in ours.names}
+            assert rest == ours.memories[number]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kind", "options", "names"), STATES, ids=spelt)
+def test_over_chunks_a_class_gives_its_own_bits(kind, options, names, dtype):
+    check_bits(kind, options, dtype=dtype)
+
+
+def test_over_chunks_a_home_made_class_gives_its_own_bits():
+    check_bits(Signs, {"lr": 0.3})
+
+
+@pytest.mark.parametrize("kind", [CountsInItsGroup, CountsInItself], ids=spelt)
+def test_what_counts_elsewhere_than_in_states_is_right_or_refused(kind):
+    try:
+        check_bits(kind, {})
+    except ConfigError as error:
+        assert kind.__name__ in str(error)
+
+
+def test_a_learning_rate_that_changes_is_followed():
+    values = [torch.ones(40)]
+    param = torch.nn.Parameter(values[0].clone())
+    theirs, ours = TORCH.RMSprop([param], foreach=False), Chunks(TORCH.RMSprop, {}, values)
+    for lr in (0.1, 0.5, 0.0, 0.3):
+        ours.group = ours.group | {"lr": lr, "initial_lr": 0.1}  # as a scheduler writes
+        theirs.param_groups[0]["lr"] = lr
+        param.grad = torch.full((40,), lr + 1)
+        theirs.step()
+        ours.step([param.grad])
+        assert torch.equal(param.detach(), ours.masters[0])
+
+
+def test_a_state_that_only_one_group_has_is_refused_by_name():
+    ours = Chunks(TORCH.SGD, {}, [torch.ones(40)])
+    ours.group = ours.group | {"momentum": 0.9}
+    with pytest.raises(ConfigError, match=r"SGD keeps 'momentum_buffer' of \(40,\).*all param groups"):
+        ours.step([torch.ones(40)])
+
+
+def test_a_group_may_do_without_a_state_that_others_have():
+    with_momentum, plain = ({"momentum": 0.9}, {})
+    ours, theirs = (Chunks(TORCH.SGD, options, [torch.ones(40)]) for options in (with_momentum, plain))
+    ours.group = ours.group | {"momentum": 0.0}
+    for _ in range(3):
+        ours.step([torch.ones(40)])
+        theirs.step([torch.ones(40)])
+    assert torch.equal(ours.masters[0], theirs.masters[0])
+
+
+def test_a_class_gets_its_parameter_whole():
+    """PyTorch's loops treat the end of a tensor in their own way, so where pages end would show."""
+    lengths = []
+
+    class Watched(Signs):
+        def update(self, param, grad, group, state):
+            lengths.append(param.numel())
+
+    rule = ForeignRule(Watched, {}, {"lr": 0.1}, (), {}, 1)
+    numel = PAGE_NUMEL + 3
+    master = torch.zeros(numel)
+    Listed().update([Span(master, Gradient(master), master, (), rule)], ())
+    assert lengths == [numel]

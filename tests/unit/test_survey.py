@@ -1,0 +1,257 @@
+"""Sums of squares in the order that [Note: sums in fixed order] prescribes, whoever adds; and what is not finite."""
+
+import math
+from itertools import product
+
+import ieee
+import implementations
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.kernels.listed import Listed
+from patrickstar.kernels.native import Native
+from patrickstar.kernels.rule import Gradient
+from patrickstar.kernels.survey import Survey
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+quick = settings(derandomize=True, deadline=None, max_examples=60)
+
+LANES, BLOCK, PAGE = 32, 4096, 1 << 18
+SCALES = [(), (1 / 65536,), (0.3, 1e-3)]
+
+
+# The note, in plain Python
+
+
+def added_up(values: list[float]) -> float:
+    """Rows of 32 lanes: each lane by itself from above, then 16 to 16, 8 to 8, 4 to 4, 2 to 2, 1 to 1."""
+    lanes = [0.0] * LANES
+    for first in range(0, len(values), LANES):
+        row = values[first : first + LANES]
+        lanes = [one + other for one, other in zip(lanes, row + [0.0] * (LANES - len(row)), strict=True)]
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = [one + other for one, other in zip(lanes[:half], lanes[half:], strict=True)]
+    return lanes[0]
+
+
+def sum_of_squares(values: np.ndarray) -> float:
+    """Blocks of 4096, then their sums."""
+    with np.errstate(all="ignore"):
+        squares = [value * value for value in values.astype(np.float64).tolist()]
+    return added_up([added_up(squares[first : first + BLOCK]) for first in range(0, len(squares), BLOCK)])
+
+
+def seen_by_the_update(grad: Gradient, scales) -> np.ndarray:
+    """A gradient as the update takes it: summed with earlier ones and scaled, in float32."""
+    values = ieee.widened(grad.last)
+    if grad.earlier is not None:
+        values = ieee.add(grad.earlier.numpy(), values)
+    for scale in scales:
+        values = ieee.multiply(values, ieee.rounded(scale))
+    return values
+
+
+def expected(gradients, scales):
+    """The bits of the sums, and the count."""
+    values = [seen_by_the_update(grad, scales) for grad in gradients]
+    return [hexed(sum_of_squares(each)) for each in values], sum(int((~np.isfinite(each)).sum()) for each in values)
+
+
+def hexed(value):
+    return float(value).hex()
+
+
+def check(implementation, gradients, scales=()):
+    """Compare with the note."""
+    survey = implementation.survey(gradients, scales)
+    assert ([hexed(each) for each in survey.sums], survey.not_finite) == expected(gradients, scales)
+    return survey
+
+
+def finite(numel, dtype, random, earlier=False):
+    """A gradient whose sum shows in which order it was added.
+
+    Beside the square of a large number, that of a small one is a unit in the last place or so: what is left of it
+    depends on which comes first.
+    """
+
+    def values(kind):
+        small = 2.0 ** random.integers(-13, -6, numel)
+        magnitudes = np.where(random.random(numel) < 0.01, 2.0**14, small) * (0.5 + random.random(numel))
+        return torch.from_numpy(ieee.rounded(magnitudes * random.choice([-1, 1], numel))).to(kind)
+
+    return Gradient(values(dtype), values(torch.float32) if earlier else None)
+
+
+# The same bits
+
+
+SIZES = [0, 1, 2, 31, 32, 33, 511, 513, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 33, 33 * BLOCK + 40]
+
+
+@pytest.mark.parametrize("implementation", implementations.ALL)
+@pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
+def test_any_size(dtype, implementation):
+    random = np.random.default_rng(0)
+    for scales, earlier in product(SCALES, (False, True)):
+        check(implementation, [finite(numel, dtype, random, earlier) for numel in SIZES[:-1]], scales)
+    check(implementation, [finite(numel, dtype, random) for numel in SIZES])
+
+
+@pytest.mark.parametrize("implementation", implementations.ALL)
+@pytest.mark.parametrize("numel", [PAGE - 1, PAGE, PAGE + 33])
+def test_sizes_about_a_page(numel, implementation):
+    check(implementation, [finite(numel, torch.bfloat16, np.random.default_rng(numel))])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("variant", implementations.NATIVE)
+def test_any_number_of_threads(variant, threads):
+    random = np.random.default_rng(1)
+    gradients = [finite(numel, torch.bfloat16, random) for numel in (3 * PAGE + 5, 1000, 2 * PAGE, 0, PAGE + BLOCK)]
+    listed = Listed().survey(gradients, (0.3,))
+    assert Native.find(variant, threads).survey(gradients, (0.3,)) == listed
+
+
+@pytest.mark.parametrize("implementation", implementations.ALL)
+@quick
+@given(
+    st.lists(st.tuples(st.integers(0, 2 * BLOCK + 70), st.sampled_from(ieee.DTYPES), st.booleans()), max_size=4),
+    st.lists(st.floats(1e-6, 1e6), max_size=3).map(tuple),
+    st.integers(0, 70),
+    st.integers(0, 1 << 30),
+)
+def test_any_gradients_from_any_start(implementation, shapes, scales, first, seed):
+    random = np.random.default_rng(seed)
+    gradients = [finite(first + numel, dtype, random, earlier) for numel, dtype, earlier in shapes]
+    gradients = [grad.page(slice(first, None)) for grad in gradients]
+    check(implementation, gradients, scales)
+
+
+@pytest.mark.parametrize("implementation", implementations.ALL)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_of_16_bits(dtype, implementation):
+    """Denormals are squared as they are, each in a sum of its own as well."""
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    every = ieee.from_bits(bits, dtype)
+    finite_ones = every[every.isfinite()]
+    check(implementation, [Gradient(every), Gradient(finite_ones)])
+    check(implementation, [Gradient(value) for value in finite_ones.view(-1, 1)[::37]])
+
+
+@pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
+def test_the_order_shows(dtype):
+    """Added in another order, some of these sums have other bits, so that comparing them means something."""
+    differ = dict.fromkeys(("pairwise", "exactly", "backwards", "without blocks", "halved otherwise"), 0)
+    for seed in range(20):
+        values = finite(BLOCK + 33, dtype, np.random.default_rng(seed)).last.double().numpy()
+        squares, lanes = values**2, np.arange(LANES).reshape(2, -1).T.flatten()
+        shuffled = values[: BLOCK // LANES * LANES].reshape(-1, LANES)[:, lanes].flatten()
+        others = [
+            float(np.sum(squares)),
+            math.fsum(squares),
+            sum_of_squares(values[::-1]),
+            added_up(squares.tolist()),
+            sum_of_squares(np.concatenate([shuffled, values[BLOCK:]])),
+        ]
+        for name, other in zip(differ, others, strict=True):
+            differ[name] += hexed(other) != hexed(sum_of_squares(values))
+    assert min(differ.values()) >= 3, differ
+
+
+# What is not finite
+
+
+@pytest.mark.parametrize("implementation", implementations.ALL)
+@pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_counted_wherever_it_is(value, dtype, implementation):
+    for numel, places in ((1, [0]), (40, [39]), (BLOCK, [0, 17, BLOCK - 1]), (BLOCK + 50, [BLOCK, BLOCK + 49])):
+        for earlier, scales in product((False, True), ((), (0.5,))):
+            grad = finite(numel, dtype, np.random.default_rng(numel), earlier)
+            grad.last[places] = value
+            survey = check(implementation, [grad], scales)
+            assert survey.not_finite == len(places)
+            assert not math.isfinite(survey.sums[0])
+            assert math.isnan(survey.norm) == math.isnan(value)
+
+
+@pytest.mark.parametrize("implementation", implementations.ALL)
+@quick
+@given(
+    st.lists(st.tuples(st.integers(0, BLOCK + 70), st.sampled_from(ieee.DTYPES), st.booleans()), max_size=4),
+    st.sampled_from([(), (0.3,), (1e-41, 3e38), (3e38, 3e38), (math.inf,), (math.nan,), (0.0,)]),
+    st.integers(0, 1 << 30),
+)
+def test_numbers_of_all_kinds(implementation, shapes, scales, seed):
+    random = np.random.default_rng(seed)
+    gradients = [
+        Gradient(ieee.tensor(numel, dtype, random), ieee.tensor(numel, torch.float32, random) if earlier else None)
+        for numel, dtype, earlier in shapes
+    ]
+    check(implementation, gradients, scales)
+
+
+@pytest.mark.parametrize("implementation", implementations.ALL)
+def test_an_overflow_that_only_scaling_or_adding_makes_is_counted(implementation):
+    large = torch.full((BLOCK + 3,), 3e38)
+    assert check(implementation, [Gradient(large)]).not_finite == 0
+    assert check(implementation, [Gradient(large)], (2.0,)).not_finite == BLOCK + 3
+    assert check(implementation, [Gradient(large, large)]).not_finite == BLOCK + 3
+    assert check(implementation, [Gradient(large, large)], (0.25,)).not_finite == BLOCK + 3
+    assert check(implementation, [Gradient(large)], (0.5, 2.0)).not_finite == 0
+
+
+@pytest.mark.parametrize("implementation", implementations.ALL)
+def test_any_nan_is_one(implementation):
+    nans = ieee.from_bits(np.array([0xFFC00001, 0x7F800001, 0xFFFFFFFF], dtype=np.uint32), torch.float32)
+    survey = check(implementation, [Gradient(nan) for nan in nans.view(-1, 1)])
+    assert survey.not_finite == 3 and math.isnan(survey.norm)
+
+
+# Norms
+
+
+@pytest.mark.parametrize("implementation", implementations.ALL)
+@pytest.mark.parametrize("numels", [[], [1], [1000], [3, 70, 5000, 0, 33], [7] * 100], ids=str)
+def test_the_norm_is_as_good_as_an_exact_sum(numels, implementation):
+    random = np.random.default_rng(3)
+    gradients = [finite(numel, torch.float16, random) for numel in numels]
+    exact = math.sqrt(math.fsum(float(value) ** 2 for grad in gradients for value in seen_by_the_update(grad, (0.3,))))
+    assert implementation.survey(gradients, (0.3,)).norm == pytest.approx(exact, rel=1e-12)
+
+
+def test_a_norm_is_the_root_of_sums_added_as_a_block():
+    sums = tuple(np.random.default_rng(4).random(5 * LANES + 3).tolist())
+    assert hexed(Survey(sums).norm) == hexed(math.sqrt(added_up(list(sums))))
+    assert Survey().norm == 0.0
+    assert Survey((1.0, math.inf)).norm == math.inf
+    for sums in ((math.nan,), (1.0, math.nan), (math.inf, math.nan), (-math.nan,)):
+        assert math.isnan(Survey(sums).norm)
+
+
+def test_a_norm_of_tiny_gradients_does_not_vanish():
+    """Squares of float32's denormals are numbers of float64."""
+    assert Listed().survey([Gradient(torch.full((4,), 1e-45))], ()).norm == 2 * 2.0**-149
+
+
+def test_surveys_are_joined_in_their_order():
+    one, two, three = Survey((1.0, 2.0), 3), Survey(), Survey((0.5, math.inf, 4.0), 1)
+    assert Survey.joined([one, two, three]) == Survey((1.0, 2.0, 0.5, math.inf, 4.0), 4)
+    assert Survey.joined([three, one]) == Survey((0.5, math.inf, 4.0, 1.0, 2.0), 4)
+    assert Survey.joined([]) == Survey()
+    assert Survey.joined(iter([one])) == one
+
+
+@pytest.mark.parametrize("implementation", implementations.ALL)
+def test_gradients_are_only_read(implementation):
+    grad = finite(BLOCK + 5, torch.bfloat16, np.random.default_rng(5), earlier=True)
+    before = [ieee.bits_of(tensor) for tensor in (grad.last, grad.earlier)]
+    implementation.survey([grad], (0.3,))
+    after = [ieee.bits_of(tensor) for tensor in (grad.last, grad.earlier)]
+    assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))

@@ -1,0 +1,82 @@
+"""`torch.optim` bit for bit, where PyTorch contracts nothing: `test_rules.py` runs this in a process of its own."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from patrickstar.kernels.adam import AdamRule
+from patrickstar.kernels.choice import Kernels
+from patrickstar.kernels.native import Native
+from patrickstar.kernels.rule import Gradient, Span
+from patrickstar.kernels.sgd import SGDRule
+from patrickstar.testing import assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 6
+SHAPES = [(1,), (7,), (33,), (512,), (40, 25), (3, 5, 411)]
+"""Whole vectors of any width, and not."""
+
+
+def test_pytorch_runs_without_vector_instructions():
+    assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+
+
+def drawn(shapes, generator, magnitude=4.0):
+    """Numbers of all magnitudes, some of them zeros of either sign."""
+    values = [
+        torch.randn(shape, generator=generator) * torch.exp(magnitude * torch.randn(shape, generator=generator))
+        for shape in shapes
+    ]
+    return [value * (torch.rand(value.shape, generator=generator) < 0.95) for value in values]
+
+
+def check(kind, options, rule_of, signed_zeros=True):
+    """Steps by torch's class, and by the rule; masters and states after each."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(value) for value in drawn(SHAPES, generator)]
+    masters = [param.detach().clone().flatten() for param in params]
+    optimizer = kind(params, **options)
+    kinds = rule_of(1).kinds
+    states = [tuple(torch.zeros_like(master) for _ in kinds) for master in masters]
+    kernels = Kernels(Native.find())
+    for step in range(1, STEPS + 1):
+        grads = [grad if signed_zeros else grad + 0.0 for grad in drawn(SHAPES, generator)]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+        flat = [grad.flatten() for grad in grads]
+        spans = [Span(g, Gradient(g), m, s, rule_of(step)) for g, m, s in zip(flat, masters, states, strict=True)]
+        kernels.update(spans, ())
+        for param, master, state in zip(params, masters, states, strict=True):
+            theirs = [param.detach(), *(optimizer.state[param][name] for name in kinds)]
+            ours = [values.view(param.shape) for values in (master, *state)]
+            assert_same_bits(theirs, ours, f"step {step} of {options}, shape {tuple(param.shape)}")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("eps", [1e-8, 1e-3])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.95), (0.0, 0.5)])
+@pytest.mark.parametrize("lr", [1e-3, 0.3])
+def test_adam(lr, betas, eps, weight_decay, kind):
+    def rule(step):
+        return AdamRule(lr, *betas, eps, weight_decay, kind is torch.optim.AdamW, step)
+
+    # Where there is no first momentum, PyTorch's own average of negative zeros is another one at the end of a tensor.
+    options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+    check(kind, options, rule, signed_zeros=betas[0] > 0)
+
+
+MOMENTA = [(0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.1, False), (0.9, 0.0, True)]
+
+
+@pytest.mark.parametrize(("momentum", "lr", "weight_decay"), [*product(MOMENTA, [1e-3, 0.3], [0.0, 0.1])])
+def test_sgd(momentum, lr, weight_decay):
+    names = dict(zip(("momentum", "dampening", "nesterov"), momentum, strict=True))
+
+    def rule(step):
+        return SGDRule(lr=lr, weight_decay=weight_decay, step=step, **names)
+
+    check(torch.optim.SGD, dict(lr=lr, weight_decay=weight_decay, foreach=False, **names), rule)
