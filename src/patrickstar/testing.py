@@ -57,7 +57,7 @@ class PlainOptimizer(torch.optim.Optimizer):
                 state = self.state[param]
                 state["step"] = state.get("step", torch.zeros(())) + 1
                 rule = self.spec.rule(group, int(state["step"]), {})
-                for kind in rule.kinds:
+                for kind in dict.fromkeys((*self.spec.states, *rule.kinds)):
                     if kind not in state:
                         state[kind] = torch.zeros_like(param)
                 # Gradients in the order in which the parameter lies in memory.

@@ -168,8 +168,15 @@ def decay_and_speed(model):
     return [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-2}]
 
 
+def momentum_for_matrices(model):
+    """A state that some parameters have no use for."""
+    matrices, vectors = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
+    return [{"params": matrices}, {"params": vectors, "momentum": 0.0}]
+
+
 GROUPED = {
     "SGD": ps.SGD(lr=0.1, momentum=0.9, param_groups=decay_and_speed),
+    "SGD, momentum in one": ps.SGD(lr=0.1, momentum=0.9, param_groups=momentum_for_matrices),
     "Lion": ps.Lion(lr=1e-2, param_groups=decay_and_speed),
     "RMSprop": ps.TorchOptimizer(kind=Torch.RMSprop, options={"lr": 1e-2}, param_groups=decay_and_speed),
 }

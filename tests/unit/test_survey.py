@@ -141,7 +141,7 @@ def test_every_number_of_16_bits(dtype, implementation):
     every = ieee.from_bits(bits, dtype)
     finite_ones = every[every.isfinite()]
     check(implementation, [Gradient(every), Gradient(finite_ones)])
-    check(implementation, [Gradient(value) for value in finite_ones.view(-1, 1)[::37]])
+    check(implementation, [Gradient(value) for value in finite_ones.view(-1, 1)[::251]])
 
 
 @pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)

@@ -14,7 +14,7 @@ from patrickstar.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STEPS = 6
+STEPS = 4
 SHAPES = [(1,), (7,), (33,), (512,), (40, 25), (3, 5, 411)]
 """Whole vectors of any width, and not."""
 

@@ -83,6 +83,13 @@ class ChunkOptimizer(torch.optim.Optimizer):
                     f"the saved state of parameter {position} ({sorted(values)}) is not this optimizer's "
                     f"({', '.join(needed)}), or not of these {len(by_position)} parameters; nothing was loaded"
                 )
+            known = {"step", *self._kinds}
+            strange = [key for key, value in values.items() if key not in known and _shape(value) == slot.shape]
+            if strange and not self._options.counts_itself:
+                raise ModelError(
+                    f"the saved state of {slot.name!r} has {', '.join(strange)}, which {type(self._options).__name__} "
+                    f"does not keep: it is another optimizer's; nothing was loaded"
+                )
             if not slot.scheme.trained:
                 raise ModelError(f"parameter {slot.name!r} is frozen here but has saved optimizer states")
             for kind in self._kinds:
@@ -143,3 +150,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
                     f"0; schedulers that change momentum have an option not to)"
                 )
         return {self._slot(param): group for group in self.param_groups for param in group["params"]}
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) and value.dim() else None

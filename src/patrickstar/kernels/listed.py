@@ -11,8 +11,8 @@ from patrickstar.kernels.survey import Survey, block_sums, fold
 PAGE_NUMEL = 1 << 18
 """Elements that are worked on at a time: no temporary is larger (1 MiB in fp32). A multiple of a survey's block."""
 
-WORKSPACE_ITEMS = 10
-"""The most temporaries of a page's length that are alive at once, in numbers of the master's dtype (Adam's have 9)."""
+WORKSPACE_ITEMS = 6
+"""The most temporaries of a page's length that are alive at once, in numbers of the master's dtype (Lion's, 5.25)."""
 
 
 class Listed:

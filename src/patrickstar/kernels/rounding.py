@@ -23,5 +23,7 @@ def square_root(values: torch.Tensor) -> torch.Tensor:
     """
     if values.device.type != "cpu":
         return values.sqrt()
+    roots = values.detach().clone()  # a storage that NumPy has seen can't be resized any more, and a chunk's must be
     with np.errstate(invalid="ignore"):
-        return torch.from_numpy(np.sqrt(values.detach().numpy()))
+        np.sqrt(roots.numpy(), out=roots.numpy())
+    return roots
