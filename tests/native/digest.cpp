@@ -15,9 +15,9 @@
 using namespace patrickstar;
 
 // The library's functions, found in it by their names.
-void* (*start)(const Span*, int64_t, int, const char*);
+int64_t (*start)(const Span*, int64_t, const double*, int64_t, int, const char*, void**);
 void (*finish)(void*);
-int64_t (*survey)(const Span*, int64_t, int, const char*, double*);
+int64_t (*survey)(const Span*, int64_t, const double*, int64_t, int, const char*, double*, int64_t*);
 const char* (*variant_name)(int);
 
 namespace {
@@ -78,16 +78,17 @@ void run(int rule, int mode, bool light, int dtype, int64_t numel, int threads, 
     span.master = master.data();
     span.states[0] = one.data();
     span.states[1] = two.data();
-    span.scales = scales;
-    span.scale_count = dtype;
     span.numel = numel;
     span.param_dtype = span.grad_dtype = dtype;
     span.rule = rule;
     span.mode = mode;
     std::memcpy(span.scalars, hyper[rule], sizeof span.scalars);
     double sum = 0;
-    const int64_t not_finite = survey(&span, 1, threads, variant, &sum);
-    finish(start(&span, 1, threads, variant));
+    int64_t not_finite = 0;
+    void* handle = nullptr;
+    survey(&span, 1, scales, dtype, threads, variant, &sum, &not_finite);
+    start(&span, 1, scales, dtype, threads, variant, &handle);
+    finish(handle);
     uint64_t digest = 14695981039346656037u;
     add(digest, &sum, sizeof sum);
     add(digest, grad.data(), numel * 4);

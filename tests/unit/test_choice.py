@@ -15,7 +15,7 @@ from patrickstar.kernels.foreign import ForeignRule
 from patrickstar.kernels.fused import Fused
 from patrickstar.kernels.lion import LionRule
 from patrickstar.kernels.listed import PAGE_NUMEL, WORKSPACE_ITEMS, Listed
-from patrickstar.kernels.native import Native
+from patrickstar.kernels.native import Native, Unavailable
 from patrickstar.kernels.rule import Gradient, Rule, Span
 from patrickstar.kernels.sgd import SGDRule
 from patrickstar.kernels.survey import Survey
@@ -235,8 +235,12 @@ def test_updating_takes_no_more_room_than_was_said(rule, dtype):
 @pytest.fixture
 def none_installed(monkeypatch):
     """No kernel is found, and nothing was said yet."""
+
+    def load(*_):
+        raise Unavailable("it was not built")
+
     for kind in (Native, Fused):
-        monkeypatch.setattr(kind, "find", classmethod(lambda cls: None))
+        monkeypatch.setattr(kind, "load", load)
     choice._say_missing.cache_clear()
     yield
     choice._say_missing.cache_clear()

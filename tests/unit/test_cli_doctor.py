@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from patrickstar.cli import doctor
 from patrickstar.cli.main import app
 from patrickstar.kernels.listed import Listed
-from patrickstar.kernels.native import Native
+from patrickstar.kernels.native import Native, Unavailable
 
 
 @pytest.fixture(autouse=True)
@@ -33,16 +33,23 @@ def test_the_kernel_names_its_instruction_sets():
     assert "->" not in text.split("Triton kernel")[0]
 
 
-def test_without_the_kernel_it_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(doctor.Native, "find", classmethod(lambda cls: None))
+def refuse(why):
+    def load(*_):
+        raise Unavailable(why)
+
+    return load
+
+
+def test_without_the_kernel_it_says_why_and_what_to_do(monkeypatch):
+    monkeypatch.setattr(doctor.Native, "load", refuse("it was not built: install it again"))
     text = report()
-    assert "without a C++ compiler" in text
-    assert "pip install --force-reinstall" in text
+    assert "not there. Updates on the host run on PyTorch's operators" in text
+    assert "-> it was not built: install it again" in text
     assert f"by {Listed.name}" in text
 
 
-def test_a_gpu_without_triton_is_told(monkeypatch):
+def test_a_gpu_where_triton_does_not_work_is_told(monkeypatch):
     monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor.Fused, "load", refuse("triton is not installed: pip install triton"))
     assert "pip install triton" in report()

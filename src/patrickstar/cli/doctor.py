@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from statistics import median
 
 import torch
@@ -14,8 +13,9 @@ import patrickstar
 from patrickstar.cli.machine import machine_name
 from patrickstar.kernels.adam import AdamRule
 from patrickstar.kernels.choice import Implementation
+from patrickstar.kernels.fused import Fused
 from patrickstar.kernels.listed import Listed
-from patrickstar.kernels.native import Native
+from patrickstar.kernels.native import Native, Unavailable
 from patrickstar.kernels.rule import Gradient, Span
 from patrickstar.layout.sizes import format_size
 from patrickstar.memory.meter import default_meter, installed_bytes
@@ -40,16 +40,16 @@ class Finding:
 
 def examine(trial_numel: int = TRIAL_NUMEL) -> list[Finding]:
     """Look at everything that training depends on."""
-    native = Native.find()
+    kernel, implementation = _kernel()
     return [
         Finding("patrickstar", f"{patrickstar.__version__}, PyTorch {torch.__version__}"),
         Finding("processor", f"{machine_name(torch.device('cpu'))}, {torch.get_num_threads()} threads in use"),
         Finding("memory", f"{format_size(installed_bytes(torch.device('cpu')))} available now"),
         *_gpus(),
         Finding("non-model data", f"measured by: {default_meter(torch.device('cpu')).source}"),
-        _kernel(native),
+        kernel,
         _triton(),
-        *_speed(native if native is not None else Listed(), trial_numel),
+        *_speed(implementation, trial_numel),
     ]
 
 
@@ -72,28 +72,24 @@ def _gpus() -> list[Finding]:
     ]
 
 
-def _kernel(native: Native | None) -> Finding:
-    if native is not None:
-        return Finding("C++ kernel", f"built for {', '.join(native.variants())}; the first is used")
-    return Finding(
-        "C++ kernel",
-        "not there: the package was installed without a C++ compiler. Updates on the host run on PyTorch's operators, "
-        "with the same bits",
-        "install g++ or clang++ (Debian, Ubuntu: apt install g++), then: "
-        "pip install --force-reinstall --no-deps --no-cache-dir patrickstar",
-    )
+def _kernel() -> tuple[Finding, Implementation]:
+    try:
+        native = Native.load()
+    except Unavailable as error:
+        text = "not there. Updates on the host run on PyTorch's operators, with the same bits"
+        return Finding("C++ kernel", text, str(error)), Listed()
+    return Finding("C++ kernel", f"built for {', '.join(native.variants())}; the first is used"), native
 
 
 def _triton() -> Finding:
     if not torch.cuda.is_available():
         return Finding("Triton kernel", "not needed without a GPU")
-    if find_spec("triton") is not None:
-        return Finding("Triton kernel", "there; it is compiled at its first use")
-    return Finding(
-        "Triton kernel",
-        "not there. Updates on the GPU run on PyTorch's operators, with the same bits",
-        "pip install triton",
-    )
+    try:
+        Fused.load(torch.device("cuda"))
+    except Unavailable as error:
+        text = "not there. Updates on the GPU run on PyTorch's operators, with the same bits"
+        return Finding("Triton kernel", text, str(error))
+    return Finding("Triton kernel", "there, tried out on the first GPU")
 
 
 def _speed(implementation: Implementation, numel: int) -> list[Finding]:

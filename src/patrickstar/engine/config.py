@@ -47,7 +47,12 @@ class Config(Options):
                 f"give the class, not an optimizer over parameters: functools.partial(torch.optim.{name}, lr=...), "
                 f"or ps.AdamW(lr=...)"
             )
-        return TorchOptimizer.wrapping(value) or value
+        chosen = TorchOptimizer.wrapping(value) or value
+        if not isinstance(chosen, Optimizer):
+            raise ValueError(
+                f"{value!r} is no optimizer: give one such as ps.AdamW(lr=...), or an element-wise class of torch.optim"
+            )
+        return chosen
 
     @property
     def compute_dtype(self) -> torch.dtype:

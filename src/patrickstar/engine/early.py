@@ -1,5 +1,6 @@
 """The update beside backward: a chunk is updated as soon as its gradients are there (§7; ZeRO-Offload §4.1)."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +15,9 @@ from patrickstar.memory.chunk import Chunk
 # It needs the user's word, `engine.backward(loss, update=True)`: only they know that nothing comes between this
 # backward and the step, neither clipping nor another backward nor a look at the gradients. It also needs to know that
 # a gradient is complete when it comes, and that nobody reads the parameter again in this backward. Under reentrant
-# checkpointing neither is sure. So a parameter is updated early only after an earlier step has shown both, and never
-# again once one has shown otherwise. What is not updated early is updated by `optimizer.step()`.
+# checkpointing neither is sure. So a parameter is updated early only after this engine has watched it through a step
+# and seen both, and never again once it has seen otherwise. What is not updated early is updated by `optimizer.step()`.
+# When the backward returns, nothing is at work any more.
 
 
 class EarlyUpdate:
@@ -41,14 +43,26 @@ class EarlyUpdate:
         self._groups = groups
         self._promised = _hyper_parameters(groups)
 
+    def check(self, what: str) -> None:
+        """Raise TrainingError if a step was promised, and `what` comes instead."""
+        if self.begun:
+            raise TrainingError(
+                f"{what} comes after engine.backward(loss, update=True), which has updated parameters already: call "
+                f"optimizer.step() next, or leave update=True out"
+            )
+
     def gradient_came(self, slot: Slot) -> None:
         """A parameter's gradient is complete. Its chunk is when all are that have had updates before."""
         if self._groups is None:
             return
         index = slot.place.chunk
-        expected = [one for one in self.data.by_chunk[index] if one.steps and one.param.requires_grad]
-        if expected and all(one.over_param and not one.grows for one in expected):
+        expected = [one for one in self.data.by_chunk[index] if one.watched and one.param.requires_grad]
+        if expected and all(self._is_complete(one) for one in expected):
             self._complete.add(index)
+
+    def _is_complete(self, slot: Slot) -> bool:
+        """Whether a gradient has come that will not grow. One of an earlier backward says nothing of this one."""
+        return slot.over_param and slot.backward == self.data.backward and slot.watched and not slot.grows
 
     def proceed(self) -> None:
         """Update complete chunks that no operator is using."""
@@ -58,9 +72,9 @@ class EarlyUpdate:
             slots = self.data.by_chunk[index]
             if slots[0].chunk.pins:
                 continue
-            self._wait()  # chunks change places for the next one, and those at work must not
+            self.wait()  # chunks change places for the next one, and those at work must not
             self._complete.discard(index)
-            known = [slot for slot in slots if slot.has_gradient and slot.steps and not slot.grows]
+            known = [slot for slot in slots if self._is_complete(slot)]
             groups = {slot: self._groups.get(slot) for slot in known}
             for running in self.update.run_chunk(index, groups.get, ()):
                 slots[0].chunk.pins += 1
@@ -68,7 +82,7 @@ class EarlyUpdate:
             for slot in known:
                 slot.updated_in = self.data.backward
             if not self.beside or len(known) < len(slots):  # the others may be read at any time
-                self._wait()
+                self.wait()
 
     def finish(self, groups: Mapping[Slot, Mapping[str, Any]]) -> None:
         """The step has come: wait for what was begun. Raises TrainingError if it asks for something else."""
@@ -84,11 +98,12 @@ class EarlyUpdate:
 
     def abandon(self) -> None:
         """Nothing more is updated early; what was, stays."""
-        self._wait()
+        self.wait()
         self._groups = None
         self._promised, self._complete = [], set()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Nothing is at work when this returns."""
         for running, chunk in self._running:
             running.finish()
             chunk.pins -= 1
@@ -98,4 +113,6 @@ class EarlyUpdate:
 def _hyper_parameters(groups: Mapping[Slot, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What the param groups say, apart from whose they are."""
     distinct = {id(group): group for group in groups.values()}
-    return [{key: value for key, value in group.items() if key != "params"} for group in distinct.values()]
+    return [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in distinct.values()
+    ]

@@ -101,6 +101,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Inputs are moved to the compute device, floating ones cast to the compute dtype."""
         self._check_open()
+        self._early.check("a forward")
         self._interceptor.abandon()
         self._notice_changes()
         args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
@@ -138,17 +139,18 @@ class Engine:
             )
         if self._gradients.clipped:
             raise TrainingError("gradients were clipped and are final: call clip_grad_norm_ after the last backward")
-        self._check_not_early("another backward")
+        self._early.check("another backward")
         if update and self._scaler.enabled:
             raise TrainingError(
                 "with fp16 no parameter can be updated before all gradients are known not to overflow: leave "
                 "update=True out, or use precision='bf16'"
             )
         self._interceptor.abandon()
+        groups = self.optimizer.group_by_slot() if update else None
         self._interceptor.backward_depth += 1
         self._data.begin_backward()
-        if update:
-            self._early.begin(self.optimizer.group_by_slot())
+        if groups is not None:
+            self._early.begin(groups)
         with self._unwound_on_error():
             try:
                 with self._clock.iterating():
@@ -158,6 +160,7 @@ class Engine:
             finally:
                 self._interceptor.backward_depth -= 1
             self._interceptor.end_backward()
+            self._early.wait()
             with torch.no_grad():
                 self._data.boundary(belongs=True)
 
@@ -167,14 +170,14 @@ class Engine:
         The arithmetic is `torch.nn.utils.clip_grad_norm_`'s over fp32 gradients in creation order.
         """
         self._check_open()
-        self._check_not_early("clipping")
+        self._early.check("clipping")
         return self._gradients.clip(max_norm)
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """A copy of a parameter's gradient, unscaled and clipped, in fp32; None if it has none."""
         if name not in self._by_name:
             raise ModelError(f"the model has no parameter {name!r}")
-        self._check_not_early("reading a gradient")
+        self._early.check("reading a gradient")
         return self._gradients.read(self._by_name[name])
 
     def close(self) -> None:
@@ -195,6 +198,7 @@ class Engine:
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Take parameters and buffers back. Raises ModelError, before anything changes, when names or shapes differ."""
         self._check_open()
+        self._early.check("loading a state")
         self._drop_gradients()
         self._state.load_state_dict(state_dict)
 
@@ -223,7 +227,7 @@ class Engine:
 
     def _drop_gradients(self) -> None:
         self._check_open()
-        self._check_not_early("dropping gradients")
+        self._early.check("dropping gradients")
         self._gradients.drop()
 
     # Inside
@@ -299,13 +303,6 @@ class Engine:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
 
-    def _check_not_early(self, what: str) -> None:
-        if self._early.begun:
-            raise TrainingError(
-                f"{what} comes after engine.backward(loss, update=True), which has updated parameters already: call "
-                f"optimizer.step() next, or leave update=True out"
-            )
-
     def _check_open(self) -> None:
         if not self._release.alive:
             raise TrainingError("this engine was closed; call ps.initialize for a new one")
@@ -314,6 +311,7 @@ class Engine:
 def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> None:
     """Leave an ordinary model behind: when the engine is closed, or when nobody holds it any more."""
     with managing(), torch._C.DisableTorchFunctionSubclass():
+        interceptor.early.abandon()
         blocks.close()
         state.data.drop_uses()
         state.data.discard_gradients()

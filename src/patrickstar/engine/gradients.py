@@ -43,7 +43,7 @@ class Gradients:
         if not slot.has_gradient:
             return None
         with torch.no_grad():
-            grad = self.data.gradient(slot).scaled(self.scales)
+            grad = self.data.gradient(slot).together().scaled(self.scales)
             return grad.as_strided(slot.region.shape, slot.region.strides)
 
     def overflowed(self) -> bool:
@@ -61,6 +61,13 @@ class Gradients:
         self._survey = None
 
     def _look(self) -> Survey:
+        """Chunk by chunk, so that of what has to be copied between tiers no more than that is there at a time."""
+        sums: dict[Slot, float] = {}
+        not_finite = 0
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            gradients = [self.data.gradient(slot) for slot in self.data.slots if slot.has_gradient]
-            return self.kernels.survey(gradients, self.scales)
+            for slots in self.data.by_chunk.values():
+                some = [slot for slot in slots if slot.has_gradient]
+                found = self.kernels.survey([self.data.gradient(slot).together() for slot in some], self.scales)
+                sums.update(zip(some, found.sums, strict=True))
+                not_finite += found.not_finite
+        return Survey(tuple(sums[slot] for slot in self.data.slots if slot in sums), not_finite)

@@ -353,6 +353,7 @@ class Interceptor:
                 f"put the change into the loss"
             )
         if isinstance(tensor, ChunkParameter):
+            self.early.check("dropping gradients")
             with managing():
                 self.data.discard_gradient(slot)
         tensor.grad = value
@@ -387,6 +388,7 @@ class Interceptor:
             )
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if self.window is None and not self.backward_depth:
+                self.early.check("another backward")
                 self.data.begin_backward()
                 Variable._execution_engine.queue_callback(self.end_backward)
             self._close()

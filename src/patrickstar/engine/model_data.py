@@ -7,6 +7,7 @@ import torch
 from patrickstar.engine.clock import Clock
 from patrickstar.engine.slot import Slot
 from patrickstar.errors import TrainingError
+from patrickstar.kernels.rounding import canonical_nan_, round_into
 from patrickstar.kernels.rule import Gradient
 from patrickstar.layout.lists import GRAD32, PARAM32
 from patrickstar.memory.chunk import Chunk
@@ -27,8 +28,11 @@ def follow_rounded(master: torch.Tensor, written: torch.Tensor) -> None:
 
 
 def copy_rounded(master: torch.Tensor, payload: torch.Tensor) -> None:
-    """Write `master` into `payload` in its dtype; between devices what crosses is the rounded one."""
-    payload.copy_(master if master.device == payload.device else master.to(payload.dtype))
+    """Write `master` into `payload` in its dtype, with the bits of an update; what crosses devices is rounded first."""
+    if master.device == payload.device:
+        round_into(payload, master)
+    else:
+        payload.copy_(canonical_nan_(master.to(payload.dtype, copy=True)))
 
 
 class ModelData:
@@ -274,14 +278,22 @@ class ModelData:
         return changed
 
     def gradient(self, slot: Slot) -> Gradient:
-        """A parameter's gradient where it lies; where its parts don't lie together, with a copy of the 16-bit one."""
+        """A parameter's gradient where it lies. Its two parts, if there are two, may lie on two tiers."""
         dtype = getattr(torch, slot.scheme.master_dtype)
         if not slot.in_list:
             return Gradient(slot.flat(slot.chunk), None, dtype)
         earlier = slot.flat(self.manager[GRAD32, slot.place.chunk])
         if not slot.over_param:
             return Gradient(earlier, None, dtype)
-        return Gradient(slot.flat(slot.chunk).to(earlier.device), earlier, dtype)
+        return Gradient(slot.flat(slot.chunk), earlier, dtype)
+
+    def give_up(self, slot: Slot) -> None:
+        """An update failed on the way: what lies over the parameter may be anything, and becomes the rounded master."""
+        copy_rounded(slot.in_chunk(self.manager[PARAM32, slot.place.chunk]), slot.payload())
+        self._note_write(slot)
+        slot.over_param, slot.in_list, slot.unfinished = False, False, None
+        if slot.uses == 0:
+            slot.move_to(TensorState.HOLD)
 
     def _count(self, source: Chunk, target: Chunk, nbytes: int) -> None:
         if source.device_valid != target.device_valid:

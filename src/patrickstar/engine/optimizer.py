@@ -28,6 +28,13 @@ class ChunkOptimizer(torch.optim.Optimizer):
         groups = list(spec.param_groups(module)) if spec.param_groups is not None else list(module.parameters())
         self._engine = engine
         super().__init__(groups, spec.defaults())
+        if engine.device.type == "cuda" and any(self.defaults.get(key) for key in ("fused", "capturable")):
+            raise ConfigError(
+                f"{type(spec).__name__}: fused=True and capturable=True keep numbers on the GPU, and a chunk may be "
+                f"updated on the host; leave them out"
+            )
+        for number, group in enumerate(self.param_groups):
+            self._check_group(number, group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have gradients, and consume these gradients.
@@ -57,12 +64,13 @@ class ChunkOptimizer(torch.optim.Optimizer):
             if slot.steps:
                 lists = {kind: self._engine._state.read(slot, kind) for kind in self._kinds}
                 count = {} if self._options.counts_itself else {"step": torch.tensor(float(slot.steps))}
-                if saved := count | copy.deepcopy(slot.memory) | lists:
+                if saved := copy.deepcopy(slot.memory) | count | lists:
                     state[position] = saved
         return {"state": state, "param_groups": groups, "loss_scale": self._engine._scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take states and param groups back. Raises ModelError when groups differ in size, before anything changes."""
+        self._engine._early.check("loading a state")
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in saved]
         if sizes != [len(group["params"]) for group in self.param_groups]:
@@ -85,7 +93,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
                 )
             known = {"step", *self._kinds}
             strange = [key for key, value in values.items() if key not in known and _shape(value) == slot.shape]
-            if strange and not self._options.counts_itself:
+            if strange:
                 raise ModelError(
                     f"the saved state of {slot.name!r} has {', '.join(strange)}, which {type(self._options).__name__} "
                     f"does not keep: it is another optimizer's; nothing was loaded"
@@ -98,7 +106,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
                         f"{kind} of {slot.name!r} was saved as {tuple(values[kind].shape)}, not {slot.shape}"
                     )
         for position, slot in by_position.items():
-            slot.steps = 0
+            slot.steps, slot.watched = 0, False
             slot.memory.clear()
             if slot.scheme.trained and position not in state_dict["state"]:
                 for kind in self._kinds:
@@ -138,18 +146,25 @@ class ChunkOptimizer(torch.optim.Optimizer):
     def group_by_slot(self) -> dict[Slot, dict[str, Any]]:
         """The param group of each parameter that is in one.
 
-        Raises ConfigError where a group asks for a state that the optimizer's options didn't, so that it has no list.
+        Raises ConfigError where a group asks for what the optimizer's options didn't prepare: a variant that is not
+        offered, or a state that has no chunk list.
         """
         for number, group in enumerate(self.param_groups):
-            needed = self._options.rule(group, 1, {}).kinds
-            missing = [kind for kind in needed if kind not in self._kinds]
-            if missing:
-                raise ConfigError(
-                    f"param group {number} asks for {', '.join(missing)}, for which there is no chunk list, since the "
-                    f"options of {type(self._options).__name__} didn't: give them there too (with SGD a momentum above "
-                    f"0; schedulers that change momentum have an option not to)"
-                )
+            self._check_group(number, group)
         return {self._slot(param): group for group in self.param_groups for param in group["params"]}
+
+    def _check_group(self, number: int, group: dict[str, Any]) -> None:
+        name = type(self._options).__name__
+        on = [key for key in SWITCHES if group.get(key) and not self.defaults.get(key)]
+        if on:
+            raise ConfigError(f"param group {number} switches on {', '.join(on)}, which {name} here does not offer")
+        missing = [kind for kind in self._options.states_for(group) if kind not in self._kinds]
+        if missing:
+            raise ConfigError(
+                f"param group {number} asks for {', '.join(missing)}, for which there is no chunk list, since the "
+                f"options of {name} didn't: give them there too (with SGD a momentum above 0; schedulers that change "
+                f"momentum have an option not to)"
+            )
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

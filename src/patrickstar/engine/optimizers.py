@@ -1,6 +1,7 @@
 """The optimizers that users may choose: their options, which chunk lists they need, and their rule."""
 
 import functools
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,6 +15,10 @@ from patrickstar.kernels.adam import AdamRule
 from patrickstar.kernels.lion import LionRule
 from patrickstar.kernels.rule import Rule
 from patrickstar.kernels.sgd import SGDRule
+from patrickstar.layout.lists import GRAD32, PARAM16, PARAM32
+
+RESERVED = (PARAM16, PARAM32, GRAD32, "step")
+"""Names that a state of a user's own can't have."""
 
 ParamGroups = Callable[[torch.nn.Module], Iterable[dict[str, Any]]]
 
@@ -30,7 +35,8 @@ class Optimizer(Options):
     def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> Rule:
         """The update of a parameter of a param group that is its `step`-th, counted from 1.
 
-        `memory` is the parameter's own and outlives the step: for numbers, as what has a number per element is a list.
+        `memory` is the parameter's own, outlives the step, and is saved with the states, but for "step", which is the
+        engine's: for numbers, as what has a number per element is a list. This is also called to ask for `kinds` alone.
         """
 
     def defaults(self) -> dict[str, Any]:
@@ -50,7 +56,21 @@ class Optimizer(Options):
     @property
     def states(self) -> tuple[str, ...]:
         """The chunk lists of a parameter, beyond `param16` and the master. Each is as long as the parameter."""
-        return self.rule(self.defaults(), 1, {}).kinds
+        return self.states_for(self.defaults())
+
+    def states_for(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Those that a param group asks for."""
+        return self.rule(group, 1, {}).kinds
+
+    @model_validator(mode="after")
+    def _listable(self) -> "Optimizer":
+        names = self.states
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"the kinds of its rule must be a tuple of names, and {names!r} is not")
+        bad = [name for name in names if name in RESERVED or names.count(name) > 1]
+        if bad:
+            raise ValueError(f"the kinds of its rule are {names}: {bad[0]!r} is there twice, or has another meaning")
+        return self
 
 
 def _not_negative(value: float) -> float:
@@ -173,11 +193,6 @@ class TorchOptimizer(Optimizer):
     kind: type[torch.optim.Optimizer]
     options: dict[str, Any] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _element_wise(self) -> "TorchOptimizer":
-        assert isinstance(self.states, tuple)  # probed here, so that it is refused when it is given
-        return self
-
     @classmethod
     def wrapping(cls, value: Any) -> "TorchOptimizer | None":
         """A class, or a `functools.partial` of one with keyword arguments; None for anything else."""
@@ -201,6 +216,22 @@ class TorchOptimizer(Optimizer):
     def states(self) -> tuple[str, ...]:
         """What a trial on a small matrix shows to be as long as the parameter."""
         return foreign.probe(self.kind, self._all_options)
+
+    def states_for(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """What a trial with the group's own options shows. Learning rates, which schedules change, make no states."""
+        given, defaults = inspect.signature(self.kind).parameters, self.defaults()
+        known = {key: value for key, value in group.items() if key in given and key != "params" and "lr" not in key}
+        own = {key: value for key, value in known.items() if repr(value) != repr(defaults.get(key))}
+        if not own:
+            return self.states
+        key = repr(sorted(own.items()))
+        if key not in self._trials:
+            self._trials[key] = foreign.probe(self.kind, self._all_options | own)
+        return self._trials[key]
+
+    @functools.cached_property
+    def _trials(self) -> dict[str, tuple[str, ...]]:
+        return {}
 
     @functools.cached_property
     def _all_options(self) -> dict[str, Any]:

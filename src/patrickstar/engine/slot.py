@@ -40,6 +40,8 @@ class Slot:
     """A gradient of the running backward that had to make way, and that more may come to."""
     backward: int = 0
     """The number of the backward that the gradient over the parameter is of."""
+    watched: bool = False
+    """This engine has watched it through a step."""
     grows: bool = False
     """A backward has added to its gradient after that had come, or has read the parameter again."""
     updated_in: int = 0

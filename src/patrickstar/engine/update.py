@@ -10,12 +10,15 @@ from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.optimizers import Optimizer
 from patrickstar.engine.slot import Slot
 from patrickstar.kernels.choice import Kernels
-from patrickstar.kernels.listed import pages
+from patrickstar.kernels.listed import PAGE_NUMEL
 from patrickstar.kernels.native import Running
 from patrickstar.kernels.rule import Rule, Span
-from patrickstar.layout.lists import GRAD32
+from patrickstar.layout.lists import GRAD32, PARAM32
 from patrickstar.memory.chunk import Chunk
 from patrickstar.schedule.states import TensorState
+
+STREAM_PAGES = 4
+"""Pages that come down together: enough for several threads, 2 MiB of 16-bit gradients."""
 
 GroupOf = Callable[[Slot], Mapping[str, Any] | None]
 
@@ -52,26 +55,46 @@ class Update:
         }
         if not rules:
             return []
-        together = []
-        for slot, rule in rules.items():
-            span = self.span(slot, rule)
-            if span.param.device == span.master.device:
-                together.append(span)
-            else:
-                self._stream(span, scales)
-            if slot.chunk.device_valid and not self._optimizer_chunks(index, slots)[0].device_valid:
-                for to_device in (False, True):
-                    self.data.manager.count_move(span.param.nbytes, to_device=to_device)
-                    slot.chunk.moved_bytes += span.param.nbytes
-        running = self.kernels.start(together, scales)
+        try:
+            running = self._start(rules, scales)
+        except BaseException as error:
+            for slot in rules:
+                self.data.give_up(slot)
+            error.add_note(
+                f"The update of chunk {index} ({', '.join(slot.name for slot in rules)}) failed on the way: its "
+                f"parameters may be updated in part, their gradients are gone. Load a saved state to go on as before."
+            )
+            raise
         for slot in rules:
             slot.steps += 1
+            slot.watched = True
             torch.autograd.graph.increment_version(slot.param)
             slot.over_param = slot.in_list = False
             slot.move_to(TensorState.HOLD)
         for chunk in (slots[0].chunk, *self._optimizer_chunks(index, slots)):
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
         return running
+
+    def _start(self, rules: Mapping[Slot, Rule], scales: Sequence[float]) -> list[Running]:
+        """Begin the update of parameters of one chunk. Those that lie above their masters are finished."""
+        together = []
+        for slot, rule in rules.items():
+            span = self.span(slot, rule)
+            self._count_moves(slot)
+            if span.param.device == span.master.device:
+                together.append(span)
+            else:
+                self._stream(span, scales)
+        return self.kernels.start(together, scales)
+
+    def _count_moves(self, slot: Slot) -> None:
+        """Where the parameter lies above its master, its gradient comes down, and it goes up again."""
+        manager = self.data.manager
+        if slot.chunk.device_valid and not manager[PARAM32, slot.place.chunk].device_valid:
+            nbytes = slot.place.numel * slot.chunk.dtype.itemsize
+            for to_device in (False, True) if slot.over_param else (True,):
+                manager.count_move(nbytes, to_device=to_device)
+                slot.chunk.moved_bytes += nbytes
 
     def span(self, slot: Slot, rule: Rule) -> Span:
         """What an update of one parameter reads and writes, where it lies."""
@@ -80,24 +103,38 @@ class Update:
         return Span(slot.flat(slot.chunk), self.data.gradient(slot), master, tuple(states), rule)
 
     def _stream(self, span: Span, scales: Sequence[float]) -> None:
-        """Update below what lies above: its gradient comes down and its parameter goes up, a page at a time."""
-        for page in pages(span.numel, span.rule):
-            part = span.page(page)
-            stage = torch.empty(part.numel, dtype=span.param.dtype, device=span.master.device)
-            grad = part.grad
-            if grad.last.device != stage.device:
-                grad = replace(grad, last=stage.copy_(grad.last))
-            self.kernels.update([replace(part, param=stage, grad=grad)], scales)
-            part.param.copy_(stage)
+        """Update below what lies above: gradients come down and parameters go up, some pages at a time.
+
+        While some are updated, the next come down: there are two stages.
+        """
+        device, pinned = span.master.device, span.param.device.type == "cuda"
+        length = span.numel if not span.rule.by_pages else min(span.numel, STREAM_PAGES * PAGE_NUMEL)
+        stages = [torch.empty(length, dtype=span.param.dtype, device=device, pin_memory=pinned) for _ in range(2)]
+        before: tuple[list[Running], torch.Tensor, torch.Tensor] | None = None
+        try:
+            for number, first in enumerate(range(0, span.numel, max(1, length))):
+                part = span.page(slice(first, first + length))
+                stage, grad = stages[number % 2][: part.numel], part.grad
+                if grad.last.device != device:
+                    grad = replace(grad, last=stage.copy_(grad.last))
+                running = self.kernels.start([replace(part, param=stage, grad=grad)], scales)
+                if before is not None:
+                    _land(*before)
+                before = running, stage, part.param
+        finally:
+            if before is not None:
+                _land(*before)
 
     def workspace_bytes(self) -> int:
         """The most that an update takes on the device beside chunks."""
         optimizer, device = self.optimizer, self.data.manager.device
         rule = optimizer.rule(optimizer.defaults(), 1, {})
-        return max(
+        needs = (
             self.kernels.workspace_bytes(rule, device, getattr(torch, slot.scheme.master_dtype), slot.place.numel)
             for slot in self.data.slots
+            if slot.scheme.trained
         )
+        return max(needs, default=0)
 
     def stuck(self) -> set[int]:
         """Indices whose optimizer chunks are on the device and find no room on the host.
@@ -143,3 +180,10 @@ class Update:
         for chunk in chunks:
             manager.settle(chunk, on_device)
         self.data.follow_moves()
+
+
+def _land(running: list[Running], stage: torch.Tensor, param: torch.Tensor) -> None:
+    """When a stage is updated, take it up."""
+    for one in running:
+        one.finish()
+    param.copy_(stage)

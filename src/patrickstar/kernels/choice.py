@@ -10,7 +10,7 @@ import torch
 
 from patrickstar.kernels.fused import Fused
 from patrickstar.kernels.listed import PAGE_NUMEL, WORKSPACE_ITEMS, Listed
-from patrickstar.kernels.native import Native, Running
+from patrickstar.kernels.native import Native, Running, Unavailable
 from patrickstar.kernels.rule import Gradient, Rule, Span
 from patrickstar.kernels.survey import Survey
 
@@ -41,11 +41,15 @@ class Kernels:
 
         With a GPU that is both: chunks are updated where they lie.
         """
-        native, fused = Native.find(), Fused.find() if device.type == "cuda" else None
-        if native is None:
-            _say_missing("C++ kernel", "no compiler was found when it was installed")
-        if device.type == "cuda" and fused is None:
-            _say_missing("Triton kernel", "triton is not installed")
+        native, fused = None, None
+        try:
+            native = Native.load()
+        except Unavailable as error:
+            _say_missing("C++ kernel", str(error))
+        try:
+            fused = Fused.load(device) if device.type == "cuda" else None
+        except Unavailable as error:
+            _say_missing("Triton kernel", str(error))
         return cls(native, fused)
 
     def for_update(self, span: Span) -> Implementation:
@@ -71,12 +75,17 @@ class Kernels:
 
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Running]:
         """Update every span; what the C++ kernel does may still be running, and must be waited for."""
-        running = []
-        for implementation, some in groupby(spans, self.for_update):
-            if isinstance(implementation, Native):
-                running.append(implementation.start(list(some), scales))
-            else:
-                implementation.update(list(some), scales)
+        running: list[Running] = []
+        try:
+            for implementation, some in groupby(spans, self.for_update):
+                if isinstance(implementation, Native):
+                    running.append(implementation.start(list(some), scales))
+                else:
+                    implementation.update(list(some), scales)
+        except BaseException:
+            for one in running:
+                one.finish()
+            raise
         return running
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
@@ -95,7 +104,7 @@ class Kernels:
 @cache
 def _say_missing(what: str, why: str) -> None:
     warnings.warn(
-        f"PatrickStar runs without its {what}, as {why}: those updates run on PyTorch's operators, with the same bits "
-        f"but several times slower. `patrickstar doctor` says how to change that",
+        f"PatrickStar runs without its {what}: those updates run on PyTorch's operators, with the same bits but "
+        f"several times slower. {why[:1].upper()}{why[1:]}",
         stacklevel=2,
     )

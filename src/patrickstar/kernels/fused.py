@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 
+from patrickstar.kernels.native import Unavailable
 from patrickstar.kernels.rule import Gradient, Rule, Span, rounded
 from patrickstar.kernels.survey import BLOCK_NUMEL, Survey
 
@@ -24,6 +26,20 @@ class Fused:
     def __init__(self, kernels: ModuleType) -> None:
         self._kernels = kernels
         self.name = "Triton (interpreted)" if kernels.INTERPRETED else "Triton"
+
+    @classmethod
+    def load(cls, device: torch.device) -> "Fused":
+        """The kernels, tried out on one element of a device. Raises Unavailable where that fails, and says why."""
+        if find_spec("triton") is None:
+            raise Unavailable("triton is not installed: pip install triton")
+        try:
+            kernels = _kernels()
+            assert kernels is not None, "triton can't be imported"
+            fused, one = cls(kernels), torch.zeros(1, device=device)
+            fused.survey([Gradient(one)], ())
+        except Exception as error:  # whatever Triton, its compiler and the driver may raise
+            raise Unavailable(f"Triton does not work here: {type(error).__name__}: {error}") from error
+        return fused
 
     @classmethod
     def find(cls) -> "Fused | None":

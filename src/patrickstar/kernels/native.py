@@ -4,6 +4,7 @@ The library has a C interface and knows nothing of PyTorch, so it works with any
 """
 
 import ctypes
+import hashlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,8 @@ LIBRARY = "patrickstar_kernels.so"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SCALARS = 8
 STATES = 2
+NO_VARIANT, NO_MEMORY = -1, -2
+"""What the library's functions return where they could not begin."""
 
 
 class _Span(ctypes.Structure):
@@ -40,18 +43,23 @@ class _Span(ctypes.Structure):
     ]
 
 
+class Unavailable(Exception):
+    """A kernel can't be used here; the message says why, and what to do."""
+
+
 class Running:
     """An update that the pool is working on. The tensors it reads and writes are kept until it is finished."""
 
-    def __init__(self, library: ctypes.CDLL, handle: int, keep: object) -> None:
-        self._library, self._handle, self._keep = library, handle, keep
+    def __init__(self, library: ctypes.CDLL, keep: object) -> None:
+        self._library, self._keep = library, keep
+        self.handle = ctypes.c_void_p()  # written by the library itself, so that no exception can come in between
 
     def finish(self) -> None:
         """Wait for it."""
-        if self._handle:
-            handle, self._handle = self._handle, 0
+        if self.handle:
+            handle, self.handle = self.handle, ctypes.c_void_p()
             self._library.patrickstar_finish(handle)
-            self._keep = None
+        self._keep = None
 
     def __del__(self) -> None:
         # An exception may come between start and finish, and the tensors must outlive the update all the same.
@@ -71,10 +79,17 @@ class Native:
         self.name = f"C++ ({variant or self.variants()[0]})"
 
     @classmethod
+    def load(cls) -> "Native":
+        """The kernel. Raises Unavailable where the package was installed without it, or it can't be loaded."""
+        return cls(_library())
+
+    @classmethod
     def find(cls, variant: str | None = None, threads: int | None = None) -> "Native | None":
-        """The kernel, or None where the package was installed without a C++ compiler."""
-        library = _library()
-        return None if library is None else cls(library, variant, threads)
+        """The same, or None."""
+        try:
+            return cls(_library(), variant, threads)
+        except Unavailable:
+            return None
 
     def variants(self) -> list[str]:
         """The instruction sets that this build has and this machine runs, the fastest first."""
@@ -106,7 +121,7 @@ class Native:
 
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> Running:
         """Begin an update, to be waited for with `finish`."""
-        packed, factors = self._pack([span.grad for span in spans], scales)
+        packed = self._pack([span.grad for span in spans])
         scalars: dict[Rule, tuple[float, ...]] = {}
         for target, span in zip(packed, spans, strict=True):
             rule = span.rule
@@ -118,8 +133,13 @@ class Native:
             target.param, target.param_dtype = span.param.data_ptr(), DTYPES[span.param.dtype]
             target.master = span.master.data_ptr()
             target.states[: len(span.states)] = [state.data_ptr() for state in span.states]
-        handle = self._library.patrickstar_start(packed, len(spans), self._count_threads(), self._chosen())
-        return Running(self._library, self._checked(handle), (list(spans), factors))
+        running = Running(self._library, list(spans))
+        self._check(
+            self._library.patrickstar_start(
+                packed, len(spans), *_doubles(scales), *self._how(), ctypes.byref(running.handle)
+            )
+        )
+        return running
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
         """Update every span: gradients scaled, masters and states in place, parameters rounded."""
@@ -127,60 +147,82 @@ class Native:
 
     def survey(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> Survey:
         """Sums of squares and non-finite elements of the scaled gradients."""
-        packed, _factors = self._pack(gradients, scales)
-        sums = (ctypes.c_double * len(gradients))()
-        count = self._library.patrickstar_survey(packed, len(packed), self._count_threads(), self._chosen(), sums)
-        return Survey(tuple(sums), self._checked(count, nothing=-1))
+        packed, sums, not_finite = self._pack(gradients), (ctypes.c_double * len(gradients))(), ctypes.c_int64()
+        self._check(
+            self._library.patrickstar_survey(
+                packed, len(packed), *_doubles(scales), *self._how(), sums, ctypes.byref(not_finite)
+            )
+        )
+        return Survey(tuple(sums), not_finite.value)
 
     def read(self, words: torch.Tensor) -> None:
         """Read a flat tensor of 8-byte words and do nothing with them: what memory gives at most, for benchmarks."""
-        self._library.patrickstar_read(words.data_ptr(), words.numel(), self._count_threads())
+        self._library.patrickstar_read(words.data_ptr(), words.numel(), self._how()[0])
 
     @staticmethod
-    def _pack(gradients: Sequence[Gradient], scales: Sequence[float]) -> tuple[ctypes.Array[_Span], object]:
-        factors = (ctypes.c_double * len(scales))(*scales)
+    def _pack(gradients: Sequence[Gradient]) -> ctypes.Array[_Span]:
         packed = (_Span * len(gradients))()
         for target, grad in zip(packed, gradients, strict=True):
             target.grad, target.grad_dtype = grad.last.data_ptr(), DTYPES[grad.last.dtype]
             target.earlier = None if grad.earlier is None else grad.earlier.data_ptr()
-            target.scales, target.scale_count = ctypes.addressof(factors), len(scales)
             target.numel = grad.numel
-        return packed, factors
+        return packed
 
-    def _count_threads(self) -> int:
-        return self._threads if self._threads is not None else torch.get_num_threads()
+    def _how(self) -> tuple[int, bytes | None]:
+        """Threads and variant, as the library takes them."""
+        threads = self._threads if self._threads is not None else torch.get_num_threads()
+        return threads, self._variant.encode() if self._variant is not None else None
 
-    def _chosen(self) -> bytes | None:
-        return self._variant.encode() if self._variant is not None else None
-
-    def _checked(self, result: int | None, nothing: int | None = None) -> int:
-        if result == nothing or result is None:
+    def _check(self, status: int) -> None:
+        if status == NO_VARIANT:
             raise ValueError(f"this machine runs the kernel's variants {self.variants()}, not {self._variant!r}")
-        return result
+        if status == NO_MEMORY:
+            raise MemoryError("the C++ kernel found no memory for its list of pages")
+
+
+def _doubles(values: Sequence[float]) -> tuple[ctypes.Array[ctypes.c_double], int]:
+    return (ctypes.c_double * len(values))(*values), len(values)
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
-    """The shared library beside this file, or where an editable install has put it; None if it was not built."""
-    found = [Path(folder) / LIBRARY for folder in patrickstar.kernels.__path__]
-    found = [path for path in found if path.exists()]
+def _library() -> ctypes.CDLL:
+    """The shared library, which lies beside this file, or where an editable install has put it."""
+    folders = [Path(folder) for folder in patrickstar.kernels.__path__]
+    found = [folder / LIBRARY for folder in folders if (folder / LIBRARY).exists()]
     if not found:
-        return None
-    library = ctypes.CDLL(str(found[0]))
+        raise Unavailable(
+            "it was not built when the package was installed: that takes a C++ compiler (Debian, Ubuntu: "
+            "apt install g++). Install the package again, from where it came, with `pip install --no-cache-dir -v`"
+        )
+    try:
+        library = ctypes.CDLL(str(found[0]))
+    except OSError as error:
+        raise Unavailable(f"{found[0]} can't be loaded: {error}") from error
+    number, text, address, count = ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64
+    call = [address, count, address, count, number, text]
     for name, result, arguments in (
-        ("span_bytes", ctypes.c_int64, []),
-        ("variant", ctypes.c_char_p, [ctypes.c_int]),
-        ("pool_size", ctypes.c_int, []),
-        ("start", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_char_p]),
-        ("finish", None, [ctypes.c_void_p]),
-        (
-            "survey",
-            ctypes.c_int64,
-            [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p],
-        ),
-        ("read", ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]),
+        ("sources", text, []),
+        ("span_bytes", count, []),
+        ("variant", text, [number]),
+        ("pool_size", number, []),
+        ("start", count, [*call, address]),
+        ("finish", None, [address]),
+        ("survey", count, [*call, address, address]),
+        ("read", ctypes.c_uint64, [address, count, number]),
     ):
         function = getattr(library, f"patrickstar_{name}")
         function.restype, function.argtypes = result, arguments
-    assert library.patrickstar_span_bytes() == ctypes.sizeof(_Span), f"{found[0]} was built from other sources"
+    sources = next((folder / "native" for folder in folders if (folder / "native").is_dir()), None)
+    differs = sources is not None and library.patrickstar_sources().decode() != _digest(sources)
+    if differs or library.patrickstar_span_bytes() != ctypes.sizeof(_Span):
+        raise Unavailable(f"{found[0]} was built from other sources than these: install the package again")
     return library
+
+
+def _digest(folder: Path) -> str:
+    """What the build puts into the library to say which sources it is made of."""
+    sources = sorted(
+        path for path in folder.iterdir() if path.suffix in (".cpp", ".h") or path.name == "CMakeLists.txt"
+    )
+    digests = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in sources)
+    return hashlib.sha256(digests.encode()).hexdigest()

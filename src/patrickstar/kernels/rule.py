@@ -4,7 +4,7 @@ import ctypes
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -69,7 +69,7 @@ class Rule(ABC):
 class Gradient:
     """One parameter's gradient, flat: what came last, and what was summed before it, if anything was.
 
-    `dtype` is the master's, in which the two are added. Both lie on one device.
+    `dtype` is the master's, in which the two are added. Kernels take what lies on one device: see `together`.
     """
 
     last: torch.Tensor
@@ -80,6 +80,10 @@ class Gradient:
     def numel(self) -> int:
         """Elements."""
         return self.last.numel()
+
+    def together(self) -> "Gradient":
+        """The same on one device: the 16-bit part is copied to where the other lies, if that is elsewhere."""
+        return self if self.earlier is None else replace(self, last=self.last.to(self.earlier.device))
 
     def page(self, page: slice) -> "Gradient":
         """Some elements of it."""

@@ -1,9 +1,12 @@
-// The C functions that `kernels/native.py` calls. Addresses and counts come in; nothing here allocates more than a few
-// bytes per page, nothing throws across the boundary.
+// The C functions that `kernels/native.py` calls. Addresses and counts come in. What is allocated here are the list of
+// pages and, for a survey, 8 bytes per block; where even that can't be had, the result says so.
 
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <memory>
+#include <new>
+#include <numeric>
 #include <vector>
 
 #include "pool.h"
@@ -55,12 +58,24 @@ const Loops* loops_named(const char* name) {
 
 }  // namespace
 
-// An update on its way. Owns copies of the spans, not the memory they point at.
+// An update on its way. Owns copies of the spans and scales, not the memory that spans point at.
 struct Running {
+    std::vector<double> scales;
     std::vector<Span> spans;
     std::vector<Page> pages;
     std::shared_ptr<Job> job;
+
+    Running(const Span* given, int64_t count, const double* factors, int64_t factor_count)
+        : scales(factors, factors + factor_count), spans(given, given + count) {
+        for (Span& span : spans) {
+            span.scales = scales.data();
+            span.scale_count = factor_count;
+        }
+        pages = cut(spans);
+    }
 };
+
+enum Status : int64_t { DONE = 0, NO_VARIANT = -1, NO_MEMORY = -2 };
 
 }  // namespace patrickstar
 
@@ -75,19 +90,28 @@ EXPORT const char* patrickstar_variant(int number) {
 
 EXPORT int64_t patrickstar_span_bytes() { return sizeof(Span); }
 
+EXPORT const char* patrickstar_sources() { return PATRICKSTAR_SOURCES; }
+
 EXPORT int patrickstar_pool_size() { return pool_size(); }
 
-// Starts the update of `count` spans; the memory they point at must stay until `patrickstar_finish`.
-EXPORT void* patrickstar_start(const Span* spans, int64_t count, int threads, const char* variant) {
+// Starts the update of `count` spans, all with the same scales; the memory that spans point at must stay until
+// `patrickstar_finish`. What to give that is written to `handle`, before this returns.
+EXPORT int64_t patrickstar_start(const Span* spans, int64_t count, const double* scales, int64_t scale_count,
+                                 int threads, const char* variant, void** handle) {
     const Loops* loops = loops_named(variant);
-    if (loops == nullptr) return nullptr;
-    auto* running = new Running{{spans, spans + count}, {}, {}};
-    running->pages = cut(running->spans);
-    running->job = start(std::ssize(running->pages), threads, [running, loops](int64_t number) {
-        const Page& page = running->pages[number];
-        loops->update(*page.span, page.first, page.count);
-    });
-    return running;
+    if (loops == nullptr) return NO_VARIANT;
+    try {
+        auto running = std::make_unique<Running>(spans, count, scales, scale_count);
+        const Running* const seen = running.get();
+        running->job = start(std::ssize(running->pages), threads, [seen, loops](int64_t number) {
+            const Page& page = seen->pages[number];
+            loops->update(*page.span, page.first, page.count);
+        });
+        *handle = running.release();
+        return DONE;
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
 }
 
 EXPORT void patrickstar_finish(void* handle) {
@@ -96,25 +120,29 @@ EXPORT void patrickstar_finish(void* handle) {
     delete running;
 }
 
-// Writes the sum of squares of each span's scaled gradient; returns how many elements are not finite, -1 for a variant
-// that this machine does not run.
-EXPORT int64_t patrickstar_survey(const Span* spans, int64_t count, int threads, const char* variant, double* sums) {
+// Writes the sum of squares of each span's scaled gradient, and to `not_finite` how many elements are not finite.
+EXPORT int64_t patrickstar_survey(const Span* spans, int64_t count, const double* scales, int64_t scale_count,
+                                  int threads, const char* variant, double* sums, int64_t* not_finite) {
     const Loops* loops = loops_named(variant);
-    if (loops == nullptr) return -1;
-    const std::vector<Span> all(spans, spans + count);
-    const std::vector<Page> pages = cut(all);
-    std::vector<std::vector<double>> blocks;
-    for (const Span& span : all) blocks.emplace_back(blocks_of(span.numel));
-    std::vector<int64_t> not_finite(pages.size());
-    finish(*start(std::ssize(pages), threads, [&](int64_t number) {
-        const Page& page = pages[number];
-        double* target = blocks[page.span - all.data()].data() + page.block;
-        not_finite[number] = loops->survey(*page.span, page.first, page.count, target);
-    }));
-    for (int64_t span = 0; span < count; span++) sums[span] = loops->fold(blocks[span].data(), std::ssize(blocks[span]));
-    int64_t total = 0;
-    for (const int64_t found : not_finite) total += found;
-    return total;
+    if (loops == nullptr) return NO_VARIANT;
+    try {
+        const Running call(spans, count, scales, scale_count);
+        std::vector<std::vector<double>> blocks;
+        for (const Span& span : call.spans) blocks.emplace_back(blocks_of(span.numel));
+        std::vector<int64_t> found(call.pages.size());
+        finish(*start(std::ssize(call.pages), threads, [&](int64_t number) {
+            const Page& page = call.pages[number];
+            double* target = blocks[page.span - call.spans.data()].data() + page.block;
+            found[number] = loops->survey(*page.span, page.first, page.count, target);
+        }));
+        const DefaultArithmetic guard;
+        for (int64_t span = 0; span < count; span++)
+            sums[span] = loops->fold(blocks[span].data(), std::ssize(blocks[span]));
+        *not_finite = std::accumulate(found.begin(), found.end(), int64_t{0});
+        return DONE;
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
 }
 
 // Reads `count` words and does nothing else with them: what memory gives at most. Returns their exclusive or.

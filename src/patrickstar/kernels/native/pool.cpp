@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -13,31 +14,21 @@
 #endif
 
 namespace patrickstar {
-namespace {
-
-// Threads inherit rounding and flush-to-zero from whoever starts them, and a user may have changed either
-// (`torch.set_flush_denormal`). Results must not depend on it.
-class DefaultArithmetic {
 #if defined(__x86_64__)
-    static constexpr unsigned DEFAULT = 0x1f80;
-    const unsigned before_ = _mm_getcsr();
-
-  public:
-    DefaultArithmetic() { _mm_setcsr(DEFAULT); }
-    ~DefaultArithmetic() { _mm_setcsr(before_); }
+DefaultArithmetic::DefaultArithmetic() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+DefaultArithmetic::~DefaultArithmetic() { _mm_setcsr(static_cast<unsigned>(before_)); }
 #elif defined(__aarch64__)
-    uint64_t before_;
-
-  public:
-    DefaultArithmetic() {
-        asm volatile("mrs %0, fpcr" : "=r"(before_));
-        asm volatile("msr fpcr, %0" ::"r"(uint64_t{0}));
-    }
-    ~DefaultArithmetic() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
+DefaultArithmetic::DefaultArithmetic() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" ::"r"(uint64_t{0}));
+}
+DefaultArithmetic::~DefaultArithmetic() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
+#else
+DefaultArithmetic::DefaultArithmetic() : before_(0) {}
+DefaultArithmetic::~DefaultArithmetic() {}
 #endif
-};
 
-}  // namespace
+class Pool;
 
 class Job {
   public:
@@ -47,23 +38,29 @@ class Job {
     const int64_t pages;
     const int threads;
     const std::function<void(int64_t)> work;
+    Pool* pool = nullptr;  // null where the caller did all the work
     int64_t next = 0;
     int64_t done = 0;
     int running = 0;
     std::condition_variable all_done;
 
-    bool open() const { return next < pages && running < threads; }
+    void run(int64_t page) const {
+        const DefaultArithmetic guard;
+        work(page);
+    }
 };
-
-namespace {
 
 class Pool {
   public:
-    void add(const std::shared_ptr<Job>& job) {
+    // False if there is no thread to do it.
+    bool add(const std::shared_ptr<Job>& job) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        for (; size_ < job->threads; size_++) std::thread([this] { serve(); }).detach();
+        grow(job->threads);
+        if (size_ == 0) return false;
+        job->pool = this;
         jobs_.push_back(job);
         wake_.notify_all();
+        return true;
     }
 
     void wait(Job& job) {
@@ -77,37 +74,52 @@ class Pool {
     }
 
   private:
+    void grow(int threads) {
+        try {
+            for (; size_ < threads; size_++) std::thread([this] { serve(); }).detach();
+        } catch (const std::system_error&) {
+            // The system has no thread left to give: go on with those there are.
+        }
+    }
+
     void serve() {
         std::unique_lock<std::mutex> lock(mutex_);
         while (true) {
             std::shared_ptr<Job> job;
+            // Whoever stops working looks for more before it sleeps, so only a new job has to wake anybody.
             wake_.wait(lock, [&] { return (job = first_open()) != nullptr; });
             job->running++;
+            running_++;
             while (job->next < job->pages) {
                 const int64_t page = job->next++;
                 if (job->next == job->pages) jobs_.erase(std::find(jobs_.begin(), jobs_.end(), job));
                 lock.unlock();
-                {
-                    const DefaultArithmetic guard;
-                    job->work(page);
-                }
+                job->run(page);
                 lock.lock();
                 if (++job->done == job->pages) job->all_done.notify_all();
             }
+            running_--;
             job->running--;
         }
     }
 
     std::shared_ptr<Job> first_open() {
-        const auto found = std::find_if(jobs_.begin(), jobs_.end(), [](const auto& job) { return job->open(); });
+        int most = 0;
+        for (const auto& job : jobs_) most = std::max(most, job->threads);
+        if (running_ >= most) return nullptr;
+        const auto open = [](const auto& job) { return job->running < job->threads; };
+        const auto found = std::find_if(jobs_.begin(), jobs_.end(), open);
         return found == jobs_.end() ? nullptr : *found;
     }
 
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::deque<std::shared_ptr<Job>> jobs_;
+    std::deque<std::shared_ptr<Job>> jobs_;  // those with pages that nobody has taken yet
     int size_ = 0;
+    int running_ = 0;
 };
+
+namespace {
 
 // Never destroyed: its threads live as long as the process. After a fork the child has none of them, and a new pool.
 Pool* pool_of_process = nullptr;
@@ -128,17 +140,17 @@ Pool& pool() {
 
 std::shared_ptr<Job> start(int64_t pages, int threads, std::function<void(int64_t)> work) {
     auto job = std::make_shared<Job>(pages, std::max(1, threads), std::move(work));
-    if (pages == 1) {  // sooner done than handed over
-        const DefaultArithmetic guard;
-        job->work(0);
-        job->done = 1;
-    } else if (pages > 1) {
-        pool().add(job);
+    // One page is sooner done than handed over.
+    if (pages <= 1 || !pool().add(job)) {
+        for (int64_t page = 0; page < pages; page++) job->run(page);
+        job->done = pages;
     }
     return job;
 }
 
-void finish(Job& job) { pool().wait(job); }
+void finish(Job& job) {
+    if (job.pool == &pool()) pool().wait(job);
+}
 
 int pool_size() { return pool().size(); }
 

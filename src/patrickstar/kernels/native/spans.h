@@ -18,7 +18,7 @@ struct Span {
     const float* earlier;  // gradients summed before `grad`, or null
     float* master;
     float* states[2];
-    const double* scales;  // factors of the gradient, one after the other, each rounded to float here
+    const double* scales;  // factors of the gradient, one after the other, each rounded to float here; set by the call
     int64_t scale_count;
     int64_t numel;
     int32_t param_dtype;
