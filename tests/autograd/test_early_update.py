@@ -56,7 +56,7 @@ def test_the_same_bits_with_accumulation(precision, checkpointing):
 
 def test_the_same_bits_while_operators_go_on(precision):
     """As on a GPU: what the kernel is working on is not waited for. Chunks of several pages, that go to the pool."""
-    width = 640
+    width = 1100
 
     def build():
         return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)))
@@ -74,7 +74,7 @@ def test_the_same_bits_while_operators_go_on(precision):
         assert any(waits) or not isinstance(trainer, Engine)
         return []
 
-    testing.compare(build, small_chunks(precision, chunk_bytes=1 << 19), script)
+    testing.compare(build, small_chunks(precision, chunk_bytes=1 << 22), script)
 
 
 def updated_before_the_step(engine):

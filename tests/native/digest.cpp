@@ -121,5 +121,5 @@ int main(int argc, char** argv) {
                 for (const int64_t numel : {1, 33, 4099, 20000})
                     for (const bool light : {true, false})
                         if (light || rule == 0) run(rule, mode, light, dtype, numel, std::atoi(argv[3]), argv[2]);
-    run(0, 2, true, 1, 3 * (int64_t{1} << 18) + 5, std::atoi(argv[3]), argv[2]);
+    run(0, 2, true, 1, 2 * (int64_t{1} << 20) + 5, std::atoi(argv[3]), argv[2]);
 }

@@ -34,7 +34,7 @@ PLAIN = SGDRule(0.1, 0.0, 0.0, 0.0, nesterov=False, step=1)
 LION = LionRule(1e-3, 0.9, 0.99, 0.1)
 RULES = [ADAM, MOMENTUM, PLAIN, LION]
 
-STRIP, BLOCK, PAGE = 512, 4096, 1 << 18
+STRIP, BLOCK, PAGE = 512, 4096, 1 << 20
 """The C++ code's units, in elements: of its inner loops, of its sums, of a thread's work."""
 SCALES = (0.3, 0.5)
 AROUND = 7.0

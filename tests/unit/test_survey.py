@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 quick = settings(derandomize=True, deadline=None, max_examples=60)
 
-LANES, BLOCK, PAGE = 32, 4096, 1 << 18
+LANES, BLOCK, PAGE = 32, 4096, 1 << 20
 SCALES = [(), (1 / 65536,), (0.3, 1e-3)]
 
 

@@ -10,15 +10,14 @@ from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.optimizers import Optimizer
 from patrickstar.engine.slot import Slot
 from patrickstar.kernels.choice import Kernels
-from patrickstar.kernels.listed import PAGE_NUMEL
 from patrickstar.kernels.native import Running
 from patrickstar.kernels.rule import Rule, Span
 from patrickstar.layout.lists import GRAD32, PARAM32
 from patrickstar.memory.chunk import Chunk
 from patrickstar.schedule.states import TensorState
 
-STREAM_PAGES = 4
-"""Pages that come down together: enough for several threads, 2 MiB of 16-bit gradients."""
+STREAM_NUMEL = 1 << 22
+"""Elements that come down together: four pages, for several threads, 8 MiB of 16-bit gradients."""
 
 GroupOf = Callable[[Slot], Mapping[str, Any] | None]
 
@@ -108,7 +107,7 @@ class Update:
         While some are updated, the next come down: there are two stages.
         """
         device, pinned = span.master.device, span.param.device.type == "cuda"
-        length = span.numel if not span.rule.by_pages else min(span.numel, STREAM_PAGES * PAGE_NUMEL)
+        length = span.numel if not span.rule.by_pages else min(span.numel, STREAM_NUMEL)
         stages = [torch.empty(length, dtype=span.param.dtype, device=device, pin_memory=pinned) for _ in range(2)]
         before: tuple[list[Running], torch.Tensor, torch.Tensor] | None = None
         try:

@@ -19,7 +19,7 @@ namespace {
 // Elements that are taken through all stages of an update while they lie in the first-level cache.
 constexpr int64_t STRIP = 512;
 // How far ahead of the strip memory is asked for, in elements.
-constexpr int64_t AHEAD = 2 * STRIP;
+constexpr int64_t AHEAD = 4 * STRIP;
 
 void load_gradient(const Span& span, int64_t first, int64_t count, float* __restrict grad) {
     widen(span.grad, span.grad_dtype, first, count, grad);

@@ -34,7 +34,7 @@ constexpr int ROWS = 128;
 constexpr int64_t BLOCK = int64_t{LANES} * ROWS;
 
 // The unit of work that one thread takes at a time, in elements. A multiple of BLOCK.
-constexpr int64_t PAGE = int64_t{1} << 18;
+constexpr int64_t PAGE = int64_t{1} << 20;
 
 // The loops, once per instruction set. All give the same bits.
 struct Loops {
