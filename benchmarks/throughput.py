@@ -1,11 +1,14 @@
 """Everything fits: the engine against the plain PyTorch loop of the same precision protocol, GPT-2 124M, bf16.
 
 python benchmarks/throughput.py [--device cpu] [--batch 1] [--sequence 512] [--rounds 9]
-Steps of the two take turns in one process; the ratio is the median over pairs, whose losses must be the same bits.
+Steps of the two take turns in one process, PyTorch's with its fused AdamW; the ratio is the median over pairs. Before
+that, the losses of a few steps must be the same bits as the reference's, whose AdamW is PyTorch's without fused
+multiply-adds.
 """
 
 import argparse
 import time
+from functools import partial
 from statistics import median
 
 import torch
@@ -40,18 +43,25 @@ def timed_step(trainer, optimizer, ids) -> tuple[float, float]:
 
 def run(checkpointing: bool, options: argparse.Namespace) -> list[str]:
     config = ps.Config(device=options.device)
+    fused = partial(torch.optim.AdamW, lr=config.optimizer.lr, weight_decay=config.optimizer.weight_decay, fused=True)
     torch.manual_seed(0)
-    plain = ReferenceTrainer(lambda: build(checkpointing), config)
+    reference = ReferenceTrainer(lambda: build(checkpointing), config)
+    torch.manual_seed(0)
+    plain = ReferenceTrainer(lambda: build(checkpointing), ps.Config(device=options.device, optimizer=fused))
     torch.manual_seed(0)
     engine, optimizer = ps.initialize(lambda: build(checkpointing), config)
     ids = torch.randint(0, 50257, (options.batch, options.sequence), device=engine.device)
     for _ in range(3):  # warm-up, trace, and the first planned step
-        timed_step(plain, plain.optimizer, ids), timed_step(engine, optimizer, ids)
+        _, expected = timed_step(reference, reference.optimizer, ids)
+        _, loss = timed_step(engine, optimizer, ids)
+        assert loss == expected, f"losses differ: {expected} and {loss}"
+        timed_step(plain, plain.optimizer, ids)
+    del reference
     pairs = []
     for _ in range(options.rounds):
         plain_s, plain_loss = timed_step(plain, plain.optimizer, ids)
         engine_s, engine_loss = timed_step(engine, optimizer, ids)
-        assert plain_loss == engine_loss, f"losses differ: {plain_loss} and {engine_loss}"
+        assert abs(plain_loss - engine_loss) < 0.01 * plain_loss, f"losses differ: {plain_loss} and {engine_loss}"
         pairs.append((plain_s, engine_s))
     moved = engine.stats.last.h2d_bytes + engine.stats.last.d2h_bytes
     engine.close()
@@ -80,7 +90,8 @@ def main() -> None:
         "throughput",
         options.device,
         f"GPT-2 124M shape, bf16, {options.batch} x {options.sequence} tokens per step, everything fits. The physical "
-        f"limit of the ratio is 1: the same operators run. Goal: at least 0.95. Losses of all pairs are the same bits.",
+        f"limit of the ratio is 1 where the same operators run; the update is one pass over memory where plain PyTorch "
+        f"casts around its fused AdamW. Goal: at least 0.95. The first steps' losses are the reference's, to the bit.",
         [
             "checkpointing",
             "plain tokens/s",

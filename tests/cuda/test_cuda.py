@@ -10,6 +10,9 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar.engine.engine import Engine
 from patrickstar.errors import BudgetError
+from patrickstar.kernels.adam import AdamRule
+from patrickstar.kernels.listed import Listed
+from patrickstar.kernels.rule import Gradient, Span
 from patrickstar.layout.sizes import parse_size
 
 pytestmark = [
@@ -100,3 +103,51 @@ def test_out_of_memory_says_what_took_the_bytes():
         engine.close()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("memory", ["1GiB", "24MiB"], ids=["updated above", "updated below"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_updates_beside_backward(memory, precision):
+    """What the host works on while the GPU goes on, chunks of several pages included."""
+    width = 1100
+
+    def build():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)))
+
+    def script(trainer, optimizer):
+        for step in range(4):
+            x = torch.randn(2, width, generator=torch.Generator().manual_seed(step)).cuda()
+            trainer.backward(trainer(x).float().pow(2).mean(), update=True)
+            optimizer.step()
+        return []
+
+    config = ps.Config(device="cuda", device_memory=memory, chunk_size="3MiB", precision=precision)
+    testing.compare(build, config, script, stress=False)
+
+
+def test_the_written_list_has_the_same_bits_on_both_sides():
+    """PyTorch's operators on the GPU and on the host; division and square root above all."""
+    generator = torch.Generator().manual_seed(0)
+    numel = 100_003
+    grad = torch.randn(numel, generator=generator).bfloat16()
+    lists = [torch.randn(numel, generator=generator) for _ in range(2)] + [torch.rand(numel, generator=generator)]
+    rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=3)
+    found = []
+    for device in ("cpu", "cuda"):
+        param = grad.to(device, copy=True)
+        master, *states = (one.to(device, copy=True) for one in lists)
+        Listed().update([Span(param, Gradient(param), master, tuple(states), rule)], (0.5,))
+        found.append([one.cpu() for one in (param, master, *states)])
+    testing.assert_same_bits(*found, "updated on the host and on the GPU")
+
+
+def test_gradients_stream_down_and_parameters_up():
+    """Everything fits above but the optimizer chunks: pages of gradients come down while others are updated."""
+    width = 2200
+
+    def build():
+        return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+    batches = [(torch.randn(2, width).cuda(),) for _ in range(4)]
+    config = ps.Config(device="cuda", device_memory="64MiB", chunk_size="10MiB")
+    testing.assert_exact(build, batches, config, stress=False, loss_fn=lambda out, _: out.float().pow(2).mean())

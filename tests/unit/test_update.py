@@ -1,0 +1,46 @@
+"""Updating below what lies above: gradients stream down, parameters stream up."""
+
+import pytest
+import torch
+
+from patrickstar.engine.optimizers import AdamW
+from patrickstar.engine.update import STREAM_NUMEL, Update
+from patrickstar.kernels.adam import AdamRule
+from patrickstar.kernels.choice import Kernels
+from patrickstar.kernels.native import Native
+from patrickstar.kernels.rule import Gradient, Span
+from patrickstar.testing import assert_same_bits
+
+RULE = AdamRule(1e-2, 0.9, 0.999, 1e-8, 0.1, decoupled=True, step=2)
+
+
+def span(numel, earlier):
+    generator = torch.Generator().manual_seed(numel)
+    param = torch.randn(numel, generator=generator).bfloat16()
+    lists = [torch.rand(numel, generator=generator) for _ in range(3)]
+    summed = torch.randn(numel, generator=generator) if earlier else None
+    return Span(param, Gradient(param, summed), lists[0], tuple(lists[1:]), RULE)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it lies on another device than it does."""
+
+    device = torch.device("meta")
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["C++", "PyTorch's operators"])
+@pytest.mark.parametrize("earlier", [False, True], ids=["one backward", "several"])
+@pytest.mark.parametrize("numel", [0, 5, STREAM_NUMEL + 3, 2 * STREAM_NUMEL + 1])
+def test_a_stream_has_the_bits_of_an_update_in_place(numel, earlier, native):
+    if numel > STREAM_NUMEL and not native:
+        numel = STREAM_NUMEL + 3
+    kernels = Kernels(Native.find() if native else None)
+    expected, found = span(numel, earlier), span(numel, earlier)
+    kernels.update([expected], (0.5,))
+    above = found.param.as_subclass(Elsewhere)
+    streamed = Span(above, Gradient(above, found.grad.earlier), found.master, found.states, RULE)
+    Update(None, AdamW(), kernels)._stream(streamed, (0.5,))
+    for what in ("param", "master"):
+        assert_same_bits([getattr(expected, what)], [getattr(found, what)], what)
+    assert_same_bits(list(expected.states), list(found.states), "states")
