@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from patrickstar.engine.engine import Engine
 from patrickstar.engine.parameters import ChunkParameter
@@ -81,6 +82,19 @@ def test_an_engine_and_its_chunks_go_when_it_is_closed():
     gc.collect()
     assert gone() is None
     assert not any(chunk() for chunk in chunks)
+
+
+def test_an_engine_may_go_while_a_compiler_is_tracing():
+    """The garbage collector comes when it likes, with modes of others active."""
+    engine = make()
+    train(engine, 2)
+    module = engine.module
+    expected = engine.state_dict()["words.weight"]
+    with FakeTensorMode():
+        del engine
+        gc.collect()
+    assert type(module.words.weight) is nn.Parameter
+    assert torch.equal(module.words.weight.detach(), expected)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from patrickstar.engine.adopt import WeightSource, adopt, check_model, make_layout, param_specs, promote, used_together
 from patrickstar.engine.blocks import Blocks
@@ -310,7 +311,8 @@ class Engine:
 
 def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> None:
     """Leave an ordinary model behind: when the engine is closed, or when nobody holds it any more."""
-    with managing(), torch._C.DisableTorchFunctionSubclass():
+    # The garbage collector may come at any time, in the middle of a compiler's tracing too.
+    with _disable_current_modes(), managing(), torch._C.DisableTorchFunctionSubclass():
         interceptor.early.abandon()
         blocks.close()
         state.data.drop_uses()
