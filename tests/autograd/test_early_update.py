@@ -26,6 +26,19 @@ class Tied(nn.Module):
         return self.body(x @ self.table) @ self.table.t()
 
 
+class Twice(nn.Module):
+    """Reentrant checkpointing of one layer twice: its gradients come in two parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.own = linear(), linear()
+
+    def forward(self, x):
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.shared, x, use_reentrant=True)
+        return self.own(x)
+
+
 def early(steps=5, accumulation=1):
     """A loop whose last backward before each step says that the step comes next."""
 
@@ -97,16 +110,6 @@ def test_chunks_are_updated_before_the_step(precision):
 
 
 def test_what_reentrant_checkpointing_adds_to_comes_later():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shared, self.own = linear(), linear()
-
-        def forward(self, x):
-            for _ in range(2):
-                x = torch.utils.checkpoint.checkpoint(self.shared, x, use_reentrant=True)
-            return self.own(x)
-
     engine = testing.stressed(Twice, small_chunks("bf16", chunk_bytes=64))
     x = normal(2, WIDTH).requires_grad_()
     for _ in range(3):
@@ -254,16 +257,6 @@ def test_a_gradient_of_an_earlier_backward_does_not_complete_a_chunk(precision):
 
 def test_a_resumed_engine_watches_a_step_first():
     """What an engine has seen of gradients is not saved: under reentrant checkpointing some of them grow."""
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shared, self.own = linear(), linear()
-
-        def forward(self, x):
-            for _ in range(2):
-                x = torch.utils.checkpoint.checkpoint(self.shared, x, use_reentrant=True)
-            return self.own(x)
 
     def run(trainer, optimizer):
         for step in range(3):
