@@ -7,6 +7,7 @@ from torch import nn
 from patrickstar import testing
 from patrickstar.engine.engine import Engine
 from patrickstar.errors import TrainingError
+from patrickstar.kernels.native import Native
 
 from .zoo import WIDTH, Stack, linear, mean_square, mlp, normal, normal_batches, small_chunks, weight
 
@@ -67,6 +68,7 @@ def test_the_same_bits_with_accumulation(precision, checkpointing):
     testing.compare(lambda: stack(checkpointing), small_chunks(precision), early(4, accumulation=3))
 
 
+@pytest.mark.skipif(Native.find() is None, reason="without the C++ kernel nothing runs beside operators")
 def test_the_same_bits_while_operators_go_on(precision):
     """As on a GPU: what the kernel is working on is not waited for. Chunks of several pages, that go to the pool."""
     width = 1100
