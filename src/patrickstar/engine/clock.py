@@ -60,8 +60,6 @@ class Clock:
             else:
                 self.mode, self.trace = Mode.WATCH, Trace()
                 self.manager.policy = ListOrder()
-                # What the last update freed must not be the first thing that is seen.
-                self.meter.reclaim()
                 self.meter.restart()
         return self.mode is Mode.PLAN
 
