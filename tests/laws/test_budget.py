@@ -35,11 +35,6 @@ class Watched(Manager):
         return host
 
 
-@pytest.fixture
-def watched(monkeypatch):
-    monkeypatch.setattr("patrickstar.engine.engine.Manager", Watched)
-
-
 @settings(max_examples=25, deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, precisions, st.integers(0, 4000), st.integers(0, 3000), st.integers(0, 2000))
 def test_both_budgets_hold_at_every_moment(shape, chunk_size, precision, spare_bytes, wave_bytes, host_spare_bytes):
