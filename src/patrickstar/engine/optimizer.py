@@ -78,8 +78,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
                 f"the saved optimizer has param groups of {sizes} parameters and this one of "
                 f"{[len(group['params']) for group in self.param_groups]}; nothing was loaded"
             )
-        defaults = self._options.defaults()
-        asked = {key for packed in saved for key in SWITCHES if packed.get(key) and not defaults.get(key)}
+        asked = {key for packed in saved for key in self._switched_on(packed)}
         if asked:
             raise ModelError(f"the saved optimizer used {sorted(asked)}, which is not offered here; nothing was loaded")
         by_position = {position: slot for slot, position in self._positions().items()}
@@ -153,10 +152,13 @@ class ChunkOptimizer(torch.optim.Optimizer):
             self._check_group(number, group)
         return {self._slot(param): group for group in self.param_groups for param in group["params"]}
 
+    def _switched_on(self, group: dict[str, Any]) -> list[str]:
+        """Variants that a param group asks for and the options didn't."""
+        return [key for key in SWITCHES if group.get(key) and not self.defaults.get(key)]
+
     def _check_group(self, number: int, group: dict[str, Any]) -> None:
         name = type(self._options).__name__
-        on = [key for key in SWITCHES if group.get(key) and not self.defaults.get(key)]
-        if on:
+        if on := self._switched_on(group):
             raise ConfigError(f"param group {number} switches on {', '.join(on)}, which {name} here does not offer")
         missing = [kind for kind in self._options.states_for(group) if kind not in self._kinds]
         if missing:

@@ -219,7 +219,7 @@ class TorchOptimizer(Optimizer):
 
     def states_for(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """What a trial with the group's own options shows. Learning rates, which schedules change, make no states."""
-        given, defaults = inspect.signature(self.kind).parameters, self.defaults()
+        given, defaults = inspect.signature(self.kind).parameters, self._defaults
         known = {key: value for key, value in group.items() if key in given and key != "params" and "lr" not in key}
         own = {key: value for key, value in known.items() if repr(value) != repr(defaults.get(key))}
         if not own:
@@ -243,6 +243,10 @@ class TorchOptimizer(Optimizer):
 
     def defaults(self) -> dict[str, Any]:
         """What the class itself puts into its groups."""
+        return dict(self._defaults)
+
+    @functools.cached_property
+    def _defaults(self) -> dict[str, Any]:
         return foreign.defaults_of(self.kind, self._all_options)
 
     def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> foreign.ForeignRule:
