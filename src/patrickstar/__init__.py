@@ -1,7 +1,7 @@
 """Train PyTorch models larger than the GPU's memory, within a memory budget, bit for bit as plain PyTorch does."""
 
 from patrickstar import errors, testing
-from patrickstar.engine.config import Config
+from patrickstar.engine.config import Config, Disk
 from patrickstar.engine.engine import Engine, initialize
 from patrickstar.engine.optimizer import ChunkOptimizer
 from patrickstar.engine.optimizers import SGD, Adam, AdamW, Lion, Optimizer, TorchOptimizer
@@ -15,6 +15,7 @@ __all__ = [
     "AdamW",
     "ChunkOptimizer",
     "Config",
+    "Disk",
     "Engine",
     "Lion",
     "Optimizer",

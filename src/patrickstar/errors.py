@@ -31,3 +31,11 @@ class DeviceError(PatrickStarError):
 
 class TrainingError(PatrickStarError):
     """Training can't go on: a loss that is not finite, a step out of order, an engine that was closed."""
+
+
+class DiskError(PatrickStarError):
+    """The disk tier failed: its file can't be made, reserved, read or written, or a page came back damaged."""
+
+
+class MoveError(PatrickStarError):
+    """A thread that moves bytes ended, or its transfer was cancelled, before the bytes had moved."""

@@ -1,6 +1,6 @@
 """From a user's model to slots in chunks, without a second copy of any parameter."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from patrickstar.layout.mapping import ChunkSpec, Layout, ParamSpec, build_layou
 from patrickstar.layout.search import search_layout
 from patrickstar.memory.chunk import Chunk, Region
 from patrickstar.memory.manager import Manager
-from patrickstar.schedule.placement import HOST, Tiers, initial_placement
+from patrickstar.schedule.placement import HOST, Tier, Tiers
 
 WeightSource = Callable[[str], torch.Tensor]
 """Gives a parameter's value by its name, for parameters that were built on the meta device."""
@@ -100,9 +100,8 @@ def create_chunks(spec: ChunkSpec, tiers: Tiers, manager: Manager) -> Chunk:
     made = []
     try:
         for item in spec.scheme.lists:
-            chunk = Chunk(item.kind, spec.index, spec.numel, item.dtype, manager.device)
-            on_device = tiers.compute_on_device if item.kind == PARAM16 else tiers.optimizer_on_device
-            made.append(manager.create(chunk, on_device))
+            tier = tiers.compute if item.kind == PARAM16 else tiers.optimizer
+            made.append(manager.new_chunk(item.kind, spec.index, spec.numel, item.dtype, tier))
     except BaseException:
         for chunk in made:
             manager.remove(chunk)
@@ -113,6 +112,7 @@ def create_chunks(spec: ChunkSpec, tiers: Tiers, manager: Manager) -> Chunk:
 def adopt(
     module: nn.Module,
     layout: Layout,
+    placement: Mapping[int, Tiers],
     params: Iterable[ParamSpec],
     data: ModelData,
     interceptor: Interceptor,
@@ -124,8 +124,6 @@ def adopt(
     by_name = dict(module.named_parameters())
     creation = {name: position for position, name in enumerate(by_name)}
     manager = data.manager
-    placement = initial_placement(layout.chunks, manager.device_budget_bytes, manager.host_budget_bytes)
-    assert placement is not None, "budgets were checked"
     for spec in layout.chunks:
         chunk = create_chunks(spec, placement[spec.index], manager)
         for name in spec.params:
@@ -145,7 +143,9 @@ def adopt(
             slot = Slot(name, param, schemes[name], place, chunk, region, name in lookups)
             slot.payload().copy_(value)
             if slot.scheme.trained:
-                slot.in_chunk(data.manager[PARAM32, spec.index]).copy_(value)
+                flat = slot.flattened(value)
+                for where, part in data.parts(slot, PARAM32, write=True):
+                    part.copy_(flat[where])
             # A meta Parameter can't be pointed at real memory: only a tensor of another kind takes its identity.
             if param.is_meta or param.device.type != data.manager.device.type or param.dtype != chunk.dtype:
                 replace_data(param, torch.empty(0, dtype=chunk.dtype, device=chunk.device))
@@ -175,8 +175,10 @@ def promote(
     grown = layout.extended(specs)
     for chunk in grown.chunks:
         if (PARAM16, chunk.index) not in data.manager.chunks:
-            create_chunks(chunk, HOST, data.manager)
+            on_disk = data.manager.disk is not None
+            create_chunks(chunk, Tiers(Tier.DEVICE, Tier.DISK) if on_disk else HOST, data.manager)
     for slot, spec in zip(slots, specs, strict=True):
+        data.have(slot)
         value = slot.payload().clone()
         old = slot.place.chunk
         data.by_chunk[old].remove(slot)
@@ -185,7 +187,10 @@ def promote(
         slot.region = replace(slot.region, offset=slot.place.offset)
         data.by_chunk.setdefault(slot.place.chunk, []).append(slot)
         slot.payload().copy_(value)
-        slot.in_chunk(data.manager[PARAM32, slot.place.chunk]).copy_(value)
+        data.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
+        flat = slot.flattened(value)
+        for where, part in data.parts(slot, PARAM32, write=True):
+            part.copy_(flat[where])
         data.point([slot.chunk])
         interceptor.watch_gradient(slot)
         if not data.by_chunk[old]:

@@ -7,8 +7,9 @@ from enum import Enum
 from patrickstar.layout.lists import PARAM16
 from patrickstar.memory.manager import Manager
 from patrickstar.memory.meter import Meter
-from patrickstar.schedule.eviction import ListOrder, NextUse
+from patrickstar.schedule.eviction import ListOrder
 from patrickstar.schedule.placement import WARM_UP_PERCENT
+from patrickstar.schedule.prefetch import NextUseAhead, OnDemand, Prefetch
 from patrickstar.schedule.trace import Moment, Trace
 
 MOST_TRACES = 64
@@ -26,12 +27,16 @@ class Mode(Enum):
 class Clock:
     """Tells the manager, at every operator boundary, the moment and the non-model bytes to reckon with."""
 
-    def __init__(self, manager: Manager, meter: Meter) -> None:
+    def __init__(self, manager: Manager, meter: Meter, policy: type[Prefetch] | None = None) -> None:
         self.manager = manager
+        # What the host moves to a CPU's own device tier is copied by the cores that compute: there is nothing to hide.
+        worth_it = manager.disk is not None or manager.device.type != "cpu"
+        self.policy = policy or (NextUseAhead if worth_it else OnDemand)
         self.meter = meter
         self.mode = Mode.DEMAND
         self.trace = Trace()
         self.traces: dict[Hashable, Trace] = {}
+        self._policies: dict[int, Prefetch] = {}
         self.open_key: Hashable | None = None
         self.inside = 0
         self.peak_non_model_bytes = 0
@@ -56,7 +61,7 @@ class Clock:
             self.manager.now = -1
             if key in self.traces:
                 self.mode, self.trace = Mode.PLAN, self.traces[key]
-                self.manager.policy = NextUse(self.trace)
+                self.manager.policy = self.manager.prefetch = self._prefetch(self.trace)
             else:
                 self.mode, self.trace = Mode.WATCH, Trace()
                 self.manager.policy = ListOrder()
@@ -86,7 +91,18 @@ class Clock:
     def _rest(self) -> None:
         self.open_key, self.mode = None, Mode.DEMAND
         self.manager.policy = ListOrder()
+        self.manager.forget_ahead()
         self.measure()
+
+    def _prefetch(self, trace: Trace) -> Prefetch:
+        """The policy over a trace, made when the trace is first followed."""
+        found = self._policies.get(id(trace))
+        if found is None or found.trace is not trace:
+            sizes = {index: chunk.nbytes for (kind, index), chunk in self.manager.chunks.items() if kind == PARAM16}
+            found = self.policy(trace, sizes, self.manager.device_budget_bytes)
+            self._policies = {key: one for key, one in self._policies.items() if one.trace in self.traces.values()}
+            self._policies[id(trace)] = found
+        return found
 
     @contextmanager
     def iterating(self) -> Iterator[None]:
@@ -134,6 +150,7 @@ class Clock:
             self.mode = Mode.DEMAND
             self.traces.pop(self.open_key, None)
             self.manager.policy = ListOrder()
+            self.manager.forget_ahead()
             self.measure()
             return
         self._note_peak()
@@ -167,8 +184,5 @@ class Clock:
             last.non_model_bytes = max(last.non_model_bytes, peak)
 
     def _bytes(self) -> int:
-        """What the meter sees and must not count: chunks; on a CPU those of the host and offloaded activations too."""
-        manager = self.manager
-        if manager.device.type == "cuda":
-            return manager.device_used
-        return manager.total_used + manager.host_non_model_bytes
+        """What the meter sees and must not count: chunks, and on a CPU the host tier."""
+        return self.manager.resident_bytes

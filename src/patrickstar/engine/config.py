@@ -1,5 +1,6 @@
 """What a user may choose. The one dial is the budget; the rest is what can't be derived from it."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -11,11 +12,32 @@ from patrickstar.errors import ConfigError, DeviceError
 from patrickstar.layout.sizes import parse_size
 
 
+class Disk(Options):
+    """A disk below the host: what memory can't hold lies in a scratch file there, and ends with the process.
+
+    directory: an existing one that can be written, on a local disk. capacity: the most the file may take, as bytes or as
+    "200GiB"; None is what the disk has free. checksums: every page is hashed when it is written, and compared when it is
+    read. Raises ConfigError for a capacity that is no size.
+    """
+
+    directory: str | Path
+    capacity: int | str | None = None
+    checksums: bool = True
+
+    @field_validator("capacity")
+    @classmethod
+    def _size(cls, value: int | str | None) -> int | None:
+        try:
+            return None if value is None else parse_size(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+
 class Config(Options):
     """How to train within a memory budget.
 
     device: "cuda", "cpu" or "auto". device_memory, host_memory: budgets, as bytes or as "2GiB"; None is what the
-    machine has. chunk_size: "auto", or the size of a `param16` chunk. precision: the dtype operators compute in, with
+    machine has. disk: where what these can't hold goes, `ps.Disk(directory)` or a directory. chunk_size: "auto", or the size of a `param16` chunk. precision: the dtype operators compute in, with
     fp32 masters; "fp16" scales the loss. optimizer: one of this package's, or an element-wise class of `torch.optim`,
     by itself or as a `functools.partial` with its options. activation_offload: keep saved activations on the host
     between forward and backward. Raises ConfigError for options that don't exist or values out of range.
@@ -24,6 +46,7 @@ class Config(Options):
     device: str = "auto"
     device_memory: int | str | None = None
     host_memory: int | str | None = None
+    disk: Disk | None = None
     chunk_size: int | str = "auto"
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     optimizer: Optimizer = AdamW()
@@ -37,6 +60,11 @@ class Config(Options):
             return value if value is None or value == derived else parse_size(value)
         except ConfigError as error:
             raise ValueError(str(error)) from None
+
+    @field_validator("disk", mode="before")
+    @classmethod
+    def _directory(cls, value: Any) -> Any:
+        return Disk(directory=value) if isinstance(value, str | Path) else value
 
     @field_validator("optimizer", mode="before")
     @classmethod

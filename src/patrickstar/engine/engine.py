@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -26,14 +26,16 @@ from patrickstar.engine.precision import LossScaler, cast_inputs
 from patrickstar.engine.slot import Slot
 from patrickstar.engine.state import ModelState
 from patrickstar.engine.stats import Stats
+from patrickstar.engine.tiers import budgets, optimizer_room_bytes, plan_tiers
 from patrickstar.engine.update import Update
-from patrickstar.errors import ModelError, TrainingError
+from patrickstar.errors import DiskError, ModelError, MoveError, TrainingError
 from patrickstar.kernels.choice import Kernels
 from patrickstar.layout.mapping import Layout
 from patrickstar.memory.manager import Manager
-from patrickstar.memory.meter import Meter, default_meter, installed_bytes
-from patrickstar.schedule.feasibility import check_budgets
-from patrickstar.schedule.placement import WARM_UP_PERCENT, margin_chunks
+from patrickstar.memory.meter import Meter, default_meter
+from patrickstar.memory.scratch import PAGE_BYTES
+from patrickstar.schedule.placement import WARM_UP_PERCENT, Tier, homes, margin_chunks
+from patrickstar.schedule.prefetch import Prefetch
 
 
 class Engine:
@@ -41,7 +43,8 @@ class Engine:
 
     Raises BudgetError before anything moves when the model data can't fit, ModelError naming a parameter that can't be
     managed. `evict_everything` and `poison` are for tests: evict whatever may leave at every access, and fill what is
-    freed with NaN; `meter` replaces the measurement of non-model data, `kernels` what updates.
+    freed with NaN; `meter` replaces the measurement of non-model data, `kernels` what updates, `policy` what comes
+    ahead of need; `page_bytes` is what moves to and from a disk at once.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class Engine:
         kernels: Kernels | None = None,
         evict_everything: bool = False,
         poison: bool = False,
+        policy: type[Prefetch] | None = None,
+        page_bytes: int = PAGE_BYTES,
     ) -> None:
         self.config = config
         self.device = config.find_device()
@@ -62,33 +67,44 @@ class Engine:
         check_model(self.module)
         params = param_specs(self.module, config)
         self.layout: Layout = make_layout(params, config, self.device_budget_bytes)
-        check_budgets(self.layout, used_together(self.module), self.device_budget_bytes, self.host_budget_bytes)
+        memory = self.device_budget_bytes, self.host_budget_bytes
+        tiers = plan_tiers(config, self.layout, used_together(self.module), memory, page_bytes)
         meter = meter if meter is not None else default_meter(self.device)
-        self._manager = Manager(self.device, self.device_budget_bytes, self.host_budget_bytes, poison)
+        # A GPU's host slab is locked as a whole, so it is no larger than what can be in it; activations have no limit.
+        needed = 2 * self.layout.model_data_bytes + tiers.staging_bytes
+        self._manager = Manager(
+            self.device,
+            *memory,
+            poison,
+            disk=tiers.disk,
+            slab_bytes=None if config.activation_offload or self.device.type == "cpu" else needed,
+        )
         self._manager.evict_everything = evict_everything
-        self._manager.keep_duplicates = not self._parameters_fit(
+        self._manager.keep_duplicates = tiers.disk is not None or not self._parameters_fit(
             self.device_budget_bytes * (100 - WARM_UP_PERCENT) // 100
         )
-        self._clock = Clock(self._manager, meter)
+        self._clock = Clock(self._manager, meter, policy)
         self._data = ModelData(self._manager, self._clock)
         self._scaler = LossScaler(config.precision == "fp16")
         self._kernels = kernels if kernels is not None else Kernels.best(self.device)
         self._gradients = Gradients(self._data, self._scaler, self._kernels)
         self._state = ModelState(self.module, self._data)
-        self._update = Update(self._data, config.optimizer, self._kernels)
+        self._update = Update(self._data, config.optimizer, self._kernels, tiers.ring)
         self._early = EarlyUpdate(self._data, self._update)
         self._interceptor = Interceptor(self._data, self._early, self._scaler.enabled)
         self._offload = ActivationOffload(self._manager) if config.activation_offload else None
         try:
             with managing():
-                adopt(self.module, self.layout, params, self._data, self._interceptor, weights)
+                adopt(self.module, self.layout, tiers.placement, params, self._data, self._interceptor, weights)
         except BaseException:
             self._interceptor.close()
             self._state.release()
             raise
         self._move_buffers()
         self._clock.calibrate()
-        self._update.on_device = self._update.stuck()
+        self._update.homes = {index: place.optimizer for index, place in tiers.placement.items()}
+        if tiers.disk is None:
+            self._update.homes = dict.fromkeys(self._update.stuck(), Tier.DEVICE)
         self._by_name = {slot.name: slot for slot in self._data.slots}
         self._blocks = Blocks(self._interceptor)
         self._blocks.notice(self.module)
@@ -172,18 +188,24 @@ class Engine:
         """
         self._check_open()
         self._early.check("clipping")
-        return self._gradients.clip(max_norm)
+        with self._stopping_on_loss():
+            return self._gradients.clip(max_norm)
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """A copy of a parameter's gradient, unscaled and clipped, in fp32; None if it has none."""
         if name not in self._by_name:
             raise ModelError(f"the model has no parameter {name!r}")
         self._early.check("reading a gradient")
-        return self._gradients.read(self._by_name[name])
+        with self._stopping_on_loss():
+            return self._gradients.read(self._by_name[name])
 
     def close(self) -> None:
-        """Give all chunks back; parameters keep their values as ordinary tensors on the host, in full precision."""
-        self._release()
+        """Give all chunks back; parameters keep their values as ordinary tensors on the host, in full precision.
+
+        Raises DiskError or MoveError, when all is given back, if the disk fails under it and parameters are lost.
+        """
+        if self._release() and self._manager.failed is not None:
+            raise self._manager.failed
 
     # State
 
@@ -194,14 +216,18 @@ class Engine:
         each, as in `nn.Module.state_dict`, over one tensor.
         """
         self._check_open()
-        return self._state.state_dict()
+        with self._stopping_on_loss():
+            self._complete()
+            return self._state.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Take parameters and buffers back. Raises ModelError, before anything changes, when names or shapes differ."""
         self._check_open()
         self._early.check("loading a state")
-        self._drop_gradients()
-        self._state.load_state_dict(state_dict)
+        with self._stopping_on_loss():
+            self._complete()
+            self._drop_gradients()
+            self._state.load_state_dict(state_dict)
 
     # What the optimizer asks for
 
@@ -212,7 +238,7 @@ class Engine:
             self._plan()
         manager = self._manager
         manager.comfort_bytes = manager.device_budget_bytes
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._early.finish(groups)
             overflow = self._gradients.overflowed()
             if not overflow:
@@ -229,20 +255,33 @@ class Engine:
     def _drop_gradients(self) -> None:
         self._check_open()
         self._early.check("dropping gradients")
-        self._gradients.drop()
+        with self._stopping_on_loss():
+            self._gradients.drop()
+
+    def _complete(self) -> None:
+        """What a step has begun is done."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._update.complete()
 
     # Inside
 
     def _plan(self) -> None:
         """Decide from the traces what lives where."""
         chunks = self.layout.chunks
-        self._manager.keep_duplicates = not self._parameters_fit(self._clock.peak_non_model_bytes)
+        manager = self._manager
+        manager.keep_duplicates = manager.disk is not None or not self._parameters_fit(self._clock.peak_non_model_bytes)
         beside = self._clock.peak_non_model_bytes + self._update.workspace_bytes()
         stuck = self._update.stuck()
         chunkable = self.device_budget_bytes - beside
-        self._update.on_device = set(
-            margin_chunks(chunks, chunkable, stuck=stuck, accumulates=self._data.accumulates)
-        ) - ({slot.place.chunk for slot in self._data.slots if slot.on_host} - stuck)
+        accumulates = self._data.accumulates
+        above = set(margin_chunks(chunks, chunkable, stuck=stuck, accumulates=accumulates)) - (
+            {slot.place.chunk for slot in self._data.slots if slot.on_host} - stuck
+        )
+        if manager.disk is None:
+            self._update.homes = dict.fromkeys(above, Tier.DEVICE)
+            return
+        room = optimizer_room_bytes(self.layout, self.host_budget_bytes - manager.host.other_peak, chunkable)
+        self._update.homes = homes(chunks, above, room, accumulates=accumulates)
 
     def _parameters_fit(self, beside_bytes: int) -> bool:
         """Whether all of `param16` fits on the device beside this many bytes, so that none of it has to leave."""
@@ -265,6 +304,7 @@ class Engine:
                 if param.requires_grad and not slot.scheme.trained:
                     thawed.append(slot)
             if thawed:
+                self._complete()
                 if self._clock.open_key is not None:
                     raise ModelError(
                         f"parameter {thawed[0].name!r} was unfrozen in the middle of a step, when graphs that know it "
@@ -281,10 +321,27 @@ class Engine:
         return shapes, self.module.training
 
     @contextmanager
+    def _stopping_on_loss(self) -> Iterator[None]:
+        """When bytes of chunks are lost, since a disk or a thread has failed, all is given back and the engine is closed."""
+        try:
+            yield
+        except (DiskError, MoveError) as error:
+            if self._release.alive:
+                lost = self._release() or ()
+                error.add_note(
+                    f"The engine is closed. {len(lost)} parameters could not be read back and are NaN"
+                    f"{': ' + ', '.join(lost) if lost else ''}. Go on from a saved state with a new engine."
+                )
+            raise
+
+    @contextmanager
     def _unwound_on_error(self) -> Iterator[None]:
         """After an exception nothing is pinned and no window is open; the engine goes on."""
         try:
-            yield
+            with self._stopping_on_loss():
+                yield
+        except (DiskError, MoveError):
+            raise
         except BaseException as error:
             self._interceptor.window = None
             self._interceptor.unseen.clear()
@@ -309,30 +366,21 @@ class Engine:
             raise TrainingError("this engine was closed; call ps.initialize for a new one")
 
 
-def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> None:
-    """Leave an ordinary model behind: when the engine is closed, or when nobody holds it any more."""
+def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list[str]:
+    """Leave an ordinary model behind: when the engine is closed, or when nobody holds it any more.
+
+    Returns the names of parameters that were lost with a disk that has failed.
+    """
     # The garbage collector may come at any time, in the middle of a compiler's tracing too.
     with _disable_current_modes(), managing(), torch._C.DisableTorchFunctionSubclass():
+        interceptor.window = None
         interceptor.early.abandon()
         blocks.close()
         state.data.drop_uses()
-        state.data.discard_gradients()
+        with suppress(DiskError, MoveError, TrainingError):  # what is lost shows when parameters are read back
+            interceptor.early.update.complete()
         interceptor.close()
-        state.release()
-
-
-def budgets(config: Config, device: torch.device) -> tuple[int, int]:
-    """The bytes of the two tiers. On a CPU they share one RAM: what one is not given is the other's, or half each."""
-    device_memory = int(config.device_memory) if config.device_memory is not None else None
-    host_memory = int(config.host_memory) if config.host_memory is not None else None
-    ram = installed_bytes(torch.device("cpu"))
-    if device.type != "cpu":
-        return device_memory or installed_bytes(device), host_memory or ram
-    if device_memory is None:
-        device_memory = ram // 2 if host_memory is None else max(0, ram - host_memory)
-    if host_memory is None:
-        host_memory = max(0, ram - device_memory)
-    return device_memory, host_memory
+        return state.release()
 
 
 def initialize(

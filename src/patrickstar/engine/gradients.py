@@ -43,6 +43,7 @@ class Gradients:
         if not slot.has_gradient:
             return None
         with torch.no_grad():
+            self.data.have_gradient(slot)
             grad = self.data.gradient(slot).together().scaled(self.scales)
             return grad.as_strided(slot.region.shape, slot.region.strides)
 
@@ -67,6 +68,8 @@ class Gradients:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for slots in self.data.by_chunk.values():
                 some = [slot for slot in slots if slot.has_gradient]
+                for slot in some:
+                    self.data.have_gradient(slot)
                 found = self.kernels.survey([self.data.gradient(slot).together() for slot in some], self.scales)
                 sums.update(zip(some, found.sums, strict=True))
                 not_finite += found.not_finite

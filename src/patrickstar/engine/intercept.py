@@ -206,6 +206,7 @@ class Interceptor:
         with managing():
             self._end_uses(slots, suspended)
             self.data.boundary(belongs)
+            self.early.update.proceed()
 
     def _end_uses(self, slots: Sequence[Slot], suspended: Window | None) -> None:
         self.data.release(slots, TensorState.HOLD if self.in_backward else TensorState.HOLD_AFTER_FWD)
@@ -240,6 +241,7 @@ class Interceptor:
             number = torch._C._autograd._get_sequence_nr() - 1
             self.unseen[number] = tuple(dict.fromkeys((*self.unseen.get(number, ()), *slots)))
         with managing():
+            self.early.update.complete(slots)
             try:
                 self.data.access(slots, belongs)
                 return None
@@ -408,6 +410,7 @@ class Interceptor:
 
     def _open(self, window: Window) -> None:
         with torch.no_grad():
+            self.early.update.complete(window.slots)
             self.data.access(window.slots, belongs=True)
         self.window = window
 
@@ -416,3 +419,4 @@ class Interceptor:
             self.data.release(self.window.slots, TensorState.HOLD)
             self.window = None
             self.early.proceed()
+            self.early.update.proceed()

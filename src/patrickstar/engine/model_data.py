@@ -1,6 +1,6 @@
 """Model data in use: access, release, and the gradient that takes its parameter's place (§6.2, Figure 7)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from patrickstar.kernels.rule import Gradient
 from patrickstar.layout.lists import GRAD32, PARAM32
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.manager import Manager
-from patrickstar.schedule.placement import embedding_runs_on_host
+from patrickstar.schedule.placement import Tier, embedding_runs_on_host
 from patrickstar.schedule.states import TensorState, chunk_state
 
 # [Note: what a Parameter is while its chunk is away]
@@ -76,6 +76,8 @@ class ModelData:
         self.bring(chunks)
         self.clock.settled()
         self.pin(slots)
+        self.manager.advance()
+        self.follow_moves()
 
     def settle_embeddings(self) -> None:
         """Have lookups run on the host from now on where the last step moved more of the weight than they put out.
@@ -87,8 +89,9 @@ class ModelData:
                 continue
             chunk = slot.chunk
             fewer = embedding_runs_on_host(chunk.moved_bytes, slot.looked_up_bytes)
-            if not slot.on_host and fewer and (chunk.host_bytes or self.manager.free_host_room(chunk.nbytes)):
-                self.manager.settle(slot.chunk, on_device=False)
+            has_room = chunk.host_bytes > 0 or self.manager.free_host_room(chunk.nbytes)
+            if not slot.on_host and fewer and has_room and not slot.pending:
+                self.manager.settle(slot.chunk, Tier.HOST)
                 slot.on_host = True
                 self.clock.forget()
                 self.follow_moves()
@@ -132,6 +135,7 @@ class ModelData:
         self.clock.tick((), belongs)
         try:
             self.manager.make_room(0, protect=())
+            self.manager.advance()
         finally:
             self.follow_moves()
         self.clock.settled()
@@ -178,14 +182,31 @@ class ModelData:
             elif slot.on_host:
                 slot.param.data = slot.chunk.on_host(slot.region)
             else:
-                slot.param.data = self._absent(slot.chunk.dtype).expand(slot.shape)
+                slot.param.data = self.absent(slot.chunk.dtype).expand(slot.shape)
 
-    def _absent(self, dtype: torch.dtype) -> torch.Tensor:
+    def absent(self, dtype: torch.dtype) -> torch.Tensor:
         """One element that stands in for parameters that are away."""
         if dtype not in self._stand_ins:
             fill = float("nan") if dtype.is_floating_point else 0
             self._stand_ins[dtype] = torch.full((), fill, dtype=dtype, device=self.manager.device)
         return self._stand_ins[dtype]
+
+    # Lists that may lie on disk
+
+    def parts(self, slot: Slot, kind: str, *, write: bool = False) -> Iterator[tuple[slice, torch.Tensor]]:
+        """A parameter's elements of one list, in a row: in memory all at once, of what lies on disk a page at a time.
+
+        Each part comes with its place among the parameter's elements. With `write` parts are written back.
+        """
+        chunk = self.manager[kind, slot.place.chunk]
+        if chunk.in_memory:
+            yield slice(0, slot.place.numel), slot.flat(chunk)
+            if write:
+                self.manager.mark_written(chunk, on_device=chunk.device_valid)
+            return
+        for first, page in self.manager.pages_of(chunk, slot.place.offset, slot.place.numel, write):
+            begin, end = max(first, slot.place.offset), min(first + page.numel(), slot.place.offset + slot.place.numel)
+            yield slice(begin - slot.place.offset, end - slot.place.offset), page[begin - first : end - first]
 
     # Writing
 
@@ -195,8 +216,9 @@ class ModelData:
         if slot.scheme.trained:
             master = self.manager[PARAM32, slot.place.chunk]
             self._count(slot.chunk, master, slot.place.numel * slot.chunk.dtype.itemsize)
-            follow_rounded(slot.in_chunk(master), slot.payload())
-            self.manager.mark_written(master, on_device=master.device_valid)
+            payload = slot.flat(slot.chunk)
+            for where, part in self.parts(slot, PARAM32, write=True):
+                follow_rounded(part, payload[where])
 
     def put_gradient(self, slot: Slot, grad: torch.Tensor) -> None:
         """Write a complete gradient over its parameter.
@@ -210,11 +232,13 @@ class ModelData:
             return
         if slot.over_param and slot.backward == self.backward:
             slot.grows = True
+            self.have(slot)
             slot.payload().add_(grad)
             self._note_write(slot)
             return
         if slot.over_param:
             self.give_way(slot)
+        self.have(slot)
         slot.version_before_gradient = slot.param._version
         slot.over_param, slot.backward = True, self.backward
         slot.payload().copy_(grad)
@@ -229,6 +253,7 @@ class ModelData:
         what autograd saved of it is true again. A gradient of an earlier backward goes to the gradient list; one that
         may yet grow waits for the end of its backward.
         """
+        self.have(slot)
         if self.in_backward and slot.backward == self.backward:
             slot.unfinished, slot.grows = slot.payload().clone(), True
         else:
@@ -261,8 +286,11 @@ class ModelData:
             self.discard_gradient(slot)
 
     def discard_gradient(self, slot: Slot) -> None:
-        """Forget one."""
+        """Forget one, unless its update is under way."""
+        if slot.pending:
+            return
         if slot.over_param:
+            self.have(slot)
             self._restore(slot)
         slot.in_list, slot.unfinished = False, None
 
@@ -287,16 +315,25 @@ class ModelData:
             return Gradient(earlier, None, dtype)
         return Gradient(slot.flat(slot.chunk), earlier, dtype)
 
+    def updated(self, slots: Iterable[Slot]) -> None:
+        """An update has made parameters of what lay over these."""
+        for slot in slots:
+            slot.steps += 1
+            slot.watched = True
+            torch.autograd.graph.increment_version(slot.param)
+            slot.over_param = slot.in_list = slot.pending = False
+            slot.move_to(TensorState.HOLD)
+
     def give_up(self, slot: Slot) -> None:
         """An update failed on the way: what lies over the parameter may be anything, and becomes the rounded master."""
-        copy_rounded(slot.in_chunk(self.manager[PARAM32, slot.place.chunk]), slot.payload())
+        self._round_master(slot)
         self._note_write(slot)
-        slot.over_param, slot.in_list, slot.unfinished = False, False, None
+        slot.over_param, slot.in_list, slot.unfinished, slot.pending = False, False, None, False
         if slot.uses == 0:
             slot.move_to(TensorState.HOLD)
 
     def _count(self, source: Chunk, target: Chunk, nbytes: int) -> None:
-        if source.device_valid != target.device_valid:
+        if source.device_valid != target.device_valid and source.in_memory and target.in_memory:
             self.manager.count_move(nbytes, to_device=target.device_valid)
 
     def _note_write(self, slot: Slot) -> None:
@@ -304,9 +341,28 @@ class ModelData:
         torch.autograd.graph.increment_version(slot.param)
         self.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
 
+    def have(self, slot: Slot) -> None:
+        """Have a parameter's chunk in memory, to be written."""
+        if not slot.chunk.in_memory:
+            self.bring([slot.chunk])
+
+    def have_gradient(self, slot: Slot) -> None:
+        """Have both parts of a parameter's gradient in memory."""
+        chunks = [slot.chunk] if slot.over_param else []
+        if slot.in_list:
+            chunks.append(self.manager[GRAD32, slot.place.chunk])
+        if any(not chunk.in_memory for chunk in chunks):
+            self.bring(chunks)
+
+    def _round_master(self, slot: Slot) -> None:
+        """Put the rounded master over whatever lies there."""
+        payload = slot.flat(slot.chunk)
+        for where, part in self.parts(slot, PARAM32):
+            copy_rounded(part, payload[where])
+
     def _restore(self, slot: Slot) -> None:
         master = self.manager[PARAM32, slot.place.chunk]
-        copy_rounded(slot.in_chunk(master), slot.payload())
+        self._round_master(slot)
         self._count(master, slot.chunk, slot.place.numel * slot.chunk.dtype.itemsize)
         self.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
         torch._C._autograd._unsafe_set_version_counter((slot.param,), (slot.version_before_gradient,))
@@ -319,14 +375,13 @@ class ModelData:
         index = slot.place.chunk
         if (GRAD32, index) not in self.manager.chunks:
             beside = self.manager[PARAM32, index]
-            made = Chunk(GRAD32, index, beside.numel, slot.scheme.master_dtype, self.manager.device)
-            self.manager.create(made, on_device=beside.device_valid)
-        chunk = self.manager[GRAD32, index]
-        total, grad = slot.in_chunk(chunk), slot.payload()
-        self._count(slot.chunk, chunk, grad.nbytes)
-        if slot.in_list:
-            total.add_(grad.to(total.device, total.dtype))
-        else:
-            total.copy_(grad)
-        self.manager.mark_written(chunk, on_device=chunk.device_valid)
+            tier = Tier.DEVICE if beside.device_valid else Tier.HOST if beside.host_valid else Tier.DISK
+            self.manager.new_chunk(GRAD32, index, beside.numel, slot.scheme.master_dtype, tier)
+        self._count(slot.chunk, self.manager[GRAD32, index], slot.place.numel * slot.chunk.dtype.itemsize)
+        grad = slot.flat(slot.chunk)
+        for where, total in self.parts(slot, GRAD32, write=True):
+            if slot.in_list:
+                total.add_(grad[where].to(total.device, total.dtype))
+            else:
+                total.copy_(grad[where])
         slot.in_list = True

@@ -27,19 +27,25 @@ class _Away:
 
     def __init__(self, tensor: torch.Tensor, source: StorageWeakRef, manager: Manager) -> None:
         nbytes = tensor.numel() * tensor.element_size()
-        manager.reserve_host(nbytes)
-        weakref.finalize(self, manager.reserve_host, -nbytes)
+        self.place = manager.reserve_host(nbytes)
+        weakref.finalize(self, manager.host.give_back, self.place).atexit = False
         self.source = source
+        self.like = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
         start = time.perf_counter()
-        self.host = torch.empty_like(tensor, device="cpu", memory_format=torch.preserve_format).copy_(tensor)
+        self._host(manager).copy_(tensor)
         manager.traffic.stall_s += time.perf_counter() - start
         manager.traffic.d2h_bytes += nbytes
         self.device, self.manager, self.nbytes = tensor.device, manager, nbytes
 
+    def _host(self, manager: Manager) -> torch.Tensor:
+        """The tensor's copy, in a place that may have moved."""
+        flat = manager.host.slab.view(self.place, self.like.dtype)
+        return flat.as_strided(self.like.shape, self.like.stride(), flat.storage_offset())
+
     def back(self) -> torch.Tensor:
         """A copy on the device."""
         start = time.perf_counter()
-        tensor = torch.empty_like(self.host, device=self.device, memory_format=torch.preserve_format).copy_(self.host)
+        tensor = torch.empty_like(self.like, device=self.device).copy_(self._host(self.manager))
         self.manager.traffic.stall_s += time.perf_counter() - start
         self.manager.traffic.h2d_bytes += self.nbytes
         return tensor

@@ -46,6 +46,8 @@ class Slot:
     """A backward has added to its gradient after that had come, or has read the parameter again."""
     updated_in: int = 0
     """The number of the backward that it was updated beside."""
+    pending: bool = False
+    """Its update has been asked for, with the gradient that lies over it, and has not ended."""
     version_before_gradient: int = 0
     steps: int = 0
     """How many updates it has had."""
@@ -61,7 +63,7 @@ class Slot:
     @property
     def has_gradient(self) -> bool:
         """Whether the next step has something to do here."""
-        return self.over_param or self.in_list
+        return (self.over_param or self.in_list) and not self.pending
 
     def move_to(self, state: TensorState) -> None:
         """Change state, along legal transitions only."""
@@ -81,6 +83,13 @@ class Slot:
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """This parameter's elements of a parallel chunk, in a row as they lie in memory."""
         return chunk.current(Region(self.place.offset, (self.place.numel,), (1,)))
+
+    def flattened(self, value: torch.Tensor) -> torch.Tensor:
+        """A value of the parameter's shape, its elements in a row as the parameter's lie in memory."""
+        value = value.expand(self.shape)
+        if value.stride() != self.region.strides or value.numel() != self.place.numel:
+            value = torch.empty_strided(self.shape, self.region.strides, dtype=value.dtype).copy_(value)
+        return value.as_strided((self.place.numel,), (1,))
 
     def in_chunk(self, chunk: Chunk) -> torch.Tensor:
         """This parameter's part of a parallel chunk, where that one is current."""

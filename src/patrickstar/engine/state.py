@@ -10,7 +10,7 @@ from torch import nn
 from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.parameters import release_parameter, slot_of
 from patrickstar.engine.slot import Slot
-from patrickstar.errors import ModelError
+from patrickstar.errors import DiskError, ModelError, MoveError, TrainingError
 from patrickstar.layout.lists import PARAM16, PARAM32
 
 
@@ -23,13 +23,18 @@ class ModelState:
 
     def read(self, slot: Slot, kind: str) -> torch.Tensor:
         """A copy, on the host, of a parameter's part of a list."""
-        return slot.in_chunk(self.data.manager[kind, slot.place.chunk]).cpu().clone()
+        chunk = self.data.manager[kind, slot.place.chunk]
+        found = torch.empty_strided(slot.shape, slot.region.strides, dtype=chunk.dtype)
+        flat = found.as_strided((slot.place.numel,), (1,))
+        for where, part in self.data.parts(slot, kind):
+            flat[where].copy_(part)
+        return found
 
     def write(self, slot: Slot, kind: str, value: torch.Tensor) -> None:
         """Set a parameter's part of a list."""
-        chunk = self.data.manager[kind, slot.place.chunk]
-        slot.in_chunk(chunk).copy_(value)
-        self.data.manager.mark_written(chunk, chunk.device_valid)
+        flat = slot.flattened(value)
+        for where, part in self.data.parts(slot, kind, write=True):
+            part.copy_(flat[where])
 
     def full_precision(self, slot: Slot) -> torch.Tensor:
         """A copy of a parameter on the host: of its master, or of itself if it is frozen."""
@@ -72,9 +77,12 @@ class ModelState:
                 else:
                     self._assign(slot, state_dict[name])
 
-    def release(self) -> None:
-        """Give every chunk back; parameters become ordinary ones on the host, in full precision."""
-        manager = self.data.manager
+    def release(self) -> list[str]:
+        """Give every chunk back; parameters become ordinary ones on the host, in full precision.
+
+        Returns the names of those that could not be read back, since the disk has failed; they are all NaN.
+        """
+        manager, lost = self.data.manager, []
         self.data.closed = True
         for slot in self.data.slots:
             release_parameter(slot)
@@ -83,11 +91,18 @@ class ModelState:
                 manager.remove(chunk)
         for index, slots in self.data.by_chunk.items():
             for slot in slots:
-                slot.param.data = self.full_precision(slot)
+                try:
+                    slot.param.data = self.full_precision(slot)
+                except (DiskError, MoveError, TrainingError):
+                    slot.param.data = self.data.absent(torch.float32).expand(slot.shape)
+                    lost.append(slot.name)
                 slot.device_view = None
             for kind in (PARAM16, PARAM32):
                 if (kind, index) in manager.chunks:
                     manager.remove(manager[kind, index])
+        manager.close()
+        manager.host.close()
+        return lost
 
     def _entries(self) -> dict[str, Any]:
         entries: dict[str, Any] = self.module.state_dict(keep_vars=True)

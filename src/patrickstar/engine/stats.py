@@ -17,6 +17,8 @@ class StepStats:
     host_peak_non_model_bytes: int = 0
     h2d_bytes: int = 0
     d2h_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_write_bytes: int = 0
     evictions: int = 0
     stall_s: float = 0.0
 
@@ -31,6 +33,8 @@ class StepStats:
             host_peak_non_model_bytes=max(self.host_peak_non_model_bytes, later.host_peak_non_model_bytes),
             h2d_bytes=self.h2d_bytes + later.h2d_bytes,
             d2h_bytes=self.d2h_bytes + later.d2h_bytes,
+            disk_read_bytes=self.disk_read_bytes + later.disk_read_bytes,
+            disk_write_bytes=self.disk_write_bytes + later.disk_write_bytes,
             evictions=self.evictions + later.evictions,
             stall_s=self.stall_s + later.stall_s,
         )
@@ -53,13 +57,15 @@ class Stats:
             loss_scale=loss_scale,
             device_peak_model_bytes=manager.device_peak,
             device_peak_non_model_bytes=non_model_peak,
-            host_peak_model_bytes=manager.host_peak,
-            host_peak_non_model_bytes=manager.host_non_model_peak,
+            host_peak_model_bytes=manager.host.peak,
+            host_peak_non_model_bytes=manager.host.other_peak,
             h2d_bytes=moved.h2d_bytes,
             d2h_bytes=moved.d2h_bytes,
+            disk_read_bytes=moved.disk_read_bytes,
+            disk_write_bytes=moved.disk_write_bytes,
             evictions=moved.evictions,
             stall_s=moved.stall_s,
         )
         self.total = self.total.plus(self.last)
-        manager.device_peak, manager.host_peak = manager.device_used, manager.host_used
-        manager.host_non_model_peak = manager.host_non_model_bytes
+        manager.device_peak = manager.device_used
+        manager.host.restart_peaks()

@@ -8,13 +8,14 @@ import torch
 
 from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.optimizers import Optimizer
+from patrickstar.engine.pipeline import Pipeline, Ring
 from patrickstar.engine.slot import Slot
 from patrickstar.kernels.choice import Kernels
 from patrickstar.kernels.native import Running
 from patrickstar.kernels.rule import Rule, Span
 from patrickstar.layout.lists import GRAD32, PARAM32
 from patrickstar.memory.chunk import Chunk
-from patrickstar.schedule.states import TensorState
+from patrickstar.schedule.placement import Tier
 
 STREAM_NUMEL = 1 << 22
 """Elements that come down together: four pages, for several threads, 8 MiB of 16-bit gradients."""
@@ -25,11 +26,13 @@ GroupOf = Callable[[Slot], Mapping[str, Any] | None]
 class Update:
     """Runs one optimizer step over all chunks that hold gradients."""
 
-    def __init__(self, data: ModelData, optimizer: Optimizer, kernels: Kernels) -> None:
+    def __init__(self, data: ModelData, optimizer: Optimizer, kernels: Kernels, ring: Ring | None = None) -> None:
         self.data = data
         self.optimizer = optimizer
         self.kernels = kernels
-        self.on_device: set[int] = set()
+        self.homes: dict[int, Tier] = {}
+        """Where the optimizer chunks of each index live."""
+        self.pipeline = Pipeline(data, self.update, ring) if ring is not None else None
 
     def run(self, group_of: GroupOf, scales: Sequence[float]) -> None:
         """Update every parameter that has a gradient and belongs to a param group.
@@ -39,6 +42,23 @@ class Update:
         for index in self.data.by_chunk:
             for running in self.run_chunk(index, group_of, scales):
                 running.finish()
+        if self.pipeline is not None:
+            self.pipeline.sort(self.data.clock.trace.first_use)
+            self.pipeline.proceed()
+
+    def proceed(self) -> None:
+        """Go on with what was asked for, without waiting."""
+        if self.pipeline is not None:
+            self.pipeline.proceed()
+
+    def complete(self, slots: Sequence[Slot] | None = None) -> None:
+        """Have these parameters updated, or all that are not, if that was asked for and has not ended."""
+        if self.pipeline is None:
+            return
+        if slots is None:
+            self.pipeline.finish()
+        elif late := {slot.place.chunk for slot in slots if slot.pending}:
+            self.pipeline.finish(late)
 
     def run_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> list[Running]:
         """The same for the parameters of one chunk. What is returned may still be running, and must be waited for."""
@@ -54,6 +74,10 @@ class Update:
         }
         if not rules:
             return []
+        if self.home(index) is Tier.DISK:
+            assert self.pipeline is not None
+            self.pipeline.add(index, rules, scales)
+            return []
         try:
             running = self._start(rules, scales)
         except BaseException as error:
@@ -64,12 +88,7 @@ class Update:
                 f"parameters may be updated in part, their gradients are gone. Load a saved state to go on as before."
             )
             raise
-        for slot in rules:
-            slot.steps += 1
-            slot.watched = True
-            torch.autograd.graph.increment_version(slot.param)
-            slot.over_param = slot.in_list = False
-            slot.move_to(TensorState.HOLD)
+        self.data.updated(rules)
         for chunk in (slots[0].chunk, *self._optimizer_chunks(index, slots)):
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
         return running
@@ -135,6 +154,18 @@ class Update:
         )
         return max(needs, default=0)
 
+    def home(self, index: int) -> Tier:
+        """Where the optimizer chunks of this index live."""
+        return self.homes.get(index, Tier.HOST)
+
+    def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
+        """Update spans whose masters are on the host, wherever their parameters are."""
+        together = [span for span in spans if span.param.device == span.master.device]
+        self.kernels.update(together, scales)
+        for span in spans:
+            if span.param.device != span.master.device:
+                self._stream(span, scales)
+
     def stuck(self) -> set[int]:
         """Indices whose optimizer chunks are on the device and find no room on the host.
 
@@ -142,7 +173,7 @@ class Update:
         """
         manager = self.data.manager
         exchange = 2 * max(slots[0].chunk.nbytes for slots in self.data.by_chunk.values())
-        free = manager.host_budget_bytes - manager.host_used - manager.host_non_model_bytes - exchange
+        free = manager.host.free_bytes - exchange
         found = set()
         for index, slots in self.data.by_chunk.items():
             chunks = self._optimizer_chunks(index, slots)
@@ -168,16 +199,18 @@ class Update:
         chunks = self._optimizer_chunks(index, slots)
         if (GRAD32, index) in manager.chunks:
             chunks.append(manager[GRAD32, index])
-        on_device = index in self.on_device
+        home = self.home(index)
         read = slots[0].chunk
         if any(slot.has_gradient for slot in slots):
             has_place = read.host_bytes > 0 or manager.free_host_room(read.nbytes)
-            if on_device or (manager.keep_duplicates and has_place):
+            if home is Tier.DEVICE or (manager.disk is None and manager.keep_duplicates and has_place):
                 chunks.append(read)
-        if on_device:
+            elif home is Tier.HOST:
+                manager.have(read)
+        if home is Tier.DEVICE:
             manager.bring(chunks)
         for chunk in chunks:
-            manager.settle(chunk, on_device)
+            manager.settle(chunk, home)
         self.data.follow_moves()
 
 

@@ -1,19 +1,15 @@
-"""A chunk: a contiguous buffer that lies on the device, on the host, or, as a duplicate, on both."""
+"""A chunk: a contiguous buffer that lies on the device, on the host or on disk, duplicates possible."""
 
 from dataclasses import dataclass
 
 import torch
 
 from patrickstar.layout.lists import ITEMSIZE
-
-# [Note: one storage for life]
-# Autograd saves views of weights (`weight.t()`), not Parameters, so a chunk's device memory must come back where those
-# views look for it. Each chunk owns one storage object for as long as it lives: leaving the device resizes it to zero
-# bytes, coming back resizes it up and writes in place, and every view that was ever taken sees the new bytes.
-# Writing goes through a fresh alias (`empty(0).set_(storage)`), which has its own version counter: moving bytes is not
-# a modification that autograd has to know of.
-
-PINNED_READ_WRITE = 0
+from patrickstar.memory.device import device_memory
+from patrickstar.memory.movers import Transfer
+from patrickstar.memory.pages import PageBank
+from patrickstar.memory.slab import Place
+from patrickstar.schedule.placement import Tier
 
 
 @dataclass(frozen=True)
@@ -26,19 +22,35 @@ class Region:
 
 
 class Chunk:
-    """One chunk of one list. `device_valid` and `host_valid` say which copies hold the current bytes."""
+    """One chunk of one list. `device_valid`, `host_valid` and `disk_valid` say which copies hold the current bytes."""
 
-    def __init__(self, kind: str, index: int, numel: int, dtype: str, device: torch.device) -> None:
+    def __init__(
+        self, kind: str, index: int, numel: int, dtype: str, device: torch.device, bank: PageBank | None = None
+    ) -> None:
         self.kind = kind
         self.index = index
         self.numel = numel
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = device
         self.nbytes = numel * ITEMSIZE[dtype]
-        self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        self.memory = device_memory(self.nbytes, device, bank)
+        self.storage = self.memory.storage
+        self.on_device_now = False
         self.host: torch.Tensor | None = None
+        self.place: Place | None = None
+        """Where its host memory lies in the slab."""
+        self.disk_at: int | None = None
+        """Where its place in the scratch file begins, once it has one."""
         self.device_valid = False
         self.host_valid = False
+        self.disk_valid = False
+        self.coming: Transfer | None = None
+        """Its bytes are on their way to device memory that it has already taken."""
+        self.leaving: Transfer | None = None
+        """Its bytes are being written to a tier below, after which it leaves the device."""
+        self.leaving_to = Tier.HOST
+        self.writing: list[Transfer] = []
+        """Pages on their way to its place on disk, past which nothing may read them."""
         self.pins = 0
         self.moved_bytes = 0
 
@@ -53,7 +65,12 @@ class Chunk:
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory this chunk takes."""
-        return self.storage.nbytes()
+        return self.nbytes if self.on_device_now else 0
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether its current bytes can be read without waiting."""
+        return self.device_valid or self.host_valid
 
     def on_device(self, region: Region) -> torch.Tensor:
         """A view of the device copy with its own version counter. See [Note: one storage for life]."""
@@ -63,11 +80,11 @@ class Chunk:
     def on_host(self, region: Region) -> torch.Tensor:
         """A view of the host copy."""
         assert self.host is not None, f"{self} has no host copy"
-        return self.host.as_strided(region.shape, region.strides, region.offset)
+        return self.host.as_strided(region.shape, region.strides, self.host.storage_offset() + region.offset)
 
     def current(self, region: Region) -> torch.Tensor:
-        """A view of a copy that holds the current bytes, the device's if there are two."""
-        assert self.device_valid or self.host_valid, f"{self} holds nothing"
+        """A view of a copy in memory that holds the current bytes, the device's if there are two."""
+        assert self.in_memory, f"{self} is not in memory"
         return self.on_device(region) if self.device_valid else self.on_host(region)
 
     @property
@@ -82,37 +99,17 @@ class Chunk:
         """All elements, in a row."""
         return Region(0, (self.numel,), (1,))
 
-    def allocate_device(self) -> None:
+    def take_device(self) -> None:
         """Take device memory; its content is undefined."""
-        self.storage.resize_(self.nbytes)
+        self.memory.take()
+        self.on_device_now = True
 
     def free_device(self, poison: bool) -> None:
         """Give the device memory back, filled with NaN first where a test asks for it."""
         if poison:
             fill_poison(self.on_device(self.whole))
-        self.storage.resize_(0)
-        self.device_valid = False
-
-    def allocate_host(self) -> torch.Tensor:
-        """Take host memory, page-locked in place when the device is a GPU; its content is undefined."""
-        self.host = torch.empty(self.numel, dtype=self.dtype)
-        if self.device.type == "cuda" and self.nbytes:
-            # PyTorch's own pinned allocator would round the chunk up to a power of two.
-            status = torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), self.nbytes, PINNED_READ_WRITE)
-            if int(status) != 0:
-                raise MemoryError(f"cudaHostRegister could not lock {self.nbytes} bytes of {self}: error {int(status)}")
-        return self.host
-
-    def free_host(self, poison: bool) -> None:
-        """Give the host memory back."""
-        assert self.host is not None
-        if poison:
-            fill_poison(self.host)
-        if self.device.type == "cuda" and self.nbytes:
-            torch.cuda.synchronize(self.device)
-            torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr())
-        self.host = None
-        self.host_valid = False
+        self.memory.give()
+        self.on_device_now = self.device_valid = False
 
 
 def fill_poison(buffer: torch.Tensor) -> None:

@@ -1,11 +1,12 @@
 """Does it fit? Asked before training, answered in bytes per tier."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from patrickstar.errors import BudgetError
 from patrickstar.layout.mapping import Layout
 from patrickstar.layout.sizes import format_size
-from patrickstar.schedule.placement import initial_placement
+from patrickstar.schedule.placement import Budgets, Tier, Tiers, disk_bytes, initial_placement
 
 
 def working_set_bytes(layout: Layout, together: Iterable[set[str]]) -> int:
@@ -15,13 +16,15 @@ def working_set_bytes(layout: Layout, together: Iterable[set[str]]) -> int:
     return max(sum(nbytes[index] for index in indices) for indices in sets)
 
 
-def fits(layout: Layout, working_set: int, device_budget_bytes: int, host_budget_bytes: int) -> bool:
+def fits(layout: Layout, working_set: int, budgets: Budgets) -> bool:
     """Whether model data has a place to begin in, and operators have room beside what can't leave the device."""
-    placement = initial_placement(layout.chunks, device_budget_bytes, host_budget_bytes)
+    placement = initial_placement(layout.chunks, budgets)
     if placement is None:
         return False
-    stays = sum(chunk.optimizer_bytes for chunk in layout.chunks if placement[chunk.index].optimizer_on_device)
-    return stays + working_set <= device_budget_bytes
+    stays = sum(
+        chunk.optimizer_bytes for chunk in layout.chunks if placement[chunk.index].optimizer is Tier.DEVICE
+    )
+    return stays + working_set <= budgets.device
 
 
 def least(works: Callable[[int], bool], upper: int) -> int:
@@ -36,27 +39,42 @@ def least(works: Callable[[int], bool], upper: int) -> int:
     return upper
 
 
-def check_budgets(
-    layout: Layout, together: Iterable[set[str]], device_budget_bytes: int, host_budget_bytes: int
-) -> None:
-    """Raise BudgetError, with the smallest budgets that work, when the model data can't fit the two tiers.
+def check_budgets(layout: Layout, together: Iterable[set[str]], budgets: Budgets, staging_bytes: int = 0) -> None:
+    """Raise BudgetError, with the smallest budgets that work, when the model data can't fit the tiers.
 
-    together: names of parameters that one operator reads at once. What activations take comes on top.
+    together: names of parameters that one operator reads at once. staging_bytes: what pages on their way to the disk
+    take of the host; `budgets` are without. What activations take comes on top.
     """
     working_set = working_set_bytes(layout, together)
-    if fits(layout, working_set, device_budget_bytes, host_budget_bytes):
+
+    def works(**changed: int) -> bool:
+        return fits(layout, working_set, replace(budgets, **changed))
+
+    if budgets.host >= 0 and works():
         return
     total = layout.model_data_bytes
+    given = (
+        f"the model data of {total} bytes ({format_size(total)}) does not fit a device budget of {budgets.device} "
+        f"bytes ({format_size(budgets.device)}) and a host budget of {budgets.host + staging_bytes} bytes "
+        f"({format_size(budgets.host + staging_bytes)})"
+    )
+    needs = f"the most demanding operator needs {working_set} bytes at once on the device"
+    if budgets.disk:
+        disk = disk_bytes(layout.chunks, {chunk.index: Tiers(Tier.DEVICE, Tier.DISK) for chunk in layout.chunks})
+        raise BudgetError(
+            f"{given} with a disk of {budgets.disk} bytes ({format_size(budgets.disk)}); {needs}, pages on their way "
+            f"to the disk need {staging_bytes} bytes on the host, and the disk at most {disk} bytes "
+            f"({format_size(disk)}). Raise the one that is too small",
+            max(working_set - budgets.device, -budgets.host, disk - budgets.disk),
+        )
     plenty = 2 * total + working_set
-    device = least(lambda nbytes: fits(layout, working_set, nbytes, host_budget_bytes), plenty)
-    device_at_all = max(device_budget_bytes, least(lambda nbytes: fits(layout, working_set, nbytes, plenty), plenty))
-    host = least(lambda nbytes: fits(layout, working_set, device_at_all, nbytes), plenty)
+    device = least(lambda nbytes: works(device=nbytes), plenty)
+    device_at_all = max(budgets.device, least(lambda nbytes: works(device=nbytes, host=plenty), plenty))
+    host = least(lambda nbytes: works(device=device_at_all, host=nbytes), plenty)
     raise BudgetError(
-        f"the model data of {total} bytes ({format_size(total)}) does not fit a device budget of {device_budget_bytes} "
-        f"bytes ({format_size(device_budget_bytes)}) and a host budget of {host_budget_bytes} bytes "
-        f"({format_size(host_budget_bytes)}); the most demanding operator needs {working_set} bytes at once on the "
-        f"device. The smallest budgets that work, activations and accumulated gradients not counted: "
+        f"{given}; {needs}. The smallest budgets that work, activations and accumulated gradients not counted: "
         f"device_memory={device} bytes ({format_size(device)}) with this host_memory, or "
-        f"device_memory={device_at_all} with host_memory={host} bytes ({format_size(host)})",
-        device - device_budget_bytes,
+        f"device_memory={device_at_all} with host_memory={host} bytes ({format_size(host)}). With less, give a disk: "
+        f"ps.Config(disk=ps.Disk(directory))",
+        device - budgets.device,
     )

@@ -1,11 +1,13 @@
-"""What the bytes decide: which optimizer chunks live on the device, and where an embedding runs (§8.2).
+"""What the bytes decide: which tier optimizer chunks live on, and where an embedding runs (§8.2; Angel-PTM §4).
 
 Parameters come before optimizer states: a byte of 16-bit parameters kept on the device saves more traffic than a
-byte of optimizer states does.
+byte of optimizer states does. On the host it saves three bytes of a disk's traffic per step, since it is read twice and
+written once, and a byte of optimizer states two.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from patrickstar.layout.lists import ITEMSIZE
 from patrickstar.layout.mapping import ChunkSpec
@@ -14,22 +16,73 @@ WARM_UP_PERCENT = 80
 """The share of the device budget that the warm-up may fill, since what an operator will allocate is not yet known
 (the paper's own figure)."""
 
+DISK_BLOCK_BYTES = 4096
+"""What places on disk are multiples of."""
+
+
+class Tier(Enum):
+    """Where bytes lie: on the device, on the host, or on disk."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
 
 @dataclass(frozen=True)
 class Tiers:
     """Where the chunks of one index begin their life."""
 
-    compute_on_device: bool
-    optimizer_on_device: bool
+    compute: Tier
+    optimizer: Tier
 
 
-HOST = Tiers(compute_on_device=False, optimizer_on_device=False)
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes that chunks may take on each tier; no disk is a disk of no bytes."""
+
+    device: int
+    host: int
+    disk: int = 0
 
 
-def initial_placement(
-    chunks: Sequence[ChunkSpec], device_budget_bytes: int, host_budget_bytes: int
-) -> dict[int, Tiers] | None:
-    """Where each index begins; None if the tiers are too small together.
+HOST = Tiers(compute=Tier.HOST, optimizer=Tier.HOST)
+
+
+def initial_placement(chunks: Sequence[ChunkSpec], budgets: Budgets) -> dict[int, Tiers] | None:
+    """Where each index begins; None if the tiers are too small together. The disk is used only if there is no way else."""
+    above_disk = _in_memory(chunks, budgets.device, budgets.host)
+    return above_disk if above_disk is not None or not budgets.disk else _with_disk(chunks, budgets)
+
+
+def _with_disk(chunks: Sequence[ChunkSpec], budgets: Budgets) -> dict[int, Tiers] | None:
+    """Where each index begins if the disk takes what memory can't.
+
+    Every chunk of `param16` comes to the device when it is made, and leaves it for the host while that has room, else
+    for the disk. The host's room is all theirs at first: how much of it they need shows in the first step, and what
+    they leave goes to optimizer chunks then (`homes`).
+    """
+    param16 = sum(chunk.compute_bytes for chunk in chunks)
+    room = budgets.host - param16
+    placement = {}
+    for chunk in chunks:
+        fits = chunk.scheme.trained and chunk.optimizer_bytes <= room
+        room -= chunk.optimizer_bytes if fits else 0
+        placement[chunk.index] = Tiers(Tier.DEVICE, Tier.HOST if fits else Tier.DISK)
+    enough = disk_bytes(chunks, placement) <= budgets.disk
+    return placement if enough and max(chunk.compute_bytes for chunk in chunks) <= budgets.device else None
+
+
+def disk_bytes(chunks: Sequence[ChunkSpec], placement: Mapping[int, Tiers]) -> int:
+    """What the disk has to have room for: optimizer chunks that live there, and `param16`, all of which may go there."""
+    blocks = 0
+    for chunk in chunks:
+        lists = chunk.scheme.lists if placement[chunk.index].optimizer is Tier.DISK else chunk.scheme.lists[:1]
+        blocks += sum(-(-chunk.numel * spec.itemsize // DISK_BLOCK_BYTES) for spec in lists)
+    return blocks * DISK_BLOCK_BYTES
+
+
+def _in_memory(chunks: Sequence[ChunkSpec], device_budget_bytes: int, host_budget_bytes: int) -> dict[int, Tiers] | None:
+    """Where each index begins if device and host take all of it.
 
     Optimizer chunks begin on the host, as many as it has room for beside the part of `param16` that the device can't
     hold and beside what changes places. The others live on the device, and `param16` has what they leave:
@@ -63,7 +116,9 @@ def initial_placement(
             stays = chunk.compute_bytes <= room
             room -= chunk.compute_bytes if stays else 0
             spilled += 0 if stays else chunk.compute_bytes
-            placement[chunk.index] = Tiers(stays, chunk.index in above)
+            placement[chunk.index] = Tiers(
+                Tier.DEVICE if stays else Tier.HOST, Tier.DEVICE if chunk.index in above else Tier.HOST
+            )
         if below + min(param16, spilled + (exchange if below or spilled else 0)) <= host_budget_bytes:
             return placement
     return None
@@ -88,6 +143,31 @@ def margin_chunks(
             placed.append(chunk.index)
             margin -= nbytes
     return placed
+
+
+def homes(
+    chunks: Sequence[ChunkSpec], on_device: Collection[int], host_bytes: int, *, accumulates: bool = False
+) -> dict[int, Tier]:
+    """Where the optimizer chunks of each index live: in the margin, on the host while `host_bytes` last, else on disk.
+
+    In list order: the first to be used in forward are the last to be complete in backward, so their update has the
+    least time in which a disk could hide. What lives on the host is the same part in every step: a sweep over more
+    than it holds would find nothing of it the next time, unless it turned round, which saves the same bytes, but can't
+    when backward and forward say the order.
+    """
+    found = {}
+    for chunk in chunks:
+        nbytes = chunk.optimizer_bytes
+        if accumulates:
+            nbytes += chunk.nbytes(ITEMSIZE[chunk.scheme.master_dtype])
+        if chunk.index in on_device:
+            found[chunk.index] = Tier.DEVICE
+        elif nbytes <= host_bytes:
+            found[chunk.index] = Tier.HOST
+            host_bytes -= nbytes
+        else:
+            found[chunk.index] = Tier.DISK
+    return found
 
 
 def embedding_runs_on_host(chunk_bytes_moved: int, activation_bytes: int) -> bool:

@@ -40,6 +40,11 @@ class Trace:
         """The most non-model data at any moment."""
         return max((moment.non_model_bytes for moment in self.moments), default=0)
 
+    def first_use(self, chunk: int) -> int:
+        """The first moment that accesses `chunk`; NEVER if none does."""
+        uses = self.uses.get(chunk)
+        return uses[0] if uses else NEVER
+
     def next_use(self, chunk: int, now: int) -> int:
         """The first moment after `now` that accesses `chunk`, counted on into the next iteration; O(log moments)."""
         uses = self.uses.get(chunk)

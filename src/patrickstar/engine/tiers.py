@@ -1,0 +1,101 @@
+"""The tiers of one engine: their budgets, and the scratch file of the one on disk."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from patrickstar.engine.config import Config
+from patrickstar.engine.pipeline import Ring
+from patrickstar.errors import DiskError
+from patrickstar.layout.mapping import Layout
+from patrickstar.memory.disk import STAGES, DiskTier
+from patrickstar.memory.meter import installed_bytes
+from patrickstar.memory.pages import round_up
+from patrickstar.memory.scratch import PAGE_BYTES, ScratchFile
+from patrickstar.schedule.feasibility import check_budgets
+from patrickstar.schedule.placement import Budgets, Tiers, disk_bytes, initial_placement
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """Where chunks begin, and what lies below memory."""
+
+    placement: dict[int, Tiers]
+    disk: DiskTier | None = None
+    ring: Ring | None = None
+    """The pages that updates of what is on disk pass through."""
+    staging_bytes: int = 0
+    """Host memory that pages on their way take."""
+
+
+def budgets(config: Config, device: torch.device) -> tuple[int, int]:
+    """The bytes of device and host. On a CPU they share one RAM: what one is not given is the other's, or half each."""
+    device_memory = int(config.device_memory) if config.device_memory is not None else None
+    host_memory = int(config.host_memory) if config.host_memory is not None else None
+    ram = installed_bytes(torch.device("cpu"))
+    if device.type != "cpu":
+        return device_memory or installed_bytes(device), host_memory or ram
+    if device_memory is None:
+        device_memory = ram // 2 if host_memory is None else max(0, ram - host_memory)
+    if host_memory is None:
+        host_memory = max(0, ram - device_memory)
+    return device_memory, host_memory
+
+
+def plan_tiers(
+    config: Config,
+    layout: Layout,
+    together: Iterable[set[str]],
+    memory: tuple[int, int],
+    page_bytes: int = PAGE_BYTES,
+) -> TierPlan:
+    """Decide where chunks begin, and make the scratch file if memory can't hold them and a disk may be used.
+
+    memory: budgets of device and host. Raises BudgetError when all tiers together are too small, DiskError when the
+    directory can't be used.
+    """
+    device, host = memory
+    in_memory = initial_placement(layout.chunks, Budgets(device, host))
+    if config.disk is None or in_memory is not None:
+        check_budgets(layout, together, Budgets(device, host))
+        assert in_memory is not None, "budgets were checked"
+        return TierPlan(in_memory)
+    folder = Path(config.disk.directory)
+    capacity = int(config.disk.capacity) if config.disk.capacity is not None else None
+    largest = max(chunk.numel * max(spec.itemsize for spec in chunk.scheme.lists) for chunk in layout.chunks)
+    page_bytes = min(page_bytes, round_up(largest))
+    pages_bytes = page_bytes * (STAGES + 1)
+    rule = config.optimizer.rule(config.optimizer.defaults(), 1, {})
+    # The lists of a trained parameter, and that of accumulated gradients.
+    lists = 2 + len(config.optimizer.states)
+    ring = Ring.sized(lists, largest, page_bytes, rule.by_pages, host - pages_bytes)
+    staging = pages_bytes + ring.nbytes
+    budget = Budgets(device, host - staging, capacity if capacity is not None else _free_bytes(folder))
+    check_budgets(layout, together, budget, staging)
+    placement = initial_placement(layout.chunks, budget)
+    assert placement is not None, "budgets were checked"
+    file = ScratchFile(
+        folder, disk_bytes(layout.chunks, placement), checksums=config.disk.checksums, capacity_bytes=capacity
+    )
+    return TierPlan(placement, DiskTier(file, page_bytes), ring, staging)
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        space = os.statvfs(folder)
+    except OSError as error:
+        raise DiskError(
+            f"the disk tier's directory {folder} can't be used: {error.strerror}; create it, or use another"
+        ) from error
+    return space.f_bavail * space.f_frsize
+
+
+def optimizer_room_bytes(layout: Layout, host_bytes: int, device_param_bytes: int) -> int:
+    """What the host has for optimizer chunks beside the `param16` chunks that the device can't keep."""
+    largest = max(chunk.compute_bytes for chunk in layout.chunks)
+    spills = layout.param16_bytes > device_param_bytes
+    return host_bytes - (min(layout.param16_bytes, layout.param16_bytes - device_param_bytes + largest) if spills else 0)
+

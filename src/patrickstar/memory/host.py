@@ -1,0 +1,87 @@
+"""The host tier: its budget, and who has which place in its slab."""
+
+import torch
+
+from patrickstar.memory.chunk import Chunk, fill_poison
+from patrickstar.memory.slab import Place, Slab
+
+
+class HostTier:
+    """Chunks, offloaded activations and the update's pages, in one slab and under one budget."""
+
+    def __init__(self, budget_bytes: int, slab_bytes: int, pinned: bool, poison: bool) -> None:
+        self.budget_bytes = budget_bytes
+        self.slab = Slab(min(budget_bytes, slab_bytes), pinned)
+        self.poison = poison
+        self.used = 0
+        """Bytes of chunks."""
+        self.other_bytes = 0
+        """Bytes of everything else."""
+        self.peak = 0
+        self.other_peak = 0
+        self.moved: set[Chunk] = set()
+        """Chunks whose place has changed since the manager last looked."""
+        self._owners: dict[Place, Chunk] = {}
+
+    @property
+    def free_bytes(self) -> int:
+        """What the budget leaves."""
+        return self.budget_bytes - self.used - self.other_bytes
+
+    def take(self, chunk: Chunk) -> torch.Tensor:
+        """Have a place for a chunk, for which the budget has room; its content is undefined."""
+        place = self._place(chunk.nbytes)
+        self._owners[place] = chunk
+        chunk.place, chunk.host = place, self.slab.view(place, chunk.dtype)
+        self.used += chunk.nbytes
+        self.peak = max(self.peak, self.used)
+        return chunk.host
+
+    def give(self, chunk: Chunk) -> None:
+        """Take a chunk's place back."""
+        assert chunk.host is not None and chunk.place is not None
+        if self.poison:
+            fill_poison(chunk.host)
+        del self._owners[chunk.place]
+        self.slab.give(chunk.place)
+        chunk.host, chunk.place, chunk.host_valid = None, None, False
+        self.used -= chunk.nbytes
+
+    def borrow(self, nbytes: int) -> Place:
+        """Bytes for something that is no chunk, for which the budget has room. Look at them by `slab.view`."""
+        place = self._place(nbytes)
+        self.other_bytes += nbytes
+        self.other_peak = max(self.other_peak, self.other_bytes)
+        return place
+
+    def give_back(self, place: Place) -> None:
+        """They are not needed any more."""
+        self.slab.give(place)
+        self.other_bytes -= place.nbytes
+
+    def _place(self, nbytes: int) -> Place:
+        place = self.slab.take(nbytes)
+        if place is None:
+            self.slab.compact()
+            for moved, chunk in self._owners.items():
+                chunk.host = self.slab.view(moved, chunk.dtype)
+                self.moved.add(chunk)
+            place = self.slab.take(nbytes)
+        if place is None:
+            raise MemoryError(f"the host's slab of {self.slab.nbytes} bytes has no place for {nbytes} more")
+        return place
+
+    def restart_peaks(self) -> None:
+        """Begin to look for the most that is used."""
+        self.peak, self.other_peak = self.used, self.other_bytes
+
+    def account(self) -> str:
+        """What takes how much, for an error."""
+        return (
+            f"chunks take {self.used} bytes and offloaded activations and pages on their way {self.other_bytes} "
+            f"of a budget of {self.budget_bytes}"
+        )
+
+    def close(self) -> None:
+        """Unlock the slab."""
+        self.slab.close()

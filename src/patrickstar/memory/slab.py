@@ -1,0 +1,94 @@
+"""The host tier: one slab of memory, cut into places."""
+
+import ctypes
+import mmap
+from bisect import insort
+from dataclasses import dataclass
+
+import torch
+
+from patrickstar.memory.pages import round_up
+
+PINNED_READ_WRITE = 0
+ALIGN_BYTES = 32
+"""What every chunk's size is a multiple of, so that places lie side by side; chunks of 16 bits and more get 64."""
+
+
+@dataclass(eq=False)
+class Place:
+    """Bytes of the slab: where they begin, how many."""
+
+    start: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.start + round_up(self.nbytes, ALIGN_BYTES)
+
+
+class Slab:
+    """Memory of a fixed size, which places are taken from and given back to without asking the system.
+
+    Pages are taken from the system when they are first written, and stay. Where the device is a GPU the slab is
+    page-locked as a whole: PyTorch's own pinned allocator would round requests up to powers of two.
+    Places that can move close gaps when there is room enough, but not in a row (`compact`).
+    """
+
+    def __init__(self, nbytes: int, pinned: bool) -> None:
+        self.nbytes = nbytes
+        self.pinned = pinned and nbytes > 0
+        self.touched_bytes = 0
+        """Bytes that were ever in a place: what the slab takes of the machine's memory."""
+        self._places: list[Place] = []
+        self._map = mmap.mmap(
+            -1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        )
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        if self.pinned:
+            status = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), nbytes, PINNED_READ_WRITE)
+            if int(status) != 0:
+                raise MemoryError(
+                    f"cudaHostRegister could not lock {nbytes} bytes of host memory: error {int(status)}; "
+                    f"give a smaller host_memory, or raise the limit of locked memory (ulimit -l)"
+                )
+
+    def take(self, nbytes: int) -> Place | None:
+        """The first place of that size; None if there is none in a row."""
+        start = 0
+        for place in self._places:
+            if place.start - start >= nbytes:
+                break
+            start = place.end
+        if start + nbytes > self.nbytes:
+            return None
+        taken = Place(start, nbytes)
+        insort(self._places, taken, key=lambda place: place.start)
+        self.touched_bytes = max(self.touched_bytes, start + nbytes)
+        return taken
+
+    def give(self, place: Place) -> None:
+        """Give a place back."""
+        self._places.remove(place)
+
+    def view(self, place: Place, dtype: torch.dtype) -> torch.Tensor:
+        """The bytes of a place as a flat tensor."""
+        return self.memory[place.start : place.start + place.nbytes].view(dtype)
+
+    def compact(self) -> None:
+        """Close all gaps: places move towards the start, their bytes with them. Views of them must be taken anew."""
+        start, base = 0, self.memory.data_ptr()
+        for place in self._places:
+            if place.start != start:
+                ctypes.memmove(base + start, base + place.start, place.nbytes)
+                place.start = start
+            start = place.end
+
+    def close(self) -> None:
+        """Unlock the memory; it goes with the last tensor over it."""
+        if self.pinned:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+            self.pinned = False

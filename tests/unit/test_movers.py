@@ -1,0 +1,299 @@
+"""Threads that move bytes: order, errors, Ctrl-C, threads that die, and nothing left behind."""
+
+import ctypes
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.errors import MoveError
+from patrickstar.memory.movers import Movers
+from patrickstar.memory.scratch import PAGE_BYTES
+
+SOON_S = 20.0
+KILL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object, ctypes.py_object)(
+    ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
+)
+
+
+# Python ends a thread by SystemExit without a word; pytest has one to say.
+killing = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+def nothing(stage: torch.Tensor) -> None:
+    pass
+
+
+def threads_of(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(f"patrickstar-{name}-")]
+
+
+def soon(condition) -> bool:
+    until = time.monotonic() + SOON_S
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+class Gate:
+    """A job that holds its thread until it is opened."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, stage: torch.Tensor) -> None:
+        self.begun.set()
+        assert self.opened.wait(SOON_S)
+
+
+@pytest.fixture
+def movers():
+    made = Movers(1, "test")
+    yield made
+    made.close()
+    assert not threads_of("test")
+
+
+def test_threads_begin_with_the_first_job_and_each_brings_one_page_aligned_stage():
+    movers = Movers(3, "stages", 8192)
+    assert not threads_of("stages")
+    seen, meet = [], threading.Barrier(3)
+
+    def job(stage: torch.Tensor) -> None:
+        seen.append((threading.current_thread().name, stage.data_ptr(), stage.dtype, stage.numel()))
+        stage.fill_(7)
+        meet.wait(SOON_S)
+
+    for _ in range(2):
+        movers.submit([job] * 3, "exp_avg[0]").wait()
+    assert [thread.daemon for thread in threads_of("stages")] == [True] * 3
+    assert len(set(seen)) == 3 and len(seen) == 6
+    assert {name for name, *_ in seen} == {f"patrickstar-stages-{n}" for n in range(3)}
+    assert len({at for _, at, *_ in seen}) == 3 and all(at % 4096 == 0 for _, at, *_ in seen)
+    assert {(dtype, numel) for *_, dtype, numel in seen} == {(torch.uint8, 8192)}
+    movers.close()
+
+
+@settings(max_examples=20, deadline=None)
+@given(threads=st.integers(1, 4), counts=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=6))
+def test_every_job_runs_once_in_any_number_of_threads(threads, counts):
+    movers, ran = Movers(threads, "counts", 4096), []
+    transfers = [
+        movers.submit([lambda _, key=(n, k): ran.append(key) for k in range(count)], f"chunk {n}", urgent=urgent)
+        for n, (count, urgent) in enumerate(counts)
+    ]
+    for transfer in transfers:
+        transfer.wait()
+    assert sorted(ran) == [(n, k) for n, (count, _) in enumerate(counts) for k in range(count)]
+    assert movers.in_flight == 0
+    movers.close()
+
+
+def test_jobs_begin_in_their_order_and_urgent_ones_before_all_that_wait(movers):
+    gate, ran = Gate(), []
+
+    def queue(name: str, urgent: bool = False):
+        return movers.submit([lambda _, n=n: ran.append(f"{name}{n}") for n in range(2)], name, urgent=urgent)
+
+    transfers = [movers.submit([gate], "gate")]
+    assert gate.begun.wait(SOON_S)
+    transfers += [queue("a"), queue("b"), queue("c", urgent=True), queue("d", urgent=True)]
+    assert movers.in_flight == 5 and not any(transfer.done for transfer in transfers)
+    gate.opened.set()
+    for transfer in transfers:
+        transfer.wait()
+    assert ran == ["d0", "d1", "c0", "c1", "a0", "a1", "b0", "b1"]
+    assert movers.in_flight == 0
+
+
+@pytest.mark.parametrize("kind", [OSError, SystemExit, KeyboardInterrupt])
+def test_the_first_error_is_raised_at_every_wait_and_the_jobs_behind_it_are_skipped(movers, kind):
+    gate, ran, error = Gate(), [], kind("the disk burns")
+
+    def fail(stage: torch.Tensor) -> None:
+        raise error
+
+    blocked = movers.submit([gate], "gate")
+    failing = movers.submit([ran.append, fail, ran.append], "exp_avg[3]")
+    after = movers.submit([ran.append], "exp_avg[4]")
+    gate.opened.set()
+    for _ in range(2):
+        with pytest.raises(kind) as raised:
+            failing.wait()
+        assert raised.value is error and failing.done
+    blocked.wait()
+    after.wait()
+    assert len(ran) == 2 and movers.in_flight == 0 and len(threads_of("test")) == 1
+
+
+def test_cancelling_waits_for_what_has_begun_and_drops_the_rest(movers):
+    gate, ran = Gate(), []
+    whole, cut = movers.submit([gate], "whole"), movers.submit([ran.append], "cut")
+    later = movers.submit([ran.append], "later")
+    assert gate.begun.wait(SOON_S)
+    cut.cancel()
+    assert cut.done and not whole.done and movers.in_flight == 2
+    threading.Timer(0.1, gate.opened.set).start()
+    whole.cancel()
+    assert whole.done and gate.opened.is_set()
+    whole.wait()
+    later.wait()
+    assert len(ran) == 1
+    with pytest.raises(MoveError, match=r"cut: it was cancelled before all bytes had moved \(1 jobs had not begun"):
+        cut.wait()
+    later.cancel()
+    later.wait()
+
+
+def test_closing_drops_what_waits_and_leaves_no_thread():
+    movers, gate = Movers(2, "closing"), Gate()
+    begun = movers.submit([gate, gate], "begun")
+    waiting = movers.submit([nothing] * 3, "exp_avg[2]")
+    assert soon(lambda: len(begun._running) == 2)
+    threading.Timer(0.1, gate.opened.set).start()
+    for _ in range(2):
+        movers.close()
+    assert not threads_of("closing") and movers.in_flight == 0
+    begun.wait()
+    with pytest.raises(MoveError, match=r"exp_avg\[2\]: the movers were closed before all bytes had moved"):
+        waiting.wait()
+    with pytest.raises(MoveError, match=r"exp_avg\[3\]: the movers were closed; initialise a new engine"):
+        movers.submit([nothing], "exp_avg[3]")
+    Movers(2, "idle").close()
+
+
+def test_ctrl_c_ends_the_wait_and_leaves_the_transfer_to_be_waited_for(movers):
+    gate, ran = Gate(), []
+    transfer = movers.submit([gate, ran.append], "exp_avg[3]")
+    for _ in range(3):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            transfer.wait()
+        assert not transfer.done and movers.in_flight == 1
+    gate.opened.set()
+    transfer.wait()
+    assert [stage.nbytes for stage in ran] == [PAGE_BYTES]
+
+
+@killing
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_thread_killed_while_idle_is_noticed_instead_of_waited_for(threads):
+    movers = Movers(threads, "killed")
+    movers.submit([nothing] * threads, "first").wait()
+    for victim in threads_of("killed"):
+        assert KILL(victim.ident, SystemExit, None) == 1
+    begin = time.monotonic()
+    transfer = movers.submit([nothing] * 1000, "exp_avg[3]")
+    pattern = r"exp_avg\[3\]: a worker thread died before all bytes had moved .* initialise a new engine"
+    for _ in range(2):
+        with pytest.raises(MoveError, match=pattern):
+            transfer.wait()
+    assert time.monotonic() - begin < SOON_S / 2
+    transfer.cancel()
+    movers.close()
+    assert not threads_of("killed") and movers.in_flight == 0
+
+
+@killing
+def test_a_thread_killed_after_its_job_but_before_it_said_so_is_noticed(movers):
+    """The job dies last in its thread's hands, and takes the thread along."""
+
+    class LastWish:
+        def __call__(self, stage: torch.Tensor) -> None:
+            self.ref = None
+            refs.append(weakref.ref(self, partial(KILL, threading.get_ident(), SystemExit)))
+
+    refs = []
+    transfer = movers.submit([LastWish()], "exp_avg[3]")
+    with pytest.raises(MoveError, match=r"exp_avg\[3\]: a worker thread died"):
+        transfer.wait()
+    assert transfer.done and refs[0]() is None
+
+
+def test_an_exception_thrown_into_a_job_from_outside_is_its_error(movers):
+    def long(stage: torch.Tensor) -> None:
+        begun.set()
+        while True:
+            time.sleep(0.001)
+
+    begun = threading.Event()
+    transfer = movers.submit([long], "exp_avg[3]")
+    assert begun.wait(SOON_S)
+    KILL(threads_of("test")[0].ident, SystemExit, None)
+    with pytest.raises(SystemExit):
+        transfer.wait()
+    movers.submit([nothing], "exp_avg[4]").wait()
+
+
+def test_what_a_job_needs_lives_until_it_has_ended_and_no_longer(movers):
+    gate, needed = Gate(), torch.zeros(9)
+    alive = weakref.ref(needed)
+    movers.submit([gate], "gate")
+    transfer = movers.submit([lambda _, tensor=needed: tensor.add_(1), nothing], "exp_avg[3]")
+    del needed
+    gc.collect()
+    assert alive() is not None
+    gate.opened.set()
+    transfer.wait()
+    assert alive() is None
+
+
+def test_a_transfer_that_failed_goes_without_the_garbage_collector(movers):
+    def fail(stage: torch.Tensor) -> None:
+        raise OSError("the disk burns")
+
+    gc.disable()
+    try:
+        transfer = movers.submit([fail], "exp_avg[3]")
+        gone = weakref.ref(transfer)
+        with pytest.raises(OSError, match="burns"):
+            transfer.wait()
+        del transfer
+        assert soon(lambda: gone() is None)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("cycle", [False, True])
+def test_movers_that_nobody_holds_end_their_threads(cycle):
+    movers, gate = Movers(2, "collected"), Gate()
+    movers.submit([nothing], "first").wait()
+    begun, waiting = movers.submit([gate, gate], "begun"), movers.submit([nothing], "waiting")
+    assert soon(lambda: len(begun._running) == 2)
+    movers.itself = movers if cycle else None
+    gone = weakref.ref(movers)
+    del movers
+    gc.collect()
+    assert gone() is None
+    gate.opened.set()
+    begun.wait()
+    with pytest.raises(MoveError, match="waiting: the movers were closed"):
+        waiting.wait()
+    assert soon(lambda: not threads_of("collected"))
+
+
+def test_a_thread_that_cannot_start_is_an_error():
+    with pytest.raises(MoveError, match=r"exp_avg\[3\]: can't start thread patrickstar-large-0 with \d+ bytes"):
+        Movers(1, "large", 1 << 60).submit([nothing], "exp_avg[3]")
+
+
+def test_the_interpreter_leaves_with_jobs_in_flight():
+    code = (
+        "import torch; from patrickstar.memory.movers import Movers\n"
+        "movers = Movers(2, 'leave')\n"
+        "a, b = torch.zeros(2**22), torch.zeros(2**22)\n"
+        "movers.submit([lambda stage: a.copy_(b)] * 10000, 'x')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

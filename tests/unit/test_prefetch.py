@@ -1,0 +1,269 @@
+"""Prefetching against brute force and against eviction on demand, where transfers take no time."""
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.schedule.eviction import NextUse
+from patrickstar.schedule.prefetch import Conservative, LifeTime, Move, NextUseAhead, OnDemand, Prefetch
+from patrickstar.schedule.trace import NEVER, Moment, Trace
+
+quick = settings(deadline=None, max_examples=200, print_blob=True)
+POLICIES = (OnDemand, NextUseAhead, Conservative, LifeTime)
+AHEAD = (NextUseAhead, Conservative)
+
+
+ONE, SEVERAL = st.just(1), st.integers(1, 4)
+
+
+@st.composite
+def cases(draw, sizes=SEVERAL, most_non_model=4, most_moments=9):
+    """A trace, the sizes of its chunks, and a budget that every moment fits into."""
+    nbytes = dict(enumerate(draw(st.lists(sizes, min_size=2, max_size=5))))
+    budget_bytes = draw(st.integers(max(nbytes.values()), sum(nbytes.values())))
+    moments = []
+    for _ in range(draw(st.integers(1, most_moments))):
+        left, chunks = budget_bytes, []
+        for chunk in draw(st.lists(st.sampled_from(sorted(nbytes)), max_size=3, unique=True)):
+            if nbytes[chunk] <= left:
+                chunks.append(chunk)
+                left -= nbytes[chunk]
+        moments.append(Moment(tuple(chunks), draw(st.integers(0, min(left, most_non_model)))))
+    return Trace(moments), nbytes, budget_bytes
+
+
+limits = st.integers(0, 12)
+
+
+class Play:
+    """A device whose transfers take no time: checks every decision, counts the bytes that were used in the end."""
+
+    def __init__(self, policy: Prefetch, nbytes: dict[int, int], budget_bytes: int, limit_bytes: int = 99) -> None:
+        self.policy, self.trace, self.nbytes = policy, policy.trace, nbytes
+        self.budget_bytes, self.limit_bytes = budget_bytes, limit_bytes
+        self.present: set[int] = set()
+        self.unused: set[int] = set()
+        self.log: list[tuple[int, Move]] = []
+        self.fetched_bytes = 0
+
+    def bytes_of(self, chunks) -> int:
+        return sum(self.nbytes[chunk] for chunk in chunks)
+
+    def run(self, iterations: int) -> int:
+        """Bytes fetched; what came for a use after the end doesn't count."""
+        for _ in range(iterations):
+            for now in range(len(self.trace.moments)):
+                self.step(now)
+        return self.fetched_bytes - self.bytes_of(self.unused)
+
+    def step(self, now: int) -> None:
+        moment = self.trace.moments[now]
+        used = set(moment.chunks)
+        room = self.budget_bytes - moment.non_model_bytes
+        missing = used - self.present
+        for chunk in self.policy.order(self.present - used, now):
+            if self.bytes_of(self.present | missing) <= room:
+                break
+            self.drop(chunk)
+        self.present |= used
+        self.unused -= used
+        self.fetched_bytes += self.bytes_of(missing)
+        for chunk in self.policy.released(now, self.present, used):
+            assert chunk not in used
+            self.drop(chunk)
+        moves = self.policy.ahead(now, frozenset(self.present), used, self.limit_bytes)
+        assert self.bytes_of(move.fetch for move in moves) <= self.limit_bytes
+        for move in moves:
+            self.check(move, now, used)
+            self.log.append((now, move))
+
+    def drop(self, chunk: int) -> None:
+        self.present.remove(chunk)
+        self.unused.discard(chunk)
+
+    def check(self, move: Move, now: int, used: set[int]) -> None:
+        use = self.policy.next_use(move.fetch, now)
+        assert use < NEVER
+        for chunk in move.leave:
+            assert chunk not in used, "held chunks never leave"
+            assert self.policy.next_use(chunk, now) > use, "do no harm"
+            self.drop(chunk)
+        assert move.fetch not in self.present
+        self.present.add(move.fetch)
+        self.unused.add(move.fetch)
+        self.fetched_bytes += self.nbytes[move.fetch]
+        there = self.bytes_of(self.present)
+        moments = self.trace.moments
+        for moment in range(now, use + 1):
+            assert there <= self.budget_bytes - moments[moment % len(moments)].non_model_bytes
+
+
+def play(policy: type[Prefetch], case, limit_bytes: int = 99) -> Play:
+    trace, nbytes, budget_bytes = case
+    return Play(policy(trace, nbytes, budget_bytes), nbytes, budget_bytes, limit_bytes)
+
+
+def optimum(case, iterations: int) -> int:
+    """The fewest bytes any choices can fetch, by trying all; nothing is there at first."""
+    trace, nbytes, budget_bytes = case
+    moments = trace.moments * iterations
+
+    @cache
+    def best(at: int, there: frozenset[int]) -> int:
+        if at == len(moments):
+            return 0
+        needed = frozenset(moments[at].chunks)
+        room = budget_bytes - moments[at].non_model_bytes - sum(nbytes[chunk] for chunk in needed)
+        others = sorted(there - needed)
+        keeps = [{chunk for i, chunk in enumerate(others) if mask >> i & 1} for mask in range(1 << len(others))]
+        rest = min(best(at + 1, needed | keep) for keep in keeps if sum(nbytes[chunk] for chunk in keep) <= room)
+        return sum(nbytes[chunk] for chunk in needed - there) + rest
+
+    return best(0, frozenset())
+
+
+@quick
+@given(cases(ONE, most_non_model=0), limits)
+def test_conservative_fetches_the_optimum(case, limit_bytes):
+    assert play(Conservative, case, limit_bytes).run(3) == optimum(case, 3)
+
+
+@quick
+@given(cases(ONE), limits)
+def test_conservative_fetches_the_optimum_where_non_model_data_comes_and_goes(case, limit_bytes):
+    assert play(Conservative, case, limit_bytes).run(3) == optimum(case, 3)
+
+
+@settings(quick, max_examples=1000)
+@given(cases(), limits)
+def test_conservative_fetches_what_is_fetched_on_demand_to_the_byte(case, limit_bytes):
+    """Of any sizes: early or not, the same chunks come and the same leave."""
+    assert play(Conservative, case, limit_bytes).run(4) == play(OnDemand, case).run(4)
+
+
+@quick
+@given(st.sampled_from(POLICIES), cases(), limits)
+def test_every_decision_is_within_the_rules(policy, case, limit_bytes):
+    play(policy, case, limit_bytes).run(3)
+
+
+@quick
+@given(st.sampled_from(POLICIES), cases(), st.data())
+def test_answers_depend_on_the_arguments_alone(policy, case, data):
+    """Whatever was asked before, in whatever order, and whether or not it was then done."""
+    trace, nbytes, budget_bytes = case
+    asked = policy(trace, nbytes, budget_bytes)
+    for _ in range(6):
+        now = data.draw(st.integers(0, len(trace.moments) - 1))
+        present = data.draw(st.sets(st.sampled_from(sorted(nbytes))))
+        held = set(trace.moments[now].chunks)
+        limit_bytes = data.draw(limits)
+        fresh = policy(trace, nbytes, budget_bytes)
+        moves = fresh.ahead(now, sorted(present), sorted(held), limit_bytes)
+        assert asked.ahead(now, present, held, limit_bytes) == moves
+        assert asked.released(now, present, held) == fresh.released(now, present, held)
+        assert asked.order(present, now) == fresh.order(present, now)
+
+
+@quick
+@given(cases(), st.integers(0, 8))
+def test_on_demand_is_eviction_by_next_use(case, now):
+    trace, nbytes, budget_bytes = case
+    for policy in (OnDemand, *AHEAD):
+        order = policy(trace, nbytes, budget_bytes).order(nbytes, now)
+        assert order == NextUse(trace).order(nbytes, now)
+    assert not play(OnDemand, case).log
+
+
+def chain(layers: int, chunks_that_fit: int):
+    """Forward through the layers and back."""
+    moments = [Moment((chunk,)) for chunk in [*range(layers), *reversed(range(layers))]]
+    return Trace(moments), dict.fromkeys(range(layers), 1), chunks_that_fit
+
+
+@quick
+@given(st.integers(2, 9).flatmap(lambda layers: st.tuples(st.just(layers), st.integers(1, layers))))
+def test_over_a_chain_the_same_bytes_come(drawn):
+    layers, fit = drawn
+    per_step = []
+    for policy in (OnDemand, *AHEAD):
+        played = play(policy, chain(layers, fit))
+        per_step.append(played.run(3) - play(policy, chain(layers, fit)).run(2))
+    assert per_step == [2 * (layers - fit)] * 3
+    # One iteration at a time, what could stay for the next one comes again.
+    alone = play(LifeTime, chain(layers, fit))
+    assert alone.run(3) >= play(OnDemand, chain(layers, fit)).run(3)
+
+
+@pytest.mark.parametrize("policy", AHEAD)
+def test_over_a_chain_the_next_layer_is_always_there(policy):
+    played = play(policy, chain(6, 3))
+    played.run(1)
+    for now in range(12):
+        played.step(now)
+        assert played.trace.moments[(now + 1) % 12].chunks[0] in played.present
+
+
+def test_what_is_never_used_leaves_first():
+    trace = Trace([Moment((0,)), Moment((1,)), Moment((2,))])
+    for policy in AHEAD:
+        assert policy(trace, {0: 1, 1: 1, 2: 1, 7: 1}, 3).ahead(0, {0, 1, 7}, {0}, 9) == [Move(2, (7,))]
+
+
+@pytest.mark.parametrize("kind", AHEAD)
+def test_what_is_in_use_is_waited_for_and_what_is_stuck_is_not(kind):
+    trace = Trace([Moment((0,)), Moment((1,)), Moment((2,)), Moment((1,))])
+    policy = kind(trace, {0: 1, 1: 1, 2: 1}, 2)
+    assert policy.ahead(0, {0, 1}, {0}, 9) == []
+    assert policy.ahead(0, {0, 1}, set(), 9) == [Move(2, (0,))]
+    assert policy.ahead(1, {0, 1}, {1}, 9) == [Move(2, (0,))]
+    roomy = kind(trace, {0: 1, 1: 1, 2: 1, 7: 1, 8: 1}, 3)
+    assert roomy.ahead(0, {0, 7, 8}, {0, 7}, 1) == [Move(1, (8,))]
+
+
+def test_nothing_is_sent_away_that_would_stay_on_demand():
+    """Room grows before the use: on demand nobody would leave, so the chunk waits for the room."""
+    trace = Trace([Moment((0,), 1), Moment((), 0), Moment((1,), 0), Moment((2,), 0), Moment((1, 2), 0)])
+    policy = Conservative(trace, {0: 1, 1: 1, 2: 1}, 3)
+    assert policy.ahead(0, {0, 1}, {0}, 9) == []
+    assert policy.ahead(1, {0, 1}, set(), 9) == [Move(2, ())]
+
+
+class Counting(Trace):
+    """A trace that counts how often it is asked something."""
+
+    asked = 0
+
+    def next_use(self, chunk: int, now: int) -> int:
+        self.asked += 1
+        return super().next_use(chunk, now)
+
+
+class Visits(list):
+    """Moments that count how often one is looked at."""
+
+    visits = 0
+
+    def __getitem__(self, at):
+        self.visits += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("layers", [20, 200])
+@pytest.mark.parametrize("fit", [2, 10, 20, 200])
+def test_asking_again_costs_the_same_for_any_length(layers, fit):
+    """One operator per layer, and many moments at which nothing is accessed."""
+    layers_trace, nbytes, budget_bytes = chain(layers, fit)
+    moments = Visits(quiet for moment in layers_trace.moments for quiet in (moment, *[Moment(())] * 10))
+    trace = Counting(moments)
+    played = Play(NextUseAhead(trace, nbytes, budget_bytes), nbytes, budget_bytes)
+    played.run(1)
+    for now in range(len(moments)):
+        played.step(now)
+        before = trace.asked, moments.visits
+        assert played.policy.ahead(now, played.present, set(moments[now].chunks), 99) == []
+        # Who is there may be looked through; how long the trace is makes no difference.
+        assert trace.asked - before[0] <= (2 * fit + 4 if moments[now].chunks else 4)
+        assert moments.visits - before[1] <= 6

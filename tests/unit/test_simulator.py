@@ -1,0 +1,108 @@
+"""The simulator: what must hold of any policy, and what prefetching is for."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_prefetch import AHEAD, POLICIES, cases, chain
+
+from patrickstar.errors import BudgetError
+from patrickstar.schedule.prefetch import LifeTime, NextUseAhead, OnDemand, Prefetch
+from patrickstar.schedule.simulator import Simulated, last_uses, simulate
+from patrickstar.schedule.trace import Moment, Trace
+
+quick = settings(deadline=None, max_examples=200, print_blob=True)
+rates = st.sampled_from([0.25, 0.5, 1.0, 2.0, 64.0])
+depths = st.integers(1, 8)
+
+
+def run(policy: type[Prefetch], case, rate_in=1.0, rate_out=1.0, depth_bytes=4, **options) -> Simulated:
+    trace, nbytes, budget_bytes = case
+    return simulate(
+        trace,
+        policy(trace, nbytes, budget_bytes),
+        nbytes,
+        budget_bytes,
+        seconds=[1.0] * len(trace.moments),
+        rate_in=rate_in,
+        rate_out=rate_out,
+        depth_bytes=depth_bytes,
+        **options,
+    )
+
+
+@quick
+@given(st.sampled_from(POLICIES), cases(), rates, rates, depths)
+def test_what_holds_of_any_policy(policy, case, rate_in, rate_out, depth_bytes):
+    """The budget at each moment, and that no held chunk leaves, are asserted inside."""
+    trace, nbytes, budget_bytes = case
+    found = run(policy, case, rate_in, rate_out, depth_bytes)
+    assert found == run(policy, case, rate_in, rate_out, depth_bytes)
+    assert found.peak_bytes <= budget_bytes
+    assert found.seconds == pytest.approx(len(trace.moments) + found.stall_s)
+    assert found.written_bytes <= found.fetched_bytes + sum(nbytes.values())
+    # The channel is one: what was fetched took its time, but for what was still under way at either end.
+    assert found.seconds + (depth_bytes + max(nbytes.values())) / rate_in >= found.fetched_bytes / rate_in
+
+
+@quick
+@given(st.sampled_from(POLICIES), cases(), rates)
+def test_what_is_never_written_is_never_written_back(policy, case, rate_in):
+    found = run(policy, case, rate_in, written={})
+    assert found.written_bytes == 0
+
+
+chains = st.integers(2, 9).flatmap(lambda layers: st.tuples(st.just(layers), st.integers(2, layers + 1)))
+
+
+@settings(quick, max_examples=500)
+@given(st.sampled_from(AHEAD), chains, rates, rates, depths)
+def test_ahead_waits_no_longer_over_a_chain(policy, drawn, rate_in, rate_out, depth_bytes):
+    demand = run(OnDemand, chain(*drawn), rate_in, rate_out, depth_bytes)
+    ahead = run(policy, chain(*drawn), rate_in, rate_out, depth_bytes)
+    assert ahead.stall_s <= demand.stall_s
+    assert ahead.fetched_bytes == demand.fetched_bytes
+    assert ahead.written_bytes == demand.written_bytes
+
+
+@quick
+@given(st.sampled_from(AHEAD), chains, depths)
+def test_ahead_never_waits_where_bandwidth_is_ample(policy, drawn, depth_bytes):
+    """A chunk comes, after another was written back, in less than one layer's time."""
+    assert run(policy, chain(*drawn), 2.0, 2.0, depth_bytes).stall_s == 0
+    layers, fit = drawn
+    if fit < layers:
+        assert run(OnDemand, chain(*drawn), 2.0, 2.0, depth_bytes).stall_s > 0
+
+
+def test_figures_by_hand():
+    """Two layers, room for one: each change of layer waits for a fetch, and before it for the gradient's way out."""
+    demand = run(OnDemand, chain(2, 1), rate_in=0.5, rate_out=0.25)
+    # Layer 1 comes after layer 0 was used in backward (written), layer 0 after layer 1's backward (written).
+    assert demand == Simulated(
+        fetched_bytes=2, written_bytes=2, evictions=2, peak_bytes=1, stall_s=2 * (4.0 + 2.0), seconds=4 + 12.0
+    )
+    # With room for both, nothing moves once they are there.
+    assert run(NextUseAhead, chain(2, 2)) == Simulated(0, 0, 0, 2, 0.0, 4.0)
+    # Life-times end with the iteration: the last moment's chunk is in use when it ends, the other one has left.
+    assert run(LifeTime, chain(2, 2)).fetched_bytes == 1
+
+
+def test_gradients_come_with_the_last_use():
+    trace, _, _ = chain(2, 1)
+    assert last_uses(trace) == {2: (1,), 3: (0,)}
+
+
+def test_non_model_data_waits_for_what_it_drives_out():
+    """Room for two, then for one: the chunk that leaves was written and takes 4 seconds to leave."""
+    trace = Trace([Moment((0,)), Moment((1,)), Moment((1,), 1)])
+    found = run(OnDemand, (trace, {0: 1, 1: 1}, 2), rate_out=0.25, written={0: (0,)}, rate_in=1.0)
+    assert found == Simulated(
+        fetched_bytes=1, written_bytes=1, evictions=1, peak_bytes=2, stall_s=4.0 + 1.0, seconds=3 + 5.0
+    )
+
+
+def test_what_cannot_fit_is_said():
+    trace = Trace([Moment((0, 1), 1)])
+    with pytest.raises(BudgetError) as caught:
+        run(OnDemand, (trace, {0: 2, 1: 3}, 5))
+    assert caught.value.short_bytes == 1
