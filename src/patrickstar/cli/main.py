@@ -66,6 +66,12 @@ def train(
     host_memory: Annotated[
         str | None, typer.Option(help="Budget in the host's RAM. Default: what the machine has.")
     ] = None,
+    disk: Annotated[
+        Path | None, typer.Option(help="A directory on a local disk, for what memory can't hold. Default: none.")
+    ] = None,
+    disk_capacity: Annotated[
+        str | None, typer.Option(help="The most that may lie there, such as 200GiB. Default: what is free.")
+    ] = None,
     chunk_size: Annotated[str, typer.Option(help="Size of a chunk of parameters, or auto.")] = "auto",
     activation_checkpointing: Annotated[
         bool,
@@ -105,6 +111,8 @@ def train(
             device=device,
             device_memory=device_memory,
             host_memory=host_memory,
+            disk=disk,
+            disk_capacity=disk_capacity,
             chunk_size=chunk_size,
             activation_checkpointing=activation_checkpointing,
             activation_offload=activation_offload,

@@ -35,6 +35,18 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
             f"{format_size(stats.h2d_bytes // stats.steps)} to the device, "
             f"{format_size(stats.d2h_bytes // stats.steps)} to the host",
         ),
+        *(
+            [
+                (
+                    "disk per step",
+                    f"{format_size(stats.disk_read_bytes // stats.steps)} read, "
+                    f"{format_size(stats.disk_write_bytes // stats.steps)} written; "
+                    f"{format_size(stats.disk_bytes)} lie there",
+                )
+            ]
+            if stats.disk_bytes
+            else []
+        ),
         ("device peak", _peaks(stats.device_peak_model_bytes, stats.device_peak_non_model_bytes)),
         ("host peak", _peaks(stats.host_peak_model_bytes, stats.host_peak_non_model_bytes)),
         ("evictions", str(stats.evictions)),

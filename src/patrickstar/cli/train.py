@@ -48,6 +48,8 @@ class TrainOptions:
     device: Literal["auto", "cpu", "cuda"]
     device_memory: str | None
     host_memory: str | None
+    disk: Path | None
+    disk_capacity: str | None
     chunk_size: str
     activation_checkpointing: bool
     activation_offload: bool
@@ -74,6 +76,7 @@ def train(options: TrainOptions, console: Console) -> Summary:
         device=options.device,
         device_memory=options.device_memory,
         host_memory=options.host_memory,
+        disk=_disk(options),
         chunk_size=options.chunk_size,
         precision=options.precision,
         optimizer=ps.AdamW(lr=options.lr, weight_decay=options.weight_decay),
@@ -97,8 +100,16 @@ def train(options: TrainOptions, console: Console) -> Summary:
             log.write(summary)
             print_summary(console, summary)
         finally:
-            engine.close()
+            engine.close(keep=False)
     return summary
+
+
+def _disk(options: TrainOptions) -> ps.Disk | None:
+    if options.disk is None:
+        if options.disk_capacity is not None:
+            raise ConfigError(f"--disk-capacity {options.disk_capacity} is given without --disk, the directory")
+        return None
+    return ps.Disk(directory=options.disk, capacity=options.disk_capacity)
 
 
 def _check_sequence(sequence: int, source: ModelSource) -> None:

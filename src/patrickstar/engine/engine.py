@@ -199,12 +199,14 @@ class Engine:
         with self._stopping_on_loss():
             return self._gradients.read(self._by_name[name])
 
-    def close(self) -> None:
+    def close(self, *, keep: bool = True) -> None:
         """Give all chunks back; parameters keep their values as ordinary tensors on the host, in full precision.
 
+        keep: without it they become NaN, for models that memory can't hold.
         Raises DiskError or MoveError, when all is given back, if the disk fails under it and parameters are lost.
         """
-        if self._release() and self._manager.failed is not None:
+        self._state.keep = keep
+        if self._release() and keep and self._manager.failed is not None:
             raise self._manager.failed
 
     # State
@@ -260,7 +262,7 @@ class Engine:
 
     def _complete(self) -> None:
         """What a step has begun is done."""
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._update.complete()
 
     # Inside
@@ -378,7 +380,9 @@ def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list
         blocks.close()
         state.data.drop_uses()
         with suppress(DiskError, MoveError, TrainingError):  # what is lost shows when parameters are read back
-            interceptor.early.update.complete()
+            if state.keep:
+                interceptor.early.update.complete()
+            state.data.manager.land_all()
         interceptor.close()
         return state.release()
 

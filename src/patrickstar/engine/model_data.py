@@ -90,7 +90,7 @@ class ModelData:
             chunk = slot.chunk
             fewer = embedding_runs_on_host(chunk.moved_bytes, slot.looked_up_bytes)
             has_room = chunk.host_bytes > 0 or self.manager.free_host_room(chunk.nbytes)
-            if not slot.on_host and fewer and has_room and not slot.pending:
+            if not slot.on_host and fewer and has_room:
                 self.manager.settle(slot.chunk, Tier.HOST)
                 slot.on_host = True
                 self.clock.forget()
@@ -199,6 +199,8 @@ class ModelData:
         Each part comes with its place among the parameter's elements. With `write` parts are written back.
         """
         chunk = self.manager[kind, slot.place.chunk]
+        self.manager.settle_transfers(chunk)
+        self.follow_moves()
         if chunk.in_memory:
             yield slice(0, slot.place.numel), slot.flat(chunk)
             if write:
@@ -343,16 +345,16 @@ class ModelData:
 
     def have(self, slot: Slot) -> None:
         """Have a parameter's chunk in memory, to be written."""
-        if not slot.chunk.in_memory:
-            self.bring([slot.chunk])
+        self.manager.have(slot.chunk)
+        self.follow_moves()
 
     def have_gradient(self, slot: Slot) -> None:
         """Have both parts of a parameter's gradient in memory."""
         chunks = [slot.chunk] if slot.over_param else []
         if slot.in_list:
             chunks.append(self.manager[GRAD32, slot.place.chunk])
-        if any(not chunk.in_memory for chunk in chunks):
-            self.bring(chunks)
+        self.manager.have(*chunks)
+        self.follow_moves()
 
     def _round_master(self, slot: Slot) -> None:
         """Put the rounded master over whatever lies there."""

@@ -54,6 +54,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim` writes it: states by position, full precision, param groups with positions."""
+        self._engine._complete()
         positions = self._positions()
         groups = []
         for group in self.param_groups:
@@ -71,6 +72,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take states and param groups back. Raises ModelError when groups differ in size, before anything changes."""
         self._engine._early.check("loading a state")
+        self._engine._complete()
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in saved]
         if sizes != [len(group["params"]) for group in self.param_groups]:

@@ -40,7 +40,9 @@ class Ring:
         return self.page_bytes * self.pages
 
     @classmethod
-    def sized(cls, lists: int, largest_list_bytes: int, disk_page_bytes: int, by_pages: bool, room_bytes: int) -> "Ring":
+    def sized(
+        cls, lists: int, largest_list_bytes: int, disk_page_bytes: int, by_pages: bool, room_bytes: int
+    ) -> "Ring":
         """One that suits chunks with so many lists, within `room_bytes` if that is enough for two pages of each."""
         nbytes = min(disk_page_bytes, round_up(largest_list_bytes)) if by_pages else round_up(largest_list_bytes)
         sets = min(SETS if by_pages else 2, max(2, room_bytes // (lists * nbytes)))
@@ -97,8 +99,6 @@ class Pipeline:
 
     def add(self, index: int, rules: Mapping[Slot, Rule], scales: Sequence[float]) -> None:
         """Have the parameters of one chunk updated, after those asked for before."""
-        if index in self.pending:
-            self.finish([index])
         manager = self.data.manager
         slot = next(iter(rules))
         lists = [manager[spec.kind, index] for spec in slot.scheme.optimizer_lists]
@@ -130,7 +130,8 @@ class Pipeline:
             return
         self._read_ahead()
         while self._sets and all(transfer.done for transfer in self._sets[0].transfers):
-            if not self._param16(self._sets[0].job).in_memory:
+            param16 = self._param16(self._sets[0].job)
+            if param16.coming is not None or not param16.in_memory:
                 break
             self._update(self._sets.popleft())
             self._read_ahead()
@@ -244,9 +245,7 @@ class Pipeline:
         if not job.to_update and not job.to_read:
             self._end(job)
 
-    def _span(
-        self, slot: Slot, rule: Rule, part: slice, first: int, pages: Mapping[str, torch.Tensor]
-    ) -> Span:
+    def _span(self, slot: Slot, rule: Rule, part: slice, first: int, pages: Mapping[str, torch.Tensor]) -> Span:
         """What the update of a part of a parameter reads and writes."""
         on_page = slice(slot.place.offset + part.start - first, slot.place.offset + part.stop - first)
         param = slot.flat(slot.chunk)[part]

@@ -20,6 +20,8 @@ class ModelState:
     def __init__(self, module: nn.Module, data: ModelData) -> None:
         self.module = module
         self.data = data
+        self.keep = True
+        """Whether `release` leaves parameters their values."""
 
     def read(self, slot: Slot, kind: str) -> torch.Tensor:
         """A copy, on the host, of a parameter's part of a list."""
@@ -91,11 +93,11 @@ class ModelState:
                 manager.remove(chunk)
         for index, slots in self.data.by_chunk.items():
             for slot in slots:
-                try:
-                    slot.param.data = self.full_precision(slot)
-                except (DiskError, MoveError, TrainingError):
-                    slot.param.data = self.data.absent(torch.float32).expand(slot.shape)
+                value = self._salvage(slot) if self.keep else None
+                if value is None:
                     lost.append(slot.name)
+                    value = self.data.absent(slot.chunk.dtype).expand(slot.shape)
+                slot.param.data = value
                 slot.device_view = None
             for kind in (PARAM16, PARAM32):
                 if (kind, index) in manager.chunks:
@@ -103,6 +105,13 @@ class ModelState:
         manager.close()
         manager.host.close()
         return lost
+
+    def _salvage(self, slot: Slot) -> torch.Tensor | None:
+        """A parameter's value, unless it is lost."""
+        try:
+            return self.full_precision(slot)
+        except (DiskError, MoveError, TrainingError):
+            return None
 
     def _entries(self) -> dict[str, Any]:
         entries: dict[str, Any] = self.module.state_dict(keep_vars=True)

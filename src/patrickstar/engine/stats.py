@@ -15,6 +15,8 @@ class StepStats:
     device_peak_non_model_bytes: int = 0
     host_peak_model_bytes: int = 0
     host_peak_non_model_bytes: int = 0
+    disk_bytes: int = 0
+    """Bytes that chunks have a place for on disk."""
     h2d_bytes: int = 0
     d2h_bytes: int = 0
     disk_read_bytes: int = 0
@@ -31,6 +33,7 @@ class StepStats:
             device_peak_non_model_bytes=max(self.device_peak_non_model_bytes, later.device_peak_non_model_bytes),
             host_peak_model_bytes=max(self.host_peak_model_bytes, later.host_peak_model_bytes),
             host_peak_non_model_bytes=max(self.host_peak_non_model_bytes, later.host_peak_non_model_bytes),
+            disk_bytes=max(self.disk_bytes, later.disk_bytes),
             h2d_bytes=self.h2d_bytes + later.h2d_bytes,
             d2h_bytes=self.d2h_bytes + later.d2h_bytes,
             disk_read_bytes=self.disk_read_bytes + later.disk_read_bytes,
@@ -59,6 +62,7 @@ class Stats:
             device_peak_non_model_bytes=non_model_peak,
             host_peak_model_bytes=manager.host.peak,
             host_peak_non_model_bytes=manager.host.other_peak,
+            disk_bytes=manager.disk.file.used_bytes if manager.disk is not None else 0,
             h2d_bytes=moved.h2d_bytes,
             d2h_bytes=moved.d2h_bytes,
             disk_read_bytes=moved.disk_read_bytes,

@@ -97,5 +97,6 @@ def optimizer_room_bytes(layout: Layout, host_bytes: int, device_param_bytes: in
     """What the host has for optimizer chunks beside the `param16` chunks that the device can't keep."""
     largest = max(chunk.compute_bytes for chunk in layout.chunks)
     spills = layout.param16_bytes > device_param_bytes
-    return host_bytes - (min(layout.param16_bytes, layout.param16_bytes - device_param_bytes + largest) if spills else 0)
-
+    return host_bytes - (
+        min(layout.param16_bytes, layout.param16_bytes - device_param_bytes + largest) if spills else 0
+    )

@@ -57,7 +57,7 @@ class Update:
             return
         if slots is None:
             self.pipeline.finish()
-        elif late := {slot.place.chunk for slot in slots if slot.pending}:
+        elif late := self.pipeline.pending.intersection(slot.place.chunk for slot in slots):
             self.pipeline.finish(late)
 
     def run_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> list[Running]:
@@ -65,6 +65,10 @@ class Update:
         slots = self.data.by_chunk[index]
         if not slots[0].scheme.trained:
             return []
+        if self.pipeline is not None and index in self.pipeline.pending:
+            if not any(slot.has_gradient for slot in slots):
+                return []
+            self.pipeline.finish([index])
         self._place(index, slots)
         groups = {slot: group_of(slot) for slot in slots if slot.has_gradient}
         rules = {
@@ -74,8 +78,8 @@ class Update:
         }
         if not rules:
             return []
-        if self.home(index) is Tier.DISK:
-            assert self.pipeline is not None
+        if not self._optimizer_chunks(index, slots)[0].in_memory:
+            assert self.pipeline is not None, "without a disk all chunks are in memory"
             self.pipeline.add(index, rules, scales)
             return []
         try:
@@ -189,6 +193,15 @@ class Update:
         """The chunks of one index that only the update touches, as its scheme lists them."""
         return [self.data.manager[spec.kind, index] for spec in slots[0].scheme.optimizer_lists]
 
+    def _home_now(self, index: int, chunks: Sequence[Chunk]) -> Tier:
+        """Where optimizer chunks are updated this time: at home, but for the disk's while the host has no room yet."""
+        home, manager = self.home(index), self.data.manager
+        if home is Tier.HOST and manager.disk is not None:
+            needed = sum(chunk.nbytes for chunk in chunks if chunk.host is None)
+            if needed > manager.host.free_bytes:
+                return Tier.DISK
+        return home
+
     def _place(self, index: int, slots: list[Slot]) -> None:
         """Bring the chunks of one index to the tier where its optimizer chunks are to live.
 
@@ -199,7 +212,7 @@ class Update:
         chunks = self._optimizer_chunks(index, slots)
         if (GRAD32, index) in manager.chunks:
             chunks.append(manager[GRAD32, index])
-        home = self.home(index)
+        home = self._home_now(index, chunks)
         read = slots[0].chunk
         if any(slot.has_gradient for slot in slots):
             has_place = read.host_bytes > 0 or manager.free_host_room(read.nbytes)

@@ -18,7 +18,7 @@ class StreamTransfer(Transfer):
 
     @property
     def done(self) -> bool:
-        return self.event.query()
+        return bool(self.event.query())
 
     def wait(self) -> None:
         self.event.synchronize()
@@ -59,7 +59,10 @@ class Copies:
         to, come = target.data_ptr(), source.data_ptr()
 
         def job(start: int, nbytes: int) -> Callable[[torch.Tensor], None]:
-            return lambda stage: ctypes.memmove(to + start, come + start, nbytes) and None
+            def run(stage: torch.Tensor) -> None:
+                ctypes.memmove(to + start, come + start, nbytes)
+
+            return run
 
         return self.thread.submit([job(*page) for page in pages(source.nbytes)], what)
 

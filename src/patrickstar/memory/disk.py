@@ -107,7 +107,6 @@ class DiskTier:
             return
         self.file.write(at, _bytes(page), page.numel(), what)
 
-
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """In one thread: others of PyTorch's would get in the way of those that compute."""
         if self._stream is None:

@@ -81,6 +81,8 @@ class Manager:
             # What the threads have allocated themselves.
             self.host.other_bytes += STAGES * disk.page_bytes
         self.chunks: dict[tuple[str, int], Chunk] = {}
+        self.param16: dict[int, Chunk] = {}
+        """Those of them that operators read, by index."""
         self.policy: EvictionPolicy = ListOrder()
         self.prefetch: Prefetch | None = None
         """What brings chunks before they are accessed, while a trace is followed."""
@@ -140,17 +142,27 @@ class Manager:
             self.disk.place(chunk)
             chunk.disk_valid = True
         self.chunks[chunk.kind, chunk.index] = chunk
+        if chunk.kind == PARAM16:
+            self.param16[chunk.index] = chunk
         return chunk
 
     def remove(self, chunk: Chunk) -> None:
         """Forget a chunk and give its memory back."""
-        self._settle_transfers(chunk)
+        self.settle_transfers(chunk)
         if chunk.device_bytes:
             self._release_device(chunk)
         if chunk.host is not None:
             self.host.give(chunk)
         chunk.memory.close()
         del self.chunks[chunk.kind, chunk.index]
+        if chunk.kind == PARAM16:
+            del self.param16[chunk.index]
+
+    def land_all(self) -> None:
+        """Wait for all that is on its way; nothing more comes ahead of need."""
+        self.forget_ahead()
+        for chunk in list(self._in_flight):
+            self.settle_transfers(chunk)
 
     def drain_moved(self) -> set[Chunk]:
         """The chunks whose memory came, went or changed places since the last call."""
@@ -197,10 +209,10 @@ class Manager:
                 self._stay(chunk)
         self.make_room(0, protect=chunks)
 
-    def have(self, chunk: Chunk) -> None:
-        """Have a chunk in memory, wherever."""
-        if chunk.coming is not None or not chunk.in_memory:
-            self.bring([chunk])
+    def have(self, *chunks: Chunk) -> None:
+        """Have chunks in memory, wherever, and not on their way."""
+        if any(chunk.coming is not None or not chunk.in_memory for chunk in chunks):
+            self.bring(chunks)
 
     def _fetch(self, chunk: Chunk) -> None:
         """Copy a chunk up, or begin to read it."""
@@ -237,13 +249,12 @@ class Manager:
         itself would be exceeded, any chunk that nobody uses may go. `later_bytes` are asked for next, and count in what
         an error says.
         """
-        comfort = min(self.comfort_bytes - self.non_model_bytes, self.chunkable_bytes)
-        if self.evict_everything:
-            comfort = 0
+        limit = min(self.comfort_bytes - self.non_model_bytes, self.chunkable_bytes)
+        comfort = 0 if self.evict_everything else limit
         if self.device_used + self._line_bytes + nbytes > comfort:
             self._evict_until(nbytes, comfort, set(protect), later_bytes)
         if self.bank is not None:
-            self.bank.trim(self.chunkable_bytes - self.device_used - nbytes)
+            self.bank.trim(limit - self.device_used - nbytes)
 
     def _evict_until(self, nbytes: int, comfort: int, protected: set[Chunk], later_bytes: int) -> None:
         movable = [
@@ -276,7 +287,7 @@ class Manager:
 
     @property
     def _line_bytes(self) -> int:
-        return sum(self.chunks[PARAM16, move.fetch].nbytes for move in self._line)
+        return sum(self.param16[move.fetch].nbytes for move in self._line)
 
     @property
     def _staying_bytes(self) -> int:
@@ -285,6 +296,7 @@ class Manager:
 
     def mark_written(self, chunk: Chunk, on_device: bool) -> None:
         """Say that one copy was written: it is the authoritative one, copies on the other tiers are stale."""
+        assert chunk.coming is None, f"{chunk} was written while it was on its way"
         self._stay(chunk)
         chunk.device_valid = on_device
         chunk.host_valid = not on_device
@@ -294,7 +306,7 @@ class Manager:
 
     def settle(self, chunk: Chunk, tier: Tier) -> None:
         """Have the chunk on one tier alone, to be written there."""
-        self._settle_transfers(chunk)
+        self.settle_transfers(chunk)
         if tier is Tier.DEVICE:
             self.bring([chunk])
             if chunk.host is not None:
@@ -354,9 +366,7 @@ class Manager:
         Each comes with the number of its first element, in memory that the next one takes over.
         """
         assert self.disk is not None and chunk.disk_valid, f"{chunk} is nowhere"
-        with self.stalled():
-            for transfer in chunk.writing:
-                self.wait_for(transfer)
+        self.settle_transfers(chunk)
         length = self.disk.page_bytes // chunk.dtype.itemsize
         for begin in range(first // length * length, first + numel, length):
             nbytes = min(length, chunk.numel - begin) * chunk.dtype.itemsize
@@ -382,7 +392,7 @@ class Manager:
         if not self._line:
             self._ask_ahead(self.prefetch)
         while self._line:
-            chunk = self.chunks[PARAM16, self._line[0].fetch]
+            chunk = self.param16[self._line[0].fetch]
             if chunk.leaving is not None or self.device_used + chunk.nbytes > self.chunkable_bytes:
                 break  # until those who leave have left
             self._line.popleft()
@@ -393,30 +403,20 @@ class Manager:
 
     def _ask_ahead(self, prefetch: Prefetch) -> None:
         present = self._present()
-        if len(present) == self._param16_count:
+        if len(present) == len(self.param16):
             return
-        chunks = {index: self.chunks[PARAM16, index] for index in present}
-        held = {index for index, chunk in chunks.items() if chunk.pins or not chunk.device_valid}
+        held = {index for index in present if (chunk := self.param16[index]).pins or not chunk.device_valid}
         for index in prefetch.released(self.now, present, held):
-            self._evict(chunks[index])
+            self._evict(self.param16[index])
             present.discard(index)
         for move in prefetch.ahead(self.now, present, held, self.device_budget_bytes):
             self._line.append(move)
             for index in move.leave:
-                self._evict(self.chunks[PARAM16, index])
-
-    @property
-    def _param16_count(self) -> int:
-        return sum(kind == PARAM16 for kind, _ in self.chunks)
+                self._evict(self.param16[index])
 
     def _present(self) -> set[int]:
         """`param16` chunks that are on the device or will be, without those that leave."""
-        coming = {move.fetch for move in self._line}
-        return coming | {
-            index
-            for (kind, index), chunk in self.chunks.items()
-            if kind == PARAM16 and chunk.on_device_now and chunk.leaving is None
-        }
+        return {index for index, chunk in self.param16.items() if chunk.on_device_now and chunk.leaving is None}
 
     def _overtake(self, chunk: Chunk) -> None:
         """A chunk that waits in line is needed now."""
@@ -433,7 +433,7 @@ class Manager:
 
     def _arrive(self, chunk: Chunk) -> None:
         """Wait for a chunk that is coming; on a GPU those who compute wait, and not the training thread."""
-        if isinstance(chunk.coming, StreamTransfer):
+        if isinstance(chunk.coming, StreamTransfer) and self.keep_duplicates:
             chunk.coming.order()
             chunk.coming = None
             self._landed(chunk)
@@ -479,10 +479,14 @@ class Manager:
         self.leaving_bytes -= chunk.nbytes
         del self._in_flight[chunk]
 
-    def _settle_transfers(self, chunk: Chunk) -> None:
+    def settle_transfers(self, chunk: Chunk) -> None:
+        """Have a chunk be where it is going, or stay where it was leaving from."""
         if chunk.coming is not None:
             self._land(chunk)
         self._stay(chunk)
+        for transfer in chunk.writing:
+            with self.stalled():
+                self.wait_for(transfer)
 
     def wait_for(self, transfer: Transfer) -> None:
         """Wait for a transfer. After an error of the disk, or of a thread, nothing moves any more."""

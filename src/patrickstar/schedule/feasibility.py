@@ -21,9 +21,7 @@ def fits(layout: Layout, working_set: int, budgets: Budgets) -> bool:
     placement = initial_placement(layout.chunks, budgets)
     if placement is None:
         return False
-    stays = sum(
-        chunk.optimizer_bytes for chunk in layout.chunks if placement[chunk.index].optimizer is Tier.DEVICE
-    )
+    stays = sum(chunk.optimizer_bytes for chunk in layout.chunks if placement[chunk.index].optimizer is Tier.DEVICE)
     return stays + working_set <= budgets.device
 
 

@@ -73,7 +73,7 @@ def _with_disk(chunks: Sequence[ChunkSpec], budgets: Budgets) -> dict[int, Tiers
 
 
 def disk_bytes(chunks: Sequence[ChunkSpec], placement: Mapping[int, Tiers]) -> int:
-    """What the disk has to have room for: optimizer chunks that live there, and `param16`, all of which may go there."""
+    """What has to have room on disk: optimizer chunks that live there, and `param16`, all of which may go there."""
     blocks = 0
     for chunk in chunks:
         lists = chunk.scheme.lists if placement[chunk.index].optimizer is Tier.DISK else chunk.scheme.lists[:1]
@@ -81,7 +81,9 @@ def disk_bytes(chunks: Sequence[ChunkSpec], placement: Mapping[int, Tiers]) -> i
     return blocks * DISK_BLOCK_BYTES
 
 
-def _in_memory(chunks: Sequence[ChunkSpec], device_budget_bytes: int, host_budget_bytes: int) -> dict[int, Tiers] | None:
+def _in_memory(
+    chunks: Sequence[ChunkSpec], device_budget_bytes: int, host_budget_bytes: int
+) -> dict[int, Tiers] | None:
     """Where each index begins if device and host take all of it.
 
     Optimizer chunks begin on the host, as many as it has room for beside the part of `param16` that the device can't
