@@ -1,12 +1,15 @@
 """Engines whose device and host are so small that a disk is needed, and what to compare them with."""
 
+import gc
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import reject
 from hypothesis import strategies as st
 from torch import nn
 
@@ -78,28 +81,113 @@ def small_engine(build: Build, config: ps.Config, **hooks: Any) -> Engine:
     return Engine(build, config, page_bytes=PAGE_BYTES, **{"meter": testing.NoMeter(), "poison": True} | hooks)
 
 
-def least_bytes(build: Build, config: ps.Config, directory: str | Path) -> tuple[int, int]:
-    """The smallest device, and the smallest host beside it, with which the errors say that a disk will do."""
-    device = host = 1
-    while True:
-        try:
-            small_engine(build, with_budgets(config, device, host, ps.Disk(directory=directory))).close()
-            return device, host
-        except BudgetError as error:
-            assert error.short_bytes > 0, "an error that names no bytes"
-            if "on the host" in str(error).partition("needs")[0]:
-                host += error.short_bytes
-            elif device < 4096:
-                device += error.short_bytes
-            else:
-                host += error.short_bytes
+def on_disk(build: Build, config: ps.Config, directory: str | Path, batch: tuple[Any, ...], room: Room) -> ps.Config:
+    """The same under budgets that need a disk: the least that works, and what `room` adds."""
+    device = least_device_bytes(build, config, batch) + room.device_bytes
+    engine = Engine(build, with_budgets(config, device, None), meter=testing.NoMeter())
+    optimizer_bytes = engine.layout.optimizer_bytes
+    engine.close()
+    disk = ps.Disk(directory=directory)
+    host = least_host_bytes(build, with_budgets(config, device, 1, disk))
+    return with_budgets(config, device, host + room.host_bytes + int(room.host_share * optimizer_bytes), disk)
 
 
-def on_disk(build: Build, config: ps.Config, directory: str | Path, room: Room, **disk: Any) -> ps.Config:
-    """The same under budgets that need a disk."""
-    plain = Engine(build, with_budgets(config, None, None), meter=testing.NoMeter())
-    layout, together = plain.layout, used_together(plain.module)
-    plain.close()
-    device = working_set_bytes(layout, together) + room.device_bytes
-    lists = 2 + len(config.optimizer.states)
-    raise NotImplementedError
+def least_device_bytes(build: Build, config: ps.Config, batch: tuple[Any, ...]) -> int:
+    """What the most demanding operator needs at once, found by trying."""
+    engine = Engine(build, with_budgets(config, None, None), meter=testing.NoMeter())
+    seen = [max(chunk.compute_bytes for chunk in engine.layout.chunks)]
+    access = engine._data.access
+
+    def watch(slots: Any, belongs: bool) -> None:
+        seen.append(sum({slot.chunk.index: slot.chunk.nbytes for slot in slots}.values()))
+        access(slots, belongs)
+
+    engine._data.access = watch
+    engine.backward(mean_square(engine(*batch)))
+    engine.close()
+    return max(seen)
+
+
+def least_host_bytes(build: Build, config: ps.Config) -> int:
+    """The smallest host beside this device, as the error says that refuses one of a byte."""
+    try:
+        small_engine(build, config)
+    except BudgetError as error:
+        assert error.short_bytes is not None and error.short_bytes > 0, "an error that names no bytes"
+        return 1 + error.short_bytes
+    raise AssertionError("a host of one byte does")
+
+
+def compare(
+    build: Build,
+    config: ps.Config,
+    script: testing.Script,
+    *,
+    evict_everything: bool = False,
+    **hooks: Any,
+) -> None:
+    """As `testing.compare`, for an engine that needs its disk; what was counted is compared too."""
+    torch.manual_seed(0)
+    reference = testing.ReferenceTrainer(build, with_budgets(config, None, None))
+    expected = script(reference, reference.optimizer)
+    torch.manual_seed(0)
+    engine = small_engine(build, config, evict_everything=evict_everything, **hooks)
+    if engine._manager.disk is None:
+        engine.close()
+        reject()
+    try:
+        found = script(engine, engine.optimizer)
+        testing.assert_same_bits(list(expected), list(found), "what the script returned")
+        testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters and buffers")
+        testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
+        assert_at_rest(engine)
+    finally:
+        engine.close()
+    state = reference.state_dict()
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(param.detach(), state[name]), f"{name}, after the engine was closed"
+
+
+def assert_at_rest(engine: Engine) -> None:
+    """Nothing is pinned, pending or on its way; every chunk is somewhere, once; the counters tell the truth."""
+    manager = engine._manager
+    engine._complete()
+    manager.land_all()
+    file, traffic = manager.disk.file, manager.traffic
+    assert (traffic.disk_read_bytes, traffic.disk_write_bytes) == (file.read_bytes, file.written_bytes)
+    assert not any(slot.pending or slot.uses for slot in engine._data.slots)
+    assert not manager._in_flight and manager.leaving_bytes == 0
+    for chunk in manager.chunks.values():
+        assert not (chunk.pins or chunk.coming or chunk.leaving or chunk.writing), f"{chunk} is in use"
+    assert_one_owner(manager.chunks.values())
+    assert (manager.device_used, manager.host.used) == real_bytes(manager.chunks.values())
+
+
+def assert_one_owner(chunks: Iterable[Chunk]) -> None:
+    """Every chunk has its bytes somewhere, and where it has them twice they agree."""
+    for chunk in chunks:
+        assert chunk.device_valid or chunk.host_valid or chunk.disk_valid, f"{chunk} is nowhere"
+        assert chunk.on_device_now or not chunk.device_valid, f"{chunk} has no device memory"
+        assert chunk.host is not None or not chunk.host_valid, f"{chunk} has no host memory"
+        if chunk.device_valid and chunk.host_valid:
+            testing.assert_same_bits(
+                [chunk.on_device(chunk.whole)], [chunk.on_host(chunk.whole)], f"{chunk} on device and host"
+            )
+
+
+def real_bytes(chunks: Iterable[Chunk]) -> tuple[int, int]:
+    """Bytes that chunks take on the device and on the host."""
+    return sum(chunk.device_bytes for chunk in chunks), sum(
+        0 if chunk.host is None else chunk.host.numel() * chunk.host.element_size() for chunk in chunks
+    )
+
+
+def movers() -> list[str]:
+    """The threads of all engines."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("patrickstar-")]
+
+
+def descriptors() -> int:
+    """How many files this process has open."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))

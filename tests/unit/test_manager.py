@@ -3,7 +3,9 @@
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,48 +16,65 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from patrickstar.errors import BudgetError
 from patrickstar.layout.lists import PARAM16, PARAM32
 from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.host import HostTier
 from patrickstar.memory.manager import Manager, Traffic
+from patrickstar.memory.pages import round_up
+from patrickstar.memory.slab import ALIGN_BYTES, Place
 from patrickstar.schedule.eviction import NextUse
+from patrickstar.schedule.placement import Tier
 from patrickstar.schedule.trace import Moment, Trace
 
 CPU = torch.device("cpu")
 DTYPES = {PARAM16: "bfloat16", PARAM32: "float32"}
 KINDS = list(DTYPES)
+tiers = st.sampled_from([Tier.DEVICE, Tier.HOST])
 
 
 class Watched(Chunk):
-    """A chunk that holds its manager to the budgets at every allocation, and notes what is freed."""
+    """A chunk that holds its manager to the device budget at every allocation, and notes that it left."""
 
+    manager: ClassVar[Manager]
     departed: ClassVar[list["Watched"]] = []  # who left the device, in order
+    dropped = False
 
-    def __init__(self, manager: Manager, kind: str, index: int, numel: int) -> None:
-        super().__init__(kind, index, numel, DTYPES[kind], CPU)
-        self.manager = manager
-        self.dropped = False
-
-    def allocate_device(self) -> None:
-        super().allocate_device()
+    def take_device(self) -> None:
+        super().take_device()
         assert real_bytes(self.manager, self)[0] <= self.manager.chunkable_bytes
-
-    def allocate_host(self) -> torch.Tensor:
-        host = super().allocate_host()
-        assert real_bytes(self.manager, self)[1] + self.manager.host_non_model_bytes <= self.manager.host_budget_bytes
-        return host
 
     def free_device(self, poison: bool) -> None:
         super().free_device(poison)
         self.departed.append(self)
 
-    def free_host(self, poison: bool) -> None:
-        super().free_host(poison)
-        self.dropped = True
+
+class WatchedHost(HostTier):
+    """A host tier that holds itself to its budget at every place it gives out, and notes who lost one."""
+
+    manager: ClassVar[Manager]
+
+    def take(self, chunk: Watched) -> torch.Tensor:
+        host = super().take(chunk)
+        assert real_bytes(self.manager, chunk)[1] + self.other_bytes <= self.budget_bytes
+        return host
+
+    def give(self, chunk: Watched) -> None:
+        super().give(chunk)
+        chunk.dropped = True
 
 
 def real_bytes(manager: Manager, *more: Chunk) -> tuple[int, int]:
-    """Bytes of memory that chunks hold on the device and on the host."""
+    """Bytes of memory that chunks hold: of the device less what whole pages round up, and in the host's slab."""
     chunks = {*manager.chunks.values(), *more}
-    hosts = [chunk.host.untyped_storage() for chunk in chunks if chunk.host is not None]
-    return sum(chunk.storage.nbytes() for chunk in chunks), sum(host.nbytes() for host in hosts)
+    device = sum(chunk.nbytes for chunk in chunks if chunk.on_device_now)
+    if manager.bank is None:
+        assert device == sum(chunk.storage.nbytes() for chunk in chunks)
+    else:
+        pages = sum(round_up(chunk.nbytes) for chunk in chunks if chunk.on_device_now)
+        assert manager.bank.mapped_bytes - manager.bank.parked_bytes == pages
+    slab, base = manager.host.slab, manager.host.slab.memory.data_ptr()
+    hosts = sorted((chunk.host.data_ptr() - base, chunk.host.nbytes) for chunk in chunks if chunk.host is not None)
+    assert all(end <= start for (_, end), (start, _) in pairwise((at, at + nbytes) for at, nbytes in hosts))
+    assert all(at >= 0 and at + nbytes <= slab.nbytes for at, nbytes in hosts)
+    return device, sum(nbytes for _, nbytes in hosts)
 
 
 def named_figure(error: BudgetError, tier: str) -> int:
@@ -70,12 +89,14 @@ class Operations(RuleBasedStateMachine):
 
     @initialize(data=st.data(), device=st.integers(2, 24), host=st.integers(0, 48))
     def begin(self, data, device: int, host: int) -> None:
-        self.manager = Manager(CPU, device * 64, host * 64, poison=True)
+        self.manager = Watched.manager = WatchedHost.manager = Manager(CPU, device * 64, host * 64, poison=True)
+        self.manager.host = WatchedHost(host * 64, host * 64, pinned=False, poison=True)
+        self.places: list[Place] = []
         self.value: dict[Watched, int] = {}
         self.writes = 0
         names = st.tuples(st.sampled_from(KINDS), st.integers(0, 3))
         for kind, index in data.draw(st.lists(names, min_size=4, unique=True)):
-            self.create(kind, index, size=data.draw(st.integers(1, 5)), on_device=data.draw(st.booleans()))
+            self.create(kind, index, size=data.draw(st.integers(1, 5)), tier=data.draw(tiers))
 
     def pick(self, data, *, pinned: bool | None = None) -> Watched:
         return data.draw(st.sampled_from([c for c in self.value if pinned is None or bool(c.pins) is pinned]))
@@ -100,6 +121,7 @@ class Operations(RuleBasedStateMachine):
         before = {c: (c.device_valid, c.host_valid, c.moved_bytes) for c in self.value}
         for chunk in self.value:
             chunk.dropped = False
+        addresses = {c: c.host.data_ptr() for c in self.value if c.host is not None}
         manager.drain_moved()
         Watched.departed.clear()
         error = None
@@ -114,7 +136,12 @@ class Operations(RuleBasedStateMachine):
             written_back = chunk in left and (not host_valid or chunk.dropped)
             assert chunk.moved_bytes - moved == chunk.nbytes * ((chunk in came) + written_back)
         assert not any(c.pins for c in left)
-        assert manager.drain_moved() == {*came, *left}
+        drained = manager.drain_moved()
+        assert {*came, *left} <= drained
+        for chunk in self.value:
+            if chunk in addresses and chunk.host is not None and not chunk.dropped:
+                assert chunk in drained or chunk.host.data_ptr() == addresses[chunk], "it moved and nobody was told"
+        assert all(c.host is not None for c in drained - {*came, *left}), "neither came, nor left, nor has a place"
         assert manager.traffic.h2d_bytes == sum(c.nbytes for c in came)
         moved = sum(c.moved_bytes - before[c][2] for c in self.value)
         assert manager.traffic.d2h_bytes == moved - manager.traffic.h2d_bytes
@@ -149,22 +176,25 @@ class Operations(RuleBasedStateMachine):
     def host_room(self) -> int:
         """Bytes that the host has for more, once it has dropped copies of what the device has too."""
         needed = sum(c.host_bytes for c in self.value if not c.device_valid)
-        return self.manager.host_budget_bytes - self.manager.host_non_model_bytes - needed
+        return self.manager.host.budget_bytes - self.manager.host.other_bytes - needed
 
     def could_leave(self, chunk: Watched) -> bool:
         """Whether nothing keeps a chunk on the device."""
         return bool(chunk.device_bytes) and not chunk.pins and (chunk.host_bytes or self.host_room()) >= chunk.nbytes
 
-    @rule(kind=st.sampled_from(KINDS), index=st.integers(0, 3), size=st.integers(1, 5), on_device=st.booleans())
-    def create(self, kind: str, index: int, size: int, on_device: bool) -> None:
+    @rule(kind=st.sampled_from(KINDS), index=st.integers(0, 3), size=st.integers(1, 5), tier=tiers)
+    def create(self, kind: str, index: int, size: int, tier: Tier) -> None:
         if (kind, index) in self.manager.chunks:
             return
-        chunk = Watched(self.manager, kind, index, 32 * size)
+        on_device = tier is Tier.DEVICE
         try:
-            assert self.manager.create(chunk, on_device) is chunk
+            with patch("patrickstar.memory.manager.Chunk", Watched):
+                chunk = self.manager.new_chunk(kind, index, 32 * size, DTYPES[kind], tier)
+            assert self.manager[kind, index] is chunk
         except BudgetError as error:
-            needs = named_figure(error, "device" if on_device else "host")
-            assert needs > 0 if on_device else needs == chunk.nbytes - self.host_room()
+            needs = named_figure(error, tier.value)
+            nbytes = 32 * size * getattr(torch, DTYPES[kind]).itemsize
+            assert needs > 0 if on_device else needs == nbytes - self.host_room()
             return
         assert chunk.device_valid is on_device and chunk.host_valid is not on_device
         assert (chunk.current(chunk.whole) == 0).all()
@@ -193,11 +223,11 @@ class Operations(RuleBasedStateMachine):
         self.operate(lambda: self.manager.make_room(nbytes, protect), protect, nbytes)
 
     @precondition(lambda self: any(not c.pins for c in self.value))
-    @rule(data=st.data(), on_device=st.booleans())
-    def settle(self, data, on_device: bool) -> None:
-        chunk = self.pick(data, pinned=False)
+    @rule(data=st.data(), tier=tiers)
+    def settle(self, data, tier: Tier) -> None:
+        chunk, on_device = self.pick(data, pinned=False), tier is Tier.DEVICE
         needs = chunk.nbytes if on_device and not chunk.device_valid else None
-        if self.operate(lambda: self.manager.settle(chunk, on_device), [chunk], needs):
+        if self.operate(lambda: self.manager.settle(chunk, tier), [chunk], needs):
             assert (chunk.device_valid, chunk.host_valid) == (on_device, not on_device)
             assert (chunk.device_bytes, chunk.host_bytes) == ((chunk.nbytes, 0) if on_device else (0, chunk.nbytes))
 
@@ -213,16 +243,27 @@ class Operations(RuleBasedStateMachine):
     def pin(self, data, pins: int) -> None:
         data.draw(st.sampled_from([c for c in self.value if c.device_valid])).pins = pins
 
-    @rule(nbytes=st.integers(-1000, 1000))
+    @rule(nbytes=st.integers(0, 1000))
     def reserve(self, nbytes: int) -> None:
-        before = self.manager.host_non_model_bytes
-        nbytes = max(nbytes, -before)
+        room = self.host_room()
         try:
-            self.manager.reserve_host(nbytes)
+            place = self.manager.reserve_host(nbytes)
         except BudgetError as error:
-            assert named_figure(error, "host") == nbytes - self.host_room() > 0
-            nbytes = 0
-        assert self.manager.host_non_model_bytes == before + nbytes
+            assert 0 <= named_figure(error, "host") - (nbytes - room) < ALIGN_BYTES
+            return
+        self.places.append(place)
+        view = self.manager.host.slab.view(place, torch.uint8)
+        assert view.numel() >= nbytes
+        view.fill_(len(self.places))
+
+    @precondition(lambda self: self.places)
+    @rule(data=st.data())
+    def give_back(self, data) -> None:
+        place = self.places.pop(data.draw(st.integers(0, len(self.places) - 1)))
+        self.manager.host.slab.view(place, torch.uint8).fill_(255)
+        before = self.manager.host.other_bytes
+        self.manager.host.give_back(place)
+        assert self.manager.host.other_bytes == before - place.nbytes
 
     @rule(non_model=st.integers(0, 5), comfort=st.integers(0, 120), everything=st.booleans(), keep=st.booleans())
     def conditions(self, non_model: int, comfort: int, everything: bool, keep: bool) -> None:
@@ -240,45 +281,63 @@ class Operations(RuleBasedStateMachine):
             assert chunk.device_bytes == (chunk.nbytes if chunk.device_valid else 0)
             assert not chunk.device_valid or (chunk.on_device(chunk.whole) == value).all()
             assert not chunk.host_valid or (chunk.on_host(chunk.whole) == value).all()
-        assert (manager.device_used, manager.total_used - manager.device_used) == real_bytes(manager)
+        host = manager.host
+        assert (manager.device_used, host.used) == real_bytes(manager)
+        assert host.other_bytes == sum(place.nbytes for place in self.places)
         assert manager.device_used <= manager.device_peak <= manager.device_budget_bytes
-        assert manager.host_used <= manager.host_peak
-        assert manager.host_used + manager.host_non_model_bytes <= manager.host_budget_bytes
+        assert host.used <= host.peak and host.other_bytes <= host.other_peak
+        assert host.used + host.other_bytes <= host.budget_bytes
+        if manager.bank is not None:
+            assert manager.bank.mapped_bytes + host.slab.touched_bytes == manager.resident_bytes
 
 
 TestOperations = Operations.TestCase
 TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=200, stateful_step_count=30)
 
 
-def manager_of(count: int, device_bytes: int, host_bytes: int, *, on_device: bool) -> tuple[Manager, list[Chunk]]:
+def manager_of(count: int, device_bytes: int, host_bytes: int, tier: Tier) -> tuple[Manager, list[Chunk]]:
     """A manager with `param16` chunks of 64 bytes each."""
     manager = Manager(CPU, device_bytes, host_bytes, poison=True)
-    return manager, [manager.create(Chunk(PARAM16, i, 32, "bfloat16", CPU), on_device) for i in range(count)]
+    return manager, [manager.new_chunk(PARAM16, i, 32, "bfloat16", tier) for i in range(count)]
 
 
 @pytest.mark.parametrize("more_bytes", [0, -1])
-@pytest.mark.parametrize("tier", ["device", "host", "activations"])
-def test_what_a_refusal_asks_for_is_enough_and_one_byte_less_is_not(tier, more_bytes):
-    on_device = tier != "device"
-    manager, chunks = manager_of(4, 1000, 1000, on_device=on_device)
-    budget = "host_budget_bytes" if on_device else "device_budget_bytes"
-    setattr(manager, budget, 150)
-    manager.non_model_bytes, manager.host_non_model_bytes = 40, 100
+@pytest.mark.parametrize("what", ["device", "host", "activations"])
+def test_what_a_refusal_asks_for_is_enough_and_one_byte_less_is_not(what, more_bytes):
+    tier = "device" if what == "device" else "host"
+    manager, chunks = manager_of(4, 1000, 1000, Tier.HOST if what == "device" else Tier.DEVICE)
+    owner, budget = (manager, "device_budget_bytes") if what == "device" else (manager.host, "budget_bytes")
+    manager.non_model_bytes = 40
+    manager.reserve_host(96)
+    setattr(owner, budget, 150)
     refused = {
         "device": lambda: manager.bring(chunks[:3]),
-        "host": lambda: manager.settle(chunks[0], on_device=False),
+        "host": lambda: manager.settle(chunks[0], Tier.HOST),
         "activations": lambda: manager.reserve_host(64),
-    }[tier]
+    }[what]
     with pytest.raises(BudgetError) as caught:
         refused()
-    named = named_figure(caught.value, "host" if on_device else "device")
-    setattr(manager, budget, 150 + named + more_bytes)
+    named = named_figure(caught.value, tier)
+    setattr(owner, budget, 150 + named + more_bytes)
     with pytest.raises(BudgetError) if more_bytes else nullcontext():
         refused()
 
 
+def test_host_memory_that_is_not_whole_units_is_refused_in_time():
+    """Places begin at multiples of 32 bytes: what they take of the budget must not be less than of the slab."""
+    manager = Manager(CPU, 1000, 10 * ALIGN_BYTES, poison=True)
+    places = []
+    with pytest.raises(BudgetError):
+        while True:
+            places.append(manager.reserve_host(33))
+    assert len(places) >= 5
+    for place in places:
+        manager.host.give_back(place)
+    assert manager.host.other_bytes == 0
+
+
 def test_the_policy_is_asked_at_the_moment_that_is_now():
-    manager, chunks = manager_of(4, 3 * 64, 10 * 64, on_device=False)
+    manager, chunks = manager_of(4, 3 * 64, 10 * 64, Tier.HOST)
     manager.policy = NextUse(Trace([Moment((index,)) for index in (0, 1, 2, 1, 3, 0, 2, 1)]))
     manager.bring(chunks[:3])
     manager.now = 4
@@ -287,7 +346,7 @@ def test_the_policy_is_asked_at_the_moment_that_is_now():
 
 
 def test_a_chunk_that_was_not_written_is_not_written_back():
-    manager, (first, second) = manager_of(2, 64, 3 * 64, on_device=False)
+    manager, (first, second) = manager_of(2, 64, 3 * 64, Tier.HOST)
     for chunk in (first, second, first):
         manager.bring([chunk])
     assert (manager.traffic.h2d_bytes, manager.traffic.d2h_bytes, manager.traffic.evictions) == (3 * 64, 0, 2)

@@ -1,8 +1,10 @@
 """What this machine and this installation offer, and what to do about what is missing."""
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -19,6 +21,10 @@ from patrickstar.kernels.native import Native, Unavailable
 from patrickstar.kernels.rule import Gradient, Span
 from patrickstar.layout.sizes import format_size
 from patrickstar.memory.meter import default_meter, installed_bytes
+from patrickstar.memory.probe import disk_rates
+
+STATE_BYTES = 12
+"""Adam's bytes per parameter on disk: master, momentum and variance in fp32."""
 
 BYTES_PER_PARAM = 28
 """What one update of Adam in mixed precision must read and write."""
@@ -38,8 +44,11 @@ class Finding:
     advice: str | None = None
 
 
-def examine(trial_numel: int = TRIAL_NUMEL) -> list[Finding]:
-    """Look at everything that training depends on."""
+def examine(trial_numel: int = TRIAL_NUMEL, disk: Path | None = None) -> list[Finding]:
+    """Look at everything that training depends on; `disk` is a directory for the disk tier.
+
+    Raises DiskError if that can't be used.
+    """
     kernel, implementation = _kernel()
     return [
         Finding("patrickstar", f"{patrickstar.__version__}, PyTorch {torch.__version__}"),
@@ -50,6 +59,21 @@ def examine(trial_numel: int = TRIAL_NUMEL) -> list[Finding]:
         kernel,
         _triton(),
         *_speed(implementation, trial_numel),
+        *(_disk(disk) if disk is not None else []),
+    ]
+
+
+def _disk(directory: Path) -> list[Finding]:
+    rates = disk_rates(directory, anew=True)
+    space = shutil.disk_usage(directory).free
+    billion = 10**9 * STATE_BYTES
+    return [
+        Finding(
+            "disk",
+            f"{directory}: {format_size(space)} free, reads {rates.read / 1e9:.2f} GB/s, writes "
+            f"{rates.write / 1e9:.2f} GB/s with checksums; the optimizer states of 10^9 parameters take a step "
+            f"{billion / rates.read:.0f} s to read and {billion / rates.write:.0f} s to write",
+        )
     ]
 
 

@@ -127,13 +127,16 @@ def train(
 
 @app.command()
 def doctor(
+    disk: Annotated[
+        Path | None, typer.Option(help="A directory for the disk tier, whose disk is to be measured too.")
+    ] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the program an error arose.")] = False,
 ) -> None:
     """Say what this machine and this installation offer, and what to do about what is missing."""
     with _told_errors(traceback):
         from patrickstar.cli.doctor import examine, print_findings
 
-        print_findings(Console(), examine())
+        print_findings(Console(), examine(disk=disk))
 
 
 @contextmanager

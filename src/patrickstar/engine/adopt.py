@@ -186,6 +186,7 @@ def promote(
         slot.chunk, slot.device_view = data.manager[PARAM16, slot.place.chunk], None
         slot.region = replace(slot.region, offset=slot.place.offset)
         data.by_chunk.setdefault(slot.place.chunk, []).append(slot)
+        data.have(slot)
         slot.payload().copy_(value)
         data.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
         flat = slot.flattened(value)

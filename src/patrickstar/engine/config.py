@@ -13,11 +13,11 @@ from patrickstar.layout.sizes import parse_size
 
 
 class Disk(Options):
-    """A disk below the host: what memory can't hold lies in a scratch file there, and ends with the process.
+    """A disk below the host: what memory can't hold lies in a scratch file, which ends with the process.
 
-    directory: an existing one that can be written, on a local disk. capacity: the most the file may take, as bytes or as
-    "200GiB"; None is what the disk has free. checksums: every page is hashed when it is written, and compared when it is
-    read. Raises ConfigError for a capacity that is no size.
+    directory: an existing one that can be written, on a local disk. capacity: the most the file may take, as bytes or
+    as "200GiB"; None is what the disk has free. checksums: every page is hashed when it is written, and compared when
+    it is read. Raises ConfigError for a capacity that is no size.
     """
 
     directory: str | Path
@@ -37,8 +37,9 @@ class Config(Options):
     """How to train within a memory budget.
 
     device: "cuda", "cpu" or "auto". device_memory, host_memory: budgets, as bytes or as "2GiB"; None is what the
-    machine has. disk: where what these can't hold goes, `ps.Disk(directory)` or a directory. chunk_size: "auto", or the size of a `param16` chunk. precision: the dtype operators compute in, with
-    fp32 masters; "fp16" scales the loss. optimizer: one of this package's, or an element-wise class of `torch.optim`,
+    machine has. disk: where what these can't hold goes, `ps.Disk(directory)` or a directory. chunk_size: "auto", or the
+    size of a `param16` chunk. precision: the dtype operators compute in, with fp32 masters; "fp16" scales the loss.
+    optimizer: one of this package's, or an element-wise class of `torch.optim`,
     by itself or as a `functools.partial` with its options. activation_offload: keep saved activations on the host
     between forward and backward. Raises ConfigError for options that don't exist or values out of range.
     """

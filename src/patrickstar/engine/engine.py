@@ -35,7 +35,7 @@ from patrickstar.memory.manager import Manager
 from patrickstar.memory.meter import Meter, default_meter
 from patrickstar.memory.scratch import PAGE_BYTES
 from patrickstar.schedule.placement import WARM_UP_PERCENT, Tier, homes, margin_chunks
-from patrickstar.schedule.prefetch import Prefetch
+from patrickstar.schedule.prefetch import OnDemand, Prefetch
 
 
 class Engine:
@@ -90,6 +90,7 @@ class Engine:
         self._gradients = Gradients(self._data, self._scaler, self._kernels)
         self._state = ModelState(self.module, self._data)
         self._update = Update(self._data, config.optimizer, self._kernels, tiers.ring)
+        self._update.ahead = policy is not OnDemand
         self._early = EarlyUpdate(self._data, self._update)
         self._interceptor = Interceptor(self._data, self._early, self._scaler.enabled)
         self._offload = ActivationOffload(self._manager) if config.activation_offload else None
@@ -324,7 +325,7 @@ class Engine:
 
     @contextmanager
     def _stopping_on_loss(self) -> Iterator[None]:
-        """When bytes of chunks are lost, since a disk or a thread has failed, all is given back and the engine is closed."""
+        """When a disk or a thread has failed, and bytes of chunks are lost, give all back and close the engine."""
         try:
             yield
         except (DiskError, MoveError) as error:

@@ -6,7 +6,7 @@ from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.precision import LossScaler, clip_coefficient
 from patrickstar.engine.slot import Slot
 from patrickstar.kernels.choice import Kernels
-from patrickstar.kernels.survey import Survey
+from patrickstar.kernels.survey import Survey, survey_of_parts
 
 
 class Gradients:
@@ -43,8 +43,13 @@ class Gradients:
         if not slot.has_gradient:
             return None
         with torch.no_grad():
-            self.data.have_gradient(slot)
-            grad = self.data.gradient(slot).together().scaled(self.scales)
+            self.data.have(slot)
+            if not self.data.gradient_on_disk(slot):
+                grad = self.data.gradient(slot).together().scaled(self.scales)
+            else:
+                grad = torch.empty(slot.place.numel, dtype=getattr(torch, slot.scheme.master_dtype))
+                for where, part in self.data.gradient_parts(slot):
+                    grad[where] = part.together().scaled(self.scales)
             return grad.as_strided(slot.region.shape, slot.region.strides)
 
     def overflowed(self) -> bool:
@@ -69,8 +74,15 @@ class Gradients:
             for slots in self.data.by_chunk.values():
                 some = [slot for slot in slots if slot.has_gradient]
                 for slot in some:
-                    self.data.have_gradient(slot)
-                found = self.kernels.survey([self.data.gradient(slot).together() for slot in some], self.scales)
-                sums.update(zip(some, found.sums, strict=True))
+                    self.data.have(slot)
+                on_disk = [slot for slot in some if self.data.gradient_on_disk(slot)]
+                here = [slot for slot in some if slot not in on_disk]
+                found = self.kernels.survey([self.data.gradient(slot).together() for slot in here], self.scales)
+                sums.update(zip(here, found.sums, strict=True))
                 not_finite += found.not_finite
+                for slot in on_disk:
+                    parts = (part.together().scaled(self.scales) for _, part in self.data.gradient_parts(slot))
+                    one = survey_of_parts(parts)
+                    sums[slot] = one.sums[0]
+                    not_finite += one.not_finite
         return Survey(tuple(sums[slot] for slot in self.data.slots if slot in sums), not_finite)

@@ -166,8 +166,8 @@ class ModelData:
         self.point(self.manager.drain_moved())
 
     def point(self, chunks: Iterable[Chunk]) -> None:
-        """Point the Parameters of `chunks` at where these are."""
-        for chunk in chunks:
+        """Point the Parameters of `chunks` at where these are; once the engine is closed they are their owners'."""
+        for chunk in () if self.closed else chunks:
             for slot in self.by_chunk.get(chunk.index, ()):
                 if slot.chunk is chunk:
                     self._point(slot)
@@ -348,13 +348,16 @@ class ModelData:
         self.manager.have(slot.chunk)
         self.follow_moves()
 
-    def have_gradient(self, slot: Slot) -> None:
-        """Have both parts of a parameter's gradient in memory."""
-        chunks = [slot.chunk] if slot.over_param else []
-        if slot.in_list:
-            chunks.append(self.manager[GRAD32, slot.place.chunk])
-        self.manager.have(*chunks)
-        self.follow_moves()
+    def gradient_on_disk(self, slot: Slot) -> bool:
+        """Whether a part of a parameter's gradient has to be read from disk, as `gradient_parts` does."""
+        return slot.in_list and not self.manager[GRAD32, slot.place.chunk].in_memory
+
+    def gradient_parts(self, slot: Slot) -> Iterator[tuple[slice, Gradient]]:
+        """A parameter's gradient, part by part: what was accumulated may lie on disk."""
+        dtype = getattr(torch, slot.scheme.master_dtype)
+        for where, earlier in self.parts(slot, GRAD32):
+            last = slot.flat(slot.chunk)[where] if slot.over_param else None
+            yield where, Gradient(earlier, None, dtype) if last is None else Gradient(last, earlier, dtype)
 
     def _round_master(self, slot: Slot) -> None:
         """Put the rounded master over whatever lies there."""

@@ -1,4 +1,4 @@
-"""The update of chunks whose optimizer states lie on disk: pages come, are updated, go back, while the next are read."""
+"""The update of chunks whose states lie on disk: pages come, are updated, go back, while the next are read."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence

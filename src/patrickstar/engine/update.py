@@ -33,6 +33,8 @@ class Update:
         self.homes: dict[int, Tier] = {}
         """Where the optimizer chunks of each index live."""
         self.pipeline = Pipeline(data, self.update, ring) if ring is not None else None
+        self.ahead = True
+        """Whether pages are read before somebody waits for them."""
 
     def run(self, group_of: GroupOf, scales: Sequence[float]) -> None:
         """Update every parameter that has a gradient and belongs to a param group.
@@ -44,11 +46,11 @@ class Update:
                 running.finish()
         if self.pipeline is not None:
             self.pipeline.sort(self.data.clock.trace.first_use)
-            self.pipeline.proceed()
+            self.proceed()
 
     def proceed(self) -> None:
         """Go on with what was asked for, without waiting."""
-        if self.pipeline is not None:
+        if self.pipeline is not None and self.ahead:
             self.pipeline.proceed()
 
     def complete(self, slots: Sequence[Slot] | None = None) -> None:

@@ -46,6 +46,21 @@ def block_sums(grad: torch.Tensor) -> torch.Tensor:
     return blocks if whole == squares.numel() else torch.cat([blocks, fold(squares[whole:])[None]])
 
 
+def survey_of_parts(parts: Iterable[torch.Tensor]) -> Survey:
+    """The survey of one gradient that comes in parts of any length, flat and in order."""
+    blocks = [torch.zeros(0, dtype=torch.float64)]
+    rest, not_finite = torch.zeros(0), 0
+    for part in parts:
+        not_finite += int((~part.isfinite()).sum())
+        rest = torch.cat([rest.to(part), part])
+        whole = rest.numel() // BLOCK_NUMEL * BLOCK_NUMEL
+        blocks.append(block_sums(rest[:whole]))
+        rest = rest[whole:].clone()
+    if rest.numel():
+        blocks.append(block_sums(rest))
+    return Survey((float(fold(torch.cat([block.cpu() for block in blocks]))),), not_finite)
+
+
 def fold(values: torch.Tensor) -> torch.Tensor:
     """The sum of a flat float64 tensor, as the rows of one block."""
     rows = -(-values.numel() // LANES)

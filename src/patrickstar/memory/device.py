@@ -7,10 +7,10 @@ import torch
 from patrickstar.memory.pages import PageBank, Range
 
 # [Note: one storage for life]
-# Autograd saves views of weights (`weight.t()`), not Parameters, so a chunk's device memory must come back where those
-# views look for it. Each chunk owns one storage object for as long as it lives: its memory leaves it and comes back, and
-# every view that was ever taken sees the new bytes. Writing goes through a fresh alias (`empty(0).set_(storage)`), which
-# has its own version counter: moving bytes is not a modification that autograd has to know of.
+# Autograd saves views of weights (`weight.t()`), not Parameters, so a chunk's device memory must come back where they
+# look for it. Each chunk owns one storage object for as long as it lives: its memory leaves it and comes back,
+# and every view that was ever taken sees the new bytes. Writing goes through a fresh alias (`empty(0).set_(storage)`),
+# which has its own version counter: moving bytes is not a modification that autograd has to know of.
 
 
 class DeviceMemory(Protocol):

@@ -37,7 +37,7 @@ class DiskTier:
             chunk.disk_at = self.file.reserve(chunk.nbytes, repr(chunk))
 
     def read(self, chunk: Chunk, start: int, target: torch.Tensor, urgent: bool = False) -> Transfer:
-        """Fill `target` with the bytes of a chunk from `start` on, whole pages of it. What was never written is zeros."""
+        """Fill `target` with whole pages of a chunk, from byte `start` on. What was never written is zeros."""
         return self._submit(self.readers, self._read_page, chunk, start, target, urgent)
 
     def written_bytes(self, chunk: Chunk, start: int, nbytes: int) -> int:

@@ -16,8 +16,8 @@ from patrickstar.memory.copies import Copies, StreamTransfer
 from patrickstar.memory.disk import STAGES, DiskTier
 from patrickstar.memory.host import HostTier
 from patrickstar.memory.movers import Transfer
-from patrickstar.memory.pages import PageBank, can_move_pages
-from patrickstar.memory.slab import Place
+from patrickstar.memory.pages import PageBank, can_move_pages, round_up
+from patrickstar.memory.slab import ALIGN_BYTES, Place
 from patrickstar.schedule.eviction import EvictionPolicy, ListOrder
 from patrickstar.schedule.placement import Tier
 from patrickstar.schedule.prefetch import Move, Prefetch
@@ -508,6 +508,7 @@ class Manager:
 
     def reserve_host(self, nbytes: int) -> Place:
         """Host memory that holds no chunk, such as offloaded activations; `release_host` gives it back."""
+        nbytes = round_up(nbytes, ALIGN_BYTES)
         if not self.free_host_room(nbytes):
             short = self._host_short(nbytes)
             raise BudgetError(

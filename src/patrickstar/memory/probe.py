@@ -43,7 +43,9 @@ def disk_rates(directory: str | Path, *, anew: bool = False) -> DiskRates:
     try:
         key = f"{platform.node()}:{os.stat(directory).st_dev}"
     except OSError as error:
-        raise DiskError(f"the directory {directory} can't be used: {error.strerror}; create it, or use another") from error
+        raise DiskError(
+            f"the directory {directory} can't be used: {error.strerror}; create it, or use another"
+        ) from error
     file = cache_file()
     try:
         known = json.loads(file.read_text())

@@ -49,7 +49,7 @@ HOST = Tiers(compute=Tier.HOST, optimizer=Tier.HOST)
 
 
 def initial_placement(chunks: Sequence[ChunkSpec], budgets: Budgets) -> dict[int, Tiers] | None:
-    """Where each index begins; None if the tiers are too small together. The disk is used only if there is no way else."""
+    """Where each index begins, on disk only if memory can't hold all; None if the tiers are too small together."""
     above_disk = _in_memory(chunks, budgets.device, budgets.host)
     return above_disk if above_disk is not None or not budgets.disk else _with_disk(chunks, budgets)
 

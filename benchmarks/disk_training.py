@@ -1,0 +1,307 @@
+"""Training from disk: what it costs against plain PyTorch, against the limit, and how large a model it carries.
+
+python benchmarks/disk_training.py --directory DIR [--case all] [--rounds 3]
+Cases: `plain` (GPT-2 124M, parameters and optimizer states on disk, resident memory at most 2.0 GiB, against the plain
+loop), `bound` (optimizer states on disk, step time against the slowest of compute, reads and writes), `ahead` (stalls
+with prefetch on and off), `large` (2 billion parameters under 3 GiB of device and 4 GiB of host memory). Every run is a
+process of its own, so that its resident memory is its own; the sides of a ratio take turns.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+from report import publish
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import patrickstar as ps
+from patrickstar.engine.engine import Engine
+from patrickstar.layout.sizes import format_size
+from patrickstar.memory.probe import measure
+from patrickstar.schedule.prefetch import NextUseAhead, OnDemand
+from patrickstar.testing import ReferenceTrainer
+
+LEARNING_RATE = 1e-4
+
+
+def shape(name: str) -> GPT2Config:
+    layers, width, heads = {"124m": (12, 768, 12), "2b": (24, 2560, 32)}[name]
+    return GPT2Config(n_layer=layers, n_embd=width, n_head=heads, vocab_size=50257, use_cache=False)
+
+
+def build(name: str, checkpointing: bool, device: str = "meta") -> GPT2LMHeadModel:
+    with torch.device(device):
+        model = GPT2LMHeadModel(shape(name)).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def value_of(model: torch.nn.Module, name: str) -> torch.Tensor:
+    """A parameter's initial value, one parameter at a time, the same in every process."""
+    param = dict(model.named_parameters())[name]
+    if param.dim() < 2:
+        return torch.ones(param.shape) if name.endswith("weight") else torch.zeros(param.shape)
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    return torch.empty(param.shape).normal_(std=0.02, generator=generator)
+
+
+def resident_peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def run(options: argparse.Namespace) -> dict[str, object]:
+    """One process: train, and say what it took."""
+    libraries = resident_peak_bytes()
+    ids = torch.randint(0, 50257, (options.batch, options.sequence), generator=torch.Generator().manual_seed(0))
+    if options.side == "plain":
+        model = build(options.model, options.checkpointing, "cpu")
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(value_of(model, name))
+        fused = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+        trainer = ReferenceTrainer(model, ps.Config(device="cpu", optimizer=fused))
+        optimizer = trainer.optimizer
+    else:
+        model = build(options.model, options.checkpointing)
+        disk = None if options.side == "memory" else ps.Disk(directory=options.directory)
+        config = ps.Config(
+            device="cpu",
+            device_memory=options.device_memory,
+            host_memory=options.host_memory,
+            disk=disk,
+            optimizer=ps.AdamW(lr=LEARNING_RATE, weight_decay=0.01),
+        )
+        policy = {"ahead": NextUseAhead, "demand": OnDemand}.get(options.side)
+        trainer = Engine(model, config, weights=partial(value_of, model), policy=policy)
+        optimizer = trainer.optimizer
+    seconds, losses, steps = [], [], []
+    update = {"update": True} if options.max_norm == 0 and options.side != "plain" else {}
+    for _ in range(options.steps):
+        start = time.perf_counter()
+        loss = trainer(input_ids=ids, labels=ids).loss
+        trainer.backward(loss, **update)
+        if options.max_norm:
+            trainer.clip_grad_norm_(options.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - start)
+        if options.side != "plain":
+            steps.append(trainer.stats.last)
+    found: dict[str, object] = {
+        "seconds": seconds,
+        "losses": losses,
+        "rss": resident_peak_bytes(),
+        "libraries": libraries,
+    }
+    if steps:
+        last = steps[-1]
+        found |= {
+            "numel": trainer.layout.numel,
+            "model_data": trainer.layout.model_data_bytes,
+            "device_peak": last.device_peak_model_bytes,
+            "non_model": max(step.device_peak_non_model_bytes for step in steps),
+            "host_peak": last.host_peak_model_bytes,
+            "host_pages": last.host_peak_non_model_bytes,
+            "disk": last.disk_bytes,
+            "read": [step.disk_read_bytes for step in steps],
+            "written": [step.disk_write_bytes for step in steps],
+            "moved": [step.h2d_bytes + step.d2h_bytes for step in steps],
+            "stall": [step.stall_s for step in steps],
+        }
+        trainer.close(keep=False)
+    return found
+
+
+def in_a_process(options: argparse.Namespace, side: str, **changed: object) -> dict:
+    given = {"directory": options.directory, "side": side} | changed
+    arguments = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, __file__, "--run", *arguments]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def steady(found: dict, what: str = "seconds") -> float:
+    """The median over the steps that follow a plan, the first of them left out: it writes what the one before left."""
+    return median(found[what][3:] or found[what][1:])
+
+
+def plain(options: argparse.Namespace) -> None:
+    work = {"model": "124m", "batch": 2, "sequence": 256, "steps": 7}
+    small = {"device_memory": options.device_memory, "host_memory": options.host_memory}
+    rounds = []
+    for _ in range(options.rounds):
+        rounds.append(
+            (
+                in_a_process(options, "plain", **work),
+                in_a_process(options, "disk", **work, **small),
+                in_a_process(options, "plain", **work, max_norm=1.0),
+                in_a_process(options, "disk", **work, **small, max_norm=1.0),
+            )
+        )
+    rows = []
+    for title, base, mine, limit in (("no clipping", 0, 1, 1.4), ("global norm clipped", 0, 3, 1.6)):
+        ratios = sorted(steady(one[mine]) / steady(one[base]) for one in rounds)
+        last = rounds[-1][mine]
+        rows.append(
+            [
+                title,
+                f"{median(steady(one[base]) for one in rounds):.2f} s",
+                f"{median(steady(one[mine]) for one in rounds):.2f} s",
+                f"{median(ratios):.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})",
+                f"{limit}",
+                f"{format_size(max(one[mine]['rss'] for one in rounds))} of 2.00 GiB",
+                format_size(max(one[base]["rss"] for one in rounds)),
+                f"{format_size(int(steady(last, 'read')))} / {format_size(int(steady(last, 'written')))}",
+                f"{steady(last, 'stall'):.2f} s",
+            ]
+        )
+    publish(
+        "disk_training_plain",
+        "cpu",
+        f"GPT-2 124M, vocabulary 50,257, 2 x 256 tokens, bf16, device budget {options.device_memory}, host budget "
+        f"{options.host_memory}, the rest on disk. Plain: PyTorch's loop with fp32 masters and its fused AdamW, nothing "
+        f"clipped. Medians of steps 4 to 7, then of {options.rounds} rounds; a round runs all sides.",
+        ["", "plain step", "our step", "ratio (range)", "limit", "resident", "plain's resident", "read / written a step",
+         "stalled a step"],
+        rows,
+    )  # fmt: skip
+
+
+def bound(options: argparse.Namespace) -> None:
+    work = {"model": "124m", "batch": 4, "sequence": 512, "steps": 7, "checkpointing": 1}
+    rounds = []
+    for _ in range(options.rounds):
+        rates = measure(options.directory)
+        memory = in_a_process(options, "memory", **work, device_memory="8GiB", host_memory="4GiB")
+        disk = in_a_process(options, "disk", **work, device_memory="3GiB", host_memory="256MiB")
+        rounds.append((rates, memory, disk))
+    rows = []
+    for rates, memory, disk in rounds:
+        terms = (
+            steady(memory),
+            steady(disk, "read") / rates.read,
+            steady(disk, "written") / rates.write,
+        )
+        rows.append(
+            [
+                f"{terms[0]:.2f} s",
+                f"{terms[1]:.2f} s ({format_size(int(steady(disk, 'read')))} at {rates.read / 1e9:.2f} GB/s)",
+                f"{terms[2]:.2f} s ({format_size(int(steady(disk, 'written')))} at {rates.write / 1e9:.2f} GB/s)",
+                f"{steady(disk):.2f} s",
+                f"{steady(disk) / max(terms):.2f}",
+                "1.15",
+                f"{steady(disk, 'stall'):.2f} s",
+            ]
+        )
+    publish(
+        "disk_training_bound",
+        "cpu",
+        "GPT-2 124M, 4 x 512 tokens, checkpointing, bf16: all optimizer states on disk, against the same engine with "
+        "everything in memory (compute) and what the disk's probed rates allow. One row per round; medians of steps 4 "
+        "to 7.",
+        ["compute", "read", "written", "step", "of the slowest", "limit", "stalled a step"],
+        rows,
+    )
+
+
+def ahead(options: argparse.Namespace) -> None:
+    work = {"model": "124m", "batch": 4, "sequence": 256, "steps": 7, "checkpointing": 1}
+    # A quarter of 14 bytes x 124M for chunks, on top of what activations take.
+    small = {"device_memory": options.quarter_device, "host_memory": options.quarter_host}
+    rows = []
+    for _ in range(options.rounds):
+        off = in_a_process(options, "demand", **work, **small)
+        on = in_a_process(options, "ahead", **work, **small)
+        rows.append(
+            [
+                f"{steady(off, 'stall'):.2f} s",
+                f"{steady(on, 'stall'):.2f} s",
+                f"{steady(off, 'stall') / max(1e-9, steady(on, 'stall')):.1f}",
+                "5",
+                f"{steady(off):.2f} s / {steady(on):.2f} s",
+                f"{format_size(int(steady(off, 'read')))} / {format_size(int(steady(off, 'written')))}",
+                f"{format_size(int(steady(on, 'read')))} / {format_size(int(steady(on, 'written')))}",
+                f"{format_size(on['device_peak'] + on['host_peak'] + on['host_pages'])} of {format_size(on['model_data'])}",
+            ]
+        )
+    publish(
+        "disk_training_ahead",
+        "cpu",
+        f"GPT-2 124M, 4 x 256 tokens, checkpointing, bf16, device {options.quarter_device}, host "
+        f"{options.quarter_host}: everything on demand (off) against prefetch by next use and read-ahead of optimizer "
+        f"pages (on). One row per round; medians of steps 4 to 7.",
+        ["stall, off", "stall, on", "ratio", "limit", "step, off / on", "read / written, off", "read / written, on",
+         "in memory of model data"],
+        rows,
+    )  # fmt: skip
+
+
+def large(options: argparse.Namespace) -> None:
+    found = in_a_process(
+        options, "disk", model="2b", batch=1, sequence=256, steps=2, checkpointing=1,
+        device_memory="3GiB", host_memory="4GiB",
+    )  # fmt: skip
+    publish(
+        "disk_training_large",
+        "cpu",
+        "A GPT of 24 layers x 2560, vocabulary 50,257, 1 x 256 tokens, checkpointing, bf16; device budget 3 GiB, host "
+        "budget 4 GiB, the rest on disk.",
+        ["parameters", "model data", "steps", "losses", "resident of limit", "device", "host", "disk", "activations",
+         "read in step 2", "written in step 2", "stalled in step 2"],
+        [[
+            f"{found['numel']:,}",
+            format_size(found["model_data"]),
+            " / ".join(f"{one:.1f} s" for one in found["seconds"]),
+            " / ".join(f"{one:.3f}" for one in found["losses"]),
+            f"{format_size(found['rss'])} of 8.50 GiB",
+            format_size(found["device_peak"]),
+            f"{format_size(found['host_peak'])} + {format_size(found['host_pages'])} of pages",
+            format_size(found["disk"]),
+            format_size(found["non_model"]),
+            format_size(found["read"][1]),
+            format_size(found["written"][1]),
+            f"{found['stall'][1]:.1f} s",
+        ]],
+    )  # fmt: skip
+
+
+CASES = {"plain": plain, "bound": bound, "ahead": ahead, "large": large}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", required=True, type=Path)
+    parser.add_argument("--case", default="all", choices=["all", *CASES])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device-memory", default="1400MiB")
+    parser.add_argument("--host-memory", default="256MiB")
+    parser.add_argument("--quarter-device", default="500MiB")
+    parser.add_argument("--quarter-host", default="320MiB")
+    for name in ("run", "side", "model", "batch", "sequence", "steps", "checkpointing", "max_norm"):
+        kind = {"side": str, "model": str, "max_norm": float}.get(name, int)
+        option = "--" + name.replace("_", "-")
+        if name == "run":
+            parser.add_argument(option, action="store_true", help=argparse.SUPPRESS)
+        else:
+            parser.add_argument(option, type=kind, default=kind(), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        print(json.dumps(run(options)))
+        return
+    for name, case in CASES.items():
+        if options.case in ("all", name):
+            case(options)
+
+
+if __name__ == "__main__":
+    main()

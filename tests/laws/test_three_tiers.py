@@ -1,0 +1,435 @@
+"""The laws where a disk lies below the host: exactness, budgets per tier, traffic, one owner, no leak."""
+
+import gc
+import random
+import re
+import time
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar.engine.engine import Engine
+from patrickstar.errors import BudgetError
+from patrickstar.memory.host import HostTier
+from patrickstar.memory.manager import Manager
+from patrickstar.memory.scratch import ScratchFile
+from patrickstar.schedule.placement import Tier
+
+from . import models
+from .models import Waves, batches, precisions, shapes
+from .tiers import (
+    PAGE_BYTES,
+    WIDTH,
+    Room,
+    assert_at_rest,
+    assert_one_owner,
+    blocks,
+    chunk_sizes,
+    compare,
+    descriptors,
+    inputs,
+    mean_square,
+    movers,
+    on_disk,
+    options,
+    real_bytes,
+    rooms,
+    small_engine,
+    with_budgets,
+)
+
+
+@pytest.fixture(autouse=True)
+def _wide_models(monkeypatch):
+    """Those of `models.py` are so small here that the host would hold them."""
+    monkeypatch.setattr(models, "WIDTH", WIDTH)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An empty directory, which is empty again at the end."""
+    made = tmp_path_factory.mktemp("disk")
+    yield made
+    assert not list(made.iterdir())
+
+
+def train(trainer, optimizer, count, accumulation=1, max_norm=None, **how):
+    """The usual loop."""
+    seen = []
+    for number, batch in enumerate(data := batches(count), start=1):
+        loss = trainer(*batch)
+        trainer.backward(loss / accumulation, **how)
+        seen.append(loss.detach().clone())
+        if number % accumulation == 0 or number == len(data):
+            if max_norm is not None:
+                seen.append(trainer.clip_grad_norm_(max_norm).clone())
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+loops = st.sampled_from(
+    [{}, {"update": True}, {"max_norm": 0.1}, {"accumulation": 2}, {"accumulation": 3, "max_norm": 0.1}]
+)
+
+
+def check_exactness(folder, shape, chunk_size, precision, room, loop, checksums=True):
+    assume(precision != "fp16" or "update" not in loop)
+    config = on_disk(shape.build, options(precision, chunk_size), folder, batches(1)[0], room)
+    config = config.model_copy(update={"disk": ps.Disk(directory=folder, checksums=checksums)})
+    compare(
+        shape.build,
+        config,
+        lambda trainer, optimizer: train(trainer, optimizer, 4, **loop),
+        evict_everything=room.evict_everything,
+    )
+
+
+@settings(max_examples=20, deadline=None, print_blob=True)
+@given(shape=shapes, chunk_size=chunk_sizes, precision=precisions, room=rooms, loop=loops, checksums=st.booleans())
+def test_exactness(folder, shape, chunk_size, precision, room, loop, checksums):
+    check_exactness(folder, shape, chunk_size, precision, room, loop, checksums)
+
+
+@pytest.mark.slow
+@settings(max_examples=600, deadline=None, print_blob=True)
+@given(shape=shapes, chunk_size=chunk_sizes, precision=precisions, room=rooms, loop=loops, checksums=st.booleans())
+def test_exactness_in_many_more_cases(folder, shape, chunk_size, precision, room, loop, checksums):
+    check_exactness(folder, shape, chunk_size, precision, room, loop, checksums)
+
+
+class Recurrent(nn.Module):
+    """Several parameters in one operator, and a lookup whose weight stays on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(500, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        ids = (x.float().abs() * 100).long() % 500 if x.is_floating_point() else x
+        return self.lstm(self.words(ids))[0]
+
+
+class Mixed(nn.Module):
+    """Parameters of three dtypes and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = blocks(3)
+        self.double = nn.Linear(WIDTH, WIDTH).double()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        return self.double(x.double()) * self.scale
+
+
+class Tied(nn.Module):
+    """One weight in two places, one used by a function, one that is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = blocks(5)
+        self.blocks[4][0].weight = self.blocks[1][0].weight
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return nn.functional.linear(self.blocks(x), self.blocks[2][0].weight)
+
+
+@pytest.mark.parametrize("build", [Recurrent, Mixed, Tied])
+@pytest.mark.parametrize("evict_everything", [False, True])
+@pytest.mark.parametrize("host_share", [0.0, 0.4])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_unusual_models(tmp_path, build, evict_everything, host_share, precision):
+    def script(trainer, optimizer):
+        seen = []
+        for batch in inputs(4):
+            loss = mean_square(trainer(*batch))
+            trainer.backward(loss)
+            optimizer.step()
+            seen.append(loss.detach().clone())
+        return seen
+
+    room = Room(host_share=host_share, evict_everything=evict_everything)
+    torch.manual_seed(0)
+    config = on_disk(build, options(precision), tmp_path, inputs(1)[0], room)
+    compare(build, config, script, evict_everything=evict_everything)
+
+
+@pytest.mark.parametrize("evict_everything", [False, True])
+def test_saved_activations_on_the_host_beside_pages(tmp_path, evict_everything):
+    """200 rows of 64 are 25 KiB: the host gives chunks up for them."""
+
+    def script(trainer, optimizer):
+        seen = []
+        for batch in inputs(4, rows=200):
+            loss = mean_square(trainer(*batch))
+            trainer.backward(loss)
+            optimizer.step()
+            seen.append(loss.detach().clone())
+        return seen
+
+    config = on_disk(blocks, options(), tmp_path, inputs(1)[0], Room(host_bytes=400000))
+    config = config.model_copy(update={"activation_offload": True})
+    compare(blocks_of_ten, config, script, evict_everything=evict_everything)
+
+
+def blocks_of_ten():
+    return blocks(16)
+
+
+# Budgets
+
+
+class Watched(Manager):
+    """Checks the law each time memory is taken."""
+
+    def _take_device(self, chunk):
+        super()._take_device(chunk)
+        check_budgets(self, chunk)
+
+    def advance(self):
+        super().advance()
+        check_budgets(self)
+
+
+class WatchedHost(HostTier):
+    """The same for the host; `_place` is all that takes memory there."""
+
+    def _place(self, nbytes):
+        place = super()._place(nbytes)
+        taken = sum(one.nbytes for one in self.slab._places)
+        assert taken + self.untouchable <= self.budget_bytes
+        assert place.end <= self.slab.nbytes <= self.budget_bytes
+        return place
+
+    @property
+    def untouchable(self):
+        """What the disk's threads have for themselves."""
+        return STAGES_BYTES
+
+
+STAGES_BYTES = 6 * PAGE_BYTES
+
+
+def check_budgets(manager, *newcomers):
+    assert manager.device_used <= manager.device_budget_bytes - manager.non_model_bytes
+    assert manager.host.used + manager.host.other_bytes <= manager.host.budget_bytes
+    assert real_bytes({*manager.chunks.values(), *newcomers}) == (manager.device_used, manager.host.used)
+    file = manager.disk.file
+    assert file.used_bytes <= file.nbytes <= file.capacity_bytes
+
+
+@settings(max_examples=15, deadline=None, print_blob=True)
+@given(shapes, chunk_sizes, precisions, rooms, st.integers(0, 3000), loops)
+def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, room, wave_bytes, loop):
+    assume(precision != "fp16" or "update" not in loop)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("patrickstar.engine.engine.Manager", Watched)
+        patch.setattr("patrickstar.memory.manager.HostTier", WatchedHost)
+        config = on_disk(shape.build, options(precision, chunk_size), folder, batches(1)[0], room)
+        config = config.model_copy(update={"device_memory": int(config.device_memory) + wave_bytes})
+        capacity = capacity_needed(shape.build, config)
+        config = config.model_copy(update={"disk": ps.Disk(directory=folder, capacity=capacity)})
+        engine = small_engine(shape.build, config, meter=Waves(wave_bytes), evict_everything=room.evict_everything)
+        assume(engine._manager.disk is not None)
+        try:
+            train(engine, engine.optimizer, 4, **loop)
+            assert_at_rest(engine)
+            assert engine.stats.total.device_peak_model_bytes <= config.device_memory
+            assert engine.stats.total.host_peak_model_bytes <= config.host_memory
+        finally:
+            engine.close()
+
+
+def capacity_needed(build, config):
+    """The smallest disk that works, as the error says that refuses one of a block."""
+    try:
+        small_engine(build, config.model_copy(update={"disk": ps.Disk(directory=config.disk.directory, capacity=4096)}))
+    except BudgetError as error:
+        return 4096 + error.short_bytes
+    reject_needless = assume(False)
+    return reject_needless
+
+
+def test_a_disk_that_is_too_small_is_refused_in_bytes(tmp_path):
+    config = on_disk(blocks, options(), tmp_path, inputs(1)[0], Room())
+    small = with_budgets(config, config.device_memory, config.host_memory, ps.Disk(directory=tmp_path, capacity="64KiB"))
+    with pytest.raises(BudgetError, match=r"disk of 65536 bytes.* the disk at most (\d+) bytes") as raised:
+        small_engine(blocks, small)
+    named = int(re.search(r"disk at most (\d+) bytes", str(raised.value))[1])
+    enough = with_budgets(config, config.device_memory, config.host_memory, ps.Disk(directory=tmp_path, capacity=named))
+    engine = small_engine(blocks, enough)
+    assert engine._manager.disk.file.nbytes <= named
+    engine.close()
+    assert not movers() and not list(tmp_path.iterdir())
+
+
+# Traffic
+
+
+class Slow(ScratchFile):
+    """A disk that takes its time, another one at every call."""
+
+    seed = 0
+
+    def read(self, *args):
+        time.sleep(random.Random(self.seed + self.read_bytes).choice([0, 0, 0.0005, 0.003]))
+        super().read(*args)
+
+    def write(self, *args):
+        time.sleep(random.Random(self.seed - self.written_bytes).choice([0, 0, 0.0005, 0.003]))
+        super().write(*args)
+
+
+def steps(engine, count):
+    """What each of some steps moved, after it had ended to the last byte."""
+    found = []
+    for batch in batches(count):
+        before = engine._manager.traffic.copy()
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.optimizer.step()
+        engine._complete()
+        moved = engine._manager.traffic.since(before)
+        found.append((moved.h2d_bytes, moved.d2h_bytes, moved.disk_read_bytes, moved.disk_write_bytes))
+    return found
+
+
+@settings(max_examples=8, deadline=None, print_blob=True)
+@given(shape=shapes, chunk_size=st.sampled_from([1000, 9000, 40000]), room=rooms)
+def test_a_planned_step_moves_the_same_bytes_however_fast_the_disk_is(folder, shape, chunk_size, room):
+    config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
+    seen = []
+    for kind, seed in ((ScratchFile, 0), (Slow, 1), (Slow, 2)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("patrickstar.engine.tiers.ScratchFile", kind)
+            patch.setattr(Slow, "seed", seed)
+            engine = small_engine(shape.build, config)
+            assume(engine._manager.disk is not None)
+            seen.append(steps(engine, 7))
+            assert_at_rest(engine)
+            engine.close()
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0][4] == seen[0][5] == seen[0][6]
+
+
+@settings(max_examples=10, deadline=None, print_blob=True)
+@given(shapes, chunk_sizes, rooms)
+def test_optimizer_states_move_as_their_homes_say_and_clean_parameters_are_not_written(
+    folder, shape, chunk_size, room
+):
+    written = []
+
+    class Noted(Manager):
+        def write_disk(self, chunk, start, source):
+            written.append((chunk.kind, chunk.disk_valid and start == 0 and chunk.kind == "param16", source.numel()))
+            return super().write_disk(chunk, start, source)
+
+        def read_disk(self, chunk, start, target, urgent=False):
+            transfer = super().read_disk(chunk, start, target, urgent)
+            read.append((chunk.kind, target.numel()))
+            return transfer
+
+    read = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("patrickstar.engine.engine.Manager", Noted)
+        config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
+        engine = small_engine(shape.build, config, evict_everything=room.evict_everything)
+    assume(engine._manager.disk is not None)
+    steps(engine, 3)
+    read.clear()
+    written.clear()
+    steps(engine, 1)
+    engine._complete()
+    homes = engine._update.homes
+    on_it = [chunk for chunk in engine.layout.chunks if chunk.scheme.trained and homes[chunk.index] is Tier.DISK]
+    expected = sum(chunk.optimizer_bytes for chunk in on_it)
+    assert sum(nbytes for kind, nbytes in read if kind != "param16") == expected
+    assert sum(nbytes for kind, _, nbytes in written if kind != "param16") == expected
+    assert not any(clean for _, clean, _ in written), "what was not written was written back"
+    assert_at_rest(engine)
+    engine.close()
+
+
+# One owner, and no leak
+
+
+@settings(max_examples=8, deadline=None, print_blob=True)
+@given(shapes, chunk_sizes, rooms)
+def test_every_chunk_has_its_bytes_and_duplicates_agree_after_every_operator(folder, shape, chunk_size, room):
+    config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
+    engine = small_engine(shape.build, config, evict_everything=room.evict_everything)
+    assume(engine._manager.disk is not None)
+    boundary = engine._data.boundary
+
+    def watch(belongs):
+        boundary(belongs)
+        still = [chunk for chunk in engine._manager.chunks.values() if not (chunk.coming or chunk.leaving)]
+        assert_one_owner(chunk for chunk in still if not chunk.pins)
+
+    engine._data.boundary = watch
+    train(engine, engine.optimizer, 4)
+    del engine._data.boundary
+    engine.close()
+
+
+def test_two_engines_share_a_directory_and_do_not_meet(tmp_path):
+    config = on_disk(blocks, options(), tmp_path, inputs(1)[0], Room(host_bytes=20000))
+
+    def run(together):
+        torch.manual_seed(0)
+        engines = [small_engine(blocks, config) for _ in range(2)] if together else [small_engine(blocks, config)]
+        losses = [[] for _ in engines]
+        for batch in inputs(4):
+            found = [mean_square(engine(*batch)) for engine in engines]
+            for engine, loss, seen in zip(engines, found, losses, strict=True):
+                engine.backward(loss)
+                seen.append(loss.item())
+            for engine in engines:
+                engine.optimizer.step()
+        assert len({engine._manager.disk.file.path for engine in engines}) == len(engines)
+        for engine in engines:
+            engine.close()
+        return losses[0], engines[0].module.state_dict()
+
+    alone, together = run(False), run(True)
+    assert alone[0] == together[0]
+    testing.assert_same_bits(alone[1], together[1], "parameters of the first")
+    assert not movers() and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_engine_that_goes_with_updates_pending_finishes_them_and_leaves_nothing(tmp_path, closed):
+    config = on_disk(blocks, options(), tmp_path, inputs(1)[0], Room())
+    before = descriptors()
+
+    def run(trainer):
+        for batch in inputs(2):
+            trainer.backward(mean_square(trainer(*batch)))
+            trainer.optimizer.step()
+
+    torch.manual_seed(0)
+    reference = testing.ReferenceTrainer(blocks, config)
+    run(reference)
+    torch.manual_seed(0)
+    engine = small_engine(blocks, config)
+    run(engine)
+    assert any(slot.pending for slot in engine._data.slots) and movers()
+    module = engine.module
+    if closed:
+        engine.close()
+    else:
+        del engine
+        gc.collect()
+    state = reference.state_dict()
+    testing.assert_same_bits(state, module.state_dict(), "parameters")
+    assert not movers() and descriptors() == before and not list(tmp_path.iterdir())

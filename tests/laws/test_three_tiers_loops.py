@@ -1,0 +1,310 @@
+"""Law 1 with a disk: loops that look, write or turn aside while updates of the last step are still under way."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import patrickstar as ps
+from patrickstar.engine.engine import Engine
+
+from .tiers import WIDTH, Room, blocks, compare, inputs, mean_square, on_disk, options
+
+ROOMS = {
+    "least": Room(),
+    "everything evicted": Room(evict_everything=True),
+    "some host": Room(host_bytes=20000),
+    "part on the host": Room(device_bytes=12000, host_share=0.5),
+}
+
+
+@pytest.fixture(params=ROOMS.values(), ids=ROOMS.keys())
+def room(request):
+    return request.param
+
+
+@pytest.fixture
+def exact(tmp_path, room):
+    """Compares a script over a model with the same under plain PyTorch."""
+
+    def run(script, build=blocks, batch=None, **more):
+        torch.manual_seed(0)
+        chosen = on_disk(build, options(**more), tmp_path, batch or inputs(1)[0], room)
+        compare(build, chosen, script, evict_everything=room.evict_everything)
+        assert not list(tmp_path.iterdir())
+
+    return run
+
+
+def step(trainer, optimizer, batch, **how):
+    loss = mean_square(trainer(*batch))
+    trainer.backward(loss, **how)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach().clone()
+
+
+def usual(trainer, optimizer, count=3):
+    return [step(trainer, optimizer, batch) for batch in inputs(count)]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_the_usual_loop(exact, precision):
+    exact(usual, precision=precision)
+
+
+@pytest.mark.parametrize("accumulation", [2, 3])
+def test_accumulation_with_a_short_last_batch_and_clipping(exact, accumulation):
+    def script(trainer, optimizer):
+        seen = []
+        for number, batch in enumerate(batches := inputs(3 * accumulation - 1), start=1):
+            loss = mean_square(trainer(*batch))
+            trainer.backward(loss / accumulation)
+            seen.append(loss.detach().clone())
+            if number % accumulation == 0 or number == len(batches):
+                seen += [trainer.gradient(name) for name, _ in trainer.module.named_parameters()]
+                seen.append(trainer.clip_grad_norm_(0.05).clone())
+                optimizer.step()
+        return seen
+
+    exact(script)
+
+
+def test_clipping(exact):
+    def script(trainer, optimizer):
+        seen = []
+        for batch in inputs(4):
+            loss = mean_square(trainer(*batch))
+            trainer.backward(loss)
+            seen += [trainer.clip_grad_norm_(0.05).clone(), loss.detach().clone()]
+            optimizer.step()
+        return seen
+
+    exact(script)
+
+
+def test_updates_beside_backward(exact):
+    exact(lambda trainer, optimizer: [step(trainer, optimizer, batch, update=True) for batch in inputs(5)])
+
+
+def test_states_right_after_a_step_and_back(exact):
+    """What a step has asked for is in them, and is not done again over what is loaded."""
+
+    def script(trainer, optimizer):
+        usual(trainer, optimizer, 2)
+        states = {i: dict(state) for i, state in optimizer.state_dict()["state"].items()}
+        first = list(trainer.state_dict().values())
+        usual(trainer, optimizer, 1)
+        saved = trainer.state_dict(), optimizer.state_dict()
+        first += usual(trainer, optimizer, 2)
+        optimizer.load_state_dict(saved[1])
+        trainer.load_state_dict(saved[0])
+        first += usual(trainer, optimizer, 1)
+        trainer.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        first += usual(trainer, optimizer, 2)
+        return first + [states[i][kind] for i in sorted(states) for kind in ("exp_avg", "exp_avg_sq", "step")]
+
+    exact(script)
+
+
+def test_a_learning_rate_changed_after_the_step_is_the_next_ones(exact):
+    def script(trainer, optimizer):
+        schedule = torch.optim.lr_scheduler.ExponentialLR(getattr(optimizer, "inner", optimizer), 0.1)
+        seen = []
+        for batch in inputs(4):
+            seen.append(step(trainer, optimizer, batch))
+            schedule.step()
+        return seen
+
+    exact(script)
+
+
+def test_a_parameter_written_right_after_the_step(exact):
+    def script(trainer, optimizer):
+        seen = []
+        for batch in inputs(3):
+            seen.append(step(trainer, optimizer, batch))
+            with torch.no_grad():
+                trainer.module[0][0].weight.mul_(1.5)
+                trainer.module[3][0].bias.zero_()
+                trainer.module[5][0].weight.copy_(trainer.module[4][0].weight.detach().clone())
+        return seen
+
+    exact(script)
+
+
+def test_a_forward_without_gradients_between_step_and_forward(exact):
+    def script(trainer, optimizer):
+        seen = []
+        for batch in inputs(3):
+            seen.append(step(trainer, optimizer, batch))
+            trainer.eval()
+            with torch.no_grad():
+                seen.append(trainer(*batch).clone())
+            with torch.inference_mode():
+                seen.append(trainer(*batch).clone())
+            trainer.train()
+        return seen
+
+    exact(script)
+
+
+class Branches(nn.Module):
+    """Blocks of which only those in `taken` are used."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = blocks(6)
+        self.taken = range(6)
+
+    def forward(self, x):
+        for number in self.taken:
+            x = self.blocks[number](x)
+        return x
+
+
+@pytest.mark.parametrize("how", [{}, {"update": True}])
+def test_a_branch_not_taken_stays_pending_until_it_is(exact, how):
+    def script(trainer, optimizer):
+        seen = []
+        taken = [range(6), [0, 5], [0, 5], [1, 0, 5], range(6), [2], [3], [4, 2], range(6), [5, 0]]
+        for blocks_taken, batch in zip(taken, inputs(len(taken)), strict=True):
+            trainer.module.taken = blocks_taken
+            seen.append(step(trainer, optimizer, batch, **how if seen and len(blocks_taken) < 3 else {}))
+        return seen
+
+    exact(script, Branches)
+
+
+def test_what_changes_is_noticed_while_updates_wait(exact):
+    """Sequence lengths, a step left out, gradients dropped, and a gradient asked for by plain `loss.backward()`."""
+
+    def script(trainer, optimizer):
+        seen = usual(trainer, optimizer, 2)
+        for rows in (1, 7, 3, 7):
+            seen += [step(trainer, optimizer, batch) for batch in inputs(2, rows)]
+        trainer.backward(mean_square(trainer(*inputs(1)[0])))
+        optimizer.zero_grad()
+        seen += usual(trainer, optimizer, 2)
+        optimizer.step()
+        return seen + usual(trainer, optimizer, 1)
+
+    exact(script)
+
+
+def test_freezing_and_unfreezing_right_after_a_step(exact):
+    def build():
+        made = blocks()
+        made[0].requires_grad_(False)
+        made[4].requires_grad_(False)
+        return made
+
+    def script(trainer, optimizer):
+        seen = usual(trainer, optimizer, 2)
+        trainer.module[1].requires_grad_(False)
+        seen += usual(trainer, optimizer, 2)
+        trainer.module[0].requires_grad_(True)
+        seen += usual(trainer, optimizer, 2)
+        trainer.module[1].requires_grad_(True)
+        trainer.module[4].requires_grad_(True)
+        return seen + usual(trainer, optimizer, 3)
+
+    exact(script, build)
+
+
+class Trip(RuntimeError):
+    pass
+
+
+class Tripwire(nn.Module):
+    """Fails where it is armed to."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = blocks()
+        self.armed = None
+
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            if number == 3 and self.armed == "forward":
+                raise Trip
+            x = block(x)
+            if number == 3 and self.armed == "backward":
+                x.register_hook(self.trip)
+        return x
+
+    def trip(self, grad):
+        raise Trip
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_training_goes_on_after_an_exception_of_the_users(exact, where):
+    def script(trainer, optimizer):
+        seen = usual(trainer, optimizer, 1)
+        for _ in range(2):
+            trainer.module.armed = where
+            with pytest.raises(Trip):
+                usual(trainer, optimizer, 1)
+            trainer.module.armed = None
+            optimizer.zero_grad()
+            seen += usual(trainer, optimizer, 2)
+        return seen
+
+    exact(script, Tripwire)
+
+
+def test_a_look_at_gradients_leaves_pending_ones_alone(exact):
+    def script(trainer, optimizer):
+        seen = []
+        for batch in inputs(3):
+            trainer.backward(mean_square(trainer(*batch)))
+            optimizer.step()
+            seen.append(torch.tensor([trainer.gradient(name) is None for name, _ in trainer.module.named_parameters()]))
+            for param in trainer.module.parameters():
+                param.grad = None
+        return seen
+
+    exact(script)
+
+
+OPTIMIZERS = {
+    "SGD": ps.SGD(lr=0.1, momentum=0.9),
+    "SGD without momentum": ps.SGD(lr=0.1),
+    "Lion": ps.Lion(lr=1e-2),
+    "RMSprop": functools.partial(torch.optim.RMSprop, lr=1e-2, momentum=0.5, centered=True),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_other_optimizers(exact, optimizer):
+    exact(usual, lambda: blocks(10), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "RMSprop"])
+def test_param_groups(exact, optimizer):
+    def groups(module):
+        first, others = list(module[:3].parameters()), list(module[3:].parameters())
+        return [{"params": first, "lr": 1e-3}, {"params": others}]
+
+    chosen = ps.AdamW(lr=1e-2, param_groups=groups)
+    if optimizer == "RMSprop":
+        wrapped = options(optimizer=OPTIMIZERS["RMSprop"]).optimizer
+        chosen = wrapped.model_copy(update={"param_groups": groups})
+    exact(usual, lambda: blocks(10), optimizer=chosen)
+
+
+def test_overflow_in_fp16(exact):
+    def script(trainer, optimizer):
+        scaler = trainer._scaler if isinstance(trainer, Engine) else trainer.scaler
+        seen = usual(trainer, optimizer, 1)
+        scaler.scale = 2.0**40
+        seen += usual(trainer, optimizer, 2)
+        assert scaler.scale == 2.0**38, "both overflowed"
+        scaler.scale = 2.0**10
+        return seen + usual(trainer, optimizer, 2)
+
+    exact(script, precision="fp16")
