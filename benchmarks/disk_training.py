@@ -169,10 +169,10 @@ def plain(options: argparse.Namespace) -> None:
         "disk_training_plain",
         "cpu",
         f"GPT-2 124M, vocabulary 50,257, 2 x 256 tokens, bf16, device budget {options.device_memory}, host budget "
-        f"{options.host_memory}, the rest on disk. Plain: PyTorch's loop with fp32 masters and its fused AdamW, nothing "
-        f"clipped. Medians of steps 4 to 7, then of {options.rounds} rounds; a round runs all sides.",
-        ["", "plain step", "our step", "ratio (range)", "limit", "resident", "plain's resident", "read / written a step",
-         "stalled a step"],
+        f"{options.host_memory}, the rest on disk. Plain: PyTorch's loop with fp32 masters and its fused AdamW, "
+        f"nothing clipped. Medians of steps 4 to 7, then of {options.rounds} rounds; a round runs all sides.",
+        ["", "plain step", "our step", "ratio (range)", "limit", "resident", "plain's resident",
+         "read / written a step", "stalled a step"],
         rows,
     )  # fmt: skip
 
@@ -231,7 +231,8 @@ def ahead(options: argparse.Namespace) -> None:
                 f"{steady(off):.2f} s / {steady(on):.2f} s",
                 f"{format_size(int(steady(off, 'read')))} / {format_size(int(steady(off, 'written')))}",
                 f"{format_size(int(steady(on, 'read')))} / {format_size(int(steady(on, 'written')))}",
-                f"{format_size(on['device_peak'] + on['host_peak'] + on['host_pages'])} of {format_size(on['model_data'])}",
+                format_size(on["device_peak"] + on["host_peak"] + on["host_pages"])
+                + f" of {format_size(on['model_data'])}",
             ]
         )
     publish(
