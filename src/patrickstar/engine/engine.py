@@ -90,7 +90,8 @@ class Engine:
         self._gradients = Gradients(self._data, self._scaler, self._kernels)
         self._state = ModelState(self.module, self._data)
         self._update = Update(self._data, config.optimizer, self._kernels, tiers.ring)
-        self._update.ahead = policy is not OnDemand
+        if self._update.pipeline is not None:
+            self._update.pipeline.ahead = policy is not OnDemand
         self._early = EarlyUpdate(self._data, self._update)
         self._interceptor = Interceptor(self._data, self._early, self._scaler.enabled)
         self._offload = ActivationOffload(self._manager) if config.activation_offload else None

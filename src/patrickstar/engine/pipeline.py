@@ -53,11 +53,17 @@ class Ring:
 class PageSet:
     """A page of each optimizer list of one chunk, between being read and being written."""
 
-    job: "Job"
+    lists: list[Chunk]
     first: int
     numel: int
     buffers: list[int]
+    versions: list[int]
+    """The chunks' disk versions when it was read."""
     transfers: list[Transfer] = field(default_factory=list)
+
+    def serves(self, job: "Job") -> bool:
+        """Whether these are the lists that an update wants, as they lie on disk now."""
+        return self.lists == job.lists and self.versions == [chunk.disk_version for chunk in self.lists]
 
 
 @dataclass(eq=False)
@@ -84,13 +90,19 @@ class Pipeline:
         self.data = data
         self.start = start
         self.ring = ring
+        self.ahead = True
+        """Whether pages are read before somebody waits for them."""
         assert data.manager.disk is not None
         self.page_bytes = data.manager.disk.page_bytes
         self._ring = data.manager.host.borrow(ring.nbytes)
         self._free = list(range(ring.pages))
         self._jobs: deque[Job] = deque()
-        self._sets: deque[PageSet] = deque()
+        self._sets: deque[tuple[Job, PageSet]] = deque()
         self._writing: deque[PageSet] = deque()
+        self._ahead: dict[tuple[int, int], PageSet] = {}
+        """Pages read for updates that nobody has asked for yet, by chunk index and first element."""
+        self._order: list[int] = []
+        """Chunk indices in the order in which updates were last asked for: what to expect."""
 
     @property
     def pending(self) -> set[int]:
@@ -104,13 +116,14 @@ class Pipeline:
         lists = [manager[spec.kind, index] for spec in slot.scheme.optimizer_lists]
         if (GRAD32, index) in manager.chunks and not manager[GRAD32, index].in_memory:
             lists.append(manager[GRAD32, index])
-        length = self.page_bytes // lists[0].dtype.itemsize if self.ring.by_pages else lists[0].numel
-        starts = range(0, lists[0].numel, length)
         touched = deque(
-            (first, min(length, lists[0].numel - first))
-            for first in starts
-            if any(_overlap(one, first, first + length) for one in rules)
+            (first, numel)
+            for first, numel in self._pages(lists[0])
+            if any(_overlap(one, first, first + numel) for one in rules)
         )
+        if index in self._order:
+            self._order.remove(index)
+        self._order.append(index)
         if not touched:
             self.data.updated(rules)
             return
@@ -125,15 +138,18 @@ class Pipeline:
         self._jobs = deque([*begun, *waiting])
 
     def proceed(self) -> None:
-        """Update the pages that have arrived, and ask for the next; never waits."""
-        if not self._jobs and not self._writing:
+        """Update the pages that have arrived, and ask for the next; never waits for the disk."""
+        if not self.ahead:
             return
         self._read_ahead()
-        while self._sets and all(transfer.done for transfer in self._sets[0].transfers):
-            param16 = self._param16(self._sets[0].job)
-            if param16.coming is not None or not param16.in_memory:
+        while self._sets:
+            job, there = self._sets[0]
+            param16 = self._param16(job)
+            arrived = all(transfer.done for transfer in there.transfers)
+            if not arrived or param16.coming is not None or not param16.in_memory:
                 break
-            self._update(self._sets.popleft())
+            self._sets.popleft()
+            self._update(job, there)
             self._read_ahead()
 
     def finish(self, indices: Iterable[int] | None = None) -> None:
@@ -146,12 +162,12 @@ class Pipeline:
             if not self._sets:
                 self._wait(self._writing[0].transfers)
                 continue
-            first = self._sets[0]
-            self._wait(first.transfers)
-            self.data.manager.have(self._param16(first.job))
+            job, there = self._sets[0]
+            self._wait(there.transfers)
+            self.data.manager.have(self._param16(job))
             self.data.follow_moves()
             self._sets.popleft()
-            self._update(first)
+            self._update(job, there)
         if indices is None:
             while self._writing:
                 self._wait(self._writing[0].transfers)
@@ -160,9 +176,8 @@ class Pipeline:
     def _give_up(self, error: BaseException) -> None:
         """What is under way can't be finished: parameters become their masters, rounded, as far as these have come."""
         slots = [slot for job in self._jobs for slot in job.rules]
-        self._free.extend(number for there in self._sets for number in there.buffers)
-        for there in self._sets:
-            self._wait(there.transfers)  # the disk must not write into pages that are used for something else
+        for _, there in self._sets:
+            self._drop(there)
         self._jobs.clear()
         self._sets.clear()
         for slot in slots:
@@ -189,39 +204,88 @@ class Pipeline:
             self._wait(self._writing[0].transfers)
             written = self._writing.popleft()
             self._free.extend(written.buffers)
-            for chunk in written.job.lists:
+            for chunk in written.lists:
                 chunk.writing = [transfer for transfer in chunk.writing if not transfer.done]
 
     def _read_ahead(self) -> None:
-        """Ask for as many pages as the ring has room for."""
+        """Ask for as many pages as the ring has room for: of what is to be updated, then of what will be."""
         self._collect()
-        manager = self.data.manager
         for job in self._jobs:
             while job.to_read:
-                if len(self._free) < len(job.lists) or any(chunk.writing for chunk in job.lists):
+                first, numel = job.to_read[0]
+                there = self._ahead.pop((job.index, first), None)
+                if there is not None and not there.serves(job):
+                    self._drop(there)
+                    there = None
+                if there is None:
+                    there = self._read(job.lists, first, numel)
+                if there is None:
                     return
-                first, numel = job.to_read.popleft()
-                buffers = [self._free.pop() for _ in job.lists]
-                there = PageSet(job, first, numel, buffers)
-                for chunk, memory in zip(job.lists, self._views(there), strict=True):
-                    start = first * chunk.dtype.itemsize
-                    there.transfers.append(manager.read_disk(chunk, start, memory.view(torch.uint8)))
-                self._sets.append(there)
+                job.to_read.popleft()
+                self._sets.append((job, there))
+        if self.ahead:
+            self._read_on_trust()
+
+    def _read_on_trust(self) -> None:
+        """Fill what is left of the ring with pages of the next updates, which come in the same order in each step.
+
+        So the disk has work where a step has none for it, and the update begins with what memory holds.
+        """
+        manager, pending = self.data.manager, self.pending
+        for index in self._order:
+            slots = self.data.by_chunk.get(index)
+            if index in pending or slots is None:
+                continue
+            lists = [manager[spec.kind, index] for spec in slots[0].scheme.optimizer_lists]
+            if any(chunk.in_memory for chunk in lists):
+                continue
+            for first, numel in self._pages(lists[0]):
+                if (index, first) not in self._ahead:
+                    there = self._read(lists, first, numel)
+                    if there is None:
+                        return
+                    self._ahead[index, first] = there
+
+    def _read(self, lists: list[Chunk], first: int, numel: int) -> PageSet | None:
+        """Begin to read a page of each list; None where the ring is full, or the last update is not yet on disk."""
+        if any(chunk.writing for chunk in lists):
+            return None
+        while len(self._free) < len(lists) and self._jobs and self._ahead:
+            _, untold = self._ahead.popitem()  # the last to be expected
+            self._drop(untold)
+        if len(self._free) < len(lists):
+            return None
+        buffers = [self._free.pop() for _ in lists]
+        there = PageSet(lists, first, numel, buffers, [chunk.disk_version for chunk in lists])
+        for chunk, memory in zip(lists, self._views(there), strict=True):
+            start = first * chunk.dtype.itemsize
+            there.transfers.append(self.data.manager.read_disk(chunk, start, memory.view(torch.uint8)))
+        return there
+
+    def _drop(self, there: PageSet) -> None:
+        """Pages that nobody wants after all."""
+        self._wait(there.transfers)
+        self._free.extend(there.buffers)
+
+    def _pages(self, chunk: Chunk) -> list[tuple[int, int]]:
+        """The first element and the length of each page of a list."""
+        length = self.page_bytes // chunk.dtype.itemsize if self.ring.by_pages else chunk.numel
+        return [(first, min(length, chunk.numel - first)) for first in range(0, chunk.numel, max(1, length))]
 
     def _views(self, there: PageSet) -> list[torch.Tensor]:
         """The set's pages as tensors, in the order of its job's lists."""
         ring = self.data.manager.host.slab.view(self._ring, torch.uint8)
         found = []
-        for chunk, number in zip(there.job.lists, there.buffers, strict=True):
+        for chunk, number in zip(there.lists, there.buffers, strict=True):
             begin, nbytes = number * self.ring.page_bytes, there.numel * chunk.dtype.itemsize
             found.append(ring[begin : begin + nbytes].view(chunk.dtype))
         return found
 
-    def _update(self, there: PageSet) -> None:
+    def _update(self, job: Job, there: PageSet) -> None:
         """Update what the set holds, and begin to write it back."""
-        job, manager = there.job, self.data.manager
+        manager = self.data.manager
         self._wait(there.transfers)
-        pages = dict(zip((chunk.kind for chunk in job.lists), self._views(there), strict=True))
+        pages = dict(zip((chunk.kind for chunk in there.lists), self._views(there), strict=True))
         spans = []
         for slot, rule in job.rules.items():
             part = _overlap(slot, there.first, there.first + there.numel)
@@ -235,7 +299,7 @@ class Pipeline:
         param16 = self._param16(job)
         manager.mark_written(param16, on_device=param16.device_valid)
         there.transfers = []
-        for chunk, memory in zip(job.lists, pages.values(), strict=True):
+        for chunk, memory in zip(there.lists, pages.values(), strict=True):
             if chunk.kind != GRAD32:
                 write = manager.write_disk(chunk, there.first * chunk.dtype.itemsize, memory.view(torch.uint8))
                 there.transfers.append(write)

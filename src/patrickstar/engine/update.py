@@ -33,8 +33,6 @@ class Update:
         self.homes: dict[int, Tier] = {}
         """Where the optimizer chunks of each index live."""
         self.pipeline = Pipeline(data, self.update, ring) if ring is not None else None
-        self.ahead = True
-        """Whether pages are read before somebody waits for them."""
 
     def run(self, group_of: GroupOf, scales: Sequence[float]) -> None:
         """Update every parameter that has a gradient and belongs to a param group.
@@ -50,7 +48,7 @@ class Update:
 
     def proceed(self) -> None:
         """Go on with what was asked for, without waiting."""
-        if self.pipeline is not None and self.ahead:
+        if self.pipeline is not None:
             self.pipeline.proceed()
 
     def complete(self, slots: Sequence[Slot] | None = None) -> None:

@@ -51,6 +51,8 @@ class Chunk:
         self.leaving_to = Tier.HOST
         self.writing: list[Transfer] = []
         """Pages on their way to its place on disk, past which nothing may read them."""
+        self.disk_version = 0
+        """Counts changes of what lies on disk, but for those that an update makes page by page."""
         self.pins = 0
         self.moved_bytes = 0
 

@@ -301,6 +301,7 @@ class Manager:
         chunk.device_valid = on_device
         chunk.host_valid = not on_device
         chunk.disk_valid = False
+        chunk.disk_version += 1
         if not on_device and chunk.device_bytes:
             self._release_device(chunk)
 
@@ -375,6 +376,7 @@ class Manager:
                 self.wait_for(self.read_disk(chunk, begin * chunk.dtype.itemsize, page, urgent=True))
             yield begin, page.view(chunk.dtype)
             if write:
+                chunk.disk_version += 1
                 with self.stalled():
                     self.wait_for(self.write_disk(chunk, begin * chunk.dtype.itemsize, page))
 
