@@ -249,6 +249,7 @@ class Interceptor:
                 if window is None:
                     raise
                 self._close()
+                self.data.uncover(slots)
                 self.data.bring(self.data.chunks_to_bring(slots))
                 self.data.pin(slots)
                 return window

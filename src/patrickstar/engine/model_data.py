@@ -1,15 +1,16 @@
 """Model data in use: access, release, and the gradient that takes its parameter's place (§6.2, Figure 7)."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 
 from patrickstar.engine.clock import Clock
 from patrickstar.engine.slot import Slot
-from patrickstar.errors import TrainingError
+from patrickstar.errors import BudgetError, TrainingError
 from patrickstar.kernels.rounding import canonical_nan_, round_into
 from patrickstar.kernels.rule import Gradient
-from patrickstar.layout.lists import GRAD32, PARAM32
+from patrickstar.layout.lists import GRAD32, PARAM16, PARAM32
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.manager import Manager
 from patrickstar.schedule.placement import Tier, embedding_runs_on_host
@@ -68,9 +69,7 @@ class ModelData:
         if self.closed:
             raise TrainingError(f"parameter {slots[0].name!r} is used by a graph whose engine was closed")
         self._check_not_updated(slots)
-        for slot in slots:
-            if slot.over_param:
-                self.give_way(slot)
+        self.uncover(slots)
         chunks = self.chunks_to_bring(slots)
         self.clock.tick(tuple(chunk.index for chunk in chunks), belongs)
         self.bring(chunks)
@@ -78,6 +77,12 @@ class ModelData:
         self.pin(slots)
         self.manager.advance()
         self.follow_moves()
+
+    def uncover(self, slots: Sequence[Slot]) -> None:
+        """Have parameters where gradients lie over them."""
+        for slot in slots:
+            if slot.over_param:
+                self.give_way(slot)
 
     def settle_embeddings(self) -> None:
         """Have lookups run on the host from now on where the last step moved more of the weight than they put out.
@@ -234,19 +239,31 @@ class ModelData:
             return
         if slot.over_param and slot.backward == self.backward:
             slot.grows = True
-            self.have(slot)
-            slot.payload().add_(grad)
-            self._note_write(slot)
+            self._write_gradient(slot, grad, add=True)
             return
         if slot.over_param:
             self.give_way(slot)
-        self.have(slot)
         slot.version_before_gradient = slot.param._version
+        self._write_gradient(slot, grad, add=False)
         slot.over_param, slot.backward = True, self.backward
-        slot.payload().copy_(grad)
-        self._note_write(slot)
         if slot.uses == 0:
             slot.move_to(TensorState.HOLD_AFTER_BWD)
+
+    def _write_gradient(self, slot: Slot, grad: torch.Tensor, add: bool) -> None:
+        """Write a gradient where its parameter lies.
+
+        What lies on disk comes to the device for that, but where the window that is open leaves no room: then pages do.
+        """
+        with suppress(BudgetError):
+            self.have(slot)
+        if slot.chunk.in_memory:
+            slot.payload().add_(grad) if add else slot.payload().copy_(grad)
+            self._note_write(slot)
+            return
+        flat = slot.flattened(grad)
+        for where, part in self.parts(slot, PARAM16, write=True):
+            part.add_(flat[where].to(part.device)) if add else part.copy_(flat[where])
+        torch.autograd.graph.increment_version(slot.param)
 
     def give_way(self, slot: Slot) -> None:
         """Move a gradient off its parameter, and put the parameter back.

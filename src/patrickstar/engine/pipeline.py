@@ -218,6 +218,9 @@ class Pipeline:
                     self._drop(there)
                     there = None
                 if there is None:
+                    while self._ahead and len(self._free) < len(job.lists):
+                        _, untold = self._ahead.popitem()  # the last to be expected
+                        self._drop(untold)
                     there = self._read(job.lists, first, numel)
                 if there is None:
                     return
@@ -248,12 +251,7 @@ class Pipeline:
 
     def _read(self, lists: list[Chunk], first: int, numel: int) -> PageSet | None:
         """Begin to read a page of each list; None where the ring is full, or the last update is not yet on disk."""
-        if any(chunk.writing for chunk in lists):
-            return None
-        while len(self._free) < len(lists) and self._jobs and self._ahead:
-            _, untold = self._ahead.popitem()  # the last to be expected
-            self._drop(untold)
-        if len(self._free) < len(lists):
+        if any(chunk.writing for chunk in lists) or len(self._free) < len(lists):
             return None
         buffers = [self._free.pop() for _ in lists]
         there = PageSet(lists, first, numel, buffers, [chunk.disk_version for chunk in lists])

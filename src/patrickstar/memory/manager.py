@@ -309,7 +309,8 @@ class Manager:
         """Have the chunk on one tier alone, to be written there."""
         self.settle_transfers(chunk)
         if tier is Tier.DEVICE:
-            self.bring([chunk])
+            if not chunk.device_valid:
+                self.bring([chunk])
             if chunk.host is not None:
                 self.host.give(chunk)
         elif tier is Tier.HOST:

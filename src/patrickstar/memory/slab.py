@@ -61,7 +61,7 @@ class Slab:
         for place in self._places:
             if place.start - start >= nbytes:
                 break
-            start = place.end
+            start = max(start, place.end)  # an empty place may begin where another one does
         if start + nbytes > self.nbytes:
             return None
         taken = Place(start, nbytes)

@@ -160,7 +160,7 @@ def homes(
     found = {}
     for chunk in chunks:
         nbytes = chunk.optimizer_bytes
-        if accumulates:
+        if accumulates and chunk.scheme.trained:
             nbytes += chunk.nbytes(ITEMSIZE[chunk.scheme.master_dtype])
         if chunk.index in on_device:
             found[chunk.index] = Tier.DEVICE
