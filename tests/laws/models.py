@@ -1,7 +1,7 @@
 """Small random models, budgets and meters that the laws are tested over."""
 
 import dataclasses
-from collections.abc import Iterable
+from itertools import pairwise
 
 import torch
 from hypothesis import strategies as st
@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import patrickstar as ps
 from patrickstar.engine.engine import Engine
 from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.manager import Manager
+from patrickstar.memory.pages import round_up
 
 WIDTH = 8
 
@@ -139,8 +141,28 @@ def train(engine: Engine, steps: int) -> list[float]:
     return losses
 
 
-def real_bytes(chunks: Iterable[Chunk]) -> tuple[int, int]:
-    """Bytes that chunks really take on the device and on the host."""
-    return sum(chunk.storage.nbytes() for chunk in chunks), sum(
-        0 if chunk.host is None else chunk.host.untyped_storage().nbytes() for chunk in chunks
-    )
+def check_real_bytes(manager: Manager, *more: Chunk) -> None:
+    """Memory that chunks really take, whatever their flags say, is what is counted: on the device, and in the slab.
+
+    more: chunks that the manager does not know yet.
+    """
+    chunks, bank = {*manager.chunks.values(), *more}, manager.bank
+    above = [chunk for chunk in chunks if chunk.device_bytes]
+    assert manager.device_used == sum(chunk.nbytes for chunk in above)
+    # Of no page there is more than one owner, and pages are whole.
+    paged = [] if bank is None else [chunk for chunk in chunks if hasattr(chunk.memory, "range")]
+    for chunk in paged:
+        taken = sum(piece.nbytes for piece in chunk.memory.range.pieces)
+        parked = chunk.memory.range in bank._parked
+        assert (taken if not parked else 0) == (round_up(chunk.nbytes) if chunk in above else 0), f"{chunk}"
+    if bank is not None:
+        assert bank.mapped_bytes - bank.parked_bytes == sum(round_up(c.nbytes) for c in above if c in paged)
+        assert bank.mapped_bytes >= bank.parked_bytes >= 0
+    for chunk in chunks.difference(paged):
+        assert chunk.storage.nbytes() == (chunk.nbytes if chunk in above else 0), f"{chunk}"
+    slab = manager.host.slab
+    base = slab.memory.data_ptr()
+    places = sorted((c.host.data_ptr() - base, c.host.data_ptr() - base + c.host.nbytes) for c in chunks if c.host_bytes)
+    assert all(0 <= start <= end <= slab.touched_bytes <= slab.nbytes for start, end in places)
+    assert all(end <= start for (_, end), (start, _) in pairwise(places)), "two chunks share host memory"
+    assert manager.host.used == sum(end - start for start, end in places)

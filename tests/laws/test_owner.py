@@ -25,7 +25,7 @@ def test_one_owner_and_duplicates_that_agree(shape, chunk_size, spare_bytes, see
         torch.manual_seed(step)
         assert train(dropping, 1) == losses
         for chunk in engine._manager.chunks.values():
-            assert chunk.device_valid or chunk.host_valid
+            assert chunk.in_memory and not chunk.disk_valid
             if chunk.device_valid and chunk.host_valid:
                 assert torch.equal(chunk.on_device(chunk.whole), chunk.on_host(chunk.whole))
     engine.close()
@@ -38,4 +38,4 @@ def drop_duplicates(engine: Engine, seed: int) -> None:
     manager = engine._manager
     for chunk in manager.chunks.values():
         if chunk.device_valid and chunk.host_valid and torch.rand((), generator=generator) < 0.5:
-            manager._release_host(chunk)
+            manager.host.give(chunk)

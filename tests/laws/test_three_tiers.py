@@ -166,23 +166,23 @@ def test_unusual_models(tmp_path, build, evict_everything, host_share, precision
 
 @pytest.mark.parametrize("evict_everything", [False, True])
 def test_saved_activations_on_the_host_beside_pages(tmp_path, evict_everything):
-    """200 rows of 64 are 25 KiB: the host gives chunks up for them."""
+    """Each is 5 KiB, and there are 16."""
 
     def script(trainer, optimizer):
         seen = []
-        for batch in inputs(4, rows=200):
+        for batch in inputs(4, rows=40):
             loss = mean_square(trainer(*batch))
             trainer.backward(loss)
             optimizer.step()
             seen.append(loss.detach().clone())
         return seen
 
-    config = on_disk(blocks, options(), tmp_path, inputs(1)[0], Room(host_bytes=400000))
+    config = on_disk(many_blocks, options(), tmp_path, inputs(1)[0], Room(host_bytes=300000))
     config = config.model_copy(update={"activation_offload": True})
-    compare(blocks_of_ten, config, script, evict_everything=evict_everything)
+    compare(many_blocks, config, script, evict_everything=evict_everything)
 
 
-def blocks_of_ten():
+def many_blocks():
     return blocks(16)
 
 
@@ -224,8 +224,9 @@ def check_budgets(manager, *newcomers):
     assert manager.device_used <= manager.device_budget_bytes - manager.non_model_bytes
     assert manager.host.used + manager.host.other_bytes <= manager.host.budget_bytes
     assert real_bytes({*manager.chunks.values(), *newcomers}) == (manager.device_used, manager.host.used)
-    file = manager.disk.file
-    assert file.used_bytes <= file.nbytes <= file.capacity_bytes
+    if manager.disk is not None:
+        file = manager.disk.file
+        assert file.used_bytes <= file.nbytes <= (file.capacity_bytes or file.nbytes)
 
 
 @settings(max_examples=15, deadline=None, print_blob=True)

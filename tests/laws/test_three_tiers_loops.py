@@ -1,5 +1,6 @@
 """Law 1 with a disk: loops that look, write or turn aside while updates of the last step are still under way."""
 
+import copy
 import functools
 
 import pytest
@@ -94,16 +95,17 @@ def test_states_right_after_a_step_and_back(exact):
 
     def script(trainer, optimizer):
         usual(trainer, optimizer, 2)
-        states = {i: dict(state) for i, state in optimizer.state_dict()["state"].items()}
+        states = copy.deepcopy(optimizer.state_dict()["state"])
         first = list(trainer.state_dict().values())
         usual(trainer, optimizer, 1)
-        saved = trainer.state_dict(), optimizer.state_dict()
+        saved = copy.deepcopy((trainer.state_dict(), optimizer.state_dict()))
         first += usual(trainer, optimizer, 2)
-        optimizer.load_state_dict(saved[1])
+        # Torch's own optimizers go on in the very tensors that they are given.
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
         trainer.load_state_dict(saved[0])
         first += usual(trainer, optimizer, 1)
         trainer.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
         first += usual(trainer, optimizer, 2)
         return first + [states[i][kind] for i in sorted(states) for kind in ("exp_avg", "exp_avg_sq", "step")]
 

@@ -16,17 +16,22 @@ from .models import Shape, config, shapes, smallest_device_bytes, train
 class Ledger(Manager):
     """Counts by itself what is written back, and what of it had not been written."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self.clean_write_backs = []
 
-    def _leave_device(self, chunk):
-        clean = chunk.host_valid
+    def _leave_to_host(self, chunk):
+        clean = chunk.host_valid or chunk.disk_valid
         before = self.traffic.d2h_bytes
-        left = super()._leave_device(chunk)
+        left = super()._leave_to_host(chunk)
         if clean and self.traffic.d2h_bytes != before:
             self.clean_write_backs.append(chunk)
         return left
+
+    def _begin_to_leave(self, chunk, tier):
+        if chunk.host_valid or chunk.disk_valid:
+            self.clean_write_backs.append(chunk)
+        super()._begin_to_leave(chunk, tier)
 
 
 @settings(max_examples=10, deadline=None, print_blob=True)

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from patrickstar.engine.clock import MOST_TRACES, Clock, Mode
 from patrickstar.layout.lists import PARAM16
-from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.manager import Manager
-from patrickstar.schedule.eviction import ListOrder, NextUse
+from patrickstar.memory.pages import round_up
+from patrickstar.schedule.eviction import ListOrder
+from patrickstar.schedule.placement import Tier
+from patrickstar.schedule.prefetch import Conservative, NextUseAhead, OnDemand, Prefetch
 from patrickstar.schedule.trace import Moment
 from patrickstar.testing import NoMeter
 
@@ -56,11 +58,11 @@ def clock():
     return new_clock()
 
 
-def new_clock():
+def new_clock(policy=None):
     manager = Manager(torch.device("cpu"), BUDGET, 10_000, poison=False)
     for index in range(CHUNKS):
-        manager.create(Chunk(PARAM16, index, 8, "bfloat16", manager.device), on_device=True)
-    return Clock(manager, HandMeter())
+        manager.new_chunk(PARAM16, index, 8, "bfloat16", Tier.DEVICE)
+    return Clock(manager, HandMeter(), policy)
 
 
 def access(clock, chunks, belongs=True, *, transient=0, kept=0):
@@ -114,7 +116,9 @@ def test_the_next_iteration_of_a_kind_follows_the_trace(clock):
     iterate(clock, "a", ACCESSES)
     assert clock.begin_iteration("a")
     manager, trace = clock.manager, clock.traces["a"]
-    assert isinstance(manager.policy, NextUse) and manager.policy.trace is trace
+    assert isinstance(manager.policy, Prefetch) and manager.policy.trace is trace
+    assert manager.prefetch is manager.policy
+    assert dict(manager.policy.nbytes) == dict.fromkeys(range(CHUNKS), 16)
     for now, chunks in enumerate(SHAPE):
         clock.tick(chunks, belongs=True)
         assert (clock.mode, manager.now) == (Mode.PLAN, now)
@@ -147,7 +151,7 @@ def test_an_unexpected_access_departs_from_the_plan_and_the_trace_is_taken_again
     clock.tick(unexpected, belongs=True)
     assert clock.mode is Mode.DEMAND
     assert clock.traces == {}
-    assert isinstance(clock.manager.policy, ListOrder)
+    assert isinstance(clock.manager.policy, ListOrder) and clock.manager.prefetch is None
     assert clock.manager.non_model_bytes == 77
     clock.tick((0,), belongs=True)
     assert clock.mode is Mode.DEMAND
@@ -210,7 +214,7 @@ def test_an_abandoned_iteration_is_not_believed(clock):
         clock.tick((0,), belongs=True)
         clock.abandon()
         assert (clock.mode, clock.open_key) == (Mode.DEMAND, None)
-        assert isinstance(clock.manager.policy, ListOrder)
+        assert isinstance(clock.manager.policy, ListOrder) and clock.manager.prefetch is None
         assert list(clock.traces) == ["b"]
     clock.abandon()
     assert list(clock.traces) == ["b"]
@@ -252,11 +256,56 @@ def test_everything_inside_belongs_and_an_exception_ends_that(clock):
 
 def test_chunks_and_offloaded_activations_are_not_counted_as_used(clock):
     manager = clock.manager
-    manager.create(Chunk(PARAM16, 9, 8, "bfloat16", manager.device), on_device=False)
-    manager.reserve_host(100)
+    manager.new_chunk(PARAM16, 9, 8, "bfloat16", Tier.HOST)
+    manager.reserve_host(128)
     clock.calibrate()
     assert clock.meter.reclaims == 1
-    assert clock.meter.chunk_bytes == [(CHUNKS + 1) * 16 + 100] * 2
+    above = CHUNKS * (16 if manager.bank is None else round_up(16))  # what really is resident: whole pages
+    assert clock.meter.chunk_bytes == [above + 32 + 128] * 2
+    assert manager.resident_bytes == above + 32 + 128
+
+
+def test_pages_that_nobody_needs_any_more_are_not_counted_as_used_either():
+    clock = new_clock()
+    manager = clock.manager
+    if manager.bank is None:
+        pytest.skip("this system moves no pages")
+    before = manager.resident_bytes
+    manager.settle(manager[PARAM16, 0], Tier.HOST)
+    assert manager.resident_bytes == before + 16, "its pages are parked, not gone"
+    manager.bank.trim(0)
+    assert manager.resident_bytes == before + 16 - round_up(16)
+
+
+@pytest.mark.parametrize("policy", [OnDemand, NextUseAhead, Conservative])
+def test_a_policy_is_made_once_for_a_trace_and_goes_with_it(policy):
+    clock = new_clock(policy)
+    made = {}
+    for _ in range(3):
+        for key in "ab":
+            if iterate(clock, key, ACCESSES):
+                continue
+            clock.begin_iteration(key)
+            made[key] = clock.manager.prefetch
+            assert type(made[key]) is policy and made[key].trace is clock.traces[key]
+            for chunks in SHAPE:
+                clock.tick(chunks, belongs=True)
+            clock.end_iteration()
+        for key, first in made.items():
+            clock.begin_iteration(key)
+            assert clock.manager.prefetch is first
+            for chunks in SHAPE:
+                clock.tick(chunks, belongs=True)
+            clock.end_iteration()
+    iterate(clock, "a", ACCESSES[:1])
+    iterate(clock, "a", ACCESSES)
+    clock.begin_iteration("a")
+    assert clock.manager.prefetch is not made["a"] and clock.manager.prefetch.trace is clock.traces["a"]
+
+
+def test_where_the_cores_that_compute_would_copy_nothing_comes_ahead_of_need(clock):
+    assert clock.policy is OnDemand
+    assert new_clock(NextUseAhead).policy is NextUseAhead
 
 
 def test_memory_that_was_freed_is_reclaimed_before_chunks_have_to_leave_for_it(clock):

@@ -16,6 +16,7 @@ from patrickstar.layout.lists import scheme_for
 from patrickstar.layout.mapping import ParamSpec, build_layout
 from patrickstar.layout.sizes import format_size
 from patrickstar.schedule.feasibility import check_budgets, least, working_set_bytes
+from patrickstar.schedule.placement import Budgets, Tier, Tiers, disk_bytes
 from patrickstar.testing import NoMeter
 
 quick = settings(derandomize=True, deadline=None, max_examples=200)
@@ -36,10 +37,10 @@ def cases(draw):
     return build_layout(params, draw(st.integers(1, 300))), together
 
 
-def refusal(case, device_bytes: int, host_bytes: int) -> BudgetError | None:
+def refusal(case, device_bytes: int, host_bytes: int, disk_bytes: int = 0, staging: int = 0) -> BudgetError | None:
     """What `check_budgets` says against these budgets, None if nothing."""
     try:
-        check_budgets(*case, device_bytes, host_bytes)
+        check_budgets(*case, Budgets(device_bytes, host_bytes, disk_bytes), staging)
     except BudgetError as error:
         return error
     return None
@@ -116,6 +117,61 @@ def test_a_refusal_says_the_bytes_of_model_data_and_of_both_tiers(case, device_s
         assert f"a device budget of {device} bytes ({format_size(device)})" in str(error)
         assert f"a host budget of {host} bytes ({format_size(host)})" in str(error)
         assert f"needs {working_set_bytes(*case)} bytes at once" in str(error)
+
+
+# With a disk
+
+
+def disk_for_everything(case) -> int:
+    layout, _ = case
+    return disk_bytes(layout.chunks, {chunk.index: Tiers(Tier.DEVICE, Tier.DISK) for chunk in layout.chunks})
+
+
+@quick
+@given(cases(), shares)
+def test_with_a_disk_for_everything_the_device_needs_its_working_set_alone_and_the_host_nothing(case, host_share):
+    working_set, disk = working_set_bytes(*case), disk_for_everything(case)
+    _, host = budgets(case, 0, host_share)
+    assert refusal(case, working_set, host, disk) is None
+    assert refusal(case, working_set - 1, host, disk) is not None
+
+
+@quick
+@given(cases(), shares, shares, shares, st.integers(-3000, 0), st.integers(1, 5000))
+def test_a_refusal_with_a_disk_says_the_bytes_of_every_tier_and_what_suffices(
+    case, device_share, host_share, disk_share, lacks, staging
+):
+    device, host = budgets(case, device_share, host_share)
+    device = min(device, 2 * working_set_bytes(*case))
+    host = lacks if host_share < 0.3 else host  # pages on their way take what is not there
+    disk = 1 + int(disk_share * disk_for_everything(case))
+    error = refusal(case, device, host, disk, staging)
+    if error is None:
+        return
+    working_set = working_set_bytes(*case)
+    assert f"a device budget of {device} bytes" in str(error)
+    assert f"a host budget of {host + staging} bytes" in str(error), "what the user gave, pages included"
+    assert f"a disk of {disk} bytes ({format_size(disk)})" in str(error)
+    assert f"needs {working_set} bytes at once" in str(error)
+    assert f"need {staging} bytes on the host" in str(error)
+    assert f"the disk at most {disk_for_everything(case)} bytes" in str(error)
+    assert error.short_bytes > 0
+    more = max(0, error.short_bytes)
+    assert refusal(case, device + more, max(0, host + more), disk + more, staging) is None, "each that much larger"
+
+
+@quick
+@given(cases(), shares, shares, shares)
+def test_a_disk_never_makes_budgets_too_small_that_were_enough(case, device_share, host_share, disk_share):
+    device, host = budgets(case, device_share, host_share)
+    if refusal(case, device, host) is None:
+        assert refusal(case, device, host, int(disk_share * disk_for_everything(case))) is None
+
+
+def test_without_a_disk_a_refusal_says_that_one_helps():
+    case = layers_as_case([8, 8])
+    error = refusal(case, 1, 1)
+    assert "With less, give a disk: ps.Config(disk=ps.Disk(directory))" in str(error)
 
 
 @quick

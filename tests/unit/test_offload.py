@@ -37,13 +37,13 @@ def test_the_bits_are_those_of_plain_pytorch(precision, stress):
 def test_bytes_go_out_come_back_and_are_given_back():
     engine = Engine(build, config(), meter=testing.NoMeter())
     loss = engine(*batches(1)[0]).float().pow(2).mean()
-    away = engine._manager.host_non_model_bytes
+    away = engine._manager.host.other_bytes
     assert away >= 3 * ROWS * WIDTH * 2, "each linear layer saves its input"
     assert engine._manager.traffic.d2h_bytes == away, "each tensor goes once, however many nodes saved it"
     engine.backward(loss)
     del loss
     gc.collect()
-    assert engine._manager.host_non_model_bytes == 0
+    assert engine._manager.host.other_bytes == 0
     engine.optimizer.step()
     assert engine.stats.last.host_peak_non_model_bytes == away
     engine.close()
@@ -52,11 +52,36 @@ def test_bytes_go_out_come_back_and_are_given_back():
 def test_a_forward_that_is_thrown_away_gives_its_bytes_back():
     engine = Engine(build, config(), meter=testing.NoMeter())
     out = engine(*batches(1)[0])
-    assert engine._manager.host_non_model_bytes > 0
+    assert engine._manager.host.other_bytes > 0
     del out
     gc.collect()
-    assert engine._manager.host_non_model_bytes == 0
+    assert engine._manager.host.other_bytes == 0
     engine.close()
+
+
+def gradients(*, moved: bool) -> dict[str, torch.Tensor]:
+    """Of one step, with activations that changed places in the slab between forward and backward, or did not."""
+    torch.manual_seed(0)
+    engine = Engine(build, config(), meter=testing.NoMeter(), poison=True)
+    host = engine._manager.host
+    gap = engine._manager.reserve_host(4096)
+    loss = engine(*batches(1)[0]).float().pow(2).mean()
+    if moved:
+        host.give_back(gap)
+        take, refusals, last = host.slab.take, [None], host.slab._places[-1]
+        start = last.start
+        host.slab.take = lambda nbytes: refusals.pop() if refusals else take(nbytes)
+        host.give_back(host.borrow(4096))
+        del host.slab.take
+        assert last.start == start - 4096, "nothing was compacted"
+    engine.backward(loss)
+    found = {name: engine.gradient(name) for name, _ in engine.module.named_parameters()}
+    engine.close()
+    return found
+
+
+def test_copies_that_have_changed_places_come_back_whole():
+    testing.assert_same_bits(gradients(moved=False), gradients(moved=True), "gradients")
 
 
 def test_a_host_budget_that_is_too_small_is_an_error_in_bytes():

@@ -9,8 +9,12 @@ from patrickstar.layout.mapping import ChunkSpec
 from patrickstar.schedule.placement import (
     HOST,
     WARM_UP_PERCENT,
+    Budgets,
+    Tier,
     Tiers,
+    disk_bytes,
     embedding_runs_on_host,
+    homes,
     initial_placement,
     margin_chunks,
 )
@@ -32,6 +36,15 @@ nbytes = st.integers(0, 200_000)
 shares = st.floats(0, 1.5)
 
 
+def bytes_per_tier(chunks, placement):
+    """What lies where, as the placement says."""
+    taken = dict.fromkeys(Tier, 0)
+    for c in chunks:
+        taken[placement[c.index].compute] += c.compute_bytes
+        taken[placement[c.index].optimizer] += c.optimizer_bytes
+    return taken
+
+
 # Where chunks begin
 
 
@@ -40,14 +53,53 @@ shares = st.floats(0, 1.5)
 def test_what_begins_on_a_tier_fits_it(chunks, device_share, host_share):
     total = sum(c.total_bytes for c in chunks)
     device, host = int(device_share * total), int(host_share * total)
-    placement = initial_placement(chunks, device, host)
+    placement = initial_placement(chunks, Budgets(device, host))
     if placement is None:
         return
     assert list(placement) == [c.index for c in chunks]
-    on_device = sum(c.compute_bytes for c in chunks if placement[c.index].compute_on_device)
-    on_device += sum(c.optimizer_bytes for c in chunks if placement[c.index].optimizer_on_device)
-    assert on_device <= device
-    assert total - on_device <= host
+    taken = bytes_per_tier(chunks, placement)
+    assert taken[Tier.DEVICE] <= device
+    assert taken[Tier.HOST] <= host
+    assert taken[Tier.DISK] == 0
+    assert sum(taken.values()) == total
+
+
+@quick
+@given(chunk_lists, shares, shares, shares)
+def test_the_disk_is_used_only_if_there_is_no_way_else_and_takes_no_more_than_it_has(
+    chunks, device_share, host_share, disk_share
+):
+    total = sum(c.total_bytes for c in chunks)
+    device, host, disk = int(device_share * total), int(host_share * total), int(disk_share * 2 * total)
+    placement = initial_placement(chunks, Budgets(device, host, disk))
+    without = initial_placement(chunks, Budgets(device, host))
+    if without is not None:
+        assert placement == without
+    elif placement is not None:
+        assert list(placement) == [c.index for c in chunks]
+        assert max(c.compute_bytes for c in chunks) <= device
+        assert {tiers.compute for tiers in placement.values()} == {Tier.DEVICE}
+        assert Tier.DEVICE not in {tiers.optimizer for tiers in placement.values()}
+        taken = bytes_per_tier(chunks, placement)
+        below = sum(c.compute_bytes for c in chunks) + taken[Tier.HOST]
+        assert below <= host or not taken[Tier.HOST], "param16 has no room beside what lives on the host"
+        blocks = [c.compute_bytes for c in chunks]  # all of it may go there
+        for c in chunks:
+            if placement[c.index].optimizer is Tier.DISK:
+                blocks += [c.nbytes(spec.itemsize) for spec in c.scheme.optimizer_lists]
+        assert disk_bytes(chunks, placement) == sum(-(-nbytes // 4096) * 4096 for nbytes in blocks) <= disk
+
+
+@quick
+@given(chunk_lists, shares)
+def test_a_disk_for_everything_needs_of_memory_one_chunk_on_the_device(chunks, host_share):
+    everything = dict.fromkeys((c.index for c in chunks), Tiers(Tier.DEVICE, Tier.DISK))
+    disk, largest = disk_bytes(chunks, everything), max(c.compute_bytes for c in chunks)
+    host = int(host_share * sum(c.total_bytes for c in chunks))
+    assert initial_placement(chunks, Budgets(largest, host, disk)) is not None
+    assert initial_placement(chunks, Budgets(largest - 1, host, disk)) is None
+    if initial_placement(chunks, Budgets(largest, 0)) is None:
+        assert initial_placement(chunks, Budgets(largest, 0, disk - 1)) is None
 
 
 @quick
@@ -55,29 +107,43 @@ def test_what_begins_on_a_tier_fits_it(chunks, device_share, host_share):
 def test_with_a_host_for_everything_no_optimizer_chunk_begins_on_the_device(chunks, device_share):
     total, largest = sum(c.total_bytes for c in chunks), max(c.compute_bytes for c in chunks)
     device = largest + int(device_share * total)
-    placement = initial_placement(chunks, device, total + largest)
+    placement = initial_placement(chunks, Budgets(device, total + largest))
     assert placement is not None
-    assert not any(tiers.optimizer_on_device for tiers in placement.values())
-    warm = sum(c.compute_bytes for c in chunks if placement[c.index].compute_on_device)
+    assert {tiers.optimizer for tiers in placement.values()} == {Tier.HOST}
+    warm = sum(c.compute_bytes for c in chunks if placement[c.index].compute is Tier.DEVICE)
     assert warm <= device * WARM_UP_PERCENT // 100
-    left_over = [c.compute_bytes for c in chunks if not placement[c.index].compute_on_device]
+    left_over = [c.compute_bytes for c in chunks if placement[c.index].compute is Tier.HOST]
     assert all(warm + nbytes > device * WARM_UP_PERCENT // 100 for nbytes in left_over)
 
 
 def test_no_place_to_begin_in():
     chunks = [chunk(0, 64), chunk(1, 64)]
-    assert initial_placement(chunks, 10_000, 0) is not None
-    assert initial_placement(chunks, 0, 10_000) is None, "nothing could be computed"
-    assert initial_placement(chunks, 128, 1536) is None, "no room to exchange two chunks"
+    assert initial_placement(chunks, Budgets(10_000, 0)) is not None
+    assert initial_placement(chunks, Budgets(0, 10_000)) is None, "nothing could be computed"
+    assert initial_placement(chunks, Budgets(0, 10_000, 1 << 30)) is None, "nor with a disk"
+    assert initial_placement(chunks, Budgets(128, 1536)) is None, "no room to exchange two chunks"
 
 
 def test_where_chunks_begin_by_hand():
     chunks = [chunk(0, 64), chunk(1, 64), chunk(2, 64)]
-    below = Tiers(compute_on_device=True, optimizer_on_device=False)
-    assert initial_placement(chunks, 480, 10_000) == {0: below, 1: below, 2: below}
-    assert initial_placement(chunks, 479, 10_000) == {0: below, 1: below, 2: HOST}, "80 % of 479 is less than three"
-    everything = Tiers(compute_on_device=True, optimizer_on_device=True)
-    assert initial_placement(chunks, 3 * 896, 0) == {0: everything, 1: everything, 2: everything}
+    below = Tiers(compute=Tier.DEVICE, optimizer=Tier.HOST)
+    assert initial_placement(chunks, Budgets(480, 10_000)) == {0: below, 1: below, 2: below}
+    assert initial_placement(chunks, Budgets(479, 10_000)) == {0: below, 1: below, 2: HOST}, "80 % of 479 is less than three"
+    everything = Tiers(compute=Tier.DEVICE, optimizer=Tier.DEVICE)
+    assert initial_placement(chunks, Budgets(3 * 896, 0)) == {0: everything, 1: everything, 2: everything}
+
+
+def test_where_chunks_begin_by_hand_if_there_is_a_disk():
+    chunks = [chunk(0, 64), chunk(1, 64, FROZEN), chunk(2, 64)]
+    below, on_disk = Tiers(Tier.DEVICE, Tier.HOST), Tiers(Tier.DEVICE, Tier.DISK)
+    assert initial_placement(chunks, Budgets(128, 0, 1 << 20)) == {0: on_disk, 1: on_disk, 2: on_disk}
+    room = 3 * 128 + 768  # param16 comes first; then the optimizer chunks of one
+    assert initial_placement(chunks, Budgets(128, room, 1 << 20)) == {0: below, 1: on_disk, 2: on_disk}
+    assert initial_placement(chunks, Budgets(128, room - 1, 1 << 20)) == {0: on_disk, 1: on_disk, 2: on_disk}
+    # A block for each of param16, and for each list of the last; and the file never grows beyond.
+    assert disk_bytes(chunks, {0: below, 1: on_disk, 2: on_disk}) == (3 + 3) * 4096
+    assert initial_placement(chunks, Budgets(128, room, 6 * 4096)) is not None
+    assert initial_placement(chunks, Budgets(128, room, 6 * 4096 - 1)) is None
 
 
 # The margin space
@@ -125,6 +191,37 @@ def test_the_margin_by_hand():
     assert margin_chunks(chunks, param16 + 12 * 384) == [0, 1]
     assert margin_chunks(chunks, param16 + 16 * 64 - 1, accumulates=True) == []
     assert margin_chunks(chunks, param16 + 16 * 64, accumulates=True) == [0]
+
+
+# Homes
+
+
+@quick
+@given(chunk_lists, nbytes, nbytes, st.booleans())
+def test_optimizer_chunks_live_in_the_margin_or_on_the_host_while_it_lasts_else_on_disk(
+    chunks, chunkable, host, accumulates
+):
+    above = margin_chunks(chunks, chunkable, accumulates=accumulates)
+    found = homes(chunks, above, host, accumulates=accumulates)
+    assert list(found) == [c.index for c in chunks]
+    for c in chunks:
+        needed = c.optimizer_bytes + (4 * c.numel if accumulates and c.scheme.trained else 0)
+        assert (found[c.index] is Tier.DEVICE) is (c.index in above)
+        if found[c.index] is Tier.HOST:
+            host -= needed
+            assert host >= 0
+        elif found[c.index] is Tier.DISK:
+            assert needed > host, f"{c} would have fitted"
+
+
+def test_homes_by_hand():
+    chunks = [chunk(0, 64), chunk(1, 320), chunk(2, 64), chunk(3, 64)]
+    device, host, disk = Tier.DEVICE, Tier.HOST, Tier.DISK
+    assert homes(chunks, [0], 768) == {0: device, 1: disk, 2: host, 3: disk}
+    assert homes(chunks, [], 2 * 768 - 1) == {0: host, 1: disk, 2: disk, 3: disk}
+    assert homes(chunks, [], 1024, accumulates=True) == {0: host, 1: disk, 2: disk, 3: disk}
+    assert homes(chunks, [], 1023, accumulates=True) == {0: disk, 1: disk, 2: disk, 3: disk}
+    assert homes(chunks, [0, 1, 2, 3], 0) == dict.fromkeys(range(4), device)
 
 
 # Embeddings

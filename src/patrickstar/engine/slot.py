@@ -88,7 +88,9 @@ class Slot:
         """A value of the parameter's shape, its elements in a row as the parameter's lie in memory."""
         value = value.expand(self.shape)
         if value.stride() != self.region.strides or value.numel() != self.place.numel:
-            value = torch.empty_strided(self.shape, self.region.strides, dtype=value.dtype).copy_(value)
+            value = torch.empty_strided(self.shape, self.region.strides, dtype=value.dtype, device=value.device).copy_(
+                value
+            )
         return value.as_strided((self.place.numel,), (1,))
 
     def in_chunk(self, chunk: Chunk) -> torch.Tensor:
