@@ -122,13 +122,13 @@ class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
         self.first = blocks(3)
-        self.double = nn.Linear(WIDTH, WIDTH).double()
+        self.wide = nn.Linear(WIDTH, WIDTH).double()
         self.norm = nn.BatchNorm1d(WIDTH)
         self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def forward(self, x):
-        x = self.norm(self.first(x))
-        return self.double(x.double()) * self.scale
+        x = self.norm(self.first(x).float())
+        return self.wide(x.to(self.wide.weight.dtype)) * self.scale
 
 
 class Tied(nn.Module):
@@ -177,7 +177,7 @@ def test_saved_activations_on_the_host_beside_pages(tmp_path, evict_everything):
             seen.append(loss.detach().clone())
         return seen
 
-    config = on_disk(many_blocks, options(), tmp_path, inputs(1)[0], Room(host_bytes=300000))
+    config = on_disk(many_blocks, options(), tmp_path, inputs(1)[0], Room(device_bytes=120000, host_bytes=300000))
     config = config.model_copy(update={"activation_offload": True})
     compare(many_blocks, config, script, evict_everything=evict_everything)
 

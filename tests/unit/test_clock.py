@@ -257,7 +257,7 @@ def test_everything_inside_belongs_and_an_exception_ends_that(clock):
 def test_chunks_and_offloaded_activations_are_not_counted_as_used(clock):
     manager = clock.manager
     manager.new_chunk(PARAM16, 9, 8, "bfloat16", Tier.HOST)
-    manager.reserve_host(128)
+    manager.host.borrow(128)
     clock.calibrate()
     assert clock.meter.reclaims == 1
     above = CHUNKS * (16 if manager.bank is None else round_up(16))  # what really is resident: whole pages

@@ -247,7 +247,7 @@ class Operations(RuleBasedStateMachine):
     def reserve(self, nbytes: int) -> None:
         room = self.host_room()
         try:
-            place = self.manager.reserve_host(nbytes)
+            place = self.manager.host.borrow(nbytes)
         except BudgetError as error:
             assert 0 <= named_figure(error, "host") - (nbytes - room) < ALIGN_BYTES
             return
@@ -308,12 +308,12 @@ def test_what_a_refusal_asks_for_is_enough_and_one_byte_less_is_not(what, more_b
     manager, chunks = manager_of(4, 1000, 1000, Tier.HOST if what == "device" else Tier.DEVICE)
     owner, budget = (manager, "device_budget_bytes") if what == "device" else (manager.host, "budget_bytes")
     manager.non_model_bytes = 40
-    manager.reserve_host(96)
+    manager.host.borrow(96)
     setattr(owner, budget, 150)
     refused = {
         "device": lambda: manager.bring(chunks[:3]),
         "host": lambda: manager.settle(chunks[0], Tier.HOST),
-        "activations": lambda: manager.reserve_host(64),
+        "activations": lambda: manager.host.borrow(64),
     }[what]
     with pytest.raises(BudgetError) as caught:
         refused()
@@ -329,7 +329,7 @@ def test_host_memory_that_is_not_whole_units_is_refused_in_time():
     places = []
     with pytest.raises(BudgetError):
         while True:
-            places.append(manager.reserve_host(33))
+            places.append(manager.host.borrow(33))
     assert len(places) >= 5
     for place in places:
         manager.host.give_back(place)

@@ -64,7 +64,7 @@ def gradients(*, moved: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     engine = Engine(build, config(), meter=testing.NoMeter(), poison=True)
     host = engine._manager.host
-    gap = engine._manager.reserve_host(4096)
+    gap = engine._manager.host.borrow(4096)
     loss = engine(*batches(1)[0]).float().pow(2).mean()
     if moved:
         host.give_back(gap)

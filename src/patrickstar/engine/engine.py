@@ -208,8 +208,8 @@ class Engine:
         Raises DiskError or MoveError, when all is given back, if the disk fails under it and parameters are lost.
         """
         self._state.keep = keep
-        if self._release() and keep and self._manager.failed is not None:
-            raise self._manager.failed
+        if self._release() and keep and self._manager.transit.failed is not None:
+            raise self._manager.transit.failed
 
     # State
 
@@ -385,6 +385,8 @@ def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list
             if state.keep:
                 interceptor.early.update.complete()
             state.data.manager.land_all()
+        if state.data.manager.transit.failed is not None:
+            state.data.manager.close()
         interceptor.close()
         return state.release()
 

@@ -94,7 +94,7 @@ class ModelData:
                 continue
             chunk = slot.chunk
             fewer = embedding_runs_on_host(chunk.moved_bytes, slot.looked_up_bytes)
-            has_room = chunk.host_bytes > 0 or self.manager.free_host_room(chunk.nbytes)
+            has_room = chunk.host_bytes > 0 or self.manager.host.has_room(chunk.nbytes)
             if not slot.on_host and fewer and has_room:
                 self.manager.settle(slot.chunk, Tier.HOST)
                 slot.on_host = True
@@ -211,7 +211,7 @@ class ModelData:
             if write:
                 self.manager.mark_written(chunk, on_device=chunk.device_valid)
             return
-        for first, page in self.manager.pages_of(chunk, slot.place.offset, slot.place.numel, write):
+        for first, page in self.manager.transit.pages_of(chunk, slot.place.offset, slot.place.numel, write):
             begin, end = max(first, slot.place.offset), min(first + page.numel(), slot.place.offset + slot.place.numel)
             yield slice(begin - slot.place.offset, end - slot.place.offset), page[begin - first : end - first]
 

@@ -194,9 +194,8 @@ class Pipeline:
         return next(iter(job.rules)).chunk
 
     def _wait(self, transfers: Sequence[Transfer]) -> None:
-        with self.data.manager.stalled():
-            for transfer in transfers:
-                self.data.manager.wait_for(transfer)
+        for transfer in transfers:
+            self.data.manager.transit.wait(transfer)
 
     def _collect(self) -> None:
         """Take pages back whose bytes are on disk."""
@@ -257,7 +256,7 @@ class Pipeline:
         there = PageSet(lists, first, numel, buffers, [chunk.disk_version for chunk in lists])
         for chunk, memory in zip(lists, self._views(there), strict=True):
             start = first * chunk.dtype.itemsize
-            there.transfers.append(self.data.manager.read_disk(chunk, start, memory.view(torch.uint8)))
+            there.transfers.append(self.data.manager.transit.read(chunk, start, memory.view(torch.uint8)))
         return there
 
     def _drop(self, there: PageSet) -> None:
@@ -299,7 +298,7 @@ class Pipeline:
         there.transfers = []
         for chunk, memory in zip(there.lists, pages.values(), strict=True):
             if chunk.kind != GRAD32:
-                write = manager.write_disk(chunk, there.first * chunk.dtype.itemsize, memory.view(torch.uint8))
+                write = manager.transit.write(chunk, there.first * chunk.dtype.itemsize, memory.view(torch.uint8))
                 there.transfers.append(write)
                 chunk.writing.append(write)
         self._writing.append(there)

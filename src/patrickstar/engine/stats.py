@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from patrickstar.memory.manager import Manager, Traffic
+from patrickstar.memory.manager import Manager
+from patrickstar.memory.traffic import Traffic
 
 
 @dataclass(frozen=True)

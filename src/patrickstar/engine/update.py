@@ -215,7 +215,7 @@ class Update:
         home = self._home_now(index, chunks)
         read = slots[0].chunk
         if any(slot.has_gradient for slot in slots):
-            has_place = read.host_bytes > 0 or manager.free_host_room(read.nbytes)
+            has_place = read.host_bytes > 0 or manager.host.has_room(read.nbytes)
             if home is Tier.DEVICE or (manager.disk is None and manager.keep_duplicates and has_place):
                 chunks.append(read)
             elif home is Tier.HOST:

@@ -79,6 +79,10 @@ class Chunk:
         alias = torch.empty(0, dtype=self.dtype, device=self.device)
         return alias.set_(self.storage, region.offset, region.shape, region.strides)
 
+    def device_bytes_view(self) -> torch.Tensor:
+        """The device's memory of this chunk as flat bytes."""
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)[: self.nbytes]
+
     def on_host(self, region: Region) -> torch.Tensor:
         """A view of the host copy."""
         assert self.host is not None, f"{self} has no host copy"

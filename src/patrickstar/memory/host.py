@@ -2,8 +2,11 @@
 
 import torch
 
+from patrickstar.errors import BudgetError
+from patrickstar.layout.sizes import format_size
 from patrickstar.memory.chunk import Chunk, fill_poison
-from patrickstar.memory.slab import Place, Slab
+from patrickstar.memory.pages import round_up
+from patrickstar.memory.slab import ALIGN_BYTES, Place, Slab
 
 
 class HostTier:
@@ -47,8 +50,39 @@ class HostTier:
         chunk.host, chunk.place, chunk.host_valid = None, None, False
         self.used -= chunk.nbytes
 
-    def borrow(self, nbytes: int) -> Place:
-        """Bytes for something that is no chunk, for which the budget has room. Look at them by `slab.view`."""
+    def has_room(self, nbytes: int) -> bool:
+        """Have room for `nbytes` more, if dropping copies of what the device has too makes it."""
+        if self._short_bytes(nbytes) > 0:
+            return False
+        for chunk in self._spare():
+            if self.free_bytes >= nbytes:
+                break
+            self.give(chunk)
+        return True
+
+    def make_room(self, nbytes: int, what: str) -> None:
+        """The same. Raises BudgetError, saying for what, if there is none."""
+        if not self.has_room(nbytes):
+            short = self._short_bytes(nbytes)
+            raise BudgetError(
+                f"{what} needs {nbytes} bytes on the host, where {self.account()}; raise host_memory by at least "
+                f"{short} bytes ({format_size(short)})",
+                short,
+            )
+
+    def _spare(self) -> list[Chunk]:
+        """Chunks whose memory can go, since the device has their bytes."""
+        return [chunk for chunk in self._owners.values() if chunk.device_valid]
+
+    def _short_bytes(self, nbytes: int) -> int:
+        """By how much the budget is too small for `nbytes` more, once all that can go has gone."""
+        short = nbytes - self.free_bytes
+        return short if short <= 0 else short - sum(chunk.nbytes for chunk in self._spare())
+
+    def borrow(self, nbytes: int, what: str = "a page on its way") -> Place:
+        """Bytes for something that is no chunk. Look at them by `slab.view`, give them back by `give_back`."""
+        nbytes = round_up(nbytes, ALIGN_BYTES)
+        self.make_room(nbytes, what)
         place = self._place(nbytes)
         self.other_bytes += nbytes
         self.other_peak = max(self.other_peak, self.other_bytes)

@@ -1,23 +1,20 @@
 """The chunk manager: brings chunks to the compute tier and lets them go, within byte budgets (Algorithms 1 and 2)."""
 
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from patrickstar.errors import BudgetError, DiskError, MoveError, TrainingError
+from patrickstar.errors import BudgetError
 from patrickstar.layout.lists import PARAM16
 from patrickstar.layout.sizes import format_size
 from patrickstar.memory.chunk import Chunk
-from patrickstar.memory.copies import Copies, StreamTransfer
+from patrickstar.memory.copies import StreamTransfer
 from patrickstar.memory.disk import STAGES, DiskTier
 from patrickstar.memory.host import HostTier
-from patrickstar.memory.movers import Transfer
-from patrickstar.memory.pages import PageBank, can_move_pages, round_up
-from patrickstar.memory.slab import ALIGN_BYTES, Place
+from patrickstar.memory.pages import PageBank, can_move_pages
+from patrickstar.memory.traffic import Traffic
+from patrickstar.memory.transit import Transit
 from patrickstar.schedule.eviction import EvictionPolicy, ListOrder
 from patrickstar.schedule.placement import Tier
 from patrickstar.schedule.prefetch import Move, Prefetch
@@ -29,28 +26,6 @@ from patrickstar.schedule.prefetch import Move, Prefetch
 # bytes that have not arrived, and no memory is used twice. What is asked for ahead waits in a line until those who
 # leave for it are gone; decisions about what comes next reckon with the line, so they don't depend on how fast the
 # disk is.
-
-
-@dataclass
-class Traffic:
-    """What moved. Bytes are of chunks and of offloaded activations alike."""
-
-    h2d_bytes: int = 0
-    """Bytes that came to the device, from the host or from disk."""
-    d2h_bytes: int = 0
-    """Bytes that left the device, to the host or to disk."""
-    disk_read_bytes: int = 0
-    disk_write_bytes: int = 0
-    evictions: int = 0
-    stall_s: float = 0.0
-
-    def since(self, earlier: "Traffic") -> "Traffic":
-        """The difference to an earlier reading."""
-        return Traffic(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
-
-    def copy(self) -> "Traffic":
-        """A reading that will not change."""
-        return replace(self)
 
 
 class Manager:
@@ -71,15 +46,13 @@ class Manager:
         self.poison = poison
         slab_bytes = host_budget_bytes if slab_bytes is None else slab_bytes
         self.host = HostTier(host_budget_bytes, slab_bytes, device.type == "cuda", poison)
-        self.disk = disk
         self.bank = PageBank() if device.type == "cpu" and can_move_pages() else None
-        self.copies = Copies(device)
-        self.page = torch.empty(0, dtype=torch.uint8)
-        """One page of the host tier, for those who look into a chunk on disk."""
+        page = torch.empty(0, dtype=torch.uint8)
         if disk is not None:
-            self.page = self.host.slab.view(self.host.borrow(disk.page_bytes), torch.uint8)
+            page = self.host.slab.view(self.host.borrow(disk.page_bytes), torch.uint8)
             # What the threads have allocated themselves.
             self.host.other_bytes += STAGES * disk.page_bytes
+        self.transit = Transit(device, disk, page)
         self.chunks: dict[tuple[str, int], Chunk] = {}
         self.param16: dict[int, Chunk] = {}
         """Those of them that operators read, by index."""
@@ -96,15 +69,22 @@ class Manager:
         self.leaving_bytes = 0
         """Of those, bytes of chunks that leave the device as soon as they are written."""
         self.device_peak = 0
-        self.traffic = Traffic()
-        self.failed: BaseException | None = None
-        """The error of the disk, or of a thread, after which nothing is known to be whole."""
         self._moved: set[Chunk] = set()
         self._in_flight: dict[Chunk, None] = {}
         self._line: deque[Move] = deque()
 
     def __getitem__(self, key: tuple[str, int]) -> Chunk:
         return self.chunks[key]
+
+    @property
+    def disk(self) -> DiskTier | None:
+        """The tier below the host, if there is one."""
+        return self.transit.disk
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has moved so far."""
+        return self.transit.traffic
 
     @property
     def resident_bytes(self) -> int:
@@ -133,8 +113,7 @@ class Manager:
             chunk.device_valid = True
         elif tier is Tier.HOST:
             self._lift(chunk)
-            if not self.free_host_room(chunk.nbytes):
-                self._fail_host(chunk)
+            self.host.make_room(chunk.nbytes, repr(chunk))
             self.host.take(chunk).zero_()
             chunk.host_valid = True
         else:
@@ -173,15 +152,13 @@ class Manager:
     def close(self) -> None:
         """Stop what moves bytes; chunks in memory stay."""
         self._line.clear()
-        self.copies.close()
-        if self.disk is not None:
-            self.disk.close()
+        self.transit.close()
         for chunk in list(self._in_flight):
             if chunk.coming is not None:
                 chunk.coming = None
                 self._release_device(chunk)
             if chunk.leaving is not None:
-                chunk.leaving, chunk.disk_valid = None, False
+                chunk.leaving = None
                 self.leaving_bytes -= chunk.nbytes
         self._in_flight.clear()
 
@@ -192,7 +169,7 @@ class Manager:
 
         One by one: what has come up makes room on the host for what has yet to leave.
         """
-        self._check()
+        self.transit.check()
         missing = [chunk for chunk in chunks if not chunk.device_valid]
         later = sum(chunk.nbytes for chunk in missing if chunk.coming is None)
         for chunk in missing:
@@ -220,7 +197,7 @@ class Manager:
             self._begin_to_come(chunk, urgent=True)
             return
         self._take_device(chunk)
-        with self.stalled():
+        with self.traffic.stalled():
             chunk.on_device(chunk.whole).copy_(chunk.on_host(chunk.whole))
         chunk.device_valid = True
         self._count_fetch(chunk)
@@ -230,11 +207,7 @@ class Manager:
     def _begin_to_come(self, chunk: Chunk, urgent: bool) -> None:
         """Have a chunk on its way. See [Note: what is on its way]."""
         self._take_device(chunk)
-        if chunk.host_valid:
-            chunk.coming = self.copies.up(chunk)
-        else:
-            assert self.disk is not None and chunk.disk_valid, f"{chunk} is nowhere"
-            chunk.coming = self.read_disk(chunk, 0, self._bytes_of(chunk), urgent)
+        chunk.coming = self.transit.up(chunk, urgent)
         self._count_fetch(chunk)
         self._in_flight[chunk] = None
 
@@ -320,66 +293,23 @@ class Manager:
                 if not chunk.host_bytes:
                     self._lift(chunk)
                 if not self._leave_to_host(chunk):
-                    self._fail_host(chunk)
+                    self.host.make_room(chunk.nbytes, repr(chunk))
         elif not chunk.disk_valid or chunk.in_memory:
             self._settle_on_disk(chunk)
 
     def _read_to_host(self, chunk: Chunk) -> None:
-        assert self.disk is not None
-        if not self.free_host_room(chunk.nbytes):
-            self._fail_host(chunk)
-        target = self.host.take(chunk).view(torch.uint8)
-        with self.stalled():
-            self.wait_for(self.read_disk(chunk, 0, target, urgent=True))
+        self.host.make_room(chunk.nbytes, repr(chunk))
+        self.transit.wait(self.transit.read(chunk, 0, self.host.take(chunk).view(torch.uint8), urgent=True))
         chunk.host_valid = True
 
     def _settle_on_disk(self, chunk: Chunk) -> None:
-        assert self.disk is not None
         if not chunk.disk_valid:
-            self.disk.place(chunk)
-            source = chunk.current(chunk.whole).view(torch.uint8)
-            with self.stalled():
-                self.wait_for(self.write_disk(chunk, 0, source))
+            self.transit.wait(self.transit.write(chunk, 0, chunk.current(chunk.whole).view(torch.uint8)))
             chunk.disk_valid = True
         if chunk.device_bytes:
             self._release_device(chunk)
         if chunk.host is not None:
             self.host.give(chunk)
-
-    # The disk
-
-    def read_disk(self, chunk: Chunk, start: int, target: torch.Tensor, urgent: bool = False) -> Transfer:
-        """Begin to read whole pages of a chunk, from byte `start` on, into a flat tensor of bytes."""
-        assert self.disk is not None
-        self._check()
-        self.traffic.disk_read_bytes += self.disk.written_bytes(chunk, start, target.numel())
-        return self.disk.read(chunk, start, target, urgent)
-
-    def write_disk(self, chunk: Chunk, start: int, source: torch.Tensor) -> Transfer:
-        """Begin to write them."""
-        assert self.disk is not None
-        self._check()
-        self.traffic.disk_write_bytes += source.numel()
-        return self.disk.write(chunk, start, source)
-
-    def pages_of(self, chunk: Chunk, first: int, numel: int, write: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        """The pages of a chunk on disk that hold these elements, one after the other, written back if asked for.
-
-        Each comes with the number of its first element, in memory that the next one takes over.
-        """
-        assert self.disk is not None and chunk.disk_valid, f"{chunk} is nowhere"
-        self.settle_transfers(chunk)
-        length = self.disk.page_bytes // chunk.dtype.itemsize
-        for begin in range(first // length * length, first + numel, length):
-            nbytes = min(length, chunk.numel - begin) * chunk.dtype.itemsize
-            page = self.page[:nbytes]
-            with self.stalled():
-                self.wait_for(self.read_disk(chunk, begin * chunk.dtype.itemsize, page, urgent=True))
-            yield begin, page.view(chunk.dtype)
-            if write:
-                chunk.disk_version += 1
-                with self.stalled():
-                    self.wait_for(self.write_disk(chunk, begin * chunk.dtype.itemsize, page))
 
     # Ahead of need
 
@@ -447,11 +377,7 @@ class Manager:
         """A transfer has ended, or is waited for."""
         transfer = chunk.coming or chunk.leaving
         assert transfer is not None
-        if not transfer.done:
-            with self.stalled():
-                self.wait_for(transfer)
-        else:
-            self.wait_for(transfer)
+        self.transit.wait(transfer)
         if chunk.coming is not None:
             chunk.coming = None
             self._landed(chunk)
@@ -470,10 +396,7 @@ class Manager:
         """A chunk that is leaving is needed again: once it is written it has a copy on disk, and stays."""
         if chunk.leaving is None:
             return
-        if not chunk.leaving.done:
-            with self.stalled():
-                self.wait_for(chunk.leaving)
-        self.wait_for(chunk.leaving)
+        self.transit.wait(chunk.leaving)
         chunk.leaving = None
         if chunk.leaving_to is Tier.HOST:
             chunk.host_valid = True
@@ -488,63 +411,12 @@ class Manager:
             self._land(chunk)
         self._stay(chunk)
         for transfer in chunk.writing:
-            with self.stalled():
-                self.wait_for(transfer)
-
-    def wait_for(self, transfer: Transfer) -> None:
-        """Wait for a transfer. After an error of the disk, or of a thread, nothing moves any more."""
-        try:
-            transfer.wait()
-        except (DiskError, MoveError) as error:
-            self.failed = error
-            self.close()
-            raise
-
-    def _check(self) -> None:
-        if self.failed is not None:
-            raise TrainingError(
-                f"this engine has stopped, since bytes of its chunks were lost ({self.failed}); close it, and go on "
-                f"from a saved state with a new one"
-            ) from self.failed
-
-    # Host memory
-
-    def reserve_host(self, nbytes: int) -> Place:
-        """Host memory that holds no chunk, such as offloaded activations; `release_host` gives it back."""
-        nbytes = round_up(nbytes, ALIGN_BYTES)
-        if not self.free_host_room(nbytes):
-            short = self._host_short(nbytes)
-            raise BudgetError(
-                f"offloading activations needs {nbytes} more bytes on the host, where {self.host.account()}; "
-                f"raise host_memory by at least {short} bytes ({format_size(short)})",
-                short,
-            )
-        return self.host.borrow(nbytes)
-
-    def free_host_room(self, nbytes: int) -> bool:
-        """Have room for `nbytes` more on the host, if dropping copies of what the device has too makes it."""
-        if self._host_short(nbytes) > 0:
-            return False
-        for chunk in self._host_spare():
-            if self.host.free_bytes >= nbytes:
-                break
-            self.host.give(chunk)
-        return True
-
-    def _host_spare(self) -> list[Chunk]:
-        """Chunks whose host memory can go, since the device has their bytes."""
-        return [chunk for chunk in self.chunks.values() if chunk.host is not None and chunk.device_valid]
-
-    def _host_short(self, nbytes: int) -> int:
-        """By how much the host budget is too small for `nbytes` more, once all that can go has gone."""
-        if self.host.free_bytes >= nbytes:
-            return nbytes - self.host.free_bytes
-        return nbytes - self.host.free_bytes - sum(chunk.nbytes for chunk in self._host_spare())
+            self.transit.wait(transfer)
 
     def _lift(self, newcomer: Chunk) -> None:
         """Where the host has no room for `newcomer`, take chunks of `param16` up to where the device has."""
         for chunk in self.chunks.values():
-            if self.free_host_room(newcomer.nbytes):
+            if self.host.has_room(newcomer.nbytes):
                 return
             fits = self.device_used + chunk.nbytes <= self.chunkable_bytes
             movable = chunk.kind == PARAM16 and chunk is not newcomer and not chunk.pins
@@ -573,7 +445,7 @@ class Manager:
 
     def _has_host_place(self, chunk: Chunk) -> bool:
         if chunk.host is None:
-            if not self.free_host_room(chunk.nbytes):
+            if not self.host.has_room(chunk.nbytes):
                 return False
             self.host.take(chunk)
             # It had to be written without need, perhaps: from now on fetched chunks keep their host copy.
@@ -585,7 +457,7 @@ class Manager:
         if not chunk.host_valid:
             if not self._has_host_place(chunk):
                 return False
-            with self.stalled():
+            with self.traffic.stalled():
                 chunk.on_host(chunk.whole).copy_(chunk.on_device(chunk.whole))
             chunk.host_valid = True
             self._count_leave(chunk)
@@ -597,18 +469,12 @@ class Manager:
         """Write a chunk to a tier below; it leaves when that has ended. See [Note: what is on its way]."""
         chunk.leaving_to = tier
         if tier is Tier.HOST:
-            chunk.leaving = self.copies.down(chunk)
+            chunk.leaving = self.transit.copies.down(chunk)
         else:
-            assert self.disk is not None
-            self.disk.place(chunk)
-            chunk.leaving = self.write_disk(chunk, 0, self._bytes_of(chunk))
+            chunk.leaving = self.transit.write(chunk, 0, chunk.device_bytes_view())
         self.leaving_bytes += chunk.nbytes
         self._count_leave(chunk)
         self._in_flight[chunk] = None
-
-    def _bytes_of(self, chunk: Chunk) -> torch.Tensor:
-        """A chunk's device memory as bytes."""
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(chunk.storage)[: chunk.nbytes]
 
     def _count_leave(self, chunk: Chunk) -> None:
         self.traffic.d2h_bytes += chunk.nbytes
@@ -631,23 +497,6 @@ class Manager:
             self.traffic.h2d_bytes += nbytes
         else:
             self.traffic.d2h_bytes += nbytes
-
-    @contextmanager
-    def stalled(self) -> Iterator[None]:
-        """What happens inside is time lost to movement."""
-        start = time.perf_counter()
-        yield
-        self.traffic.stall_s += time.perf_counter() - start
-
-    # What to say when it does not fit
-
-    def _fail_host(self, chunk: Chunk) -> None:
-        short = self._host_short(chunk.nbytes)
-        raise BudgetError(
-            f"chunk {chunk} needs {chunk.nbytes} bytes on the host, where {self.host.account()}; "
-            f"raise host_memory by at least {short} bytes ({format_size(short)})",
-            short,
-        )
 
     def _fail_device(self, nbytes: int, protected: set[Chunk]) -> None:
         short = self.device_used + nbytes - self.chunkable_bytes

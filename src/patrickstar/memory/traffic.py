@@ -1,0 +1,35 @@
+"""What moved, and what waiting for it took."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass
+class Traffic:
+    """What moved. Bytes are of chunks and of offloaded activations alike."""
+
+    h2d_bytes: int = 0
+    """Bytes that came to the device, from the host or from disk."""
+    d2h_bytes: int = 0
+    """Bytes that left the device, to the host or to disk."""
+    disk_read_bytes: int = 0
+    disk_write_bytes: int = 0
+    evictions: int = 0
+    stall_s: float = 0.0
+
+    def since(self, earlier: "Traffic") -> "Traffic":
+        """The difference to an earlier reading."""
+        return Traffic(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
+
+    def copy(self) -> "Traffic":
+        """A reading that will not change."""
+        return replace(self)
+
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        """What happens inside is time lost to movement."""
+        start = time.perf_counter()
+        yield
+        self.stall_s += time.perf_counter() - start

@@ -1,0 +1,233 @@
+"""The host tier: what it has given out, to whom, and what happens to them when it closes gaps."""
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.host import HostTier
+from patrickstar.memory.slab import ALIGN_BYTES, Place
+
+CPU = torch.device("cpu")
+
+
+def tier(budget: int, slab: int | None = None, *, poison: bool = True) -> HostTier:
+    return HostTier(budget, budget if slab is None else slab, pinned=False, poison=poison)
+
+
+def chunk_on(host: HostTier, units: int, value: float = 1.0, index: int = 0) -> Chunk:
+    """A chunk of so many times 32 bytes, filled with a number of its own."""
+    chunk = Chunk("param32", index, 8 * units, "float32", CPU)
+    host.take(chunk).fill_(value)
+    chunk.host_valid = True
+    return chunk
+
+
+def values(chunk: Chunk) -> set[float]:
+    return set(chunk.on_host(chunk.whole).tolist())
+
+
+# Accounts
+
+
+def test_chunks_and_what_else_is_there_are_counted_apart_under_one_budget():
+    host = tier(320)
+    assert (host.used, host.other_bytes, host.free_bytes) == (0, 0, 320)
+    chunk, place = chunk_on(host, 3), host.borrow(64)
+    assert (host.used, host.other_bytes, host.free_bytes) == (96, 64, 160)
+    host.give(chunk)
+    assert (host.used, host.other_bytes, host.free_bytes) == (0, 64, 256)
+    host.give_back(place)
+    assert (host.used, host.other_bytes, host.free_bytes) == (0, 0, 320)
+
+
+def test_peaks_are_those_since_they_were_last_asked_for():
+    host = tier(1024)
+    chunk, kept = chunk_on(host, 8), chunk_on(host, 2)
+    place = host.borrow(128)
+    host.give(chunk)
+    host.give_back(place)
+    assert (host.peak, host.other_peak) == (320, 128)
+    host.restart_peaks()
+    assert (host.peak, host.other_peak) == (64, 0)
+    host.give(kept)
+    place = host.borrow(32)
+    assert (host.peak, host.other_peak) == (64, 32)
+
+
+def test_a_budget_is_filled_to_the_last_byte():
+    host = tier(10 * ALIGN_BYTES)
+    chunks = [chunk_on(host, 2, value) for value in range(4)]
+    host.borrow(2 * ALIGN_BYTES)
+    assert host.free_bytes == 0
+    assert [values(chunk) for chunk in chunks] == [{0.0}, {1.0}, {2.0}, {3.0}]
+
+
+def test_the_account_says_what_takes_how_much():
+    host = tier(1024)
+    chunk_on(host, 2)
+    host.borrow(32)
+    assert host.account() == (
+        "chunks take 64 bytes and offloaded activations and pages on their way 32 of a budget of 1024"
+    )
+
+
+def test_a_slab_is_no_larger_than_the_budget_and_may_be_smaller():
+    assert tier(1000, 4000).slab.nbytes == 1000
+    host = tier(4000, 1000)
+    assert (host.slab.nbytes, host.free_bytes) == (1000, 4000)
+    with pytest.raises(MemoryError, match="slab of 1000 bytes has no place for 1024 more"):
+        chunk_on(host, 32)
+    assert (host.used, host.other_bytes) == (0, 0), "what was not given is not counted"
+
+
+# Chunks
+
+
+def test_a_chunk_has_its_bytes_in_the_slab_until_it_gives_them_back():
+    host = tier(1024)
+    host.borrow(32)
+    chunk = chunk_on(host, 4, 5.0)
+    assert chunk.host_bytes == chunk.nbytes == chunk.place.nbytes == 128
+    assert chunk.host.dtype == torch.float32 and chunk.host.shape == (32,)
+    assert chunk.host.data_ptr() == host.slab.memory.data_ptr() + chunk.place.start
+    host.give(chunk)
+    assert (chunk.host, chunk.place, chunk.host_valid, chunk.host_bytes) == (None, None, False, 0)
+
+
+@pytest.mark.parametrize("poison", [True, False])
+def test_what_is_given_back_is_poisoned_where_a_test_asks_for_it(poison):
+    host = tier(1024, poison=poison)
+    chunk = chunk_on(host, 1, 5.0)
+    kept = chunk.host
+    host.give(chunk)
+    assert kept.isnan().all() if poison else (kept == 5.0).all()
+
+
+def test_memory_that_comes_again_is_the_same_memory():
+    host = tier(64)
+    first = chunk_on(host, 2)
+    address = first.host.data_ptr()
+    host.give(first)
+    assert chunk_on(host, 2).host.data_ptr() == address
+    assert host.slab.touched_bytes == 64
+
+
+# Compaction
+
+
+def test_chunks_change_places_where_there_is_room_but_not_in_a_row_and_say_so():
+    host = tier(8 * ALIGN_BYTES)
+    chunks = [chunk_on(host, 2, value, value) for value in range(4)]
+    for chunk in (chunks[0], chunks[2]):
+        host.give(chunk)
+    assert host.moved == set()
+    newcomer = chunk_on(host, 4, 9.0)
+    assert host.moved == {chunks[1], chunks[3]}
+    assert [chunk.place.start for chunk in (chunks[1], chunks[3], newcomer)] == [0, 64, 128]
+    for chunk, value in ((chunks[1], 1.0), (chunks[3], 3.0), (newcomer, 9.0)):
+        assert values(chunk) == {value}
+        assert chunk.host.data_ptr() == host.slab.memory.data_ptr() + chunk.place.start
+    chunks[1].on_host(chunks[1].whole).fill_(7.0)
+    assert values(chunks[3]) == {3.0} and values(newcomer) == {9.0}
+
+
+def test_who_left_before_is_not_said_to_have_moved():
+    host = tier(6 * ALIGN_BYTES)
+    gone, stays, gone_too = (chunk_on(host, 2, value, value) for value in range(3))
+    host.give(gone)
+    host.give(gone_too)
+    chunk_on(host, 4)
+    assert host.moved == {stays}
+    assert gone.host is None and gone_too.host is None
+
+
+def test_what_is_no_chunk_changes_places_too_and_is_found_by_its_place():
+    host = tier(6 * ALIGN_BYTES)
+    chunk, place = chunk_on(host, 2), host.borrow(64)
+    host.slab.view(place, torch.uint8).fill_(42)
+    last = chunk_on(host, 1)
+    host.give(chunk)
+    host.give(last)
+    borrowed = host.borrow(128)
+    assert (place.start, borrowed.start) == (0, 64)
+    assert set(host.slab.view(place, torch.uint8).tolist()) == {42}
+    assert host.moved == set()
+
+
+def test_a_tier_that_is_full_in_bytes_gives_nothing_and_stays_whole():
+    host = tier(4 * ALIGN_BYTES)
+    first, second = chunk_on(host, 2, 1.0), chunk_on(host, 1, 2.0)
+    host.give(first)
+    with pytest.raises(MemoryError, match="no place for 128 more"):
+        chunk_on(host, 4)
+    assert values(second) == {2.0}
+    assert second.host.data_ptr() == host.slab.memory.data_ptr() + second.place.start
+    assert (host.used, host.free_bytes) == (32, 96)
+
+
+class Operations(RuleBasedStateMachine):
+    """Whoever the budget has room for finds a place; each chunk is filled with a number of its own."""
+
+    UNITS = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = tier(self.UNITS * ALIGN_BYTES)
+        self.chunks: dict[Chunk, float] = {}
+        self.places: dict[Place, int] = {}
+        self.addresses: dict[Chunk, int] = {}
+        self.turns = 0
+
+    @rule(units=st.integers(0, 8))
+    def take(self, units: int) -> None:
+        if self.host.free_bytes < units * ALIGN_BYTES:
+            return
+        self.turns += 1
+        chunk = chunk_on(self.host, units, float(self.turns), self.turns)
+        self.chunks[chunk] = float(self.turns)
+        self.addresses[chunk] = chunk.host.data_ptr()
+
+    @precondition(lambda self: self.chunks)
+    @rule(data=st.data())
+    def give(self, data) -> None:
+        chunk = data.draw(st.sampled_from(list(self.chunks)))
+        del self.chunks[chunk], self.addresses[chunk]
+        self.host.give(chunk)
+
+    @rule(units=st.integers(0, 8))
+    def borrow(self, units: int) -> None:
+        if self.host.free_bytes < units * ALIGN_BYTES:
+            return
+        self.turns += 1
+        place = self.host.borrow(units * ALIGN_BYTES)
+        self.places[place] = self.turns % 251
+        self.host.slab.view(place, torch.uint8).fill_(self.places[place])
+
+    @precondition(lambda self: self.places)
+    @rule(data=st.data())
+    def give_back(self, data) -> None:
+        place = data.draw(st.sampled_from(list(self.places)))
+        del self.places[place]
+        self.host.give_back(place)
+
+    @invariant()
+    def all_have_their_bytes_and_who_moved_is_known(self) -> None:
+        host = self.host
+        assert host.used == sum(chunk.nbytes for chunk in self.chunks) <= host.peak
+        assert host.other_bytes == sum(place.nbytes for place in self.places) <= host.other_peak
+        assert host.free_bytes == host.budget_bytes - host.used - host.other_bytes >= 0
+        for chunk, value in self.chunks.items():
+            assert values(chunk) <= {value}
+            moved = chunk.host.data_ptr() != self.addresses[chunk]
+            assert not moved or chunk in host.moved
+            self.addresses[chunk] = chunk.host.data_ptr()
+        for place, number in self.places.items():
+            assert (host.slab.view(place, torch.uint8) == number).all()
+        host.moved = set()
+
+
+TestOperations = Operations.TestCase
+TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=100, stateful_step_count=40)

@@ -1,0 +1,229 @@
+"""The slab: places in one piece of memory, first fit, and gaps that close."""
+
+import mmap
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from patrickstar.memory.slab import ALIGN_BYTES, Place, Slab
+
+quick = settings(derandomize=True, deadline=None, max_examples=200)
+
+
+def filled(slab: Slab, nbytes: int, value: int) -> Place:
+    place = slab.take(nbytes)
+    assert place is not None
+    slab.view(place, torch.uint8).fill_(value)
+    return place
+
+
+def content(slab: Slab, place: Place) -> set[int]:
+    return set(slab.view(place, torch.uint8).tolist())
+
+
+@quick
+@given(st.lists(st.integers(1, 40).map(lambda n: ALIGN_BYTES * n), min_size=1, max_size=20))
+def test_chunks_fill_a_slab_of_just_their_bytes_to_the_last_one(sizes):
+    slab = Slab(sum(sizes), pinned=False)
+    places = [slab.take(nbytes) for nbytes in sizes]
+    assert [place.start for place in places] == [sum(sizes[:count]) for count in range(len(sizes))]
+    assert places[-1].end == slab.touched_bytes == slab.nbytes
+    assert slab.take(1) is None
+    for place in places:
+        slab.give(place)
+    assert slab.take(sum(sizes)).start == 0
+
+
+def test_the_first_place_that_is_large_enough_is_taken():
+    slab = Slab(1024, pinned=False)
+    places = [slab.take(nbytes) for nbytes in (64, 32, 128, 32, 64, 32)]
+    for place in places[::2]:
+        slab.give(place)
+    assert slab.take(128).start == 96, "the first gap is too small"
+    assert slab.take(64).start == 0
+    assert slab.take(96).start == 352, "behind all others"
+    assert slab.take(64).start == 256
+
+
+def test_a_slab_ends_at_its_last_byte():
+    slab = Slab(96, pinned=False)
+    assert slab.take(97) is None
+    kept = slab.take(32)
+    assert slab.take(65) is None
+    assert slab.take(64).end == 96
+    slab.give(kept)
+    assert slab.take(33) is None
+    assert slab.take(32).start == 0
+
+
+def test_a_slab_need_not_end_at_a_whole_unit():
+    slab = Slab(100, pinned=False)
+    assert slab.take(96).end == 96
+    assert slab.take(5) is None
+    last = slab.take(4)
+    assert (last.start, slab.view(last, torch.uint8).numel()) == (96, 4)
+
+
+def test_places_begin_at_whole_units_and_have_the_bytes_asked_for():
+    slab = Slab(1024, pinned=False)
+    for nbytes in (1, 31, 32, 33, 100):
+        place = slab.take(nbytes)
+        assert place.start % ALIGN_BYTES == 0 and place.nbytes == nbytes
+        assert place.end % ALIGN_BYTES == 0 and 0 <= place.end - place.start - nbytes < ALIGN_BYTES
+        assert slab.view(place, torch.uint8).numel() == nbytes
+        assert slab.view(place, torch.uint8).data_ptr() % ALIGN_BYTES == 0
+
+
+def test_a_slab_of_no_bytes_has_only_places_of_none():
+    slab = Slab(0, pinned=True)
+    assert not slab.pinned, "there is nothing to lock"
+    assert slab.take(1) is None
+    assert slab.view(slab.take(0), torch.float32).shape == (0,)
+    slab.close()
+
+
+@pytest.mark.parametrize("before", [0, 32])
+def test_a_place_of_no_bytes_is_in_nobodys_way(before):
+    slab = Slab(160, pinned=False)
+    first = slab.take(before)
+    none, second, other_none, third = (slab.take(nbytes) for nbytes in (0, 32, 0, 64))
+    places = sorted([first, second, third], key=lambda place: place.start)
+    assert all(one.end <= other.start for one, other in zip(places, places[1:], strict=False))
+    slab.compact()
+    slab.give(none)
+    slab.give(other_none)
+    assert third.end <= before + 96
+
+
+def test_views_are_of_the_slabs_own_memory_in_any_type():
+    slab = Slab(256, pinned=False)
+    slab.take(64)
+    place = slab.take(64)
+    numbers = slab.view(place, torch.float32)
+    numbers.copy_(torch.arange(16.0))
+    assert numbers.untyped_storage()._cdata == slab.memory.untyped_storage()._cdata
+    assert numbers.data_ptr() == slab.memory.data_ptr() + place.start
+    assert torch.equal(slab.view(place, torch.int32), numbers.view(torch.int32))
+    assert slab.view(place, torch.bfloat16).shape == (32,)
+    assert slab.view(place, torch.float64).shape == (8,)
+
+
+def test_compaction_closes_gaps_in_order_and_keeps_bytes():
+    slab = Slab(512, pinned=False)
+    places = [filled(slab, nbytes, value) for value, nbytes in enumerate((32, 64, 32, 96, 33, 32))]
+    for place in (places[0], places[2]):
+        slab.give(place)
+    stale = slab.view(places[1], torch.uint8)
+    slab.compact()
+    kept = [places[1], *places[3:]]
+    assert [place.start for place in kept] == [0, 64, 160, 224]
+    assert [content(slab, place) for place in kept] == [{1}, {3}, {4}, {5}]
+    assert stale.data_ptr() == slab.memory.data_ptr() + 32, "a view of before must be taken anew"
+    assert slab.take(256).start == 256
+    assert slab.take(32) is None
+
+
+def test_compaction_of_places_in_a_row_moves_nothing():
+    slab = Slab(256, pinned=False)
+    places = [filled(slab, 64, value) for value in range(4)]
+    slab.compact()
+    assert [place.start for place in places] == [0, 64, 128, 192]
+    assert [content(slab, place) for place in places] == [{0}, {1}, {2}, {3}]
+
+
+def test_a_place_moves_over_its_own_bytes():
+    slab = Slab(4096 + 32, pinned=False)
+    gap, place = slab.take(32), slab.take(4096)
+    pattern = torch.arange(4096).to(torch.uint8)
+    slab.view(place, torch.uint8).copy_(pattern)
+    slab.give(gap)
+    slab.compact()
+    assert place.start == 0
+    assert torch.equal(slab.view(place, torch.uint8), pattern)
+
+
+def test_only_what_was_ever_in_a_place_is_taken_of_the_machine():
+    slab = Slab(1 << 40, pinned=False)
+    assert slab.touched_bytes == 0
+    first, second = filled(slab, 64, 1), filled(slab, 100, 2)
+    assert slab.touched_bytes == 164
+    slab.give(second)
+    slab.give(first)
+    assert slab.touched_bytes == 164, "pages stay"
+    filled(slab, 128, 3)
+    assert slab.touched_bytes == 164
+    filled(slab, mmap.PAGESIZE, 4)
+    assert slab.touched_bytes == 128 + mmap.PAGESIZE
+
+
+def test_memory_lives_as_long_as_a_tensor_over_it():
+    slab = Slab(4096, pinned=False)
+    view = slab.view(filled(slab, 4096, 7), torch.uint8)
+    slab.close()
+    del slab
+    assert set(view.tolist()) == {7}
+
+
+class Operations(RuleBasedStateMachine):
+    """Against a model that knows which bytes are whose: each place is filled with a number of its own."""
+
+    NBYTES = 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slab = Slab(self.NBYTES, pinned=False)
+        self.places: dict[Place, int] = {}
+        self.turns = 0
+        self.touched = 0
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Where free bytes begin, and how many there are in a row; ends of places are rounded up."""
+        found, at = [], 0
+        for start, end in sorted((place.start, place.end) for place in self.places if place.nbytes):
+            found.append((at, start - at))
+            at = end
+        return [*found, (at, max(0, self.NBYTES - at))]
+
+    @rule(nbytes=st.integers(0, 300) | st.integers(0, 10).map(lambda n: ALIGN_BYTES * n))
+    def take(self, nbytes: int) -> None:
+        starts = [start for start, length in self.gaps() if length >= nbytes]
+        place = self.slab.take(nbytes)
+        if nbytes == 0 and place is not None:
+            self.places[place] = -1
+            return
+        assert (place is None) is (not starts), "there is room, or there is none"
+        if place is None:
+            return
+        assert (place.start, place.nbytes) == (min(starts), nbytes)
+        self.turns += 1
+        self.places[place] = self.turns % 251
+        self.touched = max(self.touched, place.start + nbytes)
+        self.slab.view(place, torch.uint8).fill_(self.places[place])
+
+    @precondition(lambda self: self.places)
+    @rule(data=st.data())
+    def give(self, data) -> None:
+        place = data.draw(st.sampled_from(list(self.places)))
+        del self.places[place]
+        self.slab.give(place)
+
+    @rule()
+    def compact(self) -> None:
+        order = sorted((place for place in self.places if place.nbytes), key=lambda place: place.start)
+        self.slab.compact()
+        assert order == sorted(order, key=lambda place: place.start)
+        assert [place.start for place in order] == [sum(p.end - p.start for p in order[:n]) for n in range(len(order))]
+
+    @invariant()
+    def every_place_has_its_bytes(self) -> None:
+        assert self.slab.touched_bytes == self.touched
+        for place, value in self.places.items():
+            assert place.start >= 0 and place.start + place.nbytes <= self.NBYTES
+            assert (self.slab.view(place, torch.uint8) == value).all()
+
+
+TestOperations = Operations.TestCase
+TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=100, stateful_step_count=40)
