@@ -331,12 +331,12 @@ def test_optimizer_states_move_as_their_homes_say_and_clean_parameters_are_not_w
     written = []
 
     class Noted(Manager):
-        def write_disk(self, chunk, start, source):
+        def write(self, chunk, start, source):
             written.append((chunk.kind, chunk.disk_valid and start == 0 and chunk.kind == "param16", source.numel()))
-            return super().write_disk(chunk, start, source)
+            return super().write(chunk, start, source)
 
-        def read_disk(self, chunk, start, target, urgent=False):
-            transfer = super().read_disk(chunk, start, target, urgent)
+        def read(self, chunk, start, target, urgent=False):
+            transfer = super().read(chunk, start, target, urgent)
             read.append((chunk.kind, target.numel()))
             return transfer
 

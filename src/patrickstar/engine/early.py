@@ -78,6 +78,7 @@ class EarlyUpdate:
             groups = {slot: self._groups.get(slot) for slot in known}
             for running in self.update.run_chunk(index, groups.get, ()):
                 slots[0].chunk.pins += 1
+                self.data.manager.host.busy += 1
                 self._running.append((running, slots[0].chunk))
             for slot in known:
                 slot.updated_in = self.data.backward
@@ -107,6 +108,7 @@ class EarlyUpdate:
         for running, chunk in self._running:
             running.finish()
             chunk.pins -= 1
+            self.data.manager.host.busy -= 1
         self._running.clear()
 
 

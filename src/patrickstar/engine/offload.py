@@ -27,7 +27,7 @@ class _Away:
 
     def __init__(self, tensor: torch.Tensor, source: StorageWeakRef, manager: Manager) -> None:
         nbytes = tensor.numel() * tensor.element_size()
-        self.place = manager.host.borrow(nbytes, "an offloaded activation")
+        self.place = manager.borrow_host(nbytes, "an offloaded activation")
         weakref.finalize(self, manager.host.give_back, self.place).atexit = False
         self.source = source
         self.like = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)

@@ -22,6 +22,8 @@ class HostTier:
         """Bytes of everything else."""
         self.peak = 0
         self.other_peak = 0
+        self.busy = 0
+        """Updates at work on chunks here, whose places must not change meanwhile."""
         self.moved: set[Chunk] = set()
         """Chunks whose place has changed since the manager last looked."""
         self._owners: dict[Place, Chunk] = {}
@@ -95,14 +97,17 @@ class HostTier:
 
     def _place(self, nbytes: int) -> Place:
         place = self.slab.take(nbytes)
-        if place is None:
+        if place is None and not self.busy:
             self.slab.compact()
             for moved, chunk in self._owners.items():
                 chunk.host = self.slab.view(moved, chunk.dtype)
                 self.moved.add(chunk)
             place = self.slab.take(nbytes)
         if place is None:
-            raise MemoryError(f"the host's slab of {self.slab.nbytes} bytes has no place for {nbytes} more")
+            raise BudgetError(
+                f"the host's slab of {self.slab.nbytes} bytes has no {nbytes} bytes in a row; raise host_memory by as many",
+                nbytes,
+            )
         return place
 
     def restart_peaks(self) -> None:

@@ -12,7 +12,8 @@ from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.copies import StreamTransfer
 from patrickstar.memory.disk import STAGES, DiskTier
 from patrickstar.memory.host import HostTier
-from patrickstar.memory.pages import PageBank, can_move_pages
+from patrickstar.memory.pages import PageBank, can_move_pages, round_up
+from patrickstar.memory.slab import ALIGN_BYTES, Place
 from patrickstar.memory.traffic import Traffic
 from patrickstar.memory.transit import Transit
 from patrickstar.schedule.eviction import EvictionPolicy, ListOrder
@@ -412,6 +413,19 @@ class Manager:
         self._stay(chunk)
         for transfer in chunk.writing:
             self.transit.wait(transfer)
+
+    def borrow_host(self, nbytes: int, what: str) -> Place:
+        """Host memory for something that is no chunk. Where there is a disk, chunks on the host make room for it."""
+        nbytes = round_up(nbytes, ALIGN_BYTES)
+        if self.disk is not None and not self.host.busy:
+            below = [chunk for chunk in self.chunks.values() if chunk.host_valid and not chunk.device_bytes]
+            # Optimizer chunks first: they save the least, and the last of them have the most time to come back.
+            for chunk in sorted(below, key=lambda chunk: (chunk.kind == PARAM16, -chunk.index)):
+                if self.host.has_room(nbytes):
+                    break
+                self.settle(chunk, Tier.DISK)
+                self._moved.add(chunk)
+        return self.host.borrow(nbytes, what)
 
     def _lift(self, newcomer: Chunk) -> None:
         """Where the host has no room for `newcomer`, take chunks of `param16` up to where the device has."""

@@ -23,7 +23,8 @@ SYSTEM_PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 * 1024**2
 """Ranges begin at multiples of this, so that the system can back them with huge pages, and move these whole."""
 
-_RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+# Python knows the last of these from 3.13 on. Without it a system that counts promises refuses what is only reserved.
+RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)
 _MAP_FIXED = 0x10
 _MAYMOVE_FIXED = 1 | 2
 _NOTHING, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
@@ -64,7 +65,7 @@ def round_up(nbytes: int, unit: int = SYSTEM_PAGE) -> int:
 
 def _map(address: int | None, nbytes: int, protection: int) -> int:
     fixed = _MAP_FIXED if address is not None else 0
-    found = _mmap(address, nbytes, protection, _RESERVE | fixed, -1, 0)
+    found = _mmap(address, nbytes, protection, RESERVE | fixed, -1, 0)
     if found == _FAILED:
         _fail("map", nbytes)
     return int(found)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from patrickstar.memory.pages import round_up
+from patrickstar.errors import BudgetError
+from patrickstar.memory.pages import RESERVE, round_up
 
 PINNED_READ_WRITE = 0
 ALIGN_BYTES = 32
@@ -41,9 +42,13 @@ class Slab:
         self.touched_bytes = 0
         """Bytes that were ever in a place: what the slab takes of the machine's memory."""
         self._places: list[Place] = []
-        self._map = mmap.mmap(
-            -1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        )
+        try:
+            self._map = mmap.mmap(-1, max(nbytes, 1), flags=RESERVE)
+        except OSError as error:
+            raise BudgetError(
+                f"the system reserves no {nbytes} bytes of addresses for host_memory ({error.strerror}): give a smaller "
+                f"one, or raise its limit (ulimit -v, vm.overcommit_memory)"
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
