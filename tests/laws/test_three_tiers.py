@@ -17,6 +17,7 @@ from patrickstar.engine.engine import Engine
 from patrickstar.errors import BudgetError
 from patrickstar.memory.host import HostTier
 from patrickstar.memory.manager import Manager
+from patrickstar.memory.transit import Transit
 from patrickstar.memory.scratch import ScratchFile
 from patrickstar.schedule.placement import Tier
 
@@ -330,7 +331,7 @@ def test_optimizer_states_move_as_their_homes_say_and_clean_parameters_are_not_w
 ):
     written = []
 
-    class Noted(Manager):
+    class Noted(Transit):
         def write(self, chunk, start, source):
             written.append((chunk.kind, chunk.disk_valid and start == 0 and chunk.kind == "param16", source.numel()))
             return super().write(chunk, start, source)
@@ -342,7 +343,7 @@ def test_optimizer_states_move_as_their_homes_say_and_clean_parameters_are_not_w
 
     read = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("patrickstar.engine.engine.Manager", Noted)
+        patch.setattr("patrickstar.memory.manager.Transit", Noted)
         config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
         engine = small_engine(shape.build, config, evict_everything=room.evict_everything)
     assume(engine._manager.disk is not None)

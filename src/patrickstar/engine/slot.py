@@ -58,7 +58,7 @@ class Slot:
     @property
     def stays_on_host(self) -> bool:
         """Whether an access finds the parameter on the host, and leaves it there."""
-        return self.on_host and not self.chunk.device_valid
+        return self.on_host and self.chunk.host_valid and not self.chunk.device_valid
 
     @property
     def has_gradient(self) -> bool:

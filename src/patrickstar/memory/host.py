@@ -105,7 +105,7 @@ class HostTier:
             place = self.slab.take(nbytes)
         if place is None:
             raise BudgetError(
-                f"the host's slab of {self.slab.nbytes} bytes has no {nbytes} bytes in a row; raise host_memory by as many",
+                f"the host's slab of {self.slab.nbytes} bytes has no {nbytes} in a row; raise host_memory by as many",
                 nbytes,
             )
         return place

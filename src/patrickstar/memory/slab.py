@@ -46,8 +46,8 @@ class Slab:
             self._map = mmap.mmap(-1, max(nbytes, 1), flags=RESERVE)
         except OSError as error:
             raise BudgetError(
-                f"the system reserves no {nbytes} bytes of addresses for host_memory ({error.strerror}): give a smaller "
-                f"one, or raise its limit (ulimit -v, vm.overcommit_memory)"
+                f"the system reserves no {nbytes} bytes of addresses for host_memory ({error.strerror}): give a "
+                f"smaller one, or raise its limit (ulimit -v, vm.overcommit_memory)"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
