@@ -184,7 +184,7 @@ class ModelData:
                 if slot.device_view is None:
                     slot.device_view = slot.chunk.on_device(slot.region)
                 slot.param.data = slot.device_view
-            elif slot.on_host:
+            elif slot.stays_on_host:
                 slot.param.data = slot.chunk.on_host(slot.region)
             else:
                 slot.param.data = self.absent(slot.chunk.dtype).expand(slot.shape)
