@@ -162,7 +162,9 @@ def check_real_bytes(manager: Manager, *more: Chunk) -> None:
         assert chunk.storage.nbytes() == (chunk.nbytes if chunk in above else 0), f"{chunk}"
     slab = manager.host.slab
     base = slab.memory.data_ptr()
-    places = sorted((c.host.data_ptr() - base, c.host.data_ptr() - base + c.host.nbytes) for c in chunks if c.host_bytes)
+    places = sorted(
+        (c.host.data_ptr() - base, c.host.data_ptr() - base + c.host.nbytes) for c in chunks if c.host_bytes
+    )
     assert all(0 <= start <= end <= slab.touched_bytes <= slab.nbytes for start, end in places)
     assert all(end <= start for (_, end), (start, _) in pairwise(places)), "two chunks share host memory"
     assert manager.host.used == sum(end - start for start, end in places)

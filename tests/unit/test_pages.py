@@ -137,7 +137,9 @@ def test_pages_of_several_ranges_make_up_a_larger_one():
     large = committed(bank, 12 * SYSTEM_PAGE, 9)
     assert (bank.mapped_bytes, bank.parked_bytes) == (12 * SYSTEM_PAGE, 0), "10 parked and 2 new"
     bank.park(large)
-    parts = [committed(bank, nbytes, fill) for fill, nbytes in enumerate((5 * SYSTEM_PAGE, SYSTEM_PAGE, 6 * SYSTEM_PAGE))]
+    parts = [
+        committed(bank, nbytes, fill) for fill, nbytes in enumerate((5 * SYSTEM_PAGE, SYSTEM_PAGE, 6 * SYSTEM_PAGE))
+    ]
     assert (bank.mapped_bytes, bank.parked_bytes) == (12 * SYSTEM_PAGE, 0), "cut up again, across its pieces"
     assert all((tensor_over(part) == fill).all() for fill, part in enumerate(parts))
 

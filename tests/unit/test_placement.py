@@ -128,7 +128,9 @@ def test_where_chunks_begin_by_hand():
     chunks = [chunk(0, 64), chunk(1, 64), chunk(2, 64)]
     below = Tiers(compute=Tier.DEVICE, optimizer=Tier.HOST)
     assert initial_placement(chunks, Budgets(480, 10_000)) == {0: below, 1: below, 2: below}
-    assert initial_placement(chunks, Budgets(479, 10_000)) == {0: below, 1: below, 2: HOST}, "80 % of 479 is less than three"
+    assert initial_placement(chunks, Budgets(479, 10_000)) == {0: below, 1: below, 2: HOST}, (
+        "80 % of 479 is less than three"
+    )
     everything = Tiers(compute=Tier.DEVICE, optimizer=Tier.DEVICE)
     assert initial_placement(chunks, Budgets(3 * 896, 0)) == {0: everything, 1: everything, 2: everything}
 

@@ -20,6 +20,9 @@ class Disk(Options):
     it is read. Raises ConfigError for a capacity that is no size.
     """
 
+    def __init__(self, directory: str | Path, **options: Any) -> None:
+        super().__init__(directory=directory, **options)
+
     directory: str | Path
     capacity: int | str | None = None
     checksums: bool = True

@@ -208,8 +208,10 @@ class Engine:
         Raises DiskError or MoveError, when all is given back, if the disk fails under it and parameters are lost.
         """
         self._state.keep = keep
-        if self._release() and keep and self._manager.transit.failed is not None:
-            raise self._manager.transit.failed
+        lost = self._release()
+        if lost and keep and (failed := self._manager.transit.failed) is not None:
+            failed.add_note(f"{len(lost)} parameters could not be read back and are NaN: {', '.join(lost)}.")
+            raise failed
 
     # State
 
@@ -385,8 +387,8 @@ def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list
             if state.keep:
                 interceptor.early.update.complete()
             state.data.manager.land_all()
-        if state.data.manager.transit.failed is not None:
-            state.data.manager.close()
+        state.data.manager.abandon()
+        state.data.manager.transit.salvaging = True
         interceptor.close()
         return state.release()
 

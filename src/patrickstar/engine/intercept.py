@@ -154,6 +154,7 @@ class Interceptor:
             if slot.stays_on_host:
                 self.data.manager.count_move(slot.lookups_in_graph_bytes, to_device=False)
                 slot.lookups_in_graph_bytes = 0
+            self.early.update.complete((slot,))
             self.data.put_gradient(slot, grad)
             self.early.gradient_came(slot)
 

@@ -319,7 +319,8 @@ class ModelData:
         lists = [chunk for (kind, _), chunk in self.manager.chunks.items() if kind == GRAD32]
         if not accumulated:
             for chunk in lists:
-                self.manager.remove(chunk)
+                if not any(slot.pending for slot in self.by_chunk[chunk.index]):
+                    self.manager.remove(chunk)
         changed = accumulated != self.accumulates
         self.accumulates = accumulated
         return changed
@@ -398,6 +399,8 @@ class ModelData:
         if (GRAD32, index) not in self.manager.chunks:
             beside = self.manager[PARAM32, index]
             tier = Tier.DEVICE if beside.device_valid else Tier.HOST if beside.host_valid else Tier.DISK
+            if tier is Tier.HOST and self.manager.disk is not None and beside.nbytes > self.manager.host.free_bytes:
+                tier = Tier.DISK
             self.manager.new_chunk(GRAD32, index, beside.numel, slot.scheme.master_dtype, tier)
         self._count(slot.chunk, self.manager[GRAD32, index], slot.place.numel * slot.chunk.dtype.itemsize)
         grad = slot.flat(slot.chunk)

@@ -45,6 +45,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._engine._check_open()
         self._engine._step(self.group_by_slot())
         return loss
 
@@ -54,6 +55,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim` writes it: states by position, full precision, param groups with positions."""
+        self._engine._check_open()
         self._engine._complete()
         positions = self._positions()
         groups = []
@@ -71,6 +73,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take states and param groups back. Raises ModelError when groups differ in size, before anything changes."""
+        self._engine._check_open()
         self._engine._early.check("loading a state")
         self._engine._complete()
         saved = state_dict["param_groups"]

@@ -148,8 +148,7 @@ class Pipeline:
             arrived = all(transfer.done for transfer in there.transfers)
             if not arrived or param16.coming is not None or not param16.in_memory:
                 break
-            self._sets.popleft()
-            self._update(job, there)
+            self._update_first()
             self._read_ahead()
 
     def finish(self, indices: Iterable[int] | None = None) -> None:
@@ -166,8 +165,7 @@ class Pipeline:
             self._wait(there.transfers)
             self.data.manager.have(self._param16(job))
             self.data.follow_moves()
-            self._sets.popleft()
-            self._update(job, there)
+            self._update_first()
         if indices is None:
             while self._writing:
                 self._wait(self._writing[0].transfers)
@@ -175,13 +173,16 @@ class Pipeline:
 
     def _give_up(self, error: BaseException) -> None:
         """What is under way can't be finished: parameters become their masters, rounded, as far as these have come."""
-        slots = [slot for job in self._jobs for slot in job.rules]
-        for _, there in self._sets:
-            self._drop(there)
+        slots = [slot for job in self._jobs for slot in job.rules if slot.pending]
+        dropped = [there for _, there in self._sets]
         self._jobs.clear()
         self._sets.clear()
+        if self.data.manager.transit.failed is not None:
+            return
+        for there in dropped:
+            self._drop(there)
         for slot in slots:
-            self.data.manager.have(slot.chunk)
+            self.data.have(slot)
             self.data.give_up(slot)
         error.add_note(
             f"The update of {', '.join(slot.name for slot in slots)} failed on the way: these parameters may be "
@@ -278,8 +279,23 @@ class Pipeline:
             found.append(ring[begin : begin + nbytes].view(chunk.dtype))
         return found
 
+    def _update_first(self) -> None:
+        """Update what the first set holds, and begin to write it back."""
+        try:
+            job, there = self._sets[0]
+            self._update(job, there)
+            self._sets.popleft()
+            self._writing.append(there)
+            job.to_update -= 1
+            if not job.to_update:
+                self._jobs.remove(job)
+                self.data.updated(job.rules)
+        except BaseException as error:
+            # Wherever Ctrl-C or a failure struck: what lies on disk is whole, page by page, and parameters follow it.
+            self._give_up(error)
+            raise
+
     def _update(self, job: Job, there: PageSet) -> None:
-        """Update what the set holds, and begin to write it back."""
         manager = self.data.manager
         self._wait(there.transfers)
         pages = dict(zip((chunk.kind for chunk in there.lists), self._views(there), strict=True))
@@ -288,11 +304,7 @@ class Pipeline:
             part = _overlap(slot, there.first, there.first + there.numel)
             if part is not None:
                 spans.append(self._span(slot, rule, part, there.first, pages))
-        try:
-            self.start(spans, job.scales)
-        except BaseException as error:
-            self._give_up(error)
-            raise
+        self.start(spans, job.scales)
         param16 = self._param16(job)
         manager.mark_written(param16, on_device=param16.device_valid)
         there.transfers = []
@@ -301,10 +313,6 @@ class Pipeline:
                 write = manager.transit.write(chunk, there.first * chunk.dtype.itemsize, memory.view(torch.uint8))
                 there.transfers.append(write)
                 chunk.writing.append(write)
-        self._writing.append(there)
-        job.to_update -= 1
-        if not job.to_update and not job.to_read:
-            self._end(job)
 
     def _span(self, slot: Slot, rule: Rule, part: slice, first: int, pages: Mapping[str, torch.Tensor]) -> Span:
         """What the update of a part of a parameter reads and writes."""
@@ -323,10 +331,6 @@ class Pipeline:
             grad = Gradient(earlier, None, dtype)
         master, *states = (pages[spec.kind][on_page] for spec in slot.scheme.optimizer_lists)
         return Span(param, grad, master, tuple(states), rule)
-
-    def _end(self, job: Job) -> None:
-        self._jobs.remove(job)
-        self.data.updated(job.rules)
 
 
 def _overlap(slot: Slot, first: int, end: int) -> slice | None:

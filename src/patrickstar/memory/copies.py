@@ -23,6 +23,10 @@ class StreamTransfer(Transfer):
     def wait(self) -> None:
         self.event.synchronize()
 
+    def cancel(self) -> None:
+        """What a stream has begun it ends."""
+        self.event.synchronize()
+
     def order(self) -> None:
         """What is launched on the current stream from now on comes after the copy."""
         torch.cuda.current_stream().wait_event(self.event)

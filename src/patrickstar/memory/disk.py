@@ -36,6 +36,13 @@ class DiskTier:
         if chunk.disk_at is None:
             chunk.disk_at = self.file.reserve(chunk.nbytes, repr(chunk))
 
+    def forget(self, chunk: Chunk) -> None:
+        """Take a chunk's place back, if it has one."""
+        if chunk.disk_at is not None:
+            self._written.difference_update(chunk.disk_at + first for first, _ in pages(chunk.nbytes, self.page_bytes))
+            self.file.give(chunk.disk_at, chunk.nbytes)
+            chunk.disk_at = None
+
     def read(self, chunk: Chunk, start: int, target: torch.Tensor, urgent: bool = False) -> Transfer:
         """Fill `target` with whole pages of a chunk, from byte `start` on. What was never written is zeros."""
         return self._submit(self.readers, self._read_page, chunk, start, target, urgent)

@@ -128,12 +128,15 @@ class Manager:
 
     def remove(self, chunk: Chunk) -> None:
         """Forget a chunk and give its memory back."""
-        self.settle_transfers(chunk)
+        if self.transit.failed is None:
+            self.settle_transfers(chunk)
         if chunk.device_bytes:
             self._release_device(chunk)
         if chunk.host is not None:
             self.host.give(chunk)
         chunk.memory.close()
+        if self.disk is not None:
+            self.disk.forget(chunk)
         del self.chunks[chunk.kind, chunk.index]
         if chunk.kind == PARAM16:
             del self.param16[chunk.index]
@@ -152,13 +155,19 @@ class Manager:
 
     def close(self) -> None:
         """Stop what moves bytes; chunks in memory stay."""
-        self._line.clear()
+        self.abandon()
         self.transit.close()
-        for chunk in list(self._in_flight):
+
+    def abandon(self) -> None:
+        """Drop what is on its way: chunks stay where they were."""
+        self._line.clear()
+        for chunk in self._in_flight:
             if chunk.coming is not None:
+                chunk.coming.cancel()
                 chunk.coming = None
                 self._release_device(chunk)
             if chunk.leaving is not None:
+                chunk.leaving.cancel()
                 chunk.leaving = None
                 self.leaving_bytes -= chunk.nbytes
         self._in_flight.clear()

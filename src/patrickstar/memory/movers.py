@@ -138,7 +138,7 @@ class _Board:
                 del job  # what it kept alive is free before anybody hears that it has ended
         except BaseException as error:
             with self.lock:
-                transfer._error = error if transfer._error is None else transfer._error
+                transfer._error = _told(error, transfer.what) if transfer._error is None else transfer._error
             self.drop(transfer, "a job failed")
         with self.lock:
             transfer._running.remove(threading.current_thread())
@@ -180,6 +180,17 @@ class _Board:
         for thread in self.threads:
             if thread is not threading.current_thread():
                 thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+
+def _told(error: BaseException, what: str) -> BaseException:
+    """The error that the training thread raises: what was meant for this thread alone must not end that one."""
+    if isinstance(error, Exception):
+        return error
+    told = MoveError(
+        f"{what}: a worker thread was told to end ({error!r}) while it moved bytes; initialise a new engine"
+    )
+    told.__cause__ = error
+    return told
 
 
 def _work(board: _Board, stage: torch.Tensor) -> None:

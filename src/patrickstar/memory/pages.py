@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +27,9 @@ HUGE_PAGE = 2 * 1024**2
 # Python knows the last of these from 3.13 on. Without it a system that counts promises refuses what is only reserved.
 RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)
 _MAP_FIXED = 0x10
-_MAYMOVE_FIXED = 1 | 2
+# The old addresses stay mapped, without pages. Else there would be a hole until they are reserved again, and another
+# thread's memory could be mapped there meanwhile.
+_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
 _NOTHING, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -39,12 +42,7 @@ def _function(name: str, result: object, *arguments: object) -> Callable[..., An
     return function  # type: ignore[no-any-return]
 
 
-def can_move_pages() -> bool:
-    """Whether this system moves pages between ranges."""
-    return sys.platform == "linux"
-
-
-if can_move_pages():
+if sys.platform == "linux":
     _mmap = _function("mmap", _ADDRESS, _ADDRESS, _SIZE, _INT, _INT, _INT, ctypes.c_long)
     _munmap = _function("munmap", _INT, _ADDRESS, _SIZE)
     _mremap = _function("mremap", _ADDRESS, _ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS)
@@ -75,6 +73,18 @@ def _advise_huge(address: int, nbytes: int) -> None:
     """Ask for huge pages; a system that has none says so, and small ones do."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         _madvise(address, nbytes, mmap.MADV_HUGEPAGE)
+
+
+@cache
+def can_move_pages() -> bool:
+    """Whether this system moves pages between ranges and leaves the addresses mapped: Linux from 5.7 on."""
+    if sys.platform != "linux":
+        return False
+    here, there = (_map(None, SYSTEM_PAGE, _READ_WRITE) for _ in range(2))
+    moved = _mremap(here, SYSTEM_PAGE, SYSTEM_PAGE, _MAYMOVE_FIXED_DONTUNMAP, there) != _FAILED
+    for address in (here, there):
+        _munmap(address, SYSTEM_PAGE)
+    return bool(moved)
 
 
 class Range:
@@ -171,7 +181,7 @@ class PageBank:
             source.pieces.append(Piece(piece.address, piece.nbytes - nbytes))
         at = piece.address + piece.nbytes - nbytes
         to = target.address + sum(piece.nbytes for piece in target.pieces)
-        if _mremap(at, nbytes, nbytes, _MAYMOVE_FIXED, to) == _FAILED:
+        if _mremap(at, nbytes, nbytes, _MAYMOVE_FIXED_DONTUNMAP, to) == _FAILED:
             _fail("move", nbytes)
         self._leave(at, nbytes)
         target.pieces.append(Piece(to, nbytes))

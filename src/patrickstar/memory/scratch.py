@@ -60,6 +60,7 @@ class ScratchFile:
         self._sums: dict[int, tuple[int, int]] = {}  # offset of a page: its bytes and their hash
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
+        self._given: dict[int, list[int]] = {}  # places that were given back, by their size
         self._busy = 0
         self._closed = False
         self._check_capacity(round_up(nbytes), "the file")
@@ -85,11 +86,18 @@ class ScratchFile:
         with self._lock:
             if self._closed:
                 raise self._was_closed(what)
+            if given := self._given.get(round_up(nbytes)):
+                return given.pop()
             at, end = self.used_bytes, self.used_bytes + round_up(nbytes)
             self._check_capacity(end, what)
             self._grow(end, what)
             self.used_bytes = end
         return at
+
+    def give(self, at: int, nbytes: int) -> None:
+        """Give a place back, for another of its size."""
+        with self._lock:
+            self._given.setdefault(round_up(nbytes), []).append(at)
 
     def _check_capacity(self, nbytes: int, what: str) -> None:
         if self.capacity_bytes is not None and nbytes > self.capacity_bytes:

@@ -21,6 +21,8 @@ class Transit:
         self.traffic = Traffic()
         self.failed: BaseException | None = None
         """The error after which nothing is known to be whole."""
+        self.salvaging = False
+        """Whether the engine is being closed, and reads what can still be read."""
         self._page = page
 
     def up(self, chunk: Chunk, urgent: bool) -> Transfer:
@@ -71,12 +73,11 @@ class Transit:
                 transfer.wait()
         except (DiskError, MoveError) as error:
             self.failed = error
-            self.close()
             raise
 
     def check(self) -> None:
         """Raise TrainingError if bytes were lost before."""
-        if self.failed is not None:
+        if self.failed is not None and not self.salvaging:
             raise TrainingError(
                 f"this engine has stopped, since bytes of its chunks were lost ({self.failed}); close it, and go on "
                 f"from a saved state with a new one"

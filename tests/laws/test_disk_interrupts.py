@@ -1,0 +1,159 @@
+"""Law 6 with a disk: Ctrl-C and SIGTERM in mid-move leave no thread, no file and no memory behind."""
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from patrickstar.errors import PatrickStarError
+from patrickstar.memory.scratch import ScratchFile
+
+from .tiers import Room, blocks, descriptors, inputs, mean_square, movers, on_disk, options, small_engine
+
+SOON_S = 10.0
+PROGRAM = """
+import sys, torch
+torch.set_num_threads(1)
+from tests.laws.tiers import *
+config = on_disk(blocks, options(), sys.argv[1], inputs(1)[0], Room(host_bytes=20000))
+engine = small_engine(blocks, config)
+while True:
+    for batch in inputs(8):
+        engine.backward(mean_square(engine(*batch)))
+        engine.optimizer.step()
+    print("trained", flush=True)
+"""
+
+
+@contextmanager
+def interrupted_after(seconds):
+    """Ctrl-C at some moment."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def train(engine, count):
+    for batch in inputs(count):
+        engine.backward(mean_square(engine(*batch)))
+        engine.optimizer.step()
+
+
+def check_interrupts(directory, seeds, then):
+    config = on_disk(blocks, options(), directory, inputs(1)[0], Room(host_bytes=20000))
+    before = descriptors()
+    for seed in seeds:
+        torch.manual_seed(0)
+        engine = small_engine(blocks, config)
+        train(engine, 2)
+        caught = False
+        try:
+            with interrupted_after(0.001 + random.Random(seed).random() * 0.1):
+                train(engine, 10000)
+        except KeyboardInterrupt as error:
+            caught = True
+            assert not [note for note in getattr(error, "__notes__", ()) if "could not be read" in note]
+        assert caught
+        began = time.monotonic()
+        then(engine)
+        del engine
+        gc.collect()
+        assert time.monotonic() - began < SOON_S
+        assert movers() == [], f"seed {seed}"
+        assert descriptors() == before, f"seed {seed}"
+        assert not list(directory.iterdir())
+    torch.manual_seed(0)
+    fresh = small_engine(blocks, config)
+    train(fresh, 2)
+    fresh.close()
+
+
+def close(engine):
+    engine.close()
+    for name, param in engine.module.named_parameters():
+        assert type(param) is torch.nn.Parameter and param.isfinite().all(), name
+
+
+def go_on(engine):
+    """Either it trains, or it says why not."""
+    try:
+        engine.optimizer.zero_grad()
+        train(engine, 2)
+        state = engine.state_dict()
+        assert all(value.isfinite().all() for value in state.values())
+    except PatrickStarError as error:
+        assert str(error)
+    engine.close()
+
+
+def leave(engine):
+    """Nobody closes it."""
+
+
+@pytest.mark.parametrize("slow_disk", [False, True])
+@pytest.mark.parametrize("then", [close, go_on, leave])
+def test_ctrl_c_in_the_middle_of_training(tmp_path, monkeypatch, slow_disk, then):
+    if slow_disk:
+        monkeypatch.setattr("patrickstar.engine.tiers.ScratchFile", Slow)
+    check_interrupts(tmp_path, range(6), then)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow_disk", [False, True])
+@pytest.mark.parametrize("then", [close, go_on, leave])
+def test_ctrl_c_at_many_more_moments(tmp_path, monkeypatch, slow_disk, then):
+    if slow_disk:
+        monkeypatch.setattr("patrickstar.engine.tiers.ScratchFile", Slow)
+    check_interrupts(tmp_path, range(100, 300), then)
+
+
+class Slow(ScratchFile):
+    """A disk with which most of the time is spent waiting."""
+
+    def read(self, *args):
+        time.sleep(0.002)
+        super().read(*args)
+
+    def write(self, *args):
+        time.sleep(0.002)
+        super().write(*args)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_process_that_is_told_to_end(tmp_path, sent):
+    """By the signal, promptly, and without a file."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "trained\n", process.stderr.read()
+        assert not list(tmp_path.iterdir())
+        open_files = [os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{process.pid}/fd")]
+        assert any(str(tmp_path) in name for name in open_files), "the scratch file is there, without a name"
+        began = time.monotonic()
+        process.send_signal(sent)
+        _, said = process.communicate(timeout=SOON_S)
+        assert time.monotonic() - began < SOON_S
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -sent
+    assert ("KeyboardInterrupt" in said) == (sent is signal.SIGINT)
+    assert "Fatal" not in said and "terminate called" not in said, said
+    assert not list(tmp_path.iterdir())
