@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -112,6 +112,7 @@ class Engine:
         self._blocks.notice(self.module)
         self._release = weakref.finalize(self, release, self._interceptor, self._blocks, self._state)
         self._release.atexit = False
+        self._interceptor.release = self._release
         self.stats = Stats()
         self.optimizer = ChunkOptimizer(self)
 
@@ -332,12 +333,7 @@ class Engine:
         try:
             yield
         except (DiskError, MoveError) as error:
-            if self._release.alive:
-                lost = self._release() or ()
-                error.add_note(
-                    f"The engine is closed. {len(lost)} parameters could not be read back and are NaN"
-                    f"{': ' + ', '.join(lost) if lost else ''}. Go on from a saved state with a new engine."
-                )
+            self._interceptor.stop(error)
             raise
 
     @contextmanager
@@ -383,14 +379,19 @@ def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list
         interceptor.early.abandon()
         blocks.close()
         state.data.drop_uses()
-        with suppress(DiskError, MoveError, TrainingError):  # what is lost shows when parameters are read back
+        try:
             if state.keep:
                 interceptor.early.update.complete()
             state.data.manager.land_all()
-        state.data.manager.abandon()
-        state.data.manager.transit.salvaging = True
-        interceptor.close()
-        return state.release()
+        except (DiskError, MoveError, TrainingError) as error:
+            # What is lost shows when parameters are read back, and is told by name.
+            state.data.manager.transit.failed = state.data.manager.transit.failed or error
+        finally:
+            state.data.manager.abandon()
+            state.data.manager.transit.salvaging = True
+            interceptor.close()
+            lost = state.release()
+        return lost
 
 
 def initialize(

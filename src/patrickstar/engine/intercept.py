@@ -3,6 +3,7 @@
 The only file that touches autograd's machinery.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from patrickstar.engine.parameters import (
 )
 from patrickstar.engine.precision import tensors_in
 from patrickstar.engine.slot import Slot
-from patrickstar.errors import BudgetError, ModelError, TrainingError
+from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, TrainingError
 from patrickstar.schedule.states import TensorState
 
 # [Note: windows]
@@ -112,6 +113,8 @@ class Interceptor:
         self.window: Window | None = None
         self.hooks: dict[Slot, Any] = {}
         self.unseen: dict[int, tuple[Slot, ...]] = {}
+        self.release: weakref.finalize[Any, Any] | None = None
+        """What closes the engine."""
 
     @property
     def in_backward(self) -> bool:
@@ -162,6 +165,25 @@ class Interceptor:
 
     def operate(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
         """Run an operator that takes managed tensors."""
+        try:
+            return self._operate(func, args, kwargs, tensors)
+        except (DiskError, MoveError) as error:
+            if not self.data.clock.inside:  # else the engine's own call tells of it
+                self.stop(error)
+            raise
+
+    def stop(self, error: BaseException) -> None:
+        """Bytes of chunks are lost, since a disk or a thread has failed: give all back and close the engine."""
+        if self.release is not None and self.release.alive:
+            lost = self.release() or ()
+            error.add_note(
+                f"The engine is closed. {len(lost)} parameters could not be read back and are NaN"
+                f"{': ' + ', '.join(lost) if lost else ''}. Go on from a saved state with a new engine."
+            )
+
+    def _operate(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]
+    ) -> Any:
         slots = tuple(dict.fromkeys(slot for tensor in tensors for slot in tensor._slots))
         for tensor in tensors:
             if tensor._interceptor is not self:

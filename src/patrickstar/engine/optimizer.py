@@ -56,6 +56,10 @@ class ChunkOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim` writes it: states by position, full precision, param groups with positions."""
         self._engine._check_open()
+        with self._engine._stopping_on_loss():
+            return self._state_dict()
+
+    def _state_dict(self) -> dict[str, Any]:
         self._engine._complete()
         positions = self._positions()
         groups = []
@@ -86,6 +90,10 @@ class ChunkOptimizer(torch.optim.Optimizer):
         asked = {key for packed in saved for key in self._switched_on(packed)}
         if asked:
             raise ModelError(f"the saved optimizer used {sorted(asked)}, which is not offered here; nothing was loaded")
+        with self._engine._stopping_on_loss():
+            self._load(state_dict, saved)
+
+    def _load(self, state_dict: dict[str, Any], saved: list[dict[str, Any]]) -> None:
         by_position = {position: slot for slot, position in self._positions().items()}
         for position, values in state_dict["state"].items():
             slot = by_position.get(position)

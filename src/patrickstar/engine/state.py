@@ -12,6 +12,7 @@ from patrickstar.engine.parameters import release_parameter, slot_of
 from patrickstar.engine.slot import Slot
 from patrickstar.errors import DiskError, ModelError, MoveError, TrainingError
 from patrickstar.layout.lists import PARAM16, PARAM32
+from patrickstar.memory.manager import Manager
 
 
 class ModelState:
@@ -84,8 +85,16 @@ class ModelState:
 
         Returns the names of those that could not be read back, since the disk has failed; they are all NaN.
         """
-        manager, lost = self.data.manager, []
+        manager = self.data.manager
         self.data.closed = True
+        try:
+            return self._give_back(manager)
+        finally:
+            manager.close()
+            manager.host.close()
+
+    def _give_back(self, manager: Manager) -> list[str]:
+        lost = []
         for slot in self.data.slots:
             release_parameter(slot)
         for chunk in list(manager.chunks.values()):
@@ -102,8 +111,6 @@ class ModelState:
             for kind in (PARAM16, PARAM32):
                 if (kind, index) in manager.chunks:
                     manager.remove(manager[kind, index])
-        manager.close()
-        manager.host.close()
         return lost
 
     def _salvage(self, slot: Slot) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from patrickstar.engine.config import Config
-from patrickstar.engine.pipeline import Ring
+from patrickstar.engine.ring import RingSize
 from patrickstar.errors import DiskError
 from patrickstar.layout.mapping import Layout
 from patrickstar.memory.disk import STAGES, DiskTier
@@ -25,7 +25,7 @@ class TierPlan:
 
     placement: dict[int, Tiers]
     disk: DiskTier | None = None
-    ring: Ring | None = None
+    ring: RingSize | None = None
     """The pages that updates of what is on disk pass through."""
     staging_bytes: int = 0
     """Host memory that pages on their way take."""
@@ -71,7 +71,7 @@ def plan_tiers(
     rule = config.optimizer.rule(config.optimizer.defaults(), 1, {})
     # The lists of a trained parameter, and that of accumulated gradients.
     lists = 2 + len(config.optimizer.states)
-    ring = Ring.sized(lists, largest, page_bytes, rule.by_pages, host - pages_bytes)
+    ring = RingSize.suited(lists, largest, page_bytes, rule.by_pages, host - pages_bytes)
     staging = pages_bytes + ring.nbytes
     budget = Budgets(device, host - staging, capacity if capacity is not None else _free_bytes(folder))
     check_budgets(layout, together, budget, staging)

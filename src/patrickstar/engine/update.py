@@ -8,7 +8,8 @@ import torch
 
 from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.optimizers import Optimizer
-from patrickstar.engine.pipeline import Pipeline, Ring
+from patrickstar.engine.pipeline import Pipeline
+from patrickstar.engine.ring import Ring, RingSize
 from patrickstar.engine.slot import Slot
 from patrickstar.kernels.choice import Kernels
 from patrickstar.kernels.native import Running
@@ -26,13 +27,13 @@ GroupOf = Callable[[Slot], Mapping[str, Any] | None]
 class Update:
     """Runs one optimizer step over all chunks that hold gradients."""
 
-    def __init__(self, data: ModelData, optimizer: Optimizer, kernels: Kernels, ring: Ring | None = None) -> None:
+    def __init__(self, data: ModelData, optimizer: Optimizer, kernels: Kernels, ring: RingSize | None = None) -> None:
         self.data = data
         self.optimizer = optimizer
         self.kernels = kernels
         self.homes: dict[int, Tier] = {}
         """Where the optimizer chunks of each index live."""
-        self.pipeline = Pipeline(data, self.update, ring) if ring is not None else None
+        self.pipeline = Pipeline(data, self.update, Ring(data.manager, ring)) if ring is not None else None
 
     def run(self, group_of: GroupOf, scales: Sequence[float]) -> None:
         """Update every parameter that has a gradient and belongs to a param group.

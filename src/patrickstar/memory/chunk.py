@@ -70,6 +70,11 @@ class Chunk:
         return self.nbytes if self.on_device_now else 0
 
     @property
+    def being_written(self) -> bool:
+        """Whether pages are on their way to its place on disk."""
+        return any(not transfer.done for transfer in self.writing)
+
+    @property
     def in_memory(self) -> bool:
         """Whether its current bytes can be read without waiting."""
         return self.device_valid or self.host_valid
