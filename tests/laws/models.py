@@ -160,7 +160,7 @@ def check_real_bytes(manager: Manager, *more: Chunk) -> None:
         assert bank.mapped_bytes >= bank.parked_bytes >= 0
     for chunk in chunks.difference(paged):
         assert chunk.storage.nbytes() == (chunk.nbytes if chunk in above else 0), f"{chunk}"
-    slab = manager.host.slab
+    (slab,) = manager.host.slabs
     base = slab.memory.data_ptr()
     places = sorted(
         (c.host.data_ptr() - base, c.host.data_ptr() - base + c.host.nbytes) for c in chunks if c.host_bytes

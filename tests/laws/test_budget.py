@@ -58,7 +58,7 @@ class Watched(Manager):
     def __init__(self, device, device_budget_bytes, host_budget_bytes, poison, **options):
         super().__init__(device, device_budget_bytes, host_budget_bytes, poison, **options)
         assert self.host.used == self.host.other_bytes == 0
-        self.host = WatchedHost(host_budget_bytes, self.host.slab.nbytes, device.type == "cuda", poison)
+        self.host = WatchedHost(host_budget_bytes, self.host.slab_bytes, device.type == "cuda", poison)
         self.host.manager = self
 
     def _take_device(self, chunk):

@@ -148,7 +148,7 @@ def test_current_is_the_copy_that_holds_the_bytes_the_devices_if_both_do(bank, h
     assert chunk.current(chunk.whole).item() == 1.0
     chunk.free_device(poison=False)
     assert chunk.current(chunk.whole).item() == 2.0
-    assert chunk.read_storage.data_ptr() == host.slab.memory.data_ptr()
+    assert chunk.read_storage.data_ptr() == host.slabs[0].memory.data_ptr()
     host.give(chunk)
     with pytest.raises(AssertionError, match=r"param16\[3\] is not in memory"):
         chunk.current(chunk.whole)

@@ -77,7 +77,7 @@ def test_the_account_says_what_takes_how_much():
 def test_a_slab_is_no_larger_than_the_budget_and_may_be_smaller():
     assert tier(1000, 4000).slab.nbytes == 1000
     host = tier(4000, 1000)
-    assert (host.slab.nbytes, host.free_bytes) == (1000, 4000)
+    assert (host.slab_bytes, host.free_bytes) == (1000, 4000)
     with pytest.raises(MemoryError, match="slab of 1000 bytes has no place for 1024 more"):
         chunk_on(host, 32)
     assert (host.used, host.other_bytes) == (0, 0), "what was not given is not counted"
@@ -92,7 +92,7 @@ def test_a_chunk_has_its_bytes_in_the_slab_until_it_gives_them_back():
     chunk = chunk_on(host, 4, 5.0)
     assert chunk.host_bytes == chunk.nbytes == chunk.place.nbytes == 128
     assert chunk.host.dtype == torch.float32 and chunk.host.shape == (32,)
-    assert chunk.host.data_ptr() == host.slab.memory.data_ptr() + chunk.place.start
+    assert chunk.host.data_ptr() == host.slabs[0].memory.data_ptr() + chunk.place.start
     host.give(chunk)
     assert (chunk.host, chunk.place, chunk.host_valid, chunk.host_bytes) == (None, None, False, 0)
 
@@ -129,7 +129,7 @@ def test_chunks_change_places_where_there_is_room_but_not_in_a_row_and_say_so():
     assert [chunk.place.start for chunk in (chunks[1], chunks[3], newcomer)] == [0, 64, 128]
     for chunk, value in ((chunks[1], 1.0), (chunks[3], 3.0), (newcomer, 9.0)):
         assert values(chunk) == {value}
-        assert chunk.host.data_ptr() == host.slab.memory.data_ptr() + chunk.place.start
+        assert chunk.host.data_ptr() == host.slabs[0].memory.data_ptr() + chunk.place.start
     chunks[1].on_host(chunks[1].whole).fill_(7.0)
     assert values(chunks[3]) == {3.0} and values(newcomer) == {9.0}
 
@@ -164,7 +164,7 @@ def test_a_tier_that_is_full_in_bytes_gives_nothing_and_stays_whole():
     with pytest.raises(MemoryError, match="no place for 128 more"):
         chunk_on(host, 4)
     assert values(second) == {2.0}
-    assert second.host.data_ptr() == host.slab.memory.data_ptr() + second.place.start
+    assert second.host.data_ptr() == host.slabs[0].memory.data_ptr() + second.place.start
     assert (host.used, host.free_bytes) == (32, 96)
 
 

@@ -68,11 +68,12 @@ def gradients(*, moved: bool) -> dict[str, torch.Tensor]:
     loss = engine(*batches(1)[0]).float().pow(2).mean()
     if moved:
         host.give_back(gap)
-        take, refusals, last = host.slab.take, [None], host.slab._places[-1]
+        (slab,) = host.slabs
+        take, refusals, last = slab.take, [None], slab._places[-1]
         start = last.start
-        host.slab.take = lambda nbytes: refusals.pop() if refusals else take(nbytes)
+        slab.take = lambda nbytes: refusals.pop() if refusals else take(nbytes)
         host.give_back(host.borrow(4096))
-        del host.slab.take
+        del slab.take
         assert last.start == start - 4096, "nothing was compacted"
     engine.backward(loss)
     found = {name: engine.gradient(name) for name, _ in engine.module.named_parameters()}

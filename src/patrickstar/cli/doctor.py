@@ -21,7 +21,7 @@ from patrickstar.kernels.native import Native, Unavailable
 from patrickstar.kernels.rule import Gradient, Span
 from patrickstar.layout.sizes import format_size
 from patrickstar.memory.meter import default_meter, installed_bytes
-from patrickstar.memory.probe import disk_rates
+from patrickstar.memory.probe import measure
 
 STATE_BYTES = 12
 """Adam's bytes per parameter on disk: master, momentum and variance in fp32."""
@@ -64,7 +64,7 @@ def examine(trial_numel: int = TRIAL_NUMEL, disk: Path | None = None) -> list[Fi
 
 
 def _disk(directory: Path) -> list[Finding]:
-    rates = disk_rates(directory, anew=True)
+    rates = measure(directory)
     space = shutil.disk_usage(directory).free
     billion = 10**9 * STATE_BYTES
     return [

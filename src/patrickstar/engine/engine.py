@@ -1,5 +1,6 @@
 """The engine: what a user calls instead of the model and of `loss.backward()`."""
 
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,7 @@ from patrickstar.kernels.choice import Kernels
 from patrickstar.layout.mapping import Layout
 from patrickstar.memory.manager import Manager
 from patrickstar.memory.meter import Meter, default_meter
+from patrickstar.memory.movers import THREAD_NAME
 from patrickstar.memory.scratch import PAGE_BYTES
 from patrickstar.schedule.placement import WARM_UP_PERCENT, Tier, homes, margin_chunks
 from patrickstar.schedule.prefetch import OnDemand, Prefetch
@@ -70,14 +72,14 @@ class Engine:
         memory = self.device_budget_bytes, self.host_budget_bytes
         tiers = plan_tiers(config, self.layout, used_together(self.module), memory, page_bytes)
         meter = meter if meter is not None else default_meter(self.device)
-        # A GPU's host slab is locked as a whole, so it is no larger than what can be in it; activations have no limit.
-        needed = 2 * self.layout.model_data_bytes + tiers.staging_bytes
+        # A GPU's host slab is locked as a whole, so it begins no larger than what is sure to be in it.
+        needed = self.layout.model_data_bytes + tiers.staging_bytes
         self._manager = Manager(
             self.device,
             *memory,
             poison,
             disk=tiers.disk,
-            slab_bytes=None if config.activation_offload or self.device.type == "cpu" else needed,
+            slab_bytes=None if self.device.type == "cpu" else needed,
         )
         self._manager.evict_everything = evict_everything
         self._manager.keep_duplicates = tiers.disk is not None or not self._parameters_fit(
@@ -278,7 +280,7 @@ class Engine:
         manager = self._manager
         manager.keep_duplicates = manager.disk is not None or not self._parameters_fit(self._clock.peak_non_model_bytes)
         beside = self._clock.peak_non_model_bytes + self._update.workspace_bytes()
-        stuck = self._update.stuck()
+        stuck = self._update.stuck() if manager.disk is None else set()
         chunkable = self.device_budget_bytes - beside
         accumulates = self._data.accumulates
         above = set(margin_chunks(chunks, chunkable, stuck=stuck, accumulates=accumulates)) - (
@@ -373,6 +375,10 @@ def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list
 
     Returns the names of parameters that were lost with a disk that has failed.
     """
+    if threading.current_thread().name.startswith(THREAD_NAME):
+        # The garbage collector came by in a thread that must end for this.
+        threading.Thread(target=release, args=(interceptor, blocks, state), name="release").start()
+        return []
     # The garbage collector may come at any time, in the middle of a compiler's tracing too.
     with _disable_current_modes(), managing(), torch._C.DisableTorchFunctionSubclass():
         interceptor.window = None

@@ -39,7 +39,7 @@ class _Away:
 
     def _host(self, manager: Manager) -> torch.Tensor:
         """The tensor's copy, in a place that may have moved."""
-        flat = manager.host.slab.view(self.place, self.like.dtype)
+        flat = manager.host.view(self.place, self.like.dtype)
         return flat.as_strided(self.like.shape, self.like.stride(), flat.storage_offset())
 
     def back(self) -> torch.Tensor:

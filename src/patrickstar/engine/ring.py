@@ -79,6 +79,8 @@ class Ring:
         assert manager.disk is not None
         self._page_bytes = manager.disk.page_bytes
         self._place = manager.host.borrow(size.nbytes)
+        # Memory that was never written is not there yet, and a meter would take it for somebody else's later.
+        manager.host.view(self._place, torch.uint8).zero_()
         self.live: list[PageSet] = []
         """All sets, in the order in which they came."""
 
@@ -107,14 +109,17 @@ class Ring:
         views = self.views(there)
         for chunk, memory in list(zip(there.lists, views, strict=True))[len(there.reads) :]:
             start = there.first * chunk.dtype.itemsize
-            there.reads.append(self.manager.transit.read(chunk, start, memory.view(torch.uint8)))
+            read = self.manager.transit.read(chunk, start, memory.view(torch.uint8))
+            chunk.reading = [*(one for one in chunk.reading if not one.done), read]
+            there.reads.append(read)
 
     def views(self, there: PageSet) -> list[torch.Tensor]:
         """The set's pages as tensors, in the order of its lists."""
-        ring = self.manager.host.slab.view(self._place, torch.uint8)
+        ring = self.manager.host.view(self._place, torch.uint8)
         found = []
         for chunk, number in zip(there.lists, there.buffers, strict=True):
             begin, nbytes = number * self.size.page_bytes, there.numel * chunk.dtype.itemsize
+            assert nbytes <= self.size.page_bytes, f"{nbytes} bytes of {chunk} in a page of {self.size.page_bytes}"
             found.append(ring[begin : begin + nbytes].view(chunk.dtype))
         return found
 

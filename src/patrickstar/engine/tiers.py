@@ -18,6 +18,9 @@ from patrickstar.memory.scratch import PAGE_BYTES, ScratchFile
 from patrickstar.schedule.feasibility import check_budgets
 from patrickstar.schedule.placement import Budgets, Tiers, disk_bytes, initial_placement
 
+MASTER_BYTES = 4
+"""Bytes of an element of a master, but for float64's."""
+
 
 @dataclass(frozen=True)
 class TierPlan:
@@ -59,13 +62,16 @@ def plan_tiers(
     """
     device, host = memory
     in_memory = initial_placement(layout.chunks, Budgets(device, host))
+    free = _free_bytes(Path(config.disk.directory)) if config.disk is not None else 0
     if config.disk is None or in_memory is not None:
         check_budgets(layout, together, Budgets(device, host))
         assert in_memory is not None, "budgets were checked"
         return TierPlan(in_memory)
     folder = Path(config.disk.directory)
     capacity = int(config.disk.capacity) if config.disk.capacity is not None else None
-    largest = max(chunk.numel * max(spec.itemsize for spec in chunk.scheme.lists) for chunk in layout.chunks)
+    # Frozen parameters may be unfrozen: then they get masters, in chunks as large as others.
+    numel = max(layout.chunk_numel, *(chunk.numel for chunk in layout.chunks))
+    largest = numel * max(MASTER_BYTES, *(spec.itemsize for chunk in layout.chunks for spec in chunk.scheme.lists))
     page_bytes = min(page_bytes, round_up(largest))
     pages_bytes = page_bytes * (STAGES + 1)
     rule = config.optimizer.rule(config.optimizer.defaults(), 1, {})
@@ -73,7 +79,7 @@ def plan_tiers(
     lists = 2 + len(config.optimizer.states)
     ring = RingSize.suited(lists, largest, page_bytes, rule.by_pages, host - pages_bytes)
     staging = pages_bytes + ring.nbytes
-    budget = Budgets(device, host - staging, capacity if capacity is not None else _free_bytes(folder))
+    budget = Budgets(device, host - staging, capacity if capacity is not None else free)
     check_budgets(layout, together, budget, staging)
     placement = initial_placement(layout.chunks, budget)
     assert placement is not None, "budgets were checked"

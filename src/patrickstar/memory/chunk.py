@@ -49,6 +49,10 @@ class Chunk:
         self.leaving: Transfer | None = None
         """Its bytes are being written to a tier below, after which it leaves the device."""
         self.leaving_to = Tier.HOST
+        self.host_reader: Transfer | None = None
+        """A copy from its host memory that those who compute on a GPU wait for, and nobody else has yet."""
+        self.reading: list[Transfer] = []
+        """Pages on their way from its place on disk to an update's, past which nothing may write them."""
         self.writing: list[Transfer] = []
         """Pages on their way to its place on disk, past which nothing may read them."""
         self.disk_version = 0

@@ -13,8 +13,9 @@ from patrickstar.memory.movers import Movers, Transfer
 class StreamTransfer(Transfer):
     """A copy on a stream of the GPU. Who computes waits for it on the GPU, by `order`; `wait` has the caller wait."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self.event = event
+        self.device = device
 
     @property
     def done(self) -> bool:
@@ -29,7 +30,7 @@ class StreamTransfer(Transfer):
 
     def order(self) -> None:
         """What is launched on the current stream from now on comes after the copy."""
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class Copies:
@@ -59,7 +60,7 @@ class Copies:
             stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(stream):
                 target.copy_(source, non_blocking=True)
-                return StreamTransfer(stream.record_event())
+                return StreamTransfer(stream.record_event(), self.device)
         to, come = target.data_ptr(), source.data_ptr()
 
         def job(start: int, nbytes: int) -> Callable[[torch.Tensor], None]:

@@ -99,7 +99,7 @@ class DiskTier:
 
     def _read_page(self, stage: torch.Tensor, what: str, at: int, page: torch.Tensor) -> None:
         if at not in self._written:
-            _clear(page)
+            self._clear(page)
             return
         if _direct(page):
             self.file.read(at, _bytes(page), page.numel(), what)
@@ -113,6 +113,15 @@ class DiskTier:
             self.file.write(at, _bytes(stage), page.numel(), what)
             return
         self.file.write(at, _bytes(page), page.numel(), what)
+
+    def _clear(self, page: torch.Tensor) -> None:
+        if self._stream is None:
+            ctypes.memset(page.data_ptr(), 0, page.numel())
+            return
+        with torch.cuda.stream(self._stream):
+            page.zero_()
+            done = self._stream.record_event()
+        done.synchronize()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """In one thread: others of PyTorch's would get in the way of those that compute."""
@@ -128,13 +137,6 @@ class DiskTier:
 def _direct(page: torch.Tensor) -> bool:
     """Whether the disk can move these bytes without a stage: it wants whole blocks, at addresses of blocks."""
     return page.device.type == "cpu" and page.data_ptr() % BLOCK_BYTES == 0 and page.numel() % BLOCK_BYTES == 0
-
-
-def _clear(page: torch.Tensor) -> None:
-    if page.device.type == "cpu":
-        ctypes.memset(page.data_ptr(), 0, page.numel())
-    else:
-        page.zero_()
 
 
 def _bytes(memory: torch.Tensor) -> memoryview:

@@ -14,7 +14,9 @@ class HostTier:
 
     def __init__(self, budget_bytes: int, slab_bytes: int, pinned: bool, poison: bool) -> None:
         self.budget_bytes = budget_bytes
-        self.slab = Slab(min(budget_bytes, slab_bytes), pinned)
+        self.pinned = pinned
+        self.slabs = [Slab(min(budget_bytes, slab_bytes), pinned)]
+        """One, unless what nobody foresaw (unfrozen parameters, activations) asks for more beside a GPU."""
         self.poison = poison
         self.used = 0
         """Bytes of chunks."""
@@ -37,7 +39,7 @@ class HostTier:
         """Have a place for a chunk, for which the budget has room; its content is undefined."""
         place = self._place(chunk.nbytes)
         self._owners[place] = chunk
-        chunk.place, chunk.host = place, self.slab.view(place, chunk.dtype)
+        chunk.place, chunk.host = place, self.view(place, chunk.dtype)
         self.used += chunk.nbytes
         self.peak = max(self.peak, self.used)
         return chunk.host
@@ -45,10 +47,11 @@ class HostTier:
     def give(self, chunk: Chunk) -> None:
         """Take a chunk's place back."""
         assert chunk.host is not None and chunk.place is not None
+        _wait_for_copies(chunk)
         if self.poison:
             fill_poison(chunk.host)
         del self._owners[chunk.place]
-        self.slab.give(chunk.place)
+        chunk.place.slab.give(chunk.place)
         chunk.host, chunk.place, chunk.host_valid = None, None, False
         self.used -= chunk.nbytes
 
@@ -74,7 +77,7 @@ class HostTier:
 
     def _spare(self) -> list[Chunk]:
         """Chunks whose memory can go, since the device has their bytes."""
-        return [chunk for chunk in self._owners.values() if chunk.device_valid]
+        return [chunk for chunk in self._owners.values() if chunk.device_valid and chunk.leaving is None]
 
     def _short_bytes(self, nbytes: int) -> int:
         """By how much the budget is too small for `nbytes` more, once all that can go has gone."""
@@ -82,7 +85,7 @@ class HostTier:
         return short if short <= 0 else short - sum(chunk.nbytes for chunk in self._spare())
 
     def borrow(self, nbytes: int, what: str = "a page on its way") -> Place:
-        """Bytes for something that is no chunk. Look at them by `slab.view`, give them back by `give_back`."""
+        """Bytes for something that is no chunk. Look at them by `view`, give them back by `give_back`."""
         nbytes = round_up(nbytes, ALIGN_BYTES)
         self.make_room(nbytes, what)
         place = self._place(nbytes)
@@ -92,20 +95,45 @@ class HostTier:
 
     def give_back(self, place: Place) -> None:
         """They are not needed any more."""
-        self.slab.give(place)
+        place.slab.give(place)
         self.other_bytes -= place.nbytes
 
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.nbytes for slab in self.slabs)
+
+    @property
+    def touched_bytes(self) -> int:
+        """What the tier takes of the machine's memory."""
+        return sum(slab.touched_bytes for slab in self.slabs)
+
+    @staticmethod
+    def view(place: Place, dtype: torch.dtype) -> torch.Tensor:
+        """The bytes of a place as a flat tensor; a place may move, so don't keep it."""
+        return place.slab.view(place, dtype)
+
+    def _first_place(self, nbytes: int) -> Place | None:
+        places = (slab.take(nbytes) for slab in self.slabs)
+        return next((place for place in places if place is not None), None)
+
     def _place(self, nbytes: int) -> Place:
-        place = self.slab.take(nbytes)
+        place = self._first_place(nbytes)
         if place is None and not self.busy:
-            self.slab.compact()
+            for chunk in self._owners.values():
+                _wait_for_copies(chunk)
+            for slab in self.slabs:
+                slab.compact()
             for moved, chunk in self._owners.items():
-                chunk.host = self.slab.view(moved, chunk.dtype)
+                chunk.host = self.view(moved, chunk.dtype)
                 self.moved.add(chunk)
-            place = self.slab.take(nbytes)
+            place = self._first_place(nbytes)
+        if place is None and nbytes <= self.budget_bytes - self.slab_bytes:
+            self.slabs.append(Slab(nbytes, self.pinned))
+            place = self._first_place(nbytes)
         if place is None:
             raise BudgetError(
-                f"the host's slab of {self.slab.nbytes} bytes has no {nbytes} in a row; raise host_memory by as many",
+                f"the host's slab of {self.slab_bytes} bytes has no {nbytes} in a row; raise host_memory by as many",
                 nbytes,
             )
         return place
@@ -122,5 +150,14 @@ class HostTier:
         )
 
     def close(self) -> None:
-        """Unlock the slab."""
-        self.slab.close()
+        """Unlock the memory."""
+        for slab in self.slabs:
+            slab.close()
+
+
+def _wait_for_copies(chunk: Chunk) -> None:
+    """Nothing reads or writes a chunk's place when this returns."""
+    for transfer in (chunk.coming, chunk.leaving, chunk.host_reader):
+        if transfer is not None:
+            transfer.wait()
+    chunk.host_reader = None

@@ -50,7 +50,7 @@ class Manager:
         self.bank = PageBank() if device.type == "cpu" and can_move_pages() else None
         page = torch.empty(0, dtype=torch.uint8)
         if disk is not None:
-            page = self.host.slab.view(self.host.borrow(disk.page_bytes), torch.uint8)
+            page = self.host.view(self.host.borrow(disk.page_bytes), torch.uint8)
             # What the threads have allocated themselves.
             self.host.other_bytes += STAGES * disk.page_bytes
         self.transit = Transit(device, disk, page)
@@ -93,7 +93,7 @@ class Manager:
         if self.device.type == "cuda":
             return self.device_used
         mapped = self.device_used if self.bank is None else self.bank.mapped_bytes
-        return mapped + self.host.slab.touched_bytes
+        return mapped + self.host.touched_bytes
 
     @property
     def chunkable_bytes(self) -> int:
@@ -180,6 +180,9 @@ class Manager:
         One by one: what has come up makes room on the host for what has yet to leave.
         """
         self.transit.check()
+        for chunk in chunks:
+            if chunk.leaving is not None:
+                self._stay(chunk)
         missing = [chunk for chunk in chunks if not chunk.device_valid]
         later = sum(chunk.nbytes for chunk in missing if chunk.coming is None)
         for chunk in missing:
@@ -192,8 +195,6 @@ class Manager:
         for chunk in chunks:
             if chunk.coming is not None:
                 self._arrive(chunk)
-            elif chunk.leaving is not None:
-                self._stay(chunk)
         self.make_room(0, protect=chunks)
 
     def have(self, *chunks: Chunk) -> None:
@@ -378,7 +379,7 @@ class Manager:
         """Wait for a chunk that is coming; on a GPU those who compute wait, and not the training thread."""
         if isinstance(chunk.coming, StreamTransfer) and self.keep_duplicates:
             chunk.coming.order()
-            chunk.coming = None
+            chunk.host_reader, chunk.coming = chunk.coming, None
             self._landed(chunk)
         else:
             self._land(chunk)
@@ -420,14 +421,19 @@ class Manager:
         if chunk.coming is not None:
             self._land(chunk)
         self._stay(chunk)
-        for transfer in chunk.writing:
+        for transfer in (*chunk.reading, *chunk.writing, *filter(None, [chunk.host_reader])):
             self.transit.wait(transfer)
+        chunk.host_reader = None
 
     def borrow_host(self, nbytes: int, what: str) -> Place:
         """Host memory for something that is no chunk. Where there is a disk, chunks on the host make room for it."""
         nbytes = round_up(nbytes, ALIGN_BYTES)
         if self.disk is not None and not self.host.busy:
-            below = [chunk for chunk in self.chunks.values() if chunk.host_valid and not chunk.device_bytes]
+            below = [
+                chunk
+                for chunk in self.chunks.values()
+                if chunk.host_valid and not chunk.device_bytes and not chunk.pins
+            ]
             # Optimizer chunks first: they save the least, and the last of them have the most time to come back.
             for chunk in sorted(below, key=lambda chunk: (chunk.kind == PARAM16, -chunk.index)):
                 if self.host.has_room(nbytes):
@@ -527,14 +533,14 @@ class Manager:
         stuck = {chunk for chunk in self.chunks.values() if chunk.device_bytes and not chunk.pins} - protected
         if self.non_model_bytes > self.device_budget_bytes:
             what = "activations alone exceed the device budget"
-        elif stuck:
+        elif stuck and self.disk is None:
             what = f"{len(stuck)} chunks can't leave the device, since the host is full ({self.host.account()})"
         else:
             what = f"{nbytes} more bytes of chunks are needed at once on the device"
         raise BudgetError(
             f"{what}: the budget of {self.device_budget_bytes} bytes holds {self.non_model_bytes} bytes of non-model "
             f"data and {self.device_used} bytes of chunks (in use: {pinned}). Raise "
-            f"{'host_memory or ' if stuck else ''}device_memory by at least {short} bytes ({format_size(short)}), use "
+            f"{'host_memory or ' if stuck and self.disk is None else ''}device_memory by at least {short} bytes ({format_size(short)}), use "
             f"activation checkpointing, or a smaller batch",
             short,
         )

@@ -18,6 +18,9 @@ from patrickstar.memory.scratch import PAGE_BYTES
 
 Job = Callable[[torch.Tensor], None]
 
+THREAD_NAME = "patrickstar-"
+"""What the names of all threads that move bytes begin with."""
+
 POLL_S = 0.05
 EXIT_S = 10.0
 DIED = "a worker thread died"
@@ -252,7 +255,7 @@ class Movers:
     def _start(self, what: str) -> None:
         with self._board.lock:
             while len(self._board.threads) < self._count and not self._board.stopping:
-                name = f"patrickstar-{self.name}-{len(self._board.threads)}"
+                name = f"{THREAD_NAME}{self.name}-{len(self._board.threads)}"
                 try:
                     memory = mmap.mmap(-1, self._stage_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                     stage = torch.frombuffer(memory, dtype=torch.uint8)

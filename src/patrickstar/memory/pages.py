@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from patrickstar.errors import BudgetError
+
 # [Note: pages that move]
 # On a CPU a chunk must leave its memory and come back to the same address (see [Note: one storage for life]). Giving
 # pages back to the system and faulting them in anew costs the system a zeroed page each time: measured on a virtual
@@ -53,7 +55,10 @@ _FAILED = ctypes.c_void_p(-1).value
 
 def _fail(what: str, nbytes: int) -> NoReturn:
     number = ctypes.get_errno()
-    raise MemoryError(f"the system refused to {what} {nbytes} bytes of memory: {os.strerror(number)}")
+    raise BudgetError(
+        f"the system refused to {what} {nbytes} bytes of memory: {os.strerror(number)}; give a smaller device_memory, "
+        f"or raise its limits (ulimit -v, vm.max_map_count, vm.overcommit_memory)"
+    )
 
 
 def round_up(nbytes: int, unit: int = SYSTEM_PAGE) -> int:
@@ -175,14 +180,15 @@ class PageBank:
 
     def _move(self, source: Range, target: Range, wanted: int) -> int:
         """Move the last piece of `source`, or as much of it as is wanted, behind the pages of `target`."""
-        piece = source.pieces.pop()
+        piece = source.pieces[-1]
         nbytes = min(piece.nbytes, wanted)
-        if nbytes < piece.nbytes:
-            source.pieces.append(Piece(piece.address, piece.nbytes - nbytes))
         at = piece.address + piece.nbytes - nbytes
         to = target.address + sum(piece.nbytes for piece in target.pieces)
         if _mremap(at, nbytes, nbytes, _MAYMOVE_FIXED_DONTUNMAP, to) == _FAILED:
             _fail("move", nbytes)
+        source.pieces.pop()
+        if nbytes < piece.nbytes:
+            source.pieces.append(Piece(piece.address, piece.nbytes - nbytes))
         self._leave(at, nbytes)
         target.pieces.append(Piece(to, nbytes))
         self.parked_bytes -= nbytes

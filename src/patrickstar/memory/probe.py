@@ -1,15 +1,11 @@
-"""How fast a disk is: a short probe of the very path that chunks take, kept for the machine."""
+"""How fast a disk is: a short probe of the very path that chunks take."""
 
-import json
-import os
-import platform
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from patrickstar.errors import DiskError
 from patrickstar.layout.lists import PARAM16
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.disk import DiskTier
@@ -30,37 +26,11 @@ class DiskRates:
     write: float
 
 
-def cache_file() -> Path:
-    """Where rates are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "patrickstar" / "disk_rates.json"
-
-
-def disk_rates(directory: str | Path, *, anew: bool = False) -> DiskRates:
-    """The rates of the disk that a directory is on: kept ones, or measured now, which takes about a second.
+def measure(directory: str | Path, chunk_bytes: int = CHUNK_BYTES) -> DiskRates:
+    """Write some chunks, read them back, and take the time of each: about a second.
 
     Raises DiskError if the directory can't be used.
     """
-    try:
-        key = f"{platform.node()}:{os.stat(directory).st_dev}"
-    except OSError as error:
-        raise DiskError(
-            f"the directory {directory} can't be used: {error.strerror}; create it, or use another"
-        ) from error
-    file = cache_file()
-    try:
-        known = json.loads(file.read_text())
-    except (OSError, ValueError):  # not there yet, or half written by another process
-        known = {}
-    if key in known and not anew:
-        return DiskRates(**known[key])
-    rates = measure(directory)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(known | {key: asdict(rates)}))
-    return rates
-
-
-def measure(directory: str | Path, chunk_bytes: int = CHUNK_BYTES) -> DiskRates:
-    """Write some chunks, read them back, and take the time of each."""
     device = torch.device("cpu")
     bank = PageBank() if can_move_pages() else None
     tier = DiskTier(ScratchFile(directory, chunk_bytes * ROUNDS))

@@ -103,8 +103,8 @@ class ScratchFile:
         if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
             short = nbytes - self.capacity_bytes
             raise BudgetError(
-                f"{what} brings what lies on the disk to {nbytes} bytes, of a budget of {self.capacity_bytes}; raise "
-                f"it by at least {short} bytes ({format_size(short)}), or use a smaller model",
+                f"{what} brings what lies on the disk to {nbytes} bytes, of a capacity of {self.capacity_bytes}; "
+                f"raise that (ps.Disk(capacity=...)) by at least {short} bytes ({format_size(short)})",
                 short,
             )
 

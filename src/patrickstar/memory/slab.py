@@ -21,6 +21,7 @@ class Place:
 
     start: int
     nbytes: int
+    slab: "Slab"
 
     @property
     def end(self) -> int:
@@ -69,7 +70,7 @@ class Slab:
             start = max(start, place.end)  # an empty place may begin where another one does
         if start + nbytes > self.nbytes:
             return None
-        taken = Place(start, nbytes)
+        taken = Place(start, nbytes, self)
         insort(self._places, taken, key=lambda place: place.start)
         self.touched_bytes = max(self.touched_bytes, start + nbytes)
         return taken

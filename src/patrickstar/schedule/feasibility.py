@@ -57,13 +57,19 @@ def check_budgets(layout: Layout, together: Iterable[set[str]], budgets: Budgets
         f"({format_size(budgets.host + staging_bytes)})"
     )
     needs = f"the most demanding operator needs {working_set} bytes at once on the device"
-    if budgets.disk:
-        disk = disk_bytes(layout.chunks, {chunk.index: Tiers(Tier.DEVICE, Tier.DISK) for chunk in layout.chunks})
+    if staging_bytes:
+        plain = {chunk.index: Tiers(Tier.DEVICE, Tier.DISK) for chunk in layout.chunks}
+        disk = disk_bytes(layout.chunks, plain)
+        short = {
+            f"device_memory={working_set} bytes ({format_size(working_set)})": working_set - budgets.device,
+            f"host_memory={staging_bytes} bytes ({format_size(staging_bytes)}), for pages on their way": -budgets.host,
+            f"a disk with {disk} bytes ({format_size(disk)}) free, and a capacity of as many": disk - budgets.disk,
+        }
         raise BudgetError(
-            f"{given} with a disk of {budgets.disk} bytes ({format_size(budgets.disk)}); {needs}, pages on their way "
-            f"to the disk need {staging_bytes} bytes on the host, and the disk at most {disk} bytes "
-            f"({format_size(disk)}). Raise the one that is too small",
-            max(working_set - budgets.device, -budgets.host, disk - budgets.disk),
+            f"{given} with a disk of {budgets.disk} bytes ({format_size(budgets.disk)}); {needs}. What works, "
+            f"activations and accumulated gradients not counted: "
+            f"{'; '.join(what for what, nbytes in short.items() if nbytes > 0)}",
+            max(short.values()),
         )
     plenty = 2 * total + working_set
     device = least(lambda nbytes: works(device=nbytes), plenty)
