@@ -119,9 +119,9 @@ def smallest_device_bytes(shape: Shape, chunk_size: int | str, precision: str) -
     seen = [0]
     access = engine._data.access
 
-    def watch(slots, belongs):
+    def watch(slots, belongs, **options):
         seen.append(sum({slot.chunk.index: slot.chunk.nbytes for slot in slots}.values()))
-        access(slots, belongs)
+        access(slots, belongs, **options)
 
     engine._data.access = watch
     train(engine, 1)

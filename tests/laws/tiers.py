@@ -99,9 +99,9 @@ def least_device_bytes(build: Build, config: ps.Config, batch: tuple[Any, ...]) 
     seen = [max(chunk.compute_bytes for chunk in engine.layout.chunks)]
     access = engine._data.access
 
-    def watch(slots: Any, belongs: bool) -> None:
+    def watch(slots: Any, *how: Any, **more: Any) -> None:
         seen.append(sum({slot.chunk.index: slot.chunk.nbytes for slot in slots}.values()))
-        access(slots, belongs)
+        access(slots, *how, **more)
 
     engine._data.access = watch
     engine.backward(mean_square(engine(*batch)))

@@ -11,7 +11,9 @@ from patrickstar.kernels.native import Native, Unavailable
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(doctor, "examine", lambda examine=doctor.examine: examine(trial_numel=100_000))
+    monkeypatch.setattr(
+        doctor, "examine", lambda examine=doctor.examine, **options: examine(trial_numel=100_000, **options)
+    )
 
 
 def report():

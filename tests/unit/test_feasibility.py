@@ -16,7 +16,7 @@ from patrickstar.layout.lists import scheme_for
 from patrickstar.layout.mapping import ParamSpec, build_layout
 from patrickstar.layout.sizes import format_size
 from patrickstar.schedule.feasibility import check_budgets, least, working_set_bytes
-from patrickstar.schedule.placement import Budgets, Tier, Tiers, disk_bytes
+from patrickstar.schedule.placement import Budgets, Tier, Tiers, disk_bytes, initial_placement
 from patrickstar.testing import NoMeter
 
 quick = settings(derandomize=True, deadline=None, max_examples=200)
@@ -148,16 +148,29 @@ def test_a_refusal_with_a_disk_says_the_bytes_of_every_tier_and_what_suffices(
     error = refusal(case, device, host, disk, staging)
     if error is None:
         return
-    working_set = working_set_bytes(*case)
     assert f"a device budget of {device} bytes" in str(error)
     assert f"a host budget of {host + staging} bytes" in str(error), "what the user gave, pages included"
     assert f"a disk of {disk} bytes ({format_size(disk)})" in str(error)
-    assert f"needs {working_set} bytes at once" in str(error)
-    assert f"need {staging} bytes on the host" in str(error)
-    assert f"the disk at most {disk_for_everything(case)} bytes" in str(error)
-    assert error.short_bytes > 0
-    more = max(0, error.short_bytes)
-    assert refusal(case, device + more, max(0, host + more), disk + more, staging) is None, "each that much larger"
+    assert f"needs {working_set_bytes(*case)} bytes at once" in str(error)
+    raised, named_bytes = {"device_memory=": device, "host_memory=": host + staging, "a disk with ": disk}, []
+    for what, has in raised.items():
+        if found := re.search(rf"{what}(\d+) bytes", str(error)):
+            raised[what] = int(found[1])
+            named_bytes.append(raised[what] - has)
+    assert error.short_bytes == max(named_bytes) and min(named_bytes) > 0, "what is enough is not asked for"
+    with_device, with_host, with_disk = raised.values()
+    assert refusal(case, with_device, with_host - staging, with_disk, staging) is None
+
+
+def test_a_disk_is_used_too_where_memory_holds_all_but_leaves_operators_no_room():
+    """Optimizer chunks that had to live on the device would leave too little for what is read together."""
+    scheme = scheme_for("bfloat16", trained=True)
+    params = [ParamSpec(f"p{i}", 32, scheme) for i in range(8)]
+    layout, together = build_layout(params, 1), [{param.name for param in params}]
+    device, host, disk = 8 * 64, 7 * 384 + 8 * 64, 1 << 20
+    assert initial_placement(layout.chunks, Budgets(device, host)) is not None
+    assert refusal((layout, together), device, host) is not None
+    assert refusal((layout, together), device, host, disk, 1) is None
 
 
 @quick

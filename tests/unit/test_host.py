@@ -6,8 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from patrickstar.errors import BudgetError
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.host import HostTier
+from patrickstar.memory.movers import Transfer
 from patrickstar.memory.slab import ALIGN_BYTES, Place
 
 CPU = torch.device("cpu")
@@ -27,6 +29,18 @@ def chunk_on(host: HostTier, units: int, value: float = 1.0, index: int = 0) -> 
 
 def values(chunk: Chunk) -> set[float]:
     return set(chunk.on_host(chunk.whole).tolist())
+
+
+class Ended(Transfer):
+    """A copy that takes note of being waited for."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    done = True
+
+    def wait(self) -> None:
+        self.waits += 1
 
 
 # Accounts
@@ -74,13 +88,68 @@ def test_the_account_says_what_takes_how_much():
     )
 
 
-def test_a_slab_is_no_larger_than_the_budget_and_may_be_smaller():
-    assert tier(1000, 4000).slab.nbytes == 1000
+def test_the_slab_is_no_larger_than_the_budget_and_may_be_smaller():
+    assert tier(1000, 4000).slab_bytes == 1000
     host = tier(4000, 1000)
     assert (host.slab_bytes, host.free_bytes) == (1000, 4000)
-    with pytest.raises(MemoryError, match="slab of 1000 bytes has no place for 1024 more"):
+
+
+def test_what_a_smaller_slab_can_not_hold_gets_memory_of_its_own_within_the_budget():
+    host = tier(4096, 1024)
+    kept = [chunk_on(host, 8, value, value) for value in range(4)]
+    more = chunk_on(host, 32, 9.0)
+    assert len(host.slabs) == 2 and host.slab_bytes == 2048
+    assert (host.used, host.free_bytes) == (2048, 2048)
+    assert [values(chunk) for chunk in (*kept, more)] == [{0.0}, {1.0}, {2.0}, {3.0}, {9.0}]
+    assert host.touched_bytes == 2048
+    host.give(more)
+    place = host.borrow(1024)
+    assert len(host.slabs) == 2, "memory that is there is used first"
+    host.view(place, torch.uint8).fill_(1)
+    assert [values(chunk) for chunk in kept] == [{0.0}, {1.0}, {2.0}, {3.0}]
+    host.close()
+
+
+def test_what_a_tier_can_not_give_is_said_in_bytes_and_not_counted():
+    host = tier(1024)
+    chunk = chunk_on(host, 16)
+    with pytest.raises(
+        BudgetError, match=r"pages needs 1024 bytes on the host.*raise host_memory by at least 512 "
+    ) as caught:
+        host.borrow(1000, "pages")
+    assert caught.value.short_bytes == 512
+    with pytest.raises(BudgetError, match="has no 1024 in a row"):
         chunk_on(host, 32)
-    assert (host.used, host.other_bytes) == (0, 0), "what was not given is not counted"
+    assert (host.used, host.other_bytes, host.free_bytes) == (512, 0, 512)
+    assert values(chunk) == {1.0}
+
+
+# Room
+
+
+def test_copies_of_what_the_device_has_too_make_room_but_no_others():
+    host = tier(8 * ALIGN_BYTES)
+    only, double, other = (chunk_on(host, 2, value, value) for value in range(3))
+    double.take_device()
+    double.device_valid = True
+    assert not host.has_room(5 * ALIGN_BYTES)
+    assert double.host is not None, "nothing is dropped in vain"
+    assert host.has_room(2 * ALIGN_BYTES)
+    assert double.host is not None, "nor without need"
+    assert host.has_room(4 * ALIGN_BYTES)
+    assert double.host is None and not double.host_valid
+    assert (values(only), values(other)) == ({0.0}, {2.0})
+    double.device_valid = False
+    double.free_device(poison=False)
+
+
+def test_the_place_of_a_chunk_that_is_being_written_to_it_makes_no_room():
+    host = tier(2 * ALIGN_BYTES)
+    chunk = chunk_on(host, 2)
+    chunk.take_device()
+    chunk.device_valid, chunk.host_valid, chunk.leaving = True, False, Ended()
+    assert not host.has_room(ALIGN_BYTES)
+    assert chunk.host is not None
 
 
 # Chunks
@@ -112,7 +181,7 @@ def test_memory_that_comes_again_is_the_same_memory():
     address = first.host.data_ptr()
     host.give(first)
     assert chunk_on(host, 2).host.data_ptr() == address
-    assert host.slab.touched_bytes == 64
+    assert host.touched_bytes == 64
 
 
 # Compaction
@@ -147,13 +216,13 @@ def test_who_left_before_is_not_said_to_have_moved():
 def test_what_is_no_chunk_changes_places_too_and_is_found_by_its_place():
     host = tier(6 * ALIGN_BYTES)
     chunk, place = chunk_on(host, 2), host.borrow(64)
-    host.slab.view(place, torch.uint8).fill_(42)
+    host.view(place, torch.uint8).fill_(42)
     last = chunk_on(host, 1)
     host.give(chunk)
     host.give(last)
     borrowed = host.borrow(128)
     assert (place.start, borrowed.start) == (0, 64)
-    assert set(host.slab.view(place, torch.uint8).tolist()) == {42}
+    assert set(host.view(place, torch.uint8).tolist()) == {42}
     assert host.moved == set()
 
 
@@ -161,11 +230,29 @@ def test_a_tier_that_is_full_in_bytes_gives_nothing_and_stays_whole():
     host = tier(4 * ALIGN_BYTES)
     first, second = chunk_on(host, 2, 1.0), chunk_on(host, 1, 2.0)
     host.give(first)
-    with pytest.raises(MemoryError, match="no place for 128 more"):
+    with pytest.raises(BudgetError, match="has no 128 in a row"):
         chunk_on(host, 4)
     assert values(second) == {2.0}
     assert second.host.data_ptr() == host.slabs[0].memory.data_ptr() + second.place.start
     assert (host.used, host.free_bytes) == (32, 96)
+
+
+@pytest.mark.parametrize("kind", ["coming", "leaving", "host_reader"])
+def test_copies_on_their_way_are_waited_for_before_places_change(kind):
+    host = tier(8 * ALIGN_BYTES)
+    first, second, third, _ = (chunk_on(host, 2, value, value) for value in range(4))
+    copy = Ended()
+    setattr(second, kind, copy)
+    host.give(first)
+    host.give(third)
+    place = host.borrow(64)
+    assert copy.waits == 0, "there was a place, and none has changed"
+    host.give_back(place)
+    chunk_on(host, 4)
+    assert copy.waits == 1 and second.place.start == 0
+    setattr(second, kind, copy)
+    host.give(second)
+    assert copy.waits == 2, "nor may its place become another's"
 
 
 class Operations(RuleBasedStateMachine):
@@ -204,7 +291,7 @@ class Operations(RuleBasedStateMachine):
         self.turns += 1
         place = self.host.borrow(units * ALIGN_BYTES)
         self.places[place] = self.turns % 251
-        self.host.slab.view(place, torch.uint8).fill_(self.places[place])
+        self.host.view(place, torch.uint8).fill_(self.places[place])
 
     @precondition(lambda self: self.places)
     @rule(data=st.data())
@@ -225,7 +312,7 @@ class Operations(RuleBasedStateMachine):
             assert not moved or chunk in host.moved
             self.addresses[chunk] = chunk.host.data_ptr()
         for place, number in self.places.items():
-            assert (host.slab.view(place, torch.uint8) == number).all()
+            assert (host.view(place, torch.uint8) == number).all()
         host.moved = set()
 
 

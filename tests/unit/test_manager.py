@@ -71,7 +71,8 @@ def real_bytes(manager: Manager, *more: Chunk) -> tuple[int, int]:
     else:
         pages = sum(round_up(chunk.nbytes) for chunk in chunks if chunk.on_device_now)
         assert manager.bank.mapped_bytes - manager.bank.parked_bytes == pages
-    slab, base = manager.host.slab, manager.host.slab.memory.data_ptr()
+    (slab,) = manager.host.slabs
+    base = slab.memory.data_ptr()
     hosts = sorted((chunk.host.data_ptr() - base, chunk.host.nbytes) for chunk in chunks if chunk.host is not None)
     assert all(end <= start for (_, end), (start, _) in pairwise((at, at + nbytes) for at, nbytes in hosts))
     assert all(at >= 0 and at + nbytes <= slab.nbytes for at, nbytes in hosts)
@@ -253,7 +254,7 @@ class Operations(RuleBasedStateMachine):
             assert 0 <= named_figure(error, "host") - (nbytes - room) < ALIGN_BYTES
             return
         self.places.append(place)
-        view = self.manager.host.slab.view(place, torch.uint8)
+        view = self.manager.host.view(place, torch.uint8)
         assert view.numel() >= nbytes
         view.fill_(len(self.places))
 
@@ -261,7 +262,7 @@ class Operations(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_back(self, data) -> None:
         place = self.places.pop(data.draw(st.integers(0, len(self.places) - 1)))
-        self.manager.host.slab.view(place, torch.uint8).fill_(255)
+        self.manager.host.view(place, torch.uint8).fill_(255)
         before = self.manager.host.other_bytes
         self.manager.host.give_back(place)
         assert self.manager.host.other_bytes == before - place.nbytes
@@ -289,7 +290,7 @@ class Operations(RuleBasedStateMachine):
         assert host.used <= host.peak and host.other_bytes <= host.other_peak
         assert host.used + host.other_bytes <= host.budget_bytes
         if manager.bank is not None:
-            assert manager.bank.mapped_bytes + host.slab.touched_bytes == manager.resident_bytes
+            assert manager.bank.mapped_bytes + host.touched_bytes == manager.resident_bytes
 
 
 TestOperations = Operations.TestCase

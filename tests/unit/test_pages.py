@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from patrickstar.errors import BudgetError
 from patrickstar.memory.pages import HUGE_PAGE, SYSTEM_PAGE, PageBank, Range, can_move_pages, round_up
 
 pytestmark = pytest.mark.skipif(not can_move_pages(), reason="this system moves no pages")
@@ -260,7 +261,7 @@ def test_a_range_that_nobody_forgot_is_given_back_with_the_last_tensor_over_it()
 
 
 def test_what_the_system_can_not_give_is_an_error_in_bytes():
-    with pytest.raises(MemoryError, match=r"refused to map \d+ bytes of memory: .+"):
+    with pytest.raises(BudgetError, match=r"refused to map \d+ bytes of memory: .+; give a smaller device_memory"):
         Range(1 << 60)
 
 

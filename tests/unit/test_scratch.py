@@ -177,7 +177,9 @@ def test_a_file_never_exceeds_its_capacity(tmp_path):
         ScratchFile(tmp_path, 8193, capacity_bytes=8192)
     file = ScratchFile(tmp_path, 0, capacity_bytes=10 * BLOCK_BYTES)
     file.reserve(9 * BLOCK_BYTES, "param32[0]")
-    with pytest.raises(BudgetError, match=r"exp_avg\[3\].*of a budget of 40960; raise it by at least 4096") as raised:
+    with pytest.raises(
+        BudgetError, match=r"exp_avg\[3\].*of a capacity of 40960; raise that .* by at least 4096"
+    ) as raised:
         file.reserve(BLOCK_BYTES + 1, WHAT)
     assert raised.value.short_bytes == 4096
     assert file.reserve(BLOCK_BYTES, WHAT) == 9 * BLOCK_BYTES

@@ -1,6 +1,7 @@
 """The slab: places in one piece of memory, first fit, and gaps that close."""
 
 import mmap
+from itertools import pairwise
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_a_place_of_no_bytes_is_in_nobodys_way(before):
     first = slab.take(before)
     none, second, other_none, third = (slab.take(nbytes) for nbytes in (0, 32, 0, 64))
     places = sorted([first, second, third], key=lambda place: place.start)
-    assert all(one.end <= other.start for one, other in zip(places, places[1:], strict=False))
+    assert all(one.end <= other.start for one, other in pairwise(places))
     slab.compact()
     slab.give(none)
     slab.give(other_none)

@@ -266,7 +266,8 @@ class Interceptor:
         with managing():
             self.early.update.complete(slots)
             try:
-                self.data.access(slots, belongs)
+                # Rather than an optimizer chunk, which the host may have no room for, the window makes way.
+                self.data.access(slots, belongs, gently=window is not None)
                 return None
             except BudgetError:
                 if window is None:

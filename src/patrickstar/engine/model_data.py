@@ -64,15 +64,18 @@ class ModelData:
 
     # Access and release (Algorithms 1 and 2)
 
-    def access(self, slots: Sequence[Slot], belongs: bool) -> None:
-        """Have the parameters of `slots` readable on the device until they are released."""
+    def access(self, slots: Sequence[Slot], belongs: bool, *, gently: bool = False) -> None:
+        """Have the parameters of `slots` readable on the device until they are released.
+
+        gently: only other parameters may leave for them.
+        """
         if self.closed:
             raise TrainingError(f"parameter {slots[0].name!r} is used by a graph whose engine was closed")
         self._check_not_updated(slots)
         self.uncover(slots)
         chunks = self.chunks_to_bring(slots)
         self.clock.tick(tuple(chunk.index for chunk in chunks), belongs)
-        self.bring(chunks)
+        self.bring(chunks, gently=gently)
         self.clock.settled()
         self.pin(slots)
         self.manager.advance()
@@ -159,10 +162,10 @@ class ModelData:
                 slot.move_to(TensorState.HOLD_AFTER_BWD if slot.over_param else TensorState.HOLD)
         self.reset_after_forward()
 
-    def bring(self, chunks: Sequence[Chunk]) -> None:
+    def bring(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:
         """Move chunks to the device, and point Parameters at what came and away from what left."""
         try:
-            self.manager.bring(chunks)
+            self.manager.bring(chunks, gently=gently)
         finally:
             self.follow_moves()
 

@@ -181,9 +181,11 @@ class Update:
         free = manager.host.free_bytes - exchange
         found = set()
         for index, slots in self.data.by_chunk.items():
+            # Room for `param16` may have been made by a part of them.
             chunks = self._optimizer_chunks(index, slots)
-            if chunks and chunks[0].device_valid and not chunks[0].host_valid:
-                nbytes = sum(chunk.nbytes for chunk in chunks)
+            above = [chunk for chunk in chunks if chunk.device_valid and not chunk.host_valid]
+            if above:
+                nbytes = sum(chunk.nbytes for chunk in above)
                 if nbytes > free:
                     found.add(index)
                 else:

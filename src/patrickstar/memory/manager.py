@@ -174,8 +174,8 @@ class Manager:
 
     # Access: the compute tier
 
-    def bring(self, chunks: Sequence[Chunk]) -> None:
-        """Have `chunks` on the device, all at once.
+    def bring(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:
+        """Have `chunks` on the device, all at once. `gently`: only chunks of `param16` may leave for them.
 
         One by one: what has come up makes room on the host for what has yet to leave.
         """
@@ -190,12 +190,12 @@ class Manager:
                 continue
             later -= chunk.nbytes
             self._overtake(chunk)
-            self.make_room(chunk.nbytes, protect=chunks, later_bytes=later)
+            self.make_room(chunk.nbytes, protect=chunks, later_bytes=later, gently=gently)
             self._fetch(chunk)
         for chunk in chunks:
             if chunk.coming is not None:
                 self._arrive(chunk)
-        self.make_room(0, protect=chunks)
+        self.make_room(0, protect=chunks, gently=gently)
 
     def have(self, *chunks: Chunk) -> None:
         """Have chunks in memory, wherever, and not on their way."""
@@ -226,7 +226,7 @@ class Manager:
         self.traffic.h2d_bytes += chunk.nbytes
         chunk.moved_bytes += chunk.nbytes
 
-    def make_room(self, nbytes: int, protect: Iterable[Chunk], later_bytes: int = 0) -> None:
+    def make_room(self, nbytes: int, protect: Iterable[Chunk], later_bytes: int = 0, *, gently: bool = False) -> None:
         """Evict until `nbytes` more fit into what the budget leaves for chunks.
 
         First the comfort limit is aimed at (in warm-up 80 % of the budget), by chunks of `param16` only; if the budget
@@ -236,11 +236,11 @@ class Manager:
         limit = min(self.comfort_bytes - self.non_model_bytes, self.chunkable_bytes)
         comfort = 0 if self.evict_everything else limit
         if self.device_used + self._line_bytes + nbytes > comfort:
-            self._evict_until(nbytes, comfort, set(protect), later_bytes)
+            self._evict_until(nbytes, comfort, set(protect), later_bytes, gently)
         if self.bank is not None:
             self.bank.trim(limit - self.device_used - nbytes)
 
-    def _evict_until(self, nbytes: int, comfort: int, protected: set[Chunk], later_bytes: int) -> None:
+    def _evict_until(self, nbytes: int, comfort: int, protected: set[Chunk], later_bytes: int, gently: bool) -> None:
         movable = [
             chunk
             for chunk in self.chunks.values()
@@ -252,7 +252,7 @@ class Manager:
                 break
             self._evict(by_index[index])
         for chunk in movable:
-            if self._staying_bytes + nbytes <= self.chunkable_bytes:
+            if gently or self._staying_bytes + nbytes <= self.chunkable_bytes:
                 break
             if chunk.kind != PARAM16:
                 self._evict(chunk)
@@ -537,10 +537,10 @@ class Manager:
             what = f"{len(stuck)} chunks can't leave the device, since the host is full ({self.host.account()})"
         else:
             what = f"{nbytes} more bytes of chunks are needed at once on the device"
+        where = "host_memory or device_memory" if stuck and self.disk is None else "device_memory"
         raise BudgetError(
             f"{what}: the budget of {self.device_budget_bytes} bytes holds {self.non_model_bytes} bytes of non-model "
             f"data and {self.device_used} bytes of chunks (in use: {pinned}). Raise "
-            f"{'host_memory or ' if stuck and self.disk is None else ''}device_memory by at least {short} bytes ({format_size(short)}), use "
-            f"activation checkpointing, or a smaller batch",
+            f"{where} by at least {short} bytes ({format_size(short)}), use activation checkpointing, or a smaller batch",
             short,
         )

@@ -1,0 +1,91 @@
+"""Copies that are on their way while the host tier wants their place."""
+
+import threading
+
+import pytest
+import torch
+
+from patrickstar.layout.lists import PARAM16, PARAM32
+from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.manager import Manager
+from patrickstar.schedule.placement import Tier
+
+CPU = torch.device("cpu")
+
+
+class Slow:
+    """Lets the manager's copies begin a little after they are asked for, or at once when somebody waits."""
+
+    def __init__(self, manager: Manager) -> None:
+        gate = threading.Event()
+        manager.transit.copies.thread.submit([lambda stage: gate.wait()], "a slow copy")
+        self.timer = threading.Timer(0.2, gate.set)
+        self.timer.start()
+
+
+def filled(manager: Manager, index: int, units: int, tier: Tier, value: float) -> Chunk:
+    """A chunk of 32 bytes times `units`."""
+    chunk = manager.new_chunk(PARAM16 if value < 5 else PARAM32, index, 8 * units, "float32", tier)
+    chunk.current(chunk.whole).fill_(value)
+    manager.mark_written(chunk, on_device=tier is Tier.DEVICE)
+    return chunk
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_chunk_changes_places_only_when_its_copy_is_done(way):
+    manager = Manager(CPU, 10_000, 6 * 32, poison=True)
+    gap = filled(manager, 0, 2, Tier.HOST, 1.0)
+    chunk = filled(manager, 1, 2, Tier.HOST if way == "up" else Tier.DEVICE, 2.0)
+    if way == "down":
+        assert manager._has_host_place(chunk)
+    other_gap = filled(manager, 2, 2, Tier.HOST, 3.0)
+    slow = Slow(manager)
+    if way == "up":
+        manager._begin_to_come(chunk, urgent=False)
+    else:
+        manager._begin_to_leave(chunk, Tier.HOST)
+    start = chunk.place.start
+    manager.remove(gap)
+    manager.remove(other_gap)
+    newcomer = filled(manager, 3, 4, Tier.HOST, 9.0)
+    assert chunk.place.start != start, "the places were not closed up"
+    slow.timer.join()
+    if way == "up":
+        manager.bring([chunk])
+        assert (chunk.on_device(chunk.whole) == 2.0).all()
+    else:
+        manager.land_all()
+        assert chunk.host_valid
+    assert (chunk.on_host(chunk.whole) == 2.0).all()
+    assert (newcomer.on_host(newcomer.whole) == 9.0).all()
+    manager.close()
+
+
+def test_a_chunk_that_is_leaving_keeps_its_place():
+    """The device has its bytes still, but not for long: what looks like a spare copy is to be the only one."""
+    manager = Manager(CPU, 10_000, 3 * 32, poison=True)
+    chunk = filled(manager, 0, 2, Tier.DEVICE, 2.0)
+    assert manager._has_host_place(chunk)
+    slow = Slow(manager)
+    manager._begin_to_leave(chunk, Tier.HOST)
+    assert not manager.host.has_room(2 * 32)
+    newcomer = filled(manager, 1, 1, Tier.HOST, 9.0)
+    slow.timer.join()
+    manager.settle(chunk, Tier.HOST)
+    assert (chunk.on_host(chunk.whole) == 2.0).all() and chunk.host_bytes == 64
+    assert (newcomer.on_host(newcomer.whole) == 9.0).all()
+    manager.close()
+
+
+def test_a_chunk_that_is_coming_and_is_removed_takes_nothing_along():
+    manager = Manager(CPU, 10_000, 4 * 32, poison=True)
+    chunk, other = filled(manager, 0, 2, Tier.HOST, 2.0), filled(manager, 1, 2, Tier.HOST, 3.0)
+    slow = Slow(manager)
+    manager._begin_to_come(chunk, urgent=False)
+    manager.remove(chunk)
+    slow.timer.join()
+    assert (manager.device_used, manager.host.used) == (0, 64)
+    newcomer = filled(manager, 2, 2, Tier.HOST, 9.0)
+    assert (newcomer.on_host(newcomer.whole) == 9.0).all()
+    assert (other.on_host(other.whole) == 3.0).all()
+    manager.close()
