@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Made last by the set-up: while it is newer than what it depends on, nothing is installed again.
 INSTALLED := $(VENV)/installed
 
-.PHONY: train test nightly bench check format clean
+.PHONY: train test nightly bench bench-disk check format clean
 
 # 89 million parameters: 1.2 GB of model data, five times the device budget.
 train: $(INSTALLED)
@@ -27,6 +27,12 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/adam.py
 	$(BIN)/python benchmarks/small_pc.py
 	$(BIN)/python benchmarks/readme_table.py
+
+# DISK: a directory on the disk to be measured.
+bench-disk: $(INSTALLED)
+	$(BIN)/python benchmarks/disk.py --directory $(DISK)
+	$(BIN)/python benchmarks/disk_training.py --directory $(DISK)
+	$(BIN)/python benchmarks/policies.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

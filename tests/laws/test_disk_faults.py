@@ -16,7 +16,7 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import BudgetError, DiskError, MoveError, TrainingError
 
-from .tiers import Room, blocks, descriptors, inputs, mean_square, movers, on_disk, options, small_engine
+from .tiers import Room, blocks, descriptors, inputs, mean_square, movers, on_disk, options, pages_of, small_engine
 
 KILL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object, ctypes.py_object)(
     ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
@@ -255,7 +255,8 @@ def test_a_disk_that_fails_under_close(config, tmp_path, reference, fault):
     engine.close()
 
 
-def test_damage_to_one_page_is_said_of_its_chunk(config, tmp_path, reference):
+def test_damage_to_one_page_costs_who_lies_there(config, reference):
+    """All others are read back."""
     torch.manual_seed(0)
     engine = small_engine(blocks, config)
     run(engine, [])
@@ -264,10 +265,10 @@ def test_damage_to_one_page_is_said_of_its_chunk(config, tmp_path, reference):
     other = os.open(f"/proc/self/fd/{engine._manager.disk.file._fd}", os.O_RDWR)
     os.pwrite(other, b"\x55" * 64, chunk.disk_at + 4096)
     os.close(other)
-    names = [slot.name for slot in engine._data.by_chunk[3]]
+    there = [slot for slot in engine._data.by_chunk[3] if 1 in pages_of(slot.place.offset, slot.place.numel, 1024)]
     with pytest.raises(DiskError, match=r"can't read 4096 bytes of param32\[3\].*damaged") as raised:
         engine.state_dict()
-    assert set(check_parameters(engine, raised.value, reference[1][-1:])) >= set(names)
+    assert check_parameters(engine, raised.value, reference[1][-1:]) == [slot.name for slot in there]
 
 
 def test_an_optimizer_of_an_engine_that_was_closed_by_a_fault(engine):
@@ -287,7 +288,7 @@ def test_threads_that_die(config, tmp_path, reference, fault):
     torch.manual_seed(0)
     engine, seen = small_engine(blocks, config), []
     began = time.monotonic()
-    with pytest.raises(MoveError, match=rf"{CHUNK}.*a worker thread died") as raised:
+    with pytest.raises(MoveError, match=rf"{CHUNK}.*a worker thread (died|was told to end)") as raised:
         run(engine, seen, lambda number: number == 1 and fault(engine))
         run(engine, [], lambda number: None)
     assert time.monotonic() - began < 20

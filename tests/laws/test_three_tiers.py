@@ -211,11 +211,11 @@ class WatchedHost(HostTier):
 
     def _place(self, nbytes):
         place = super()._place(nbytes)
-        taken = sum(one.nbytes for one in self.slab._places)
+        taken = sum(one.nbytes for slab in self.slabs for one in slab._places)
         threads = self.used + self.other_bytes + nbytes - taken
         assert threads in (0, STAGES * PAGE_BYTES), "what the disk's threads have is not in the slab, all else is"
         assert taken + threads <= self.budget_bytes
-        assert place.end <= self.slab.nbytes <= self.budget_bytes
+        assert place.end <= place.slab.nbytes and self.slab_bytes <= self.budget_bytes
         return place
 
 
@@ -264,9 +264,10 @@ def test_a_disk_that_is_too_small_is_refused_in_bytes(tmp_path):
     small = with_budgets(
         config, config.device_memory, config.host_memory, ps.Disk(directory=tmp_path, capacity="64KiB")
     )
-    with pytest.raises(BudgetError, match=r"disk of 65536 bytes.* the disk at most (\d+) bytes") as raised:
+    with pytest.raises(BudgetError, match="does not fit .* with a disk of 65536 bytes") as raised:
         small_engine(blocks, small)
-    named = int(re.search(r"disk at most (\d+) bytes", str(raised.value))[1])
+    named = int(re.search(r"a disk with (\d+) bytes", str(raised.value))[1])
+    assert raised.value.short_bytes == named - 65536
     enough = with_budgets(config, config.device_memory, config.host_memory, ps.Disk(directory=tmp_path, capacity=named))
     engine = small_engine(blocks, enough)
     assert engine._manager.disk.file.nbytes <= named
@@ -308,8 +309,8 @@ def steps(engine, count):
 
 def on_trust(engine):
     """Bytes that were read for the next updates."""
-    ahead = engine._update.pipeline._ahead.values()
-    return sum(there.numel * chunk.dtype.itemsize for there in ahead for chunk in there.lists)
+    live = engine._update.pipeline.ring.live
+    return sum(there.numel * chunk.dtype.itemsize for there in live if there.owner is None for chunk in there.lists)
 
 
 @settings(max_examples=8, deadline=None, print_blob=True)
