@@ -190,7 +190,7 @@ def check_another_engine_works(config, losses):
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-@pytest.mark.parametrize("when", [1, 2])
+@pytest.mark.parametrize("when", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_disk_that_fails_in_training(config, tmp_path, reference, fault, when):
     losses, states = reference
     before = descriptors()
@@ -208,7 +208,7 @@ def test_a_disk_that_fails_in_training(config, tmp_path, reference, fault, when)
     check_another_engine_works(config, losses)
 
 
-@pytest.mark.parametrize("fault", [damage, cut, fail, refuse_reads], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", [damage, refuse_reads], ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize(
     "what",
     [
@@ -233,7 +233,7 @@ def test_a_disk_that_fails_outside_of_training(config, tmp_path, reference, faul
     check_message(raised.value, engine, *FAULTS[fault][1:])
     check_nothing_is_left(engine, tmp_path, before)
     lost = check_parameters(engine, raised.value, reference[1][-1:])
-    assert lost or fault is cut
+    assert lost
 
 
 @pytest.mark.parametrize("fault", [damage, fail], ids=lambda fault: fault.__name__)
@@ -314,9 +314,8 @@ def files_no_larger_than(nbytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_disk_that_refuses_what_lies_far_back(config, tmp_path, reference):
+def test_a_disk_that_refuses_what_lies_far_back(config, tmp_path):
     """Reads go on, and so do some writes."""
-    losses, states = reference
     before = descriptors()
     torch.manual_seed(0)
     engine, seen = small_engine(blocks, config), []

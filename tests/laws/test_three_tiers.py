@@ -2,10 +2,7 @@
 
 import contextlib
 import gc
-import random
 import re
-import time
-import typing
 
 import pytest
 import torch
@@ -15,14 +12,10 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.engine.engine import Engine
 from patrickstar.errors import BudgetError
-from patrickstar.layout.lists import PARAM16
-from patrickstar.memory.disk import STAGES, DiskTier
+from patrickstar.memory.disk import STAGES
 from patrickstar.memory.host import HostTier
 from patrickstar.memory.manager import Manager
-from patrickstar.memory.transit import Transit
-from patrickstar.memory.scratch import ScratchFile
 
 from . import models
 from .models import Waves, batches, precisions, shapes
@@ -40,7 +33,6 @@ from .tiers import (
     mean_square,
     movers,
     on_disk,
-    optimizer_bytes_on_disk,
     options,
     real_bytes,
     rooms,
@@ -95,7 +87,7 @@ def check_exactness(folder, shape, chunk_size, precision, room, loop, checksums=
     )
 
 
-@settings(max_examples=20, deadline=None, print_blob=True)
+@settings(max_examples=10, deadline=None, print_blob=True)
 @given(shape=shapes, chunk_size=chunk_sizes, precision=precisions, room=rooms, loop=loops, checksums=st.booleans())
 def test_exactness(folder, shape, chunk_size, precision, room, loop, checksums):
     check_exactness(folder, shape, chunk_size, precision, room, loop, checksums)
@@ -150,9 +142,8 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("build", [Recurrent, Mixed, Tied])
-@pytest.mark.parametrize("evict_everything", [False, True])
-@pytest.mark.parametrize("host_share", [0.0, 0.4])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(("evict_everything", "host_share"), [(False, 0.0), (False, 0.4), (True, 0.4)])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_unusual_models(tmp_path, build, evict_everything, host_share, precision):
     def script(trainer, optimizer):
         seen = []
@@ -228,7 +219,7 @@ def check_budgets(manager, *newcomers):
         assert file.used_bytes <= file.nbytes <= (file.capacity_bytes or file.nbytes)
 
 
-@settings(max_examples=15, deadline=None, print_blob=True)
+@settings(max_examples=8, deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, precisions, rooms, st.integers(0, 3000), loops)
 def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, room, wave_bytes, loop):
     assume(precision != "fp16" or "update" not in loop)
@@ -264,7 +255,7 @@ def test_a_disk_that_is_too_small_is_refused_in_bytes(tmp_path):
     small = with_budgets(
         config, config.device_memory, config.host_memory, ps.Disk(directory=tmp_path, capacity="64KiB")
     )
-    with pytest.raises(BudgetError, match="does not fit .* with a disk of 65536 bytes") as raised:
+    with pytest.raises(BudgetError, match=r"does not fit .* with a disk of 65536 bytes") as raised:
         small_engine(blocks, small)
     named = int(re.search(r"a disk with (\d+) bytes", str(raised.value))[1])
     assert raised.value.short_bytes == named - 65536
@@ -275,109 +266,10 @@ def test_a_disk_that_is_too_small_is_refused_in_bytes(tmp_path):
     assert not movers() and not list(tmp_path.iterdir())
 
 
-# Traffic
-
-
-class Slow(ScratchFile):
-    """A disk that takes its time, another one at every call."""
-
-    seed = 0
-
-    def read(self, *args):
-        time.sleep(random.Random(self.seed + self.read_bytes).choice([0, 0, 0.0005, 0.003]))
-        super().read(*args)
-
-    def write(self, *args):
-        time.sleep(random.Random(self.seed - self.written_bytes).choice([0, 0, 0.0005, 0.003]))
-        super().write(*args)
-
-
-def steps(engine, count):
-    """What each of some steps moved to the last byte, wherever pages of its update were read before it."""
-    found = []
-    for batch in batches(count):
-        before, told = engine._manager.traffic.copy(), on_trust(engine)
-        loss = engine(*batch)
-        engine.backward(loss)
-        engine.optimizer.step()
-        engine._complete()
-        moved = engine._manager.traffic.since(before)
-        read = moved.disk_read_bytes + told - on_trust(engine)
-        found.append((moved.h2d_bytes, moved.d2h_bytes, read, moved.disk_write_bytes))
-    return found
-
-
-def on_trust(engine):
-    """Bytes that were read for the next updates."""
-    live = engine._update.pipeline.ring.live
-    return sum(there.numel * chunk.dtype.itemsize for there in live if there.owner is None for chunk in there.lists)
-
-
-@settings(max_examples=8, deadline=None, print_blob=True)
-@given(shape=shapes, chunk_size=st.sampled_from([1000, 9000, 40000]), room=rooms)
-def test_a_planned_step_moves_the_same_bytes_however_fast_the_disk_is(folder, shape, chunk_size, room):
-    config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
-    seen = []
-    for kind, seed in ((ScratchFile, 0), (Slow, 1), (Slow, 2)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("patrickstar.engine.tiers.ScratchFile", kind)
-            patch.setattr(Slow, "seed", seed)
-            with contextlib.closing(small_engine(shape.build, config)) as engine:
-                assume(engine._manager.disk is not None)
-                seen.append(steps(engine, 8))
-                assert_at_rest(engine)
-    steady = [moved for run in seen for moved in run[4:]]
-    assert len(set(steady)) == 1, seen
-
-
-class Noted(DiskTier):
-    """Notes what moves, and what was written back although a copy below was current."""
-
-    moved: typing.ClassVar[list] = []
-    clean: typing.ClassVar[list] = []
-
-    def read(self, chunk, start, target, urgent=False):
-        self.moved.append(("read", chunk.kind, self.written_bytes(chunk, start, target.numel())))
-        return super().read(chunk, start, target, urgent)
-
-    def write(self, chunk, start, source):
-        self.moved.append(("write", chunk.kind, source.numel()))
-        leaves = source.untyped_storage().data_ptr() == chunk.storage.data_ptr()
-        if leaves and (chunk.host_valid or chunk.disk_valid):
-            self.clean.append(chunk)
-        return super().write(chunk, start, source)
-
-
-@settings(max_examples=10, deadline=None, print_blob=True)
-@given(shapes, chunk_sizes, rooms, st.integers(1, 3))
-def test_optimizer_states_move_as_their_homes_say_and_clean_parameters_are_not_written(
-    folder, shape, chunk_size, room, count
-):
-    config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr("patrickstar.engine.tiers.DiskTier", Noted)
-        engine = small_engine(shape.build, config, evict_everything=room.evict_everything)
-        stack.callback(engine.close)
-        assume(engine._manager.disk is not None)
-        steps(engine, 3)
-        Noted.moved.clear()
-        Noted.clean.clear()
-        told = on_trust(engine)
-        steps(engine, count)
-        told -= on_trust(engine)
-        expected = count * optimizer_bytes_on_disk(engine)
-        sums = {"read": told, "write": 0}
-        for how, kind, nbytes in Noted.moved:
-            sums[how] += nbytes if kind != PARAM16 else 0
-        assert sums == {"read": expected, "write": expected}
-        assert not Noted.clean, "what was not written was written back"
-        assert_at_rest(engine)
-
-
 # One owner, and no leak
 
 
-@settings(max_examples=8, deadline=None, print_blob=True)
+@settings(max_examples=5, deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, rooms)
 def test_every_chunk_has_its_bytes_and_duplicates_agree_after_every_operator(folder, shape, chunk_size, room):
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)

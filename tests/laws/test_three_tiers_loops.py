@@ -6,17 +6,15 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import patrickstar as ps
 from patrickstar.engine.engine import Engine
 
-from .tiers import WIDTH, Room, blocks, compare, inputs, mean_square, on_disk, options
+from .tiers import Room, blocks, compare, inputs, mean_square, on_disk, options
 
 ROOMS = {
     "least": Room(),
-    "everything evicted": Room(evict_everything=True),
-    "some host": Room(host_bytes=20000),
+    "everything evicted": Room(host_bytes=20000, evict_everything=True),
     "part on the host": Room(device_bytes=12000, host_share=0.5),
 }
 

@@ -28,7 +28,7 @@ ADAMW = ps.AdamW(lr=1e-2, weight_decay=0.1)
 Build = Callable[[], nn.Module]
 
 chunk_sizes = st.sampled_from([1000, 9000, 40000, "auto"])
-"""Among them all of: a chunk per parameter, several parameters on a page, several pages per chunk, a few chunks in all."""
+"""Among them: a chunk per parameter, several parameters on a page, several pages per chunk, a few chunks in all."""
 
 
 @dataclass(frozen=True)

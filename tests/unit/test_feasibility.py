@@ -165,9 +165,9 @@ def test_a_refusal_with_a_disk_says_the_bytes_of_every_tier_and_what_suffices(
 def test_a_disk_is_used_too_where_memory_holds_all_but_leaves_operators_no_room():
     """Optimizer chunks that had to live on the device would leave too little for what is read together."""
     scheme = scheme_for("bfloat16", trained=True)
-    params = [ParamSpec(f"p{i}", 32, scheme) for i in range(8)]
-    layout, together = build_layout(params, 1), [{param.name for param in params}]
-    device, host, disk = 8 * 64, 7 * 384 + 8 * 64, 1 << 20
+    params = [ParamSpec(f"p{i}", 32, scheme) for i in range(9)]
+    layout, together = build_layout(params, 1), [{"p0", "p1"}]
+    device, host, disk = 384 + 64, 8 * 384 + 9 * 64, 1 << 20
     assert initial_placement(layout.chunks, Budgets(device, host)) is not None
     assert refusal((layout, together), device, host) is not None
     assert refusal((layout, together), device, host, disk, 1) is None

@@ -67,8 +67,6 @@ class Manager:
         self.non_model_bytes = 0
         self.comfort_bytes = device_budget_bytes
         self.device_used = 0
-        self.leaving_bytes = 0
-        """Of those, bytes of chunks that leave the device as soon as they are written."""
         self.device_peak = 0
         self._moved: set[Chunk] = set()
         self._in_flight: dict[Chunk, None] = {}
@@ -94,6 +92,11 @@ class Manager:
             return self.device_used
         mapped = self.device_used if self.bank is None else self.bank.mapped_bytes
         return mapped + self.host.touched_bytes
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of chunks that leave the device as soon as they are written."""
+        return sum(chunk.nbytes for chunk in self._in_flight if chunk.leaving is not None)
 
     @property
     def chunkable_bytes(self) -> int:
@@ -169,7 +172,6 @@ class Manager:
             if chunk.leaving is not None:
                 chunk.leaving.cancel()
                 chunk.leaving = None
-                self.leaving_bytes -= chunk.nbytes
         self._in_flight.clear()
 
     # Access: the compute tier
@@ -183,6 +185,8 @@ class Manager:
         for chunk in chunks:
             if chunk.leaving is not None:
                 self._stay(chunk)
+            elif chunk in self._in_flight and chunk.coming is None:
+                self._land(chunk)
         missing = [chunk for chunk in chunks if not chunk.device_valid]
         later = sum(chunk.nbytes for chunk in missing if chunk.coming is None)
         for chunk in missing:
@@ -217,10 +221,10 @@ class Manager:
 
     def _begin_to_come(self, chunk: Chunk, urgent: bool) -> None:
         """Have a chunk on its way. See [Note: what is on its way]."""
+        self._in_flight[chunk] = None  # first: Ctrl-C may strike between any two lines
         self._take_device(chunk)
         chunk.coming = self.transit.up(chunk, urgent)
         self._count_fetch(chunk)
-        self._in_flight[chunk] = None
 
     def _count_fetch(self, chunk: Chunk) -> None:
         self.traffic.h2d_bytes += chunk.nbytes
@@ -328,8 +332,7 @@ class Manager:
         """Let what is on its way land, and begin what shall come ahead of need."""
         for chunk in list(self._in_flight):
             transfer = chunk.coming or chunk.leaving
-            assert transfer is not None
-            if transfer.done:
+            if transfer is None or transfer.done:
                 self._land(chunk)
         if self.prefetch is None or self.evict_everything:
             return
@@ -387,7 +390,11 @@ class Manager:
     def _land(self, chunk: Chunk) -> None:
         """A transfer has ended, or is waited for."""
         transfer = chunk.coming or chunk.leaving
-        assert transfer is not None
+        if transfer is None:  # Ctrl-C came before it began
+            del self._in_flight[chunk]
+            if chunk.on_device_now and not chunk.device_valid:
+                self._release_device(chunk)
+            return
         self.transit.wait(transfer)
         if chunk.coming is not None:
             chunk.coming = None
@@ -397,7 +404,7 @@ class Manager:
         self._release_device(chunk)
 
     def _landed(self, chunk: Chunk) -> None:
-        del self._in_flight[chunk]
+        self._in_flight.pop(chunk, None)
         chunk.device_valid = True
         self._moved.add(chunk)
         if not self.keep_duplicates and chunk.host is not None:
@@ -413,8 +420,7 @@ class Manager:
             chunk.host_valid = True
         else:
             chunk.disk_valid = True
-        self.leaving_bytes -= chunk.nbytes
-        del self._in_flight[chunk]
+        self._in_flight.pop(chunk, None)
 
     def settle_transfers(self, chunk: Chunk) -> None:
         """Have a chunk be where it is going, or stay where it was leaving from."""
@@ -496,14 +502,13 @@ class Manager:
 
     def _begin_to_leave(self, chunk: Chunk, tier: Tier) -> None:
         """Write a chunk to a tier below; it leaves when that has ended. See [Note: what is on its way]."""
+        self._in_flight[chunk] = None
         chunk.leaving_to = tier
         if tier is Tier.HOST:
             chunk.leaving = self.transit.copies.down(chunk)
         else:
             chunk.leaving = self.transit.write(chunk, 0, chunk.device_bytes_view())
-        self.leaving_bytes += chunk.nbytes
         self._count_leave(chunk)
-        self._in_flight[chunk] = None
 
     def _count_leave(self, chunk: Chunk) -> None:
         self.traffic.d2h_bytes += chunk.nbytes

@@ -87,9 +87,11 @@ class Transfer:
 
     def _rest(self) -> None:
         """Sleep until the transfer has ended, but not for long: a thread that dies wakes nobody."""
-        with suppress(Empty):
+        try:
             self._news.get(timeout=POLL_S)
             self._news.put(None)  # for whoever else waits
+        except Empty:
+            self._board.wakes.put(None)  # Ctrl-C may have come between queueing jobs and waking a thread for them
 
 
 class _Board:

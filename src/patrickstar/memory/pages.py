@@ -138,7 +138,7 @@ class PageBank:
             while missing and source.pieces:
                 missing -= self._move(source, target, missing)
             if not source.pieces:
-                del self._parked[source]
+                self._parked.pop(source, None)
             if not missing:
                 break
         if missing:
@@ -161,15 +161,18 @@ class PageBank:
         """Give parked pages back to the system until no more than this are left."""
         while self.parked_bytes > max(0, keep_bytes):
             source = next(iter(self._parked))
-            piece = source.pieces.pop()
-            excess = min(piece.nbytes, round_up(self.parked_bytes - max(0, keep_bytes)))
-            if excess < piece.nbytes:
-                source.pieces.append(Piece(piece.address, piece.nbytes - excess))
-            self._leave(piece.address + piece.nbytes - excess, excess)
-            self.mapped_bytes -= excess
-            self.parked_bytes -= excess
             if not source.pieces:
                 del self._parked[source]
+                continue
+            piece = source.pieces[-1]
+            excess = min(piece.nbytes, round_up(self.parked_bytes - max(0, keep_bytes)))
+            # First the pages, then the books: where Ctrl-C strikes in between, addresses without pages get new ones.
+            self._leave(piece.address + piece.nbytes - excess, excess)
+            source.pieces.pop()
+            if excess < piece.nbytes:
+                source.pieces.append(Piece(piece.address, piece.nbytes - excess))
+            self.mapped_bytes -= excess
+            self.parked_bytes -= excess
 
     def _sources(self, nbytes: int) -> list[Range]:
         """Parked ranges to take pages from: one whose pages are as many as asked for, else the largest first."""
