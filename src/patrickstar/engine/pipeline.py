@@ -52,8 +52,8 @@ class Pipeline:
         self.ahead = True
         """Whether pages are read before somebody waits for them."""
         self._jobs: list[Job] = []
-        self._order: list[int] = []
-        """Chunk indices in the order in which updates were last asked for: what to expect."""
+        self._expected: dict[int, list[tuple[int, int]]] = {}
+        """Chunk indices, with their pages, in the order in which updates were last asked for."""
 
     @property
     def pending(self) -> set[int]:
@@ -72,7 +72,7 @@ class Pipeline:
             for first, numel in self.ring.pages(lists[0])
             if any(_overlap(one, first, first + numel) for one in rules)
         ]
-        self._order = [*(one for one in self._order if one != index), index]
+        self._expected = {one: its for one, its in self._expected.items() if one != index} | {index: pages}
         if not pages:
             self.data.updated(rules)
             return
@@ -176,14 +176,14 @@ class Pipeline:
         """See [Note: updating after the step has returned]."""
         manager, pending = self.data.manager, self.pending
         known = {(there.index, there.first) for there in self.ring.live}
-        for index in self._order:
+        for index, pages in self._expected.items():
+            if index in pending:
+                break  # what comes after was asked for in this step, and so have the ones before it been
             slots = self.data.by_chunk.get(index)
-            if index in pending or slots is None:
+            lists = [manager[spec.kind, index] for spec in slots[0].scheme.optimizer_lists] if slots else []
+            if not lists or any(chunk.in_memory for chunk in lists):
                 continue
-            lists = [manager[spec.kind, index] for spec in slots[0].scheme.optimizer_lists]
-            if any(chunk.in_memory for chunk in lists):
-                continue
-            for first, numel in self.ring.pages(lists[0]):
+            for first, numel in pages:
                 if (index, first) not in known and self.ring.read(lists, first, numel) is None:
                     return
 

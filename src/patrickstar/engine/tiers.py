@@ -1,7 +1,7 @@
 """The tiers of one engine: their budgets, and the scratch file of the one on disk."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from patrickstar.memory.disk import STAGES, DiskTier
 from patrickstar.memory.meter import installed_bytes
 from patrickstar.memory.pages import round_up
 from patrickstar.memory.scratch import PAGE_BYTES, ScratchFile
-from patrickstar.schedule.feasibility import check_budgets
+from patrickstar.schedule.feasibility import check_budgets, working_set_bytes
 from patrickstar.schedule.placement import Budgets, Tiers, disk_bytes, initial_placement
 
 MASTER_BYTES = 4
@@ -51,7 +51,7 @@ def budgets(config: Config, device: torch.device) -> tuple[int, int]:
 def plan_tiers(
     config: Config,
     layout: Layout,
-    together: Iterable[set[str]],
+    together: Sequence[set[str]],
     memory: tuple[int, int],
     page_bytes: int = PAGE_BYTES,
 ) -> TierPlan:
@@ -61,7 +61,8 @@ def plan_tiers(
     directory can't be used.
     """
     device, host = memory
-    in_memory = initial_placement(layout.chunks, Budgets(device, host))
+    working_set = working_set_bytes(layout, together)
+    in_memory = initial_placement(layout.chunks, Budgets(device, host), working_set)
     free = _free_bytes(Path(config.disk.directory)) if config.disk is not None else 0
     if config.disk is None or in_memory is not None:
         check_budgets(layout, together, Budgets(device, host))
@@ -81,7 +82,7 @@ def plan_tiers(
     staging = pages_bytes + ring.nbytes
     budget = Budgets(device, host - staging, capacity if capacity is not None else free)
     check_budgets(layout, together, budget, staging)
-    placement = initial_placement(layout.chunks, budget)
+    placement = initial_placement(layout.chunks, budget, working_set)
     assert placement is not None, "budgets were checked"
     file = ScratchFile(
         folder, disk_bytes(layout.chunks, placement), checksums=config.disk.checksums, capacity_bytes=capacity

@@ -546,6 +546,7 @@ class Manager:
         raise BudgetError(
             f"{what}: the budget of {self.device_budget_bytes} bytes holds {self.non_model_bytes} bytes of non-model "
             f"data and {self.device_used} bytes of chunks (in use: {pinned}). Raise "
-            f"{where} by at least {short} bytes ({format_size(short)}), use activation checkpointing, or a smaller batch",
+            f"{where} by at least {short} bytes ({format_size(short)}), use activation checkpointing, or a smaller "
+            f"batch",
             short,
         )

@@ -18,11 +18,7 @@ def working_set_bytes(layout: Layout, together: Iterable[set[str]]) -> int:
 
 def fits(layout: Layout, working_set: int, budgets: Budgets) -> bool:
     """Whether model data has a place to begin in, and operators have room beside what can't leave the device."""
-    placement = initial_placement(layout.chunks, budgets)
-    if placement is None:
-        return False
-    stays = sum(chunk.optimizer_bytes for chunk in layout.chunks if placement[chunk.index].optimizer is Tier.DEVICE)
-    return stays + working_set <= budgets.device
+    return initial_placement(layout.chunks, budgets, working_set) is not None
 
 
 def least(works: Callable[[int], bool], upper: int) -> int:

@@ -48,10 +48,17 @@ class Budgets:
 HOST = Tiers(compute=Tier.HOST, optimizer=Tier.HOST)
 
 
-def initial_placement(chunks: Sequence[ChunkSpec], budgets: Budgets) -> dict[int, Tiers] | None:
-    """Where each index begins, on disk only if memory can't hold all; None if the tiers are too small together."""
-    above_disk = _in_memory(chunks, budgets.device, budgets.host)
-    return above_disk if above_disk is not None or not budgets.disk else _with_disk(chunks, budgets)
+def initial_placement(chunks: Sequence[ChunkSpec], budgets: Budgets, working_set: int = 0) -> dict[int, Tiers] | None:
+    """Where each index begins, on disk only if memory can't hold all; None if the tiers are too small together.
+
+    working_set: bytes that operators must find on the device beside what can't leave it.
+    """
+    in_memory = _in_memory(chunks, budgets.device, budgets.host)
+    if in_memory is not None:
+        stays = sum(chunk.optimizer_bytes for chunk in chunks if in_memory[chunk.index].optimizer is Tier.DEVICE)
+        if stays + working_set <= budgets.device:
+            return in_memory
+    return _with_disk(chunks, budgets) if budgets.disk and working_set <= budgets.device else None
 
 
 def _with_disk(chunks: Sequence[ChunkSpec], budgets: Budgets) -> dict[int, Tiers] | None:
