@@ -216,3 +216,17 @@ def test_quiet_progress_shows_nothing() -> None:
         with Progress(Console(file=out, force_terminal=terminal), 10, 2**30, quiet=True) as progress:
             progress.show(RECORD)
         assert out.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--disk-capacity", "1GiB"], "--disk-capacity 1GiB is given without --disk"),
+        (["--disk", "nowhere"], "directory nowhere can't be used: No such file or directory; create it"),
+        (["--disk", ".", "--disk-capacity", "much"], "Disk: capacity: 'much' is not a size"),
+    ],
+)
+def test_wrong_options_of_the_disk_are_told_in_one_line(options, more, says):
+    result = run(options, "--steps", 1, *more)
+    assert result.exit_code == 2 and says in result.output
+    assert "Traceback" not in result.output

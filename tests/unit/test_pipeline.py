@@ -1,0 +1,97 @@
+"""The update from disk to disk: what is read when, and that the ring's pages all come back."""
+
+import pytest
+import torch
+from torch import nn
+
+import patrickstar as ps
+from patrickstar.engine.engine import Engine
+from patrickstar.engine.ring import RingSize
+from patrickstar.schedule.placement import Tier
+from patrickstar.schedule.prefetch import OnDemand
+from patrickstar.testing import NoMeter
+
+WIDTH = 64
+
+
+def build() -> nn.Module:
+    return nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+
+
+def engine_on(folder, **hooks) -> Engine:
+    config = ps.Config(device="cpu", chunk_size=8448, device_memory="24KiB", host_memory="140KiB", disk=ps.Disk(folder))
+    torch.manual_seed(0)
+    return Engine(build, config, meter=NoMeter(), poison=True, page_bytes=4096, **hooks)
+
+
+def steps(engine: Engine, count: int, update: bool = False) -> None:
+    values = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(count):
+        engine.backward(engine(values).float().pow(2).mean(), update=update)
+        engine.optimizer.step()
+
+
+def test_a_step_returns_before_its_updates_and_the_next_forward_ends_them(tmp_path):
+    engine = engine_on(tmp_path)
+    pipeline = engine._update.pipeline
+    steps(engine, 2)
+    pending = pipeline.pending
+    # Pages that were read on trust may be updated already.
+    assert pending and pending <= {index for index, home in engine._update.homes.items() if home is Tier.DISK}
+    assert all(slot.pending and not slot.has_gradient for index in pending for slot in engine._data.by_chunk[index])
+    engine(torch.zeros(4, WIDTH))
+    assert not pipeline.pending
+    engine.close()
+
+
+def test_all_pages_come_back_and_nothing_is_read_twice(tmp_path):
+    engine = engine_on(tmp_path)
+    ring = engine._update.pipeline.ring
+    steps(engine, 3)
+    engine.state_dict()
+    on_disk = sum(
+        chunk.optimizer_bytes for chunk in engine.layout.chunks if engine._update.homes[chunk.index] is Tier.DISK
+    )
+    before = engine._manager.traffic.copy()
+    steps(engine, 4)
+    engine.state_dict()
+    moved = engine._manager.traffic.since(before)
+    param16 = moved.h2d_bytes
+    assert moved.disk_write_bytes >= 4 * on_disk
+    # What the last step read on trust was read in place of what the first found there.
+    assert abs(moved.disk_read_bytes - param16 - 4 * on_disk) <= ring.size.nbytes + engine.layout.param16_bytes * 4
+    assert all(there.owner is None for there in ring.live), "an update holds pages after its end"
+    engine.close()
+
+
+def test_without_looking_ahead_pages_are_read_when_they_are_waited_for(tmp_path):
+    engine = engine_on(tmp_path, policy=OnDemand)
+    pipeline = engine._update.pipeline
+    steps(engine, 1)
+    assert pipeline.pending and not pipeline.ring.live
+    steps(engine, 1)
+    engine.close()
+
+
+def test_an_early_update_enters_the_pipeline_in_backward(tmp_path):
+    engine = engine_on(tmp_path)
+    steps(engine, 2)
+    values = torch.randn(4, WIDTH)
+    loss = engine(values).float().pow(2).mean()
+    assert not engine._update.pipeline.pending
+    engine.backward(loss, update=True)
+    begun = engine._update.pipeline.pending | {s.place.chunk for s in engine._data.slots if s.updated_in}
+    assert begun
+    engine.optimizer.step()
+    engine.close()
+
+
+@pytest.mark.parametrize(("room", "sets"), [(0, 2), (3 * 4096 * 5, 5), (1 << 30, 12)])
+def test_a_ring_has_as_many_sets_as_there_is_room_for_but_two_at_least(room, sets):
+    size = RingSize.suited(3, 100_000, 4096, True, room)
+    assert (size.page_bytes, size.pages, size.nbytes) == (4096, 3 * sets, 3 * sets * 4096)
+
+
+def test_where_an_update_can_not_be_cut_a_page_of_the_ring_holds_a_chunk():
+    size = RingSize.suited(4, 100_000, 4096, False, 1 << 30)
+    assert (size.page_bytes, size.pages) == (102_400, 8)

@@ -1,0 +1,22 @@
+"""The probe moves what it says, and leaves nothing behind."""
+
+import os
+import threading
+
+import pytest
+
+from patrickstar.errors import DiskError
+from patrickstar.memory.movers import THREAD_NAME
+from patrickstar.memory.probe import measure
+
+
+def test_a_probe_gives_rates_and_leaves_no_thread_and_no_file(tmp_path):
+    rates = measure(tmp_path, chunk_bytes=1 << 20)
+    assert rates.read > 0 and rates.write > 0
+    assert not os.listdir(tmp_path)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(DiskError, match="missing does not exist"):
+        measure(tmp_path / "missing")
