@@ -94,7 +94,7 @@ def test_exactness(folder, shape, chunk_size, precision, room, loop, checksums):
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None, print_blob=True)
+@settings(max_examples=300, deadline=None, print_blob=True)
 @given(shape=shapes, chunk_size=chunk_sizes, precision=precisions, room=rooms, loop=loops, checksums=st.booleans())
 def test_exactness_in_many_more_cases(folder, shape, chunk_size, precision, room, loop, checksums):
     check_exactness(folder, shape, chunk_size, precision, room, loop, checksums)
