@@ -32,8 +32,12 @@ LEARNING_RATE = 1e-4
 
 
 def shape(name: str) -> GPT2Config:
-    layers, width, heads = {"124m": (12, 768, 12), "2b": (24, 2560, 32)}[name]
-    return GPT2Config(n_layer=layers, n_embd=width, n_head=heads, vocab_size=50257, use_cache=False)
+    layers, width, heads, words = {
+        "89m": (12, 768, 12, 4096),
+        "124m": (12, 768, 12, 50257),
+        "2b": (24, 2560, 32, 50257),
+    }[name]
+    return GPT2Config(n_layer=layers, n_embd=width, n_head=heads, vocab_size=words, use_cache=False)
 
 
 def build(name: str, checkpointing: bool, device: str = "meta") -> GPT2LMHeadModel:
@@ -60,7 +64,13 @@ def resident_peak_bytes() -> int:
 def run(options: argparse.Namespace) -> dict[str, object]:
     """One process: train, and say what it took."""
     libraries = resident_peak_bytes()
-    ids = torch.randint(0, 50257, (options.batch, options.sequence), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    ids = torch.randint(
+        0,
+        shape(options.model).vocab_size,
+        (options.batch, options.sequence),
+        generator=torch.Generator().manual_seed(0),
+    )
     if options.side == "plain":
         model = build(options.model, options.checkpointing, "cpu")
         with torch.no_grad():
@@ -178,12 +188,12 @@ def plain(options: argparse.Namespace) -> None:
 
 
 def bound(options: argparse.Namespace) -> None:
-    work = {"model": "124m", "batch": 4, "sequence": 512, "steps": 7, "checkpointing": 1}
+    work = {"model": "124m", "batch": 8, "sequence": 256, "steps": 6, "checkpointing": 1}
     rounds = []
     for _ in range(options.rounds):
         rates = measure(options.directory)
-        memory = in_a_process(options, "memory", **work, device_memory="8GiB", host_memory="4GiB")
-        disk = in_a_process(options, "disk", **work, device_memory="3GiB", host_memory="256MiB")
+        memory = in_a_process(options, "memory", **work, device_memory=options.bound_device, host_memory="4GiB")
+        disk = in_a_process(options, "disk", **work, device_memory=options.bound_device, host_memory="240MiB")
         rounds.append((rates, memory, disk))
     rows = []
     for rates, memory, disk in rounds:
@@ -206,17 +216,17 @@ def bound(options: argparse.Namespace) -> None:
     publish(
         "disk_training_bound",
         "cpu",
-        "GPT-2 124M, 4 x 512 tokens, checkpointing, bf16: all optimizer states on disk, against the same engine with "
-        "everything in memory (compute) and what the disk's probed rates allow. One row per round; medians of steps 4 "
-        "to 7.",
+        f"GPT-2 124M, 8 x 256 tokens, checkpointing, bf16, device budget {options.bound_device}: all optimizer states on "
+        f"disk, against the same engine and budget with the states in RAM (compute), and what the disk's probed rates "
+        f"allow. One row per round; medians of steps 4 to 6.",
         ["compute", "read", "written", "step", "of the slowest", "limit", "stalled a step"],
         rows,
     )
 
 
 def ahead(options: argparse.Namespace) -> None:
-    work = {"model": "124m", "batch": 4, "sequence": 256, "steps": 7, "checkpointing": 1}
-    # A quarter of 14 bytes x 124M for chunks, on top of what activations take.
+    work = {"model": "89m", "batch": 4, "sequence": 256, "steps": 7, "checkpointing": 1}
+    # A quarter of the model data for chunks and pages, on top of what activations take.
     small = {"device_memory": options.quarter_device, "host_memory": options.quarter_host}
     rows = []
     for _ in range(options.rounds):
@@ -238,7 +248,7 @@ def ahead(options: argparse.Namespace) -> None:
     publish(
         "disk_training_ahead",
         "cpu",
-        f"GPT-2 124M, 4 x 256 tokens, checkpointing, bf16, device {options.quarter_device}, host "
+        f"GPT-2's 12 layers, 4,096 words (89M), 4 x 256 tokens, checkpointing, bf16, device {options.quarter_device}, host "
         f"{options.quarter_host}: everything on demand (off) against prefetch by next use and read-ahead of optimizer "
         f"pages (on). One row per round; medians of steps 4 to 7.",
         ["stall, off", "stall, on", "ratio", "limit", "step, off / on", "read / written, off", "read / written, on",
@@ -284,10 +294,11 @@ def main() -> None:
     parser.add_argument("--directory", required=True, type=Path)
     parser.add_argument("--case", default="all", choices=["all", *CASES])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device-memory", default="1400MiB")
-    parser.add_argument("--host-memory", default="256MiB")
-    parser.add_argument("--quarter-device", default="500MiB")
-    parser.add_argument("--quarter-host", default="320MiB")
+    parser.add_argument("--device-memory", default="1200MiB")
+    parser.add_argument("--host-memory", default="240MiB")
+    parser.add_argument("--bound-device", default="1450MiB")
+    parser.add_argument("--quarter-device", default="375MiB")
+    parser.add_argument("--quarter-host", default="150MiB")
     for name in ("run", "side", "model", "batch", "sequence", "steps", "checkpointing", "max_norm"):
         kind = {"side": str, "model": str, "max_norm": float}.get(name, int)
         option = "--" + name.replace("_", "-")

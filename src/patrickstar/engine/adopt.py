@@ -78,7 +78,7 @@ def param_specs(module: nn.Module, config: Config) -> list[ParamSpec]:
 def make_layout(params: list[ParamSpec], config: Config, device_budget_bytes: int) -> Layout:
     """The layout with the chunk size asked for, or the one that wastes least."""
     if config.chunk_size == "auto":
-        return search_layout(params, device_budget_bytes)
+        return search_layout(params, device_budget_bytes, config.disk is not None)
     itemsize = max(param.scheme.compute.itemsize for param in params)
     return build_layout(params, max(1, int(config.chunk_size) // itemsize))
 

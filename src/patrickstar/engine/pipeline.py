@@ -150,6 +150,8 @@ class Pipeline:
             for first, numel in job.pages[job.updated :]:
                 if first not in asked and not self._ask(job, first, numel):
                     return
+                if not self.ahead:
+                    return
         if self.ahead and not self.data.accumulates:  # what is accumulated on disk is known when it is complete
             self._read_on_trust()
 

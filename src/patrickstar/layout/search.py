@@ -10,29 +10,34 @@ PIPELINE_CHUNKS = 4
 LARGEST_CHUNK_BYTES = 64 * 1024**2
 """Where a copy's fixed cost is long lost in its transfer time; larger chunks only coarsen eviction."""
 
+LARGEST_CHUNK_BYTES_WITH_DISK = 8 * 1024**2
+"""Two pages. What lies in one chunk becomes new together: the first layers' parameters are updated last and needed
+first, and the less lies beside them, the less waits for a disk. Pages move one by one, so small chunks cost nothing."""
+
 CANDIDATES = 64
 """Sizes tried between half the upper bound and the bound."""
 
 
-def largest_useful_numel(params: Sequence[ParamSpec], device_budget_bytes: int) -> int:
+def largest_useful_numel(params: Sequence[ParamSpec], device_budget_bytes: int, with_disk: bool = False) -> int:
     """The upper end of the search range, in elements.
 
-    A chunk no larger than what lets `PIPELINE_CHUNKS` of them lie on the device, than `LARGEST_CHUNK_BYTES`, or than
-    all parameters together.
+    A chunk no larger than what lets `PIPELINE_CHUNKS` of them lie on the device, than `LARGEST_CHUNK_BYTES` (or that
+    `WITH_DISK`), or than all parameters together.
     """
+    largest = LARGEST_CHUNK_BYTES_WITH_DISK if with_disk else LARGEST_CHUNK_BYTES
     itemsize = max((param.scheme.compute.itemsize for param in params), default=1)
-    bound = min(device_budget_bytes // PIPELINE_CHUNKS, LARGEST_CHUNK_BYTES) // itemsize
+    bound = min(device_budget_bytes // PIPELINE_CHUNKS, largest) // itemsize
     total = sum(align(param.numel) for param in params)
     return max(ALIGN_NUMEL, min(bound, total) // ALIGN_NUMEL * ALIGN_NUMEL)
 
 
-def search_layout(params: Sequence[ParamSpec], device_budget_bytes: int) -> Layout:
+def search_layout(params: Sequence[ParamSpec], device_budget_bytes: int, with_disk: bool = False) -> Layout:
     """The layout with the least padding over chunk sizes from half the largest useful size up to it.
 
     Of two sizes that waste the same, the larger is taken: fewer moves. A range of a factor of two keeps the search
     from the trivial answer, a private chunk for every parameter.
     """
-    upper = largest_useful_numel(params, device_budget_bytes)
+    upper = largest_useful_numel(params, device_budget_bytes, with_disk)
     step = max(ALIGN_NUMEL, align(upper // (2 * CANDIDATES)))
     sizes = range(upper, max(ALIGN_NUMEL, upper // 2) - 1, -step)
     return min((build_layout(params, size) for size in sizes), key=lambda layout: layout.padding_bytes)
