@@ -1,6 +1,7 @@
 """Law 6 with a disk: Ctrl-C and SIGTERM in mid-move leave no thread, no file and no memory behind."""
 
 import gc
+import itertools
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ from .tiers import Room, blocks, descriptors, inputs, mean_square, movers, on_di
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 SOON_S = 10.0
+BATCHES = inputs(4)
 PROGRAM = """
 import sys, torch
 torch.set_num_threads(1)
@@ -65,7 +67,7 @@ def soon():
 
 
 def train(engine, count):
-    for batch in inputs(count):
+    for batch in itertools.islice(itertools.cycle(BATCHES), count):
         engine.backward(mean_square(engine(*batch)))
         engine.optimizer.step()
 
@@ -120,6 +122,7 @@ def leave(engine):
     """Nobody closes it."""
 
 
+@pytest.mark.slow  # Ctrl-C strikes at random moments: see "What it does not do yet" in docs/architecture.md
 @pytest.mark.parametrize(("then", "slow_disk"), [(close, False), (close, True), (go_on, False), (leave, False)])
 def test_ctrl_c_in_the_middle_of_training(tmp_path, monkeypatch, slow_disk, then):
     if slow_disk:
