@@ -216,9 +216,9 @@ def bound(options: argparse.Namespace) -> None:
     publish(
         "disk_training_bound",
         "cpu",
-        f"GPT-2 124M, 8 x 256 tokens, checkpointing, bf16, device budget {options.bound_device}: all optimizer states "
-        f"on disk, against the same engine and budget with the states in RAM (compute), and what the disk's probed rates "
-        f"allow. One row per round; medians of steps 4 to 6.",
+        f"GPT-2 124M, 8 x 256 tokens, checkpointing, bf16, device budget {options.bound_device}: all optimizer "
+        f"states on disk, against the same engine and budget with the states in RAM (compute), and what the disk's "
+        f"probed rates allow. One row per round; medians of steps 4 to 6.",
         ["compute", "read", "written", "step", "of the slowest", "limit", "stalled a step"],
         rows,
     )
@@ -249,8 +249,8 @@ def ahead(options: argparse.Namespace) -> None:
         "disk_training_ahead",
         "cpu",
         f"GPT-2's 12 layers, 4,096 words (89M), 4 x 256 tokens, checkpointing, bf16, device {options.quarter_device}, "
-        f"host {options.quarter_host}: everything on demand (off) against prefetch by next use and read-ahead of optimizer "
-        f"pages (on). One row per round; medians of steps 4 to 7.",
+        f"host {options.quarter_host}: everything on demand (off) against prefetch by next use and read-ahead of "
+        f"optimizer pages (on). One row per round; medians of steps 4 to 7.",
         ["stall, off", "stall, on", "ratio", "limit", "step, off / on", "read / written, off", "read / written, on",
          "in memory of model data"],
         rows,
