@@ -9,6 +9,9 @@ START, END = "<!-- table: written by benchmarks/readme_table.py -->\n", "<!-- en
 UPDATE_LIMIT = 46 / 28
 """Bytes per parameter of casting up, an fp32 step and casting down, over those of one pass: see results/adam-cpu.md."""
 
+PLAIN_RSS = "plain's resident"
+"""The column of what the plain loop takes."""
+
 
 def read(name: str) -> tuple[str, list[dict[str, str]]]:
     """The machine and the rows of a result."""
@@ -30,6 +33,9 @@ def main() -> None:
         what = f"0.7B, device budget {row['device budget'].split(': ')[1]}: peak resident memory"
         measured, limit = row["peak RSS of limit"].split(" of ")
         rows.append([what, measured, limit, row["bits of plain PyTorch"]])
+    for row in read("disk_training_plain")[1]:
+        what = f"124M trained from disk within 2.00 GiB, {row['']}: step against the plain loop's in {row[PLAIN_RSS]}"
+        rows.append([what, row["ratio (range)"].split(" (")[0], row["limit"], "as the reference's, in tests"])
     largest = read("adam")[1][-1]
     size = f"{largest['parameters']} parameters, {largest['threads']} threads"
     what = f"{size}: update against PyTorch's fused AdamW and casts"
