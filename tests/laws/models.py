@@ -146,9 +146,9 @@ def check_real_bytes(manager: Manager, *more: Chunk) -> None:
 
     more: chunks that the manager does not know yet.
     """
-    chunks, bank = {*manager.chunks.values(), *more}, manager.bank
+    chunks, bank = {*manager.chunks.values(), *more}, manager.compute.bank
     above = [chunk for chunk in chunks if chunk.device_bytes]
-    assert manager.device_used == sum(chunk.nbytes for chunk in above)
+    assert manager.compute.used == sum(chunk.nbytes for chunk in above)
     # Of no page there is more than one owner, and pages are whole.
     paged = [] if bank is None else [chunk for chunk in chunks if hasattr(chunk.memory, "range")]
     for chunk in paged:

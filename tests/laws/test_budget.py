@@ -42,8 +42,8 @@ class WatchedHost(HostTier):
         self.check(chunk)
         return host
 
-    def borrow(self, nbytes):
-        place = super().borrow(nbytes)
+    def borrow(self, nbytes, *what):
+        place = super().borrow(nbytes, *what)
         self.check()
         return place
 
@@ -58,16 +58,17 @@ class Watched(Manager):
     def __init__(self, device, device_budget_bytes, host_budget_bytes, poison, **options):
         super().__init__(device, device_budget_bytes, host_budget_bytes, poison, **options)
         assert self.host.used == self.host.other_bytes == 0
-        self.host = WatchedHost(host_budget_bytes, self.host.slab_bytes, device.type == "cuda", poison)
-        self.host.manager = self
+        self.host.__class__, self.host.manager = WatchedHost, self
+        take = self.compute.take
+        self.compute.take = lambda chunk: (take(chunk), self.check(chunk))
 
-    def _take_device(self, chunk):
-        super()._take_device(chunk)
-        assert self.device_used <= self.device_budget_bytes - self.non_model_bytes
-        check_real_bytes(self, chunk)
-        if self.bank is not None:
+    def check(self, taken):
+        compute = self.compute
+        assert compute.used <= compute.chunkable_bytes
+        check_real_bytes(self, taken)
+        if compute.bank is not None:
             pages = sum(mmap.PAGESIZE for chunk in self.chunks.values() if chunk.device_bytes)
-            assert self.bank.mapped_bytes <= self.device_budget_bytes - self.non_model_bytes + pages + mmap.PAGESIZE
+            assert compute.bank.mapped_bytes <= compute.chunkable_bytes + pages + mmap.PAGESIZE
 
 
 @settings(max_examples=25, deadline=None, print_blob=True)

@@ -165,7 +165,7 @@ def check_nothing_is_left(engine, folder, before):
     assert movers() == []
     assert not list(folder.iterdir())
     assert descriptors() == before
-    assert not engine._manager.chunks and engine._manager.device_used == 0
+    assert not engine._manager.chunks and engine._manager.compute.used == 0
 
 
 def check_parameters(engine, error, states):

@@ -41,7 +41,7 @@ while True:
 @contextmanager
 def interrupted_after(seconds):
     """Ctrl-C at some moment, and again: where it meets a callback of the garbage collector's, Python drops it."""
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield

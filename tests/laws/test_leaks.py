@@ -53,8 +53,8 @@ def test_memory_does_not_grow_with_steps():
 def memory(engine: Engine) -> tuple[int, ...]:
     """What chunks take, and what of the system's memory is kept for them."""
     manager = engine._manager
-    mapped = 0 if manager.bank is None else manager.bank.mapped_bytes
-    return manager.device_used, manager.host.used, manager.host.other_bytes, mapped, manager.host.touched_bytes
+    mapped = 0 if manager.compute.bank is None else manager.compute.bank.mapped_bytes
+    return manager.compute.used, manager.host.used, manager.host.other_bytes, mapped, manager.host.touched_bytes
 
 
 def count_tensors() -> int:

@@ -188,9 +188,10 @@ def many_blocks():
 class Watched(Manager):
     """Checks the law each time memory is taken."""
 
-    def _take_device(self, chunk):
-        super()._take_device(chunk)
-        check_budgets(self, chunk)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        take = self.compute.take
+        self.compute.take = lambda chunk: (take(chunk), check_budgets(self, chunk))
 
     def advance(self):
         super().advance()
@@ -211,9 +212,9 @@ class WatchedHost(HostTier):
 
 
 def check_budgets(manager, *newcomers):
-    assert manager.device_used <= manager.device_budget_bytes - manager.non_model_bytes
+    assert manager.compute.used <= manager.compute.chunkable_bytes
     assert manager.host.used + manager.host.other_bytes <= manager.host.budget_bytes
-    assert real_bytes({*manager.chunks.values(), *newcomers}) == (manager.device_used, manager.host.used)
+    assert real_bytes({*manager.chunks.values(), *newcomers}) == (manager.compute.used, manager.host.used)
     if manager.disk is not None:
         file = manager.disk.file
         assert file.used_bytes <= file.nbytes <= (file.capacity_bytes or file.nbytes)

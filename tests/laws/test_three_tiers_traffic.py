@@ -1,12 +1,13 @@
 """Law 4 with a disk: what moves is what the homes and the plan say, however fast the disk is."""
 
 import contextlib
+import dataclasses
 import random
 import time
 import typing
 
 import pytest
-from hypothesis import Phase, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from patrickstar.layout.lists import PARAM16
@@ -92,35 +93,33 @@ def bytes_of(engine, there):
     return sum(disk.written_bytes(chunk, there.first * size, there.numel * size) for chunk, size in sizes)
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason="pages that were read on trust may be dropped and read again by a slow disk")
-@settings(max_examples=3, deadline=None, print_blob=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=4, deadline=None, print_blob=True)
 @given(shape=shapes, chunk_size=st.sampled_from([1000, 9000, 40000]), room=rooms)
-def test_a_planned_step_moves_the_same_bytes_however_fast_the_disk_is(folder, shape, chunk_size, room):
+def test_what_moves_is_the_same_however_fast_the_disk_is(folder, shape, chunk_size, room):
     check_speeds(folder, shape, chunk_size, room)
 
 
-@pytest.mark.xfail(strict=False, reason="pages that were read on trust may be dropped and read again by a slow disk")
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, print_blob=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=60, deadline=None, print_blob=True)
 @given(shape=shapes, chunk_size=st.sampled_from([1000, 9000, 40000]), room=rooms)
-def test_a_planned_step_in_many_more_cases(folder, shape, chunk_size, room):
+def test_what_moves_is_the_same_in_many_more_cases(folder, shape, chunk_size, room):
     check_speeds(folder, shape, chunk_size, room)
 
 
 def check_speeds(folder, shape, chunk_size, room):
+    """Step by step: also of what is done on the way to a plan, no decision waits to see how fast a disk is."""
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
     seen = []
     for kind, seed in ((ScratchFile, 0), (Slow, 1), (Slow, 2)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("patrickstar.engine.tiers.ScratchFile", kind)
             patch.setattr(Slow, "seed", seed)
-            with contextlib.closing(small_engine(shape.build, config)) as engine:
+            hooks = {"evict_everything": room.evict_everything}
+            with contextlib.closing(small_engine(shape.build, config, **hooks)) as engine:
                 assume(engine._manager.disk is not None)
-                seen.append(steps(engine, 8)[0])
+                seen.append(steps(engine, 6)[0])
                 assert_at_rest(engine)
-    steady = [moved for run in seen for moved in run[4:]]
-    assert len(set(steady)) == 1, seen
+    assert seen[1:] == seen[:1] * 2
 
 
 class Noted(DiskTier):
@@ -141,13 +140,13 @@ class Noted(DiskTier):
         return super().write(chunk, start, source)
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason="a lookup that moves to the host has homes planned anew in between")
 @settings(max_examples=6, deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, rooms, st.integers(1, 3))
 def test_optimizer_states_move_as_their_homes_say_and_clean_parameters_are_not_written(
     folder, shape, chunk_size, room, count
 ):
+    # What is recomputed in backward may have a gradient make way, and its parameter be rounded from the disk again.
+    shape = dataclasses.replace(shape, checkpointing=False)
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr("patrickstar.engine.tiers.DiskTier", Noted)

@@ -19,6 +19,12 @@ class Ledger(Manager):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.clean_write_backs = []
+        leave = self.moves.leave
+        self.moves.leave = lambda chunk, tier: (self.note(chunk), leave(chunk, tier))
+
+    def note(self, chunk):
+        if chunk.host_valid or chunk.disk_valid:
+            self.clean_write_backs.append(chunk)
 
     def _leave_to_host(self, chunk):
         clean = chunk.host_valid or chunk.disk_valid
@@ -27,11 +33,6 @@ class Ledger(Manager):
         if clean and self.traffic.d2h_bytes != before:
             self.clean_write_backs.append(chunk)
         return left
-
-    def _begin_to_leave(self, chunk, tier):
-        if chunk.host_valid or chunk.disk_valid:
-            self.clean_write_backs.append(chunk)
-        super()._begin_to_leave(chunk, tier)
 
 
 @settings(max_examples=10, deadline=None, print_blob=True)
@@ -87,7 +88,8 @@ def test_a_planned_step_fetches_the_optimum(layers, chunks_that_fit):
 def fetched_chunks(engine: Engine) -> int:
     """Bytes of chunks fetched in one more step."""
     taken = []
-    take = engine._manager._take_device
-    engine._manager._take_device = lambda chunk: (taken.append(chunk.nbytes), take(chunk))
+    compute = engine._manager.compute
+    take = compute.take
+    compute.take = lambda chunk: (taken.append(chunk.nbytes), take(chunk))
     train(engine, 1)
     return sum(taken)

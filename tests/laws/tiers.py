@@ -159,11 +159,11 @@ def assert_at_rest(engine: Engine) -> None:
     file, traffic = manager.disk.file, manager.traffic
     assert (traffic.disk_read_bytes, traffic.disk_write_bytes) == (file.read_bytes, file.written_bytes)
     assert not any(slot.pending or slot.uses for slot in engine._data.slots)
-    assert not manager._in_flight and manager.leaving_bytes == 0
+    assert not manager.moves.in_flight and manager.moves.leaving_bytes == 0
     for chunk in manager.chunks.values():
         assert not (chunk.pins or chunk.coming or chunk.leaving or chunk.being_written), f"{chunk} is in use"
     assert_one_owner(manager.chunks.values())
-    assert (manager.device_used, manager.host.used) == real_bytes(manager.chunks.values())
+    assert (manager.compute.used, manager.host.used) == real_bytes(manager.chunks.values())
 
 
 def assert_one_owner(chunks: Iterable[Chunk]) -> None:

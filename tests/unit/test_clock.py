@@ -109,7 +109,7 @@ def test_while_watching_eviction_is_in_list_order_under_a_part_of_the_budget(clo
     manager = clock.manager
     assert clock.mode is Mode.WATCH
     assert isinstance(manager.policy, ListOrder)
-    assert (manager.comfort_bytes, manager.non_model_bytes, manager.now) == (CAUTIOUS, 70, 0)
+    assert (manager.compute.comfort_bytes, manager.compute.non_model_bytes, manager.now) == (CAUTIOUS, 70, 0)
 
 
 def test_the_next_iteration_of_a_kind_follows_the_trace(clock):
@@ -122,8 +122,8 @@ def test_the_next_iteration_of_a_kind_follows_the_trace(clock):
     for now, chunks in enumerate(SHAPE):
         clock.tick(chunks, belongs=True)
         assert (clock.mode, manager.now) == (Mode.PLAN, now)
-        assert manager.non_model_bytes == trace.moments[now].non_model_bytes
-        assert manager.comfort_bytes == BUDGET
+        assert manager.compute.non_model_bytes == trace.moments[now].non_model_bytes
+        assert manager.compute.comfort_bytes == BUDGET
     assert not clock.end_iteration()
     assert clock.traces == {"a": trace}
     assert (clock.mode, clock.open_key) == (Mode.DEMAND, None)
@@ -134,10 +134,10 @@ def test_a_plan_reckons_with_what_is_measured_where_that_is_more(clock):
     clock.begin_iteration("a")
     clock.meter.use(120)
     clock.tick((0,), belongs=True)
-    assert clock.manager.non_model_bytes == 120
+    assert clock.manager.compute.non_model_bytes == 120
     clock.meter.used, clock.meter.freed = 20, BUDGET
     clock.tick((), belongs=True)
-    assert clock.manager.non_model_bytes == 20, "what was freed was not reclaimed"
+    assert clock.manager.compute.non_model_bytes == 20, "what was freed was not reclaimed"
 
 
 @pytest.mark.parametrize("at", range(len(SHAPE)))
@@ -152,7 +152,7 @@ def test_an_unexpected_access_departs_from_the_plan_and_the_trace_is_taken_again
     assert clock.mode is Mode.DEMAND
     assert clock.traces == {}
     assert isinstance(clock.manager.policy, ListOrder) and clock.manager.prefetch is None
-    assert clock.manager.non_model_bytes == 77
+    assert clock.manager.compute.non_model_bytes == 77
     clock.tick((0,), belongs=True)
     assert clock.mode is Mode.DEMAND
     assert not clock.end_iteration()
@@ -227,7 +227,7 @@ def test_what_does_not_belong_is_no_moment(clock):
     clock.meter.use(33)
     clock.tick((3,), belongs=False)
     assert (clock.mode, clock.manager.now) == (Mode.PLAN, 0)
-    assert clock.manager.non_model_bytes == 33
+    assert clock.manager.compute.non_model_bytes == 33
     for chunks in SHAPE[1:]:
         clock.tick(chunks, belongs=True)
         assert clock.mode is Mode.PLAN
@@ -260,7 +260,7 @@ def test_chunks_and_offloaded_activations_are_not_counted_as_used(clock):
     manager.host.borrow(128)
     clock.calibrate()
     assert clock.meter.reclaims == 1
-    above = CHUNKS * (16 if manager.bank is None else round_up(16))  # what really is resident: whole pages
+    above = CHUNKS * (16 if manager.compute.bank is None else round_up(16))  # what really is resident: whole pages
     assert clock.meter.chunk_bytes == [above + 32 + 128] * 2
     assert manager.resident_bytes == above + 32 + 128
 
@@ -268,12 +268,12 @@ def test_chunks_and_offloaded_activations_are_not_counted_as_used(clock):
 def test_pages_that_nobody_needs_any_more_are_not_counted_as_used_either():
     clock = new_clock()
     manager = clock.manager
-    if manager.bank is None:
+    if manager.compute.bank is None:
         pytest.skip("this system moves no pages")
     before = manager.resident_bytes
     manager.settle(manager[PARAM16, 0], Tier.HOST)
     assert manager.resident_bytes == before + 16, "its pages are parked, not gone"
-    manager.bank.trim(0)
+    manager.compute.bank.trim(0)
     assert manager.resident_bytes == before + 16 - round_up(16)
 
 
@@ -311,10 +311,10 @@ def test_where_the_cores_that_compute_would_copy_nothing_comes_ahead_of_need(clo
 def test_memory_that_was_freed_is_reclaimed_before_chunks_have_to_leave_for_it(clock):
     clock.meter.freed = CAUTIOUS - CHUNKS * 16
     clock.measure()
-    assert (clock.meter.reclaims, clock.manager.non_model_bytes) == (0, CAUTIOUS - CHUNKS * 16)
+    assert (clock.meter.reclaims, clock.manager.compute.non_model_bytes) == (0, CAUTIOUS - CHUNKS * 16)
     clock.meter.freed += 1
     clock.measure()
-    assert (clock.meter.reclaims, clock.manager.non_model_bytes) == (1, 0)
+    assert (clock.meter.reclaims, clock.manager.compute.non_model_bytes) == (1, 0)
 
 
 @quick
@@ -324,7 +324,7 @@ def test_chunks_may_fill_what_the_known_peak_leaves_and_no_less_than_the_warm_up
     clock.peak_non_model_bytes = peak
     clock.meter.use(now)
     clock.measure()
-    chunkable = clock.manager.comfort_bytes - clock.manager.non_model_bytes
+    chunkable = clock.manager.compute.comfort_bytes - clock.manager.compute.non_model_bytes
     assert chunkable == max(CAUTIOUS - now, BUDGET - max(peak, now) if peak else 0)
 
 

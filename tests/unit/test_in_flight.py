@@ -41,9 +41,9 @@ def test_a_chunk_changes_places_only_when_its_copy_is_done(way):
     other_gap = filled(manager, 2, 2, Tier.HOST, 3.0)
     slow = Slow(manager)
     if way == "up":
-        manager._begin_to_come(chunk, urgent=False)
+        manager.moves.come(chunk, urgent=False)
     else:
-        manager._begin_to_leave(chunk, Tier.HOST)
+        manager.moves.leave(chunk, Tier.HOST)
     start = chunk.place.start
     manager.remove(gap)
     manager.remove(other_gap)
@@ -67,7 +67,7 @@ def test_a_chunk_that_is_leaving_keeps_its_place():
     chunk = filled(manager, 0, 2, Tier.DEVICE, 2.0)
     assert manager._has_host_place(chunk)
     slow = Slow(manager)
-    manager._begin_to_leave(chunk, Tier.HOST)
+    manager.moves.leave(chunk, Tier.HOST)
     assert not manager.host.has_room(2 * 32)
     newcomer = filled(manager, 1, 1, Tier.HOST, 9.0)
     slow.timer.join()
@@ -81,10 +81,10 @@ def test_a_chunk_that_is_coming_and_is_removed_takes_nothing_along():
     manager = Manager(CPU, 10_000, 4 * 32, poison=True)
     chunk, other = filled(manager, 0, 2, Tier.HOST, 2.0), filled(manager, 1, 2, Tier.HOST, 3.0)
     slow = Slow(manager)
-    manager._begin_to_come(chunk, urgent=False)
+    manager.moves.come(chunk, urgent=False)
     manager.remove(chunk)
     slow.timer.join()
-    assert (manager.device_used, manager.host.used) == (0, 64)
+    assert (manager.compute.used, manager.host.used) == (0, 64)
     newcomer = filled(manager, 2, 2, Tier.HOST, 9.0)
     assert (newcomer.on_host(newcomer.whole) == 9.0).all()
     assert (other.on_host(other.whole) == 3.0).all()

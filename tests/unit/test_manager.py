@@ -40,7 +40,7 @@ class Watched(Chunk):
 
     def take_device(self) -> None:
         super().take_device()
-        assert real_bytes(self.manager, self)[0] <= self.manager.chunkable_bytes
+        assert real_bytes(self.manager, self)[0] <= self.manager.compute.chunkable_bytes
 
     def free_device(self, poison: bool) -> None:
         super().free_device(poison)
@@ -66,11 +66,11 @@ def real_bytes(manager: Manager, *more: Chunk) -> tuple[int, int]:
     """Bytes of memory that chunks hold: of the device less what whole pages round up, and in the host's slab."""
     chunks = {*manager.chunks.values(), *more}
     device = sum(chunk.nbytes for chunk in chunks if chunk.on_device_now)
-    if manager.bank is None:
+    if manager.compute.bank is None:
         assert device == sum(chunk.storage.nbytes() for chunk in chunks)
     else:
         pages = sum(round_up(chunk.nbytes) for chunk in chunks if chunk.on_device_now)
-        assert manager.bank.mapped_bytes - manager.bank.parked_bytes == pages
+        assert manager.compute.bank.mapped_bytes - manager.compute.bank.parked_bytes == pages
     (slab,) = manager.host.slabs
     base = slab.memory.data_ptr()
     hosts = sorted((chunk.host.data_ptr() - base, chunk.host.nbytes) for chunk in chunks if chunk.host is not None)
@@ -92,7 +92,7 @@ class Operations(RuleBasedStateMachine):
     @initialize(data=st.data(), device=st.integers(2, 24), host=st.integers(0, 48))
     def begin(self, data, device: int, host: int) -> None:
         self.manager = Watched.manager = WatchedHost.manager = Manager(CPU, device * 64, host * 64, poison=True)
-        self.manager.host = WatchedHost(host * 64, host * 64, pinned=False, poison=True)
+        self.manager.host = self.manager.moves.host = WatchedHost(host * 64, host * 64, pinned=False, poison=True)
         self.places: list[Place] = []
         self.value: dict[Watched, int] = {}
         self.writes = 0
@@ -149,13 +149,13 @@ class Operations(RuleBasedStateMachine):
         assert manager.traffic.d2h_bytes == moved - manager.traffic.h2d_bytes
         if nbytes is not None:
             assert manager.traffic.evictions == len(left)
-            wanted = manager.device_used + nbytes - sum(c.nbytes for c in came)
+            wanted = manager.compute.used + nbytes - sum(c.nbytes for c in came)
             others = [c for c in self.value if c not in protect]
             if error is None:
-                assert wanted <= manager.chunkable_bytes
+                assert wanted <= manager.compute.chunkable_bytes
                 self.check_each_was_needed(left, others, wanted)
             else:
-                assert named_figure(error, "device") == wanted - manager.chunkable_bytes > 0
+                assert named_figure(error, "device") == wanted - manager.compute.chunkable_bytes > 0
                 assert not any(self.could_leave(c) for c in others), "refused without need"
                 if "the host is full" in str(error):
                     assert any(c.device_bytes and not c.pins for c in others)
@@ -167,8 +167,9 @@ class Operations(RuleBasedStateMachine):
     def check_each_was_needed(self, left: list[Watched], others: list[Watched], wanted: int) -> None:
         """`param16` leaves down to the comfort limit, others only where the budget itself asks for it."""
         manager = self.manager
-        comfort = 0 if manager.evict_everything else manager.comfort_bytes - manager.non_model_bytes
-        limits = {PARAM16: min(comfort, manager.chunkable_bytes), PARAM32: manager.chunkable_bytes}
+        compute = manager.compute
+        comfort = 0 if manager.evict_everything else compute.comfort_bytes - compute.non_model_bytes
+        limits = {PARAM16: min(comfort, compute.chunkable_bytes), PARAM32: compute.chunkable_bytes}
         if wanted > limits[PARAM16]:
             assert not any(self.could_leave(c) for c in others if c.kind == PARAM16), "a chunk was kept in comfort"
         for chunk in reversed(left):
@@ -190,7 +191,7 @@ class Operations(RuleBasedStateMachine):
             return
         on_device = tier is Tier.DEVICE
         try:
-            with patch("patrickstar.memory.manager.Chunk", Watched):
+            with patch("patrickstar.memory.compute.Chunk", Watched):
                 chunk = self.manager.new_chunk(kind, index, 32 * size, DTYPES[kind], tier)
             assert self.manager[kind, index] is chunk
         except BudgetError as error:
@@ -217,7 +218,7 @@ class Operations(RuleBasedStateMachine):
         if self.operate(lambda: self.manager.bring(chunks), chunks, sum(c.nbytes for c in came)):
             assert all(c.device_valid for c in chunks)
             assert all(c.host_valid is (c.host is not None) for c in came)
-            assert self.manager.keep_duplicates or not any(c.host_valid for c in came)
+            assert self.manager.moves.keep_duplicates or not any(c.host_valid for c in came)
 
     @rule(data=st.data(), nbytes=st.integers(0, 1000) | st.integers(0, 15).map(lambda n: 64 * n))
     def make_room(self, data, nbytes: int) -> None:
@@ -269,10 +270,10 @@ class Operations(RuleBasedStateMachine):
 
     @rule(non_model=st.integers(0, 5), comfort=st.integers(0, 120), everything=st.booleans(), keep=st.booleans())
     def conditions(self, non_model: int, comfort: int, everything: bool, keep: bool) -> None:
-        self.manager.non_model_bytes = min(64 * non_model, self.manager.device_budget_bytes)
-        self.manager.comfort_bytes = self.manager.device_budget_bytes * comfort // 100
+        self.manager.compute.non_model_bytes = min(64 * non_model, self.manager.compute.budget_bytes)
+        self.manager.compute.comfort_bytes = self.manager.compute.budget_bytes * comfort // 100
         self.manager.evict_everything = everything
-        self.manager.keep_duplicates = keep
+        self.manager.moves.keep_duplicates = keep
 
     @invariant()
     def nothing_is_lost_or_mixed_up_and_accounts_are_the_real_bytes(self) -> None:
@@ -284,13 +285,13 @@ class Operations(RuleBasedStateMachine):
             assert not chunk.device_valid or (chunk.on_device(chunk.whole) == value).all()
             assert not chunk.host_valid or (chunk.on_host(chunk.whole) == value).all()
         host = manager.host
-        assert (manager.device_used, host.used) == real_bytes(manager)
+        assert (manager.compute.used, host.used) == real_bytes(manager)
         assert host.other_bytes == sum(place.nbytes for place in self.places)
-        assert manager.device_used <= manager.device_peak <= manager.device_budget_bytes
+        assert manager.compute.used <= manager.compute.peak <= manager.compute.budget_bytes
         assert host.used <= host.peak and host.other_bytes <= host.other_peak
         assert host.used + host.other_bytes <= host.budget_bytes
-        if manager.bank is not None:
-            assert manager.bank.mapped_bytes + host.touched_bytes == manager.resident_bytes
+        if manager.compute.bank is not None:
+            assert manager.compute.bank.mapped_bytes + host.touched_bytes == manager.resident_bytes
 
 
 TestOperations = Operations.TestCase
@@ -308,10 +309,10 @@ def manager_of(count: int, device_bytes: int, host_bytes: int, tier: Tier) -> tu
 def test_what_a_refusal_asks_for_is_enough_and_one_byte_less_is_not(what, more_bytes):
     tier = "device" if what == "device" else "host"
     manager, chunks = manager_of(4, 1000, 1000, Tier.HOST if what == "device" else Tier.DEVICE)
-    owner, budget = (manager, "device_budget_bytes") if what == "device" else (manager.host, "budget_bytes")
-    manager.non_model_bytes = 40
+    owner = manager.compute if what == "device" else manager.host
+    manager.compute.non_model_bytes = 40
     manager.host.borrow(96)
-    setattr(owner, budget, 150)
+    owner.budget_bytes = 150
     refused = {
         "device": lambda: manager.bring(chunks[:3]),
         "host": lambda: manager.settle(chunks[0], Tier.HOST),
@@ -320,7 +321,7 @@ def test_what_a_refusal_asks_for_is_enough_and_one_byte_less_is_not(what, more_b
     with pytest.raises(BudgetError) as caught:
         refused()
     named = named_figure(caught.value, tier)
-    setattr(owner, budget, 150 + named + more_bytes)
+    owner.budget_bytes = 150 + named + more_bytes
     with pytest.raises(BudgetError) if more_bytes else nullcontext():
         refused()
 

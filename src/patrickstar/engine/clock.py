@@ -99,7 +99,7 @@ class Clock:
         found = self._policies.get(id(trace))
         if found is None or found.trace is not trace:
             sizes = {index: chunk.nbytes for (kind, index), chunk in self.manager.chunks.items() if kind == PARAM16}
-            found = self.policy(trace, sizes, self.manager.device_budget_bytes)
+            found = self.policy(trace, sizes, self.manager.compute.budget_bytes)
             self._policies = {key: one for key, one in self._policies.items() if one.trace in self.traces.values()}
             self._policies[id(trace)] = found
         return found
@@ -119,18 +119,18 @@ class Clock:
 
     def measure(self) -> None:
         """Reckon with what is measured now, and leave room for what is not yet known."""
-        manager = self.manager
-        cautious = manager.device_budget_bytes * WARM_UP_PERCENT // 100
+        compute = self.manager.compute
+        cautious = compute.budget_bytes * WARM_UP_PERCENT // 100
         now = self._measured(cautious)
         # Once a peak is known, what it leaves is safe to fill, however little is used now.
-        known = manager.device_budget_bytes - max(0, self.peak_non_model_bytes - now)
-        manager.comfort_bytes = max(cautious, known) if self.peak_non_model_bytes else cautious
-        manager.non_model_bytes = now
+        known = compute.budget_bytes - max(0, self.peak_non_model_bytes - now)
+        compute.comfort_bytes = max(cautious, known) if self.peak_non_model_bytes else cautious
+        compute.non_model_bytes = now
 
     def _measured(self, limit_bytes: int) -> int:
         """Non-model bytes now, without what was freed where that would break the limit."""
         found = self.non_model_now()
-        if found + self.manager.device_used > limit_bytes:
+        if found + self.manager.compute.used > limit_bytes:
             self.meter.reclaim()
             found = self.non_model_now()
         self.non_model_peak = max(self.non_model_peak, found)
@@ -168,12 +168,12 @@ class Clock:
         now, moments = self.manager.now, self.trace.moments
         if now >= len(moments) or moments[now].chunks != chunks:
             return False
-        manager = self.manager
-        manager.comfort_bytes = manager.device_budget_bytes
-        manager.non_model_bytes = moments[now].non_model_bytes
-        arriving = any(not manager[PARAM16, chunk].device_valid for chunk in chunks)
+        compute = self.manager.compute
+        compute.comfort_bytes = compute.budget_bytes
+        compute.non_model_bytes = moments[now].non_model_bytes
+        arriving = any(not self.manager[PARAM16, chunk].device_valid for chunk in chunks)
         if self.meter.counts_freed or arriving:
-            manager.non_model_bytes = max(manager.non_model_bytes, self._measured(manager.device_budget_bytes))
+            compute.non_model_bytes = max(compute.non_model_bytes, self._measured(compute.budget_bytes))
         return True
 
     def _note_peak(self) -> None:

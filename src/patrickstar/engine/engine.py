@@ -82,7 +82,7 @@ class Engine:
             slab_bytes=None if self.device.type == "cpu" else needed,
         )
         self._manager.evict_everything = evict_everything
-        self._manager.keep_duplicates = tiers.disk is not None or not self._parameters_fit(
+        self._manager.moves.keep_duplicates = tiers.disk is not None or not self._parameters_fit(
             self.device_budget_bytes * (100 - WARM_UP_PERCENT) // 100
         )
         self._clock = Clock(self._manager, meter, policy)
@@ -246,7 +246,7 @@ class Engine:
         if self._clock.end_iteration():
             self._plan()
         manager = self._manager
-        manager.comfort_bytes = manager.device_budget_bytes
+        manager.compute.comfort_bytes = manager.compute.budget_bytes
         with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._early.finish(groups)
             overflow = self._gradients.overflowed()
@@ -278,18 +278,21 @@ class Engine:
         """Decide from the traces what lives where."""
         chunks = self.layout.chunks
         manager = self._manager
-        manager.keep_duplicates = manager.disk is not None or not self._parameters_fit(self._clock.peak_non_model_bytes)
+        manager.moves.keep_duplicates = manager.disk is not None or not self._parameters_fit(
+            self._clock.peak_non_model_bytes
+        )
         beside = self._clock.peak_non_model_bytes + self._update.workspace_bytes()
         stuck = self._update.stuck() if manager.disk is None else set()
         chunkable = self.device_budget_bytes - beside
         accumulates = self._data.accumulates
-        above = set(margin_chunks(chunks, chunkable, stuck=stuck, accumulates=accumulates)) - (
-            {slot.place.chunk for slot in self._data.slots if slot.on_host} - stuck
-        )
+        on_host = {slot.place.chunk for slot in self._data.slots if slot.on_host} - stuck
+        above = set(margin_chunks(chunks, chunkable, stuck=stuck, accumulates=accumulates)) - on_host
         if manager.disk is None:
             self._update.homes = dict.fromkeys(above, Tier.DEVICE)
             return
-        room = optimizer_room_bytes(self.layout, self.host_budget_bytes - manager.host.other_peak, chunkable)
+        beside_chunks = self.host_budget_bytes - manager.host.other_peak
+        kept = 0 if manager.evict_everything else chunkable
+        room = optimizer_room_bytes(self.layout, beside_chunks, kept, on_host)
         self._update.homes = homes(chunks, above, room, accumulates=accumulates)
 
     def _parameters_fit(self, beside_bytes: int) -> bool:

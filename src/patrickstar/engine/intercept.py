@@ -286,7 +286,7 @@ class Interceptor:
             if not is_out_of_memory(error):
                 raise
         manager = self.data.manager
-        manager.comfort_bytes = 0
+        manager.compute.comfort_bytes = 0
         with managing(), suppress(BudgetError):
             manager.make_room(0, protect=())
         self.data.follow_moves()

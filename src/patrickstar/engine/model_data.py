@@ -12,6 +12,7 @@ from patrickstar.kernels.rounding import canonical_nan_, round_into
 from patrickstar.kernels.rule import Gradient
 from patrickstar.layout.lists import GRAD32, PARAM16, PARAM32
 from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.interrupts import uninterrupted
 from patrickstar.memory.manager import Manager
 from patrickstar.schedule.placement import Tier, embedding_runs_on_host
 from patrickstar.schedule.states import TensorState, chunk_state
@@ -64,6 +65,7 @@ class ModelData:
 
     # Access and release (Algorithms 1 and 2)
 
+    @uninterrupted
     def access(self, slots: Sequence[Slot], belongs: bool, *, gently: bool = False) -> None:
         """Have the parameters of `slots` readable on the device until they are released.
 
@@ -87,6 +89,7 @@ class ModelData:
             if slot.over_param:
                 self.give_way(slot)
 
+    @uninterrupted
     def settle_embeddings(self) -> None:
         """Have lookups run on the host from now on where the last step moved more of the weight than they put out.
 
@@ -130,6 +133,7 @@ class ModelData:
             slot.uses += 1
             slot.move_to(TensorState.COMPUTE)
 
+    @uninterrupted
     def release(self, slots: Sequence[Slot], hold: TensorState) -> None:
         """End one use of each; the last use of a parameter leaves it in `hold`, or as a gradient if that has come."""
         for slot in slots:
@@ -138,6 +142,7 @@ class ModelData:
             if slot.uses == 0:
                 slot.move_to(TensorState.HOLD_AFTER_BWD if slot.over_param else hold)
 
+    @uninterrupted
     def boundary(self, belongs: bool) -> None:
         """An operator has ended: keep the budget for what comes until the next."""
         self.clock.tick((), belongs)
@@ -154,6 +159,7 @@ class ModelData:
             if slot.state is TensorState.HOLD_AFTER_FWD:
                 slot.move_to(TensorState.HOLD)
 
+    @uninterrupted
     def drop_uses(self) -> None:
         """End every use: an exception has unwound the operators that began them."""
         for slot in self.slots:
@@ -207,7 +213,7 @@ class ModelData:
         Each part comes with its place among the parameter's elements. With `write` parts are written back.
         """
         chunk = self.manager[kind, slot.place.chunk]
-        self.manager.settle_transfers(chunk)
+        self.manager.moves.settle(chunk)
         self.follow_moves()
         if chunk.in_memory:
             yield slice(0, slot.place.numel), slot.flat(chunk)
@@ -220,6 +226,7 @@ class ModelData:
 
     # Writing
 
+    @uninterrupted
     def written(self, slot: Slot) -> None:
         """The user wrote to a parameter in place: its chunk has changed, and so has its master copy."""
         self.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
@@ -230,6 +237,7 @@ class ModelData:
             for where, part in self.parts(slot, PARAM32, write=True):
                 follow_rounded(part, payload[where])
 
+    @uninterrupted
     def put_gradient(self, slot: Slot, grad: torch.Tensor) -> None:
         """Write a complete gradient over its parameter.
 
@@ -294,6 +302,7 @@ class ModelData:
                 f"later. Where steps differ like this, leave update=True out of engine.backward"
             )
 
+    @uninterrupted
     def finish_gradients(self) -> None:
         """Backward has ended: no gradient will grow any more."""
         self.in_backward = False
@@ -307,6 +316,7 @@ class ModelData:
         for slot in self.slots:
             self.discard_gradient(slot)
 
+    @uninterrupted
     def discard_gradient(self, slot: Slot) -> None:
         """Forget one, unless its update is under way."""
         if slot.pending:
@@ -316,6 +326,7 @@ class ModelData:
             self._restore(slot)
         slot.in_list, slot.unfinished = False, None
 
+    @uninterrupted
     def end_step(self) -> bool:
         """Keep the gradient list if the step accumulated, else drop it; True if that differs from the step before."""
         accumulated, self.backwards_in_step = self.backwards_in_step > 1, 0
@@ -338,6 +349,7 @@ class ModelData:
             return Gradient(earlier, None, dtype)
         return Gradient(slot.flat(slot.chunk), earlier, dtype)
 
+    @uninterrupted
     def updated(self, slots: Iterable[Slot]) -> None:
         """An update has made parameters of what lay over these."""
         for slot in slots:
@@ -347,6 +359,7 @@ class ModelData:
             slot.over_param = slot.in_list = slot.pending = False
             slot.move_to(TensorState.HOLD)
 
+    @uninterrupted
     def give_up(self, slot: Slot) -> None:
         """An update failed on the way: what lies over the parameter may be anything, and becomes the rounded master."""
         self._round_master(slot)
@@ -364,6 +377,7 @@ class ModelData:
         torch.autograd.graph.increment_version(slot.param)
         self.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
 
+    @uninterrupted
     def have(self, slot: Slot) -> None:
         """Have a parameter's chunk in memory, to be written."""
         self.manager.have(slot.chunk)

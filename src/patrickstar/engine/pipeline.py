@@ -11,6 +11,7 @@ from patrickstar.engine.slot import Slot
 from patrickstar.kernels.rule import Gradient, Rule, Span
 from patrickstar.layout.lists import GRAD32
 from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.interrupts import uninterrupted
 
 # [Note: updating after the step has returned]
 # A parameter must be new when it is used, and not before. So `optimizer.step()` says what is to be done, and returns.
@@ -60,6 +61,7 @@ class Pipeline:
         """Chunk indices that are not updated yet."""
         return {job.index for job in self._jobs}
 
+    @uninterrupted
     def add(self, index: int, rules: Mapping[Slot, Rule], scales: Sequence[float]) -> None:
         """Have the parameters of one chunk updated, after those asked for before."""
         manager = self.data.manager
@@ -85,6 +87,7 @@ class Pipeline:
         begun = {there.owner for there in self._queued()} | {job for job in self._jobs if job.updated}
         self._jobs.sort(key=lambda job: (-1, 0) if job in begun else (0, key(job.index)))
 
+    @uninterrupted
     def proceed(self) -> None:
         """Update the pages that have arrived, and ask for the next; never waits for the disk."""
         if not self.ahead:
@@ -117,6 +120,7 @@ class Pipeline:
             self.ring.wait([write for there in self.ring.live for write in there.writes])
             self.ring.collect()
 
+    @uninterrupted
     def _give_up(self, error: BaseException) -> None:
         """What is under way can't be finished: parameters become their masters, rounded, as far as these have come."""
         slots = [slot for job in self._jobs for slot in job.rules if slot.pending]
@@ -142,6 +146,7 @@ class Pipeline:
         place = {job: number for number, job in enumerate(self._jobs)}
         return sorted(queued, key=lambda there: (place[there.owner], there.first))
 
+    @uninterrupted
     def _read_ahead(self) -> None:
         """Ask for as many pages as the ring has room for: of what is to be updated, then of what will be."""
         self.ring.collect()
@@ -189,6 +194,7 @@ class Pipeline:
                 if (index, first) not in known and self.ring.read(lists, first, numel) is None:
                     return
 
+    @uninterrupted
     def _update(self, there: PageSet) -> None:
         """Update what a set holds, and begin to write it back."""
         job = there.owner

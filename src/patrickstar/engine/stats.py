@@ -59,7 +59,7 @@ class Stats:
         self.last = StepStats(
             steps=1,
             loss_scale=loss_scale,
-            device_peak_model_bytes=manager.device_peak,
+            device_peak_model_bytes=manager.compute.peak,
             device_peak_non_model_bytes=non_model_peak,
             host_peak_model_bytes=manager.host.peak,
             host_peak_non_model_bytes=manager.host.other_peak,
@@ -72,5 +72,5 @@ class Stats:
             stall_s=moved.stall_s,
         )
         self.total = self.total.plus(self.last)
-        manager.device_peak = manager.device_used
+        manager.compute.restart_peak()
         manager.host.restart_peaks()

@@ -1,7 +1,7 @@
 """The tiers of one engine: their budgets, and the scratch file of the one on disk."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,10 +100,12 @@ def _free_bytes(folder: Path) -> int:
     return space.f_bavail * space.f_frsize
 
 
-def optimizer_room_bytes(layout: Layout, host_bytes: int, device_param_bytes: int) -> int:
-    """What the host has for optimizer chunks beside the `param16` chunks that the device can't keep."""
-    largest = max(chunk.compute_bytes for chunk in layout.chunks)
-    spills = layout.param16_bytes > device_param_bytes
-    return host_bytes - (
-        min(layout.param16_bytes, layout.param16_bytes - device_param_bytes + largest) if spills else 0
-    )
+def optimizer_room_bytes(layout: Layout, host_bytes: int, device_param_bytes: int, on_host: Collection[int]) -> int:
+    """What the host has for optimizer chunks beside the `param16` chunks that the device can't keep.
+
+    on_host: indices of those that stay on the host, whose lookups run there.
+    """
+    stays = sum(chunk.compute_bytes for chunk in layout.chunks if chunk.index in on_host)
+    others = [chunk.compute_bytes for chunk in layout.chunks if chunk.index not in on_host]
+    spilled = sum(others) - device_param_bytes
+    return host_bytes - stays - (min(sum(others), spilled + max(others)) if spilled > 0 else 0)

@@ -16,6 +16,7 @@ from patrickstar.kernels.native import Running
 from patrickstar.kernels.rule import Rule, Span
 from patrickstar.layout.lists import GRAD32, PARAM32
 from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.interrupts import uninterrupted
 from patrickstar.schedule.placement import Tier
 
 STREAM_NUMEL = 1 << 22
@@ -61,6 +62,7 @@ class Update:
         elif late := self.pipeline.pending.intersection(slot.place.chunk for slot in slots):
             self.pipeline.finish(late)
 
+    @uninterrupted
     def run_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> list[Running]:
         """The same for the parameters of one chunk. What is returned may still be running, and must be waited for."""
         slots = self.data.by_chunk[index]
@@ -201,7 +203,7 @@ class Update:
         home, manager = self.home(index), self.data.manager
         if home is Tier.HOST and manager.disk is not None:
             needed = sum(chunk.nbytes for chunk in chunks if chunk.host is None)
-            if needed > manager.host.free_bytes:
+            if not manager.host.has_room(needed):
                 return Tier.DISK
         return home
 
@@ -218,8 +220,9 @@ class Update:
         home = self._home_now(index, chunks)
         read = slots[0].chunk
         if any(slot.has_gradient for slot in slots):
+            manager.moves.settle(read)
             has_place = read.host_bytes > 0 or manager.host.has_room(read.nbytes)
-            if home is Tier.DEVICE or (manager.disk is None and manager.keep_duplicates and has_place):
+            if home is Tier.DEVICE or (manager.disk is None and manager.moves.keep_duplicates and has_place):
                 chunks.append(read)
             elif home is Tier.HOST:
                 manager.have(read)

@@ -80,8 +80,8 @@ class Chunk:
 
     @property
     def in_memory(self) -> bool:
-        """Whether its current bytes can be read without waiting."""
-        return self.device_valid or self.host_valid
+        """Whether its current bytes can be read without waiting, and stay. See [Note: what is on its way]."""
+        return (self.device_valid and self.leaving is None) or self.host_valid
 
     def on_device(self, region: Region) -> torch.Tensor:
         """A view of the device copy with its own version counter. See [Note: one storage for life]."""

@@ -77,7 +77,7 @@ class HostTier:
 
     def _spare(self) -> list[Chunk]:
         """Chunks whose memory can go, since the device has their bytes."""
-        return [chunk for chunk in self._owners.values() if chunk.device_valid and chunk.leaving is None]
+        return [chunk for chunk in self._owners.values() if chunk.on_device_now and chunk.leaving is None]
 
     def _short_bytes(self, nbytes: int) -> int:
         """By how much the budget is too small for `nbytes` more, once all that can go has gone."""
