@@ -122,7 +122,6 @@ def leave(engine):
     """Nobody closes it."""
 
 
-@pytest.mark.slow  # Ctrl-C strikes at random moments: see "What it does not do yet" in docs/architecture.md
 @pytest.mark.parametrize(("then", "slow_disk"), [(close, False), (close, True), (go_on, False), (leave, False)])
 def test_ctrl_c_in_the_middle_of_training(tmp_path, monkeypatch, slow_disk, then):
     if slow_disk:

@@ -175,6 +175,7 @@ class ModelData:
         finally:
             self.follow_moves()
 
+    @uninterrupted
     def follow_moves(self) -> None:
         """Point the Parameters of chunks that moved at their device memory, or at nothing if that is gone."""
         self.point(self.manager.drain_moved())

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.interrupts import uninterrupted
 from patrickstar.memory.manager import Manager
 from patrickstar.memory.movers import Transfer
 from patrickstar.memory.pages import round_up
@@ -94,6 +95,7 @@ class Ring:
         length = self._page_bytes // chunk.dtype.itemsize if self.size.by_pages else chunk.numel
         return [(first, min(length, chunk.numel - first)) for first in range(0, chunk.numel, max(1, length))]
 
+    @uninterrupted
     def read(self, lists: list[Chunk], first: int, numel: int) -> PageSet | None:
         """Begin to read a page of each list; None where the ring is full, or the last update is not yet on disk."""
         free = self.free()
@@ -104,6 +106,7 @@ class Ring:
         self.complete(there)
         return there
 
+    @uninterrupted
     def complete(self, there: PageSet) -> None:
         """Begin to read those of a set's pages that are not under way."""
         views = self.views(there)
@@ -123,6 +126,7 @@ class Ring:
             found.append(ring[begin : begin + nbytes].view(chunk.dtype))
         return found
 
+    @uninterrupted
     def write(self, there: PageSet, lists: Sequence[Chunk]) -> None:
         """Begin to write the pages of these of a set's lists back."""
         for chunk, memory in zip(there.lists, self.views(there), strict=True):
@@ -137,12 +141,14 @@ class Ring:
         for transfer in transfers:
             self.manager.transit.wait(transfer)
 
+    @uninterrupted
     def drop(self, there: PageSet) -> None:
         """Pages that nobody wants after all; the disk must not write into what is used for something else."""
         self.wait(there.reads)
         self.wait(there.writes)
         self.live.remove(there)
 
+    @uninterrupted
     def collect(self) -> None:
         """Take pages back whose bytes are on disk."""
         for there in [there for there in self.live if there.updated]:

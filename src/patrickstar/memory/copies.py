@@ -24,6 +24,9 @@ class StreamTransfer(Transfer):
     def wait(self) -> None:
         self.event.synchronize()
 
+    def hasten(self) -> None:
+        """A stream keeps its order."""
+
     def cancel(self) -> None:
         """What a stream has begun it ends."""
         self.event.synchronize()

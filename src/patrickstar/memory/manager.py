@@ -149,6 +149,7 @@ class Manager:
 
     # Access
 
+    @uninterrupted
     def bring(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:
         """Have `chunks` on the device, all at once. `gently`: only chunks of `param16` may leave for them.
 
@@ -178,6 +179,7 @@ class Manager:
         if any(chunk.coming is not None or not chunk.in_memory for chunk in chunks):
             self.bring(chunks)
 
+    @uninterrupted
     def make_room(self, nbytes: int, protect: Iterable[Chunk], later_bytes: int = 0, *, gently: bool = False) -> None:
         """Evict until `nbytes` more fit into what the budget leaves for chunks.
 
@@ -224,6 +226,7 @@ class Manager:
         """What the device will hold once everybody who leaves is gone, and those in line are there."""
         return self.compute.used - self.moves.leaving_bytes + self._line_bytes
 
+    @uninterrupted
     def mark_written(self, chunk: Chunk, on_device: bool) -> None:
         """Say that one copy was written: it is the authoritative one, copies on the other tiers are stale."""
         assert chunk.coming is None and chunk.leaving is None, f"{chunk} was written while it was on its way"
@@ -270,6 +273,7 @@ class Manager:
 
     # Ahead of need
 
+    @uninterrupted
     def advance(self) -> None:
         """Let what is on its way land, and begin what shall come ahead of need."""
         self.moves.land_done()

@@ -72,6 +72,10 @@ class Transfer:
         finally:
             del self  # the error's traceback would hold the transfer, which holds the error
 
+    def hasten(self) -> None:
+        """Somebody waits: jobs that have not begun go before all others."""
+        self._board.hasten(self)
+
     def cancel(self) -> None:
         """Drop the jobs that have not begun, and wait for those that have."""
         self._board.drop(self, "it was cancelled")
@@ -118,6 +122,12 @@ class _Board:
                 self.line.append(transfer)
             for _ in transfer._waiting:
                 self.wakes.put(None)
+
+    def hasten(self, transfer: Transfer) -> None:
+        with self.lock:
+            if transfer in self.line:
+                self.line.remove(transfer)
+                self.line.appendleft(transfer)
 
     def take(self) -> tuple[Transfer, Job] | None:
         """The next job, which counts as running from here on."""

@@ -4,6 +4,7 @@ from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.compute import ComputeTier
 from patrickstar.memory.copies import StreamTransfer
 from patrickstar.memory.host import HostTier
+from patrickstar.memory.interrupts import uninterrupted
 from patrickstar.memory.transit import Transit
 from patrickstar.schedule.placement import Tier
 
@@ -131,6 +132,7 @@ class Moves:
             if transfer is None or transfer.done:
                 self.land(chunk)
 
+    @uninterrupted
     def settle(self, chunk: Chunk) -> None:
         """Have a chunk be where it is going, and none of its pages on their way."""
         if chunk in self.in_flight:

@@ -69,6 +69,7 @@ class Transit:
             if transfer.done:
                 transfer.wait()
                 return
+            transfer.hasten()
             with self.traffic.stalled():
                 transfer.wait()
         except (DiskError, MoveError) as error:
