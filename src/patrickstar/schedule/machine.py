@@ -1,0 +1,130 @@
+"""What a machine has and how fast its parts are: the description that estimates are made for. Files are TOML."""
+
+import tomllib
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from patrickstar.errors import ConfigError
+from patrickstar.layout.sizes import parse_size
+
+
+def _parse_size(value: Any) -> Any:
+    try:
+        return parse_size(value) if isinstance(value, str) else value
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]
+"""A number of bytes, also as "32GB"."""
+Rate = Annotated[float, BeforeValidator(_parse_size), Field(gt=0)]
+"""Bytes per second, also as "12GB"."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Gpu(_Part):
+    """The GPUs, all alike. Rates are of one, and sustained: what large operators reach, not what a data sheet says."""
+
+    count: int = Field(gt=0)
+    memory: Bytes
+    matmul_tflops: float = Field(gt=0)
+    """Of matrix products in 16 bits, 10^12 operations per second; a multiplication and an addition are two."""
+    memory_bandwidth: Rate
+
+
+class Host(_Part):
+    """The processors and their memory."""
+
+    memory: Bytes
+    memory_bandwidth: Rate
+    """What all cores reach together, reads and writes counted."""
+    cores: int = Field(gt=0)
+    matmul_tflops: float | None = Field(default=None, gt=0)
+    """Of all cores, in bfloat16; needed where the compute tier is the host's."""
+
+
+class Links(_Part):
+    """Between GPUs and host. All rates are of one GPU and one direction, while the other direction is busy too."""
+
+    h2d: Rate
+    d2h: Rate
+    shared_by: int = Field(default=1, gt=0)
+    """How many GPUs have one such link together."""
+    gpu_gpu: Rate | None = None
+    """Bytes that one GPU sends in a collective among all; needed for more than one GPU."""
+
+
+class DiskDrive(_Part):
+    """Below the host's memory."""
+
+    capacity: Bytes
+    read: Rate
+    write: Rate
+
+
+class Machine(_Part):
+    """A machine as an estimate sees it. Where there is no GPU, the host computes."""
+
+    name: str
+    source: str
+    """Where the figures come from."""
+    gpu: Gpu | None = None
+    host: Host
+    links: Links | None = None
+    disk: DiskDrive | None = None
+
+
+
+
+def read_machine(path: Path) -> Machine:
+    """The machine that a TOML file describes. Raises ConfigError, naming the field, for one that is none."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the machine file {path} can't be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the machine file {path} is no TOML: {error}") from error
+    try:
+        machine = Machine.model_validate(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"the machine file {path}: {field}: {first['msg']}") from None
+    _check(machine, path)
+    return machine
+
+
+def _check(machine: Machine, path: Path) -> None:
+    if machine.gpu is None and machine.host.matmul_tflops is None:
+        raise ConfigError(f"the machine file {path}: host.matmul_tflops: needed where there is no [gpu]")
+    if machine.gpu is not None and machine.links is None:
+        raise ConfigError(f"the machine file {path}: links: a [gpu] needs the rates between it and the host")
+    if machine.gpu is not None and machine.gpu.count > 1 and machine.links is not None and machine.links.gpu_gpu is None:
+        raise ConfigError(f"the machine file {path}: links.gpu_gpu: needed for more than one GPU")
+
+
+def known_machines() -> dict[str, Path]:
+    """The machines whose files come with this package, by name."""
+    folder = Path(str(resources.files("patrickstar") / "schedule" / "machines"))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def find_machine(place: str) -> Machine:
+    """The machine that `place` means: the name of one that comes with the package, or a TOML file.
+
+    Raises ConfigError, with the nearest names, if it means none.
+    """
+    known = known_machines()
+    if place in known:
+        return read_machine(known[place])
+    if Path(place).is_file():
+        return read_machine(Path(place))
+    nearest = get_close_matches(place, known, n=3, cutoff=0.3) or list(known)
+    raise ConfigError(f"{place!r} is no machine known here, and no file; did you mean {', '.join(nearest)}?")
