@@ -14,6 +14,7 @@ from report import publish
 from patrickstar.layout.sizes import format_size, parse_size
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.copies import Copies
+from patrickstar.memory.hardware import Hardware
 from patrickstar.memory.host import HostTier
 
 
@@ -33,7 +34,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     device, nbytes = torch.device("cuda"), parse_size(options.chunk)
-    host, copies = HostTier(2 * nbytes, 2 * nbytes, pinned=True, poison=False), Copies(device)
+    host, copies = HostTier(2 * nbytes, 2 * nbytes, Hardware(device).slab, poison=False), Copies(device)
     up, down = (Chunk("param16", index, nbytes // 2, "bfloat16", device) for index in range(2))
     for chunk in (up, down):
         host.take(chunk).zero_()

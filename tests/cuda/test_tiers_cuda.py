@@ -8,6 +8,7 @@ import patrickstar as ps
 from patrickstar.engine.engine import Engine
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.copies import Copies
+from patrickstar.memory.hardware import Hardware
 from patrickstar.memory.host import HostTier
 from patrickstar.schedule.prefetch import NextUseAhead, OnDemand
 from patrickstar.testing import ReferenceTrainer, assert_exact, assert_same_bits
@@ -55,7 +56,7 @@ def test_chunks_that_come_ahead_from_the_host_give_the_same_bits(policy):
 
 def test_a_copy_runs_on_a_stream_of_its_own_and_computing_waits_for_it_on_the_gpu():
     device = torch.device("cuda")
-    host, copies = HostTier(1 << 26, 1 << 26, pinned=True, poison=False), Copies(device)
+    host, copies = HostTier(1 << 26, 1 << 26, Hardware(device).slab, poison=False), Copies(device)
     chunk = Chunk("param16", 0, 1 << 24, "bfloat16", device)
     host.take(chunk).fill_(3.0)
     chunk.host_valid = True

@@ -112,7 +112,7 @@ def check_speeds(folder, shape, chunk_size, room):
     seen = []
     for kind, seed in ((ScratchFile, 0), (Slow, 1), (Slow, 2)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("patrickstar.engine.tiers.ScratchFile", kind)
+            patch.setattr("patrickstar.memory.hardware.ScratchFile", kind)
             patch.setattr(Slow, "seed", seed)
             hooks = {"evict_everything": room.evict_everything}
             with contextlib.closing(small_engine(shape.build, config, **hooks)) as engine:
@@ -149,7 +149,7 @@ def test_optimizer_states_move_as_their_homes_say_and_clean_parameters_are_not_w
     shape = dataclasses.replace(shape, checkpointing=False)
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr("patrickstar.engine.tiers.DiskTier", Noted)
+        patch.setattr("patrickstar.memory.hardware.DiskTier", Noted)
         engine = small_engine(shape.build, config, evict_everything=room.evict_everything)
         stack.callback(engine.close)
         assume(engine._manager.disk is not None)

@@ -7,6 +7,7 @@ import torch
 
 from patrickstar.layout.lists import ITEMSIZE
 from patrickstar.memory.chunk import Chunk, Region, fill_poison
+from patrickstar.memory.hardware import Hardware
 from patrickstar.memory.host import HostTier
 from patrickstar.memory.pages import PageBank, can_move_pages, round_up
 
@@ -25,7 +26,7 @@ def bank(request):
 
 @pytest.fixture
 def host():
-    return HostTier(1 << 16, 1 << 16, pinned=False, poison=True)
+    return HostTier(1 << 16, 1 << 16, Hardware(CPU).slab, poison=True)
 
 
 def chunk_of(values, bank=None, dtype="float32"):

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from patrickstar.errors import BudgetError
 from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.hardware import Hardware
 from patrickstar.memory.host import HostTier
 from patrickstar.memory.movers import Transfer
 from patrickstar.memory.slab import ALIGN_BYTES, Place
@@ -16,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def tier(budget: int, slab: int | None = None, *, poison: bool = True) -> HostTier:
-    return HostTier(budget, budget if slab is None else slab, pinned=False, poison=poison)
+    return HostTier(budget, budget if slab is None else slab, Hardware(CPU).slab, poison=poison)
 
 
 def chunk_on(host: HostTier, units: int, value: float = 1.0, index: int = 0) -> Chunk:

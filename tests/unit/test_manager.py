@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from patrickstar.errors import BudgetError
 from patrickstar.layout.lists import PARAM16, PARAM32
 from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.hardware import Hardware
 from patrickstar.memory.host import HostTier
 from patrickstar.memory.manager import Manager
 from patrickstar.memory.pages import round_up
@@ -92,7 +93,7 @@ class Operations(RuleBasedStateMachine):
     @initialize(data=st.data(), device=st.integers(2, 24), host=st.integers(0, 48))
     def begin(self, data, device: int, host: int) -> None:
         self.manager = Watched.manager = WatchedHost.manager = Manager(CPU, device * 64, host * 64, poison=True)
-        self.manager.host = self.manager.moves.host = WatchedHost(host * 64, host * 64, pinned=False, poison=True)
+        self.manager.host = self.manager.moves.host = WatchedHost(host * 64, host * 64, Hardware(CPU).slab, poison=True)
         self.places: list[Place] = []
         self.value: dict[Watched, int] = {}
         self.writes = 0

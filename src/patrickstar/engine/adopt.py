@@ -28,7 +28,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_model(module: nn.Module) -> None:
+def check_model(module: nn.Module, device: torch.device) -> None:
     """Raise ModelError for what can't be trained here, naming the parameter."""
     if next(module.parameters(), None) is None:
         raise ModelError(f"{type(module).__name__} has no parameters: there is nothing to train")
@@ -42,7 +42,7 @@ def check_model(module: nn.Module) -> None:
         if not param.is_leaf:
             raise ModelError(f"parameter {name!r} is computed from others; give the engine the model before that")
     for name, buffer in module.named_buffers():
-        if buffer.is_meta:
+        if buffer.is_meta and device.type != "meta":
             raise ModelError(f"buffer {name!r} is on the meta device; only parameters can be filled from `weights`")
     for prefix, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:

@@ -30,7 +30,7 @@ class Clock:
     def __init__(self, manager: Manager, meter: Meter, policy: type[Prefetch] | None = None) -> None:
         self.manager = manager
         # What the host moves to a CPU's own device tier is copied by the cores that compute: there is nothing to hide.
-        worth_it = manager.disk is not None or manager.device.type != "cpu"
+        worth_it = manager.disk is not None or manager.hardware.beside
         self.policy = policy or (NextUseAhead if worth_it else OnDemand)
         self.meter = meter
         self.mode = Mode.DEMAND

@@ -27,7 +27,7 @@ class EarlyUpdate:
         self.data = data
         self.update = update
         # Where operators run on a CPU, they and the update would fight over its cores.
-        self.beside = data.manager.device.type != "cpu"
+        self.beside = data.manager.hardware.beside
         self._groups: Mapping[Slot, Mapping[str, Any]] | None = None
         self._promised: list[dict[str, Any]] = []
         self._complete: set[int] = set()

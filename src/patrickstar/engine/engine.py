@@ -32,8 +32,9 @@ from patrickstar.engine.update import Update
 from patrickstar.errors import DiskError, ModelError, MoveError, TrainingError
 from patrickstar.kernels.choice import Kernels
 from patrickstar.layout.mapping import Layout
+from patrickstar.memory.hardware import Hardware
 from patrickstar.memory.manager import Manager
-from patrickstar.memory.meter import Meter, default_meter
+from patrickstar.memory.meter import Meter
 from patrickstar.memory.movers import THREAD_NAME
 from patrickstar.memory.scratch import PAGE_BYTES
 from patrickstar.schedule.placement import WARM_UP_PERCENT, Tier, homes, margin_chunks
@@ -46,7 +47,7 @@ class Engine:
     Raises BudgetError before anything moves when the model data can't fit, ModelError naming a parameter that can't be
     managed. `evict_everything` and `poison` are for tests: evict whatever may leave at every access, and fill what is
     freed with NaN; `meter` replaces the measurement of non-model data, `kernels` what updates, `policy` what comes
-    ahead of need; `page_bytes` is what moves to and from a disk at once.
+    ahead of need; `page_bytes` is what moves to and from a disk at once; `hardware` is what tiers are made of.
     """
 
     def __init__(
@@ -61,17 +62,19 @@ class Engine:
         poison: bool = False,
         policy: type[Prefetch] | None = None,
         page_bytes: int = PAGE_BYTES,
+        hardware: Hardware | None = None,
     ) -> None:
         self.config = config
-        self.device = config.find_device()
-        self.device_budget_bytes, self.host_budget_bytes = budgets(config, self.device)
+        hardware = hardware if hardware is not None else Hardware(config.find_device())
+        self.device = hardware.device
+        self.device_budget_bytes, self.host_budget_bytes = budgets(config, hardware)
         self.module = model if isinstance(model, nn.Module) else model()
-        check_model(self.module)
+        check_model(self.module, self.device)
         params = param_specs(self.module, config)
         self.layout: Layout = make_layout(params, config, self.device_budget_bytes)
         memory = self.device_budget_bytes, self.host_budget_bytes
-        tiers = plan_tiers(config, self.layout, used_together(self.module), memory, page_bytes)
-        meter = meter if meter is not None else default_meter(self.device)
+        tiers = plan_tiers(config, self.layout, used_together(self.module), memory, hardware, page_bytes)
+        meter = meter if meter is not None else hardware.meter()
         # A GPU's host slab is locked as a whole, so it begins no larger than what is sure to be in it.
         needed = self.layout.model_data_bytes + tiers.staging_bytes
         self._manager = Manager(
@@ -79,7 +82,8 @@ class Engine:
             *memory,
             poison,
             disk=tiers.disk,
-            slab_bytes=None if self.device.type == "cpu" else needed,
+            slab_bytes=needed if hardware.beside else None,
+            hardware=hardware,
         )
         self._manager.evict_everything = evict_everything
         self._manager.moves.keep_duplicates = tiers.disk is not None or not self._parameters_fit(

@@ -334,7 +334,7 @@ class Interceptor:
         if not slot.stays_on_host:
             found = F.embedding(*args, **kwargs)
         else:
-            host = torch.device("cpu")
+            host = self.data.manager.hardware.host_device
             moved: Any = [value.to(host) if isinstance(value, torch.Tensor) else value for value in args]
             found = F.embedding(*moved, **kwargs).to(self.data.manager.device)
             self.data.manager.count_move(found.nbytes, to_device=True)

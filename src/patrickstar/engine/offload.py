@@ -1,6 +1,5 @@
 """Saved activations on the host between forward and backward, within the host budget."""
 
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,10 +30,9 @@ class _Away:
         weakref.finalize(self, manager.host.give_back, self.place).atexit = False
         self.source = source
         self.like = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
-        start = time.perf_counter()
-        self._host(manager).copy_(tensor)
-        manager.traffic.stall_s += time.perf_counter() - start
-        manager.traffic.d2h_bytes += nbytes
+        with manager.transit.stalled():
+            self._host(manager).copy_(tensor)
+            manager.count_move(nbytes, to_device=False)
         self.device, self.manager, self.nbytes = tensor.device, manager, nbytes
 
     def _host(self, manager: Manager) -> torch.Tensor:
@@ -44,10 +42,9 @@ class _Away:
 
     def back(self) -> torch.Tensor:
         """A copy on the device."""
-        start = time.perf_counter()
-        tensor = torch.empty_like(self.like, device=self.device).copy_(self._host(self.manager))
-        self.manager.traffic.stall_s += time.perf_counter() - start
-        self.manager.traffic.h2d_bytes += self.nbytes
+        with self.manager.transit.stalled():
+            tensor = torch.empty_like(self.like, device=self.device).copy_(self._host(self.manager))
+            self.manager.count_move(self.nbytes, to_device=True)
         return tensor
 
 

@@ -1,20 +1,16 @@
 """The tiers of one engine: their budgets, and the scratch file of the one on disk."""
 
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from patrickstar.engine.config import Config
 from patrickstar.engine.ring import RingSize
-from patrickstar.errors import DiskError
 from patrickstar.layout.mapping import Layout
 from patrickstar.memory.disk import STAGES, DiskTier
-from patrickstar.memory.meter import installed_bytes
+from patrickstar.memory.hardware import Hardware
 from patrickstar.memory.pages import round_up
-from patrickstar.memory.scratch import PAGE_BYTES, ScratchFile
+from patrickstar.memory.scratch import PAGE_BYTES
 from patrickstar.schedule.feasibility import check_budgets, working_set_bytes
 from patrickstar.schedule.placement import Budgets, Tiers, disk_bytes, initial_placement
 
@@ -34,13 +30,13 @@ class TierPlan:
     """Host memory that pages on their way take."""
 
 
-def budgets(config: Config, device: torch.device) -> tuple[int, int]:
+def budgets(config: Config, hardware: Hardware) -> tuple[int, int]:
     """The bytes of device and host. On a CPU they share one RAM: what one is not given is the other's, or half each."""
     device_memory = int(config.device_memory) if config.device_memory is not None else None
     host_memory = int(config.host_memory) if config.host_memory is not None else None
-    ram = installed_bytes(torch.device("cpu"))
-    if device.type != "cpu":
-        return device_memory or installed_bytes(device), host_memory or ram
+    ram = hardware.host_bytes()
+    if hardware.beside:
+        return device_memory or hardware.device_bytes(), host_memory or ram
     if device_memory is None:
         device_memory = ram // 2 if host_memory is None else max(0, ram - host_memory)
     if host_memory is None:
@@ -53,6 +49,7 @@ def plan_tiers(
     layout: Layout,
     together: Sequence[set[str]],
     memory: tuple[int, int],
+    hardware: Hardware,
     page_bytes: int = PAGE_BYTES,
 ) -> TierPlan:
     """Decide where chunks begin, and make the scratch file if memory can't hold them and a disk may be used.
@@ -63,7 +60,7 @@ def plan_tiers(
     device, host = memory
     working_set = working_set_bytes(layout, together)
     in_memory = initial_placement(layout.chunks, Budgets(device, host), working_set)
-    free = _free_bytes(Path(config.disk.directory)) if config.disk is not None else 0
+    free = hardware.free_disk_bytes(Path(config.disk.directory)) if config.disk is not None else 0
     if config.disk is None or in_memory is not None:
         check_budgets(layout, together, Budgets(device, host))
         assert in_memory is not None, "budgets were checked"
@@ -84,20 +81,9 @@ def plan_tiers(
     check_budgets(layout, together, budget, staging)
     placement = initial_placement(layout.chunks, budget, working_set)
     assert placement is not None, "budgets were checked"
-    file = ScratchFile(
-        folder, disk_bytes(layout.chunks, placement), checksums=config.disk.checksums, capacity_bytes=capacity
-    )
-    return TierPlan(placement, DiskTier(file, page_bytes), ring, staging)
-
-
-def _free_bytes(folder: Path) -> int:
-    try:
-        space = os.statvfs(folder)
-    except OSError as error:
-        raise DiskError(
-            f"the disk tier's directory {folder} can't be used: {error.strerror}; create it, or use another"
-        ) from error
-    return space.f_bavail * space.f_frsize
+    nbytes = disk_bytes(layout.chunks, placement)
+    disk = hardware.disk(folder, nbytes, page_bytes, checksums=config.disk.checksums, capacity_bytes=capacity)
+    return TierPlan(placement, disk, ring, staging)
 
 
 def optimizer_room_bytes(layout: Layout, host_bytes: int, device_param_bytes: int, on_host: Collection[int]) -> int:

@@ -1,19 +1,17 @@
 """The compute tier: its budget, and which chunks have memory on the device."""
 
-import torch
-
 from patrickstar.memory.chunk import Chunk
-from patrickstar.memory.pages import PageBank, can_move_pages
+from patrickstar.memory.hardware import Hardware
 
 
 class ComputeTier:
     """Device memory of chunks, under a budget that they share with non-model data."""
 
-    def __init__(self, device: torch.device, budget_bytes: int, poison: bool) -> None:
-        self.device = device
+    def __init__(self, hardware: Hardware, budget_bytes: int, poison: bool) -> None:
+        self.device = hardware.device
         self.budget_bytes = budget_bytes
         self.poison = poison
-        self.bank = PageBank() if device.type == "cpu" and can_move_pages() else None
+        self.bank = hardware.bank()
         """Where pages wait that no chunk has at the moment, for the next that takes some."""
         self.non_model_bytes = 0
         """What the budget has to hold beside chunks, as far as is known at this moment."""

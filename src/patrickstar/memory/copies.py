@@ -56,6 +56,14 @@ class Copies:
         assert chunk.host is not None
         return self._start(chunk.host, chunk.on_device(chunk.whole), self.down_stream, repr(chunk))
 
+    def up_now(self, chunk: Chunk) -> None:
+        """Copy a chunk to device memory that it has taken, by whoever calls."""
+        chunk.on_device(chunk.whole).copy_(chunk.on_host(chunk.whole))
+
+    def down_now(self, chunk: Chunk) -> None:
+        """The same to its place on the host."""
+        chunk.on_host(chunk.whole).copy_(chunk.on_device(chunk.whole))
+
     def _start(
         self, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream | None, what: str
     ) -> Transfer:

@@ -1,5 +1,7 @@
 """The host tier: its budget, and who has which place in its slab."""
 
+from collections.abc import Callable
+
 import torch
 
 from patrickstar.errors import BudgetError
@@ -12,10 +14,10 @@ from patrickstar.memory.slab import ALIGN_BYTES, Place, Slab
 class HostTier:
     """Chunks, offloaded activations and the update's pages, in one slab and under one budget."""
 
-    def __init__(self, budget_bytes: int, slab_bytes: int, pinned: bool, poison: bool) -> None:
+    def __init__(self, budget_bytes: int, slab_bytes: int, new_slab: Callable[[int], Slab], poison: bool) -> None:
         self.budget_bytes = budget_bytes
-        self.pinned = pinned
-        self.slabs = [Slab(min(budget_bytes, slab_bytes), pinned)]
+        self.new_slab = new_slab
+        self.slabs = [new_slab(min(budget_bytes, slab_bytes))]
         """One, unless what nobody foresaw (unfrozen parameters, activations) asks for more beside a GPU."""
         self.poison = poison
         self.used = 0
@@ -129,7 +131,7 @@ class HostTier:
                 self.moved.add(chunk)
             place = self._first_place(nbytes)
         if place is None and nbytes <= self.budget_bytes - self.slab_bytes:
-            self.slabs.append(Slab(nbytes, self.pinned))
+            self.slabs.append(self.new_slab(nbytes))
             place = self._first_place(nbytes)
         if place is None:
             raise BudgetError(

@@ -11,6 +11,7 @@ from patrickstar.layout.sizes import format_size
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.compute import ComputeTier
 from patrickstar.memory.disk import STAGES, DiskTier
+from patrickstar.memory.hardware import Hardware
 from patrickstar.memory.host import HostTier
 from patrickstar.memory.interrupts import uninterrupted
 from patrickstar.memory.moves import Moves
@@ -38,17 +39,19 @@ class Manager:
         *,
         disk: DiskTier | None = None,
         slab_bytes: int | None = None,
+        hardware: Hardware | None = None,
     ) -> None:
         self.device = device
+        self.hardware = hardware if hardware is not None else Hardware(device)
         slab_bytes = host_budget_bytes if slab_bytes is None else slab_bytes
-        self.compute = ComputeTier(device, device_budget_bytes, poison)
-        self.host = HostTier(host_budget_bytes, slab_bytes, device.type == "cuda", poison)
-        page = torch.empty(0, dtype=torch.uint8)
+        self.compute = ComputeTier(self.hardware, device_budget_bytes, poison)
+        self.host = HostTier(host_budget_bytes, slab_bytes, self.hardware.slab, poison)
+        page = torch.empty(0, dtype=torch.uint8, device=self.hardware.host_device)
         if disk is not None:
             page = self.host.view(self.host.borrow(disk.page_bytes), torch.uint8)
             # What the threads have allocated themselves.
             self.host.other_bytes += STAGES * disk.page_bytes
-        self.transit = Transit(device, disk, page)
+        self.transit = Transit(self.hardware, disk, page)
         self.moves = Moves(self.compute, self.host, self.transit)
         self.chunks: dict[tuple[str, int], Chunk] = {}
         self.param16: dict[int, Chunk] = {}
@@ -77,7 +80,7 @@ class Manager:
     @property
     def resident_bytes(self) -> int:
         """Memory of this process that chunks, and what else the host tier holds, take: on a CPU of both tiers."""
-        below = 0 if self.device.type == "cuda" else self.host.touched_bytes
+        below = 0 if self.hardware.beside else self.host.touched_bytes
         return self.compute.resident_bytes + below
 
     @uninterrupted
@@ -370,7 +373,7 @@ class Manager:
         if self.disk is not None and chunk.host is None and self.host.free_bytes < chunk.nbytes:
             self.moves.leave(chunk, Tier.DISK)
             return True
-        if self.device.type == "cuda" and self._has_host_place(chunk):
+        if self.hardware.beside and self._has_host_place(chunk):
             self.moves.leave(chunk, Tier.HOST)
             return True
         return self._leave_to_host(chunk)
@@ -393,6 +396,7 @@ class Manager:
 
     def count_move(self, nbytes: int, *, to_device: bool) -> None:
         """Note bytes that crossed between the tiers outside whole chunks."""
+        self.hardware.crossed(nbytes, to_device=to_device)
         if to_device:
             self.traffic.h2d_bytes += nbytes
         else:

@@ -43,8 +43,8 @@ class Moves:
             self.come(chunk, urgent=True)
             return
         self.compute.take(chunk)
-        with self.transit.traffic.stalled():
-            chunk.on_device(chunk.whole).copy_(chunk.on_host(chunk.whole))
+        with self.transit.stalled():
+            self.transit.copies.up_now(chunk)
         chunk.device_valid = True
         self._count_up(chunk)
         if not self.keep_duplicates:
@@ -75,8 +75,8 @@ class Moves:
     def copy_down(self, chunk: Chunk) -> None:
         """Write a chunk to its place on the host, now, and let it leave the device."""
         if not chunk.host_valid:
-            with self.transit.traffic.stalled():
-                chunk.on_host(chunk.whole).copy_(chunk.on_device(chunk.whole))
+            with self.transit.stalled():
+                self.transit.copies.down_now(chunk)
             chunk.host_valid = True
             self._count_down(chunk)
         self.compute.give(chunk)

@@ -43,16 +43,7 @@ class Slab:
         self.touched_bytes = 0
         """Bytes that were ever in a place: what the slab takes of the machine's memory."""
         self._places: list[Place] = []
-        try:
-            self._map = mmap.mmap(-1, max(nbytes, 1), flags=RESERVE)
-        except OSError as error:
-            raise BudgetError(
-                f"the system reserves no {nbytes} bytes of addresses for host_memory ({error.strerror}): give a "
-                f"smaller one, or raise its limit (ulimit -v, vm.overcommit_memory)"
-            ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.memory = self._reserve(nbytes)
         if self.pinned:
             status = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), nbytes, PINNED_READ_WRITE)
             if int(status) != 0:
@@ -60,6 +51,18 @@ class Slab:
                     f"cudaHostRegister could not lock {nbytes} bytes of host memory: error {int(status)}; "
                     f"give a smaller host_memory, or raise the limit of locked memory (ulimit -l)"
                 )
+
+    def _reserve(self, nbytes: int) -> torch.Tensor:
+        try:
+            memory = mmap.mmap(-1, max(nbytes, 1), flags=RESERVE)
+        except OSError as error:
+            raise BudgetError(
+                f"the system reserves no {nbytes} bytes of addresses for host_memory ({error.strerror}): give a "
+                f"smaller one, or raise its limit (ulimit -v, vm.overcommit_memory)"
+            ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def take(self, nbytes: int) -> Place | None:
         """The first place of that size; None if there is none in a row."""
@@ -85,12 +88,16 @@ class Slab:
 
     def compact(self) -> None:
         """Close all gaps: places move towards the start, their bytes with them. Views of them must be taken anew."""
-        start, base = 0, self.memory.data_ptr()
+        start = 0
         for place in self._places:
             if place.start != start:
-                ctypes.memmove(base + start, base + place.start, place.nbytes)
+                self._move(place, start)
                 place.start = start
             start = place.end
+
+    def _move(self, place: Place, start: int) -> None:
+        base = self.memory.data_ptr()
+        ctypes.memmove(base + start, base + place.start, place.nbytes)
 
     def close(self) -> None:
         """Unlock the memory; it goes with the last tensor over it."""

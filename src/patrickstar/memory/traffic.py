@@ -1,8 +1,5 @@
 """What moved, and what waiting for it took."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
 
@@ -26,10 +23,3 @@ class Traffic:
     def copy(self) -> "Traffic":
         """A reading that will not change."""
         return replace(self)
-
-    @contextmanager
-    def stalled(self) -> Iterator[None]:
-        """What happens inside is time lost to movement."""
-        start = time.perf_counter()
-        yield
-        self.stall_s += time.perf_counter() - start

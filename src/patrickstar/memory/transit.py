@@ -1,13 +1,14 @@
 """What runs beside the training thread: copies and pages on their way, the time lost waiting for them, their errors."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from patrickstar.errors import DiskError, MoveError, TrainingError
 from patrickstar.memory.chunk import Chunk
-from patrickstar.memory.copies import Copies
 from patrickstar.memory.disk import DiskTier
+from patrickstar.memory.hardware import Hardware
 from patrickstar.memory.movers import Transfer
 from patrickstar.memory.traffic import Traffic
 
@@ -15,9 +16,10 @@ from patrickstar.memory.traffic import Traffic
 class Transit:
     """Begins transfers and waits for them. After an error of the disk, or of a thread, nothing moves any more."""
 
-    def __init__(self, device: torch.device, disk: DiskTier | None, page: torch.Tensor) -> None:
+    def __init__(self, hardware: Hardware, disk: DiskTier | None, page: torch.Tensor) -> None:
+        self.hardware = hardware
         self.disk = disk
-        self.copies = Copies(device)
+        self.copies = hardware.copies()
         self.traffic = Traffic()
         self.failed: BaseException | None = None
         """The error after which nothing is known to be whole."""
@@ -70,11 +72,18 @@ class Transit:
                 transfer.wait()
                 return
             transfer.hasten()
-            with self.traffic.stalled():
+            with self.stalled():
                 transfer.wait()
         except (DiskError, MoveError) as error:
             self.failed = error
             raise
+
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        """What happens inside is time lost to movement."""
+        start = self.hardware.seconds()
+        yield
+        self.traffic.stall_s += self.hardware.seconds() - start
 
     def check(self) -> None:
         """Raise TrainingError if bytes were lost before."""

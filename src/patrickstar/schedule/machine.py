@@ -45,6 +45,8 @@ class Host(_Part):
     memory: Bytes
     memory_bandwidth: Rate
     """What all cores reach together, reads and writes counted."""
+    update_bandwidth: Rate | None = None
+    """What an update of parameters reads and writes per second; by default as much as memory gives."""
     cores: int = Field(gt=0)
     matmul_tflops: float | None = Field(default=None, gt=0)
     """Of all cores, in bfloat16; needed where the compute tier is the host's."""

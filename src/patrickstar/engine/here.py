@@ -1,0 +1,125 @@
+"""This machine as estimates see it: its memory, and rates that a short probe measures."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from patrickstar.kernels.adam import AdamRule
+from patrickstar.kernels.choice import Kernels
+from patrickstar.kernels.rule import Gradient, Span
+from patrickstar.layout.lists import PARAM16
+from patrickstar.memory.compute import ComputeTier
+from patrickstar.memory.copies import Copies
+from patrickstar.memory.hardware import Hardware
+from patrickstar.memory.host import HostTier
+from patrickstar.memory.probe import measure
+from patrickstar.schedule.machine import DiskDrive, Gpu, Host, Links, Machine
+
+ROUNDS = 5
+CHUNK_BYTES = 1 << 26
+UPDATED = 8_000_000
+"""Parameters that are updated: 224 MB, more than caches hold."""
+MATRIX = 2048
+"""Rows and columns of the matrices that are multiplied."""
+
+
+def describe(device: torch.device, directory: str | Path | None = None) -> Machine:
+    """Measure this machine: about three seconds, and one more for the disk under `directory`.
+
+    Raises DiskError if that can't be used.
+    """
+    hardware = Hardware(device)
+    disk = None
+    if directory is not None:
+        rates = measure(directory)
+        disk = DiskDrive(capacity=hardware.free_disk_bytes(Path(directory)), read=rates.read, write=rates.write)
+    up, down = _copy_rates(hardware)
+    gpu = None
+    if device.type == "cuda":
+        gpu = Gpu(
+            count=1,
+            memory=hardware.device_bytes(),
+            matmul_tflops=_matmul_tflops(device),
+            memory_bandwidth=_copy_bandwidth(device),
+        )
+    cpu = torch.device("cpu")
+    return Machine(
+        name="here",
+        source="measured by a short probe",
+        gpu=gpu,
+        host=Host(
+            memory=hardware.host_bytes(),
+            memory_bandwidth=_copy_bandwidth(cpu),
+            update_bandwidth=_update_bandwidth(),
+            cores=os.cpu_count() or 1,
+            matmul_tflops=_matmul_tflops(cpu),
+        ),
+        links=Links(h2d=up, d2h=down),
+        disk=disk,
+    )
+
+
+def _seconds(act: Callable[[], object], device: torch.device) -> float:
+    """The middle one of some runs, after one that does not count."""
+    taken = []
+    for _ in range(ROUNDS + 1):
+        start = time.perf_counter()
+        act()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return median(taken[1:])
+
+
+def _matmul_tflops(device: torch.device) -> float:
+    a, b = (torch.randn(MATRIX, MATRIX, device=device).bfloat16() for _ in range(2))
+    return 2 * MATRIX**3 / _seconds(lambda: a @ b, device) / 1e12
+
+
+def _copy_bandwidth(device: torch.device) -> float:
+    source = torch.zeros(CHUNK_BYTES, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return 2 * CHUNK_BYTES / _seconds(lambda: target.copy_(source), device)
+
+
+def _update_bandwidth() -> float:
+    param, master = torch.zeros(UPDATED, dtype=torch.bfloat16), torch.zeros(UPDATED)
+    moments = torch.zeros(UPDATED), torch.zeros(UPDATED)
+    rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=1)
+    span = Span(param, Gradient(param), master, moments, rule)
+    kernels = Kernels.best(torch.device("cpu"))
+    return 28 * UPDATED / _seconds(lambda: kernels.update([span], ()), torch.device("cpu"))
+
+
+def _copy_rates(hardware: Hardware) -> tuple[float, float]:
+    """Chunks that come to the device's memory, and go, by the very path that chunks take."""
+    compute = ComputeTier(hardware, CHUNK_BYTES, poison=False)
+    host, copies = HostTier(CHUNK_BYTES, CHUNK_BYTES, hardware.slab, poison=False), Copies(hardware.device)
+    chunk = compute.new(PARAM16, 0, CHUNK_BYTES // 2, "bfloat16")
+    host.take(chunk).zero_()
+
+    def come() -> None:
+        compute.take(chunk)
+        copies.up_now(chunk)
+
+    def timed(act: Callable[[], None]) -> float:
+        start = time.perf_counter()
+        act()
+        if hardware.device.type == "cuda":
+            torch.cuda.synchronize(hardware.device)
+        return time.perf_counter() - start
+
+    ups, downs = [], []
+    for _ in range(ROUNDS + 1):
+        ups.append(timed(come))
+        downs.append(timed(lambda: copies.down_now(chunk)))
+        compute.give(chunk)
+    host.give(chunk)
+    chunk.memory.close()
+    copies.close()
+    host.close()
+    return CHUNK_BYTES / median(ups[1:]), CHUNK_BYTES / median(downs[1:])

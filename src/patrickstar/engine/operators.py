@@ -1,0 +1,158 @@
+"""What operators would take, seen one by one as they run on tensors without bytes: seconds, and memory."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+Seconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
+"""What an operator takes, from the operator, its arguments and what it returned."""
+
+_MADE_OF_NOTHING = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+    torch.ops.aten.set_,
+    torch.ops.aten.resize_,
+    torch.ops.aten._unsafe_view,
+    torch.ops.aten.lift_fresh,
+}
+"""What touches no byte, beside views."""
+
+
+def is_free(func: Any) -> bool:
+    """Whether an operator touches no bytes: a view, or memory that is only taken."""
+    return func.is_view or func.overloadpacket in _MADE_OF_NOTHING
+
+
+def operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Multiplications and additions of an operator's matrix products."""
+    count = flop_registry.get(func.overloadpacket)
+    return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+
+
+def touched_bytes(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Bytes of memory that an operator reads and writes, each tensor once."""
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+
+class TensorMeter:
+    """Counts the bytes of tensors that live, and the most there were. A `Meter`."""
+
+    source = "bytes of tensors"
+    counts_freed = False
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.baseline_bytes = 0
+        self._known: dict[int, int] = {}
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """A tensor has come: its memory counts until the last that shares it is gone."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._known:
+            return
+        self._known[storage._cdata] = storage.nbytes()
+        self.live_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._forget, storage._cdata).atexit = False
+
+    def _forget(self, key: int) -> None:
+        self.live_bytes -= self._known.pop(key)
+
+    def calibrate(self, chunk_bytes: int) -> None:
+        """What is there now is nobody's."""
+        self.baseline_bytes = self.live_bytes
+
+    def now(self, chunk_bytes: int) -> int:
+        """Bytes of tensors."""
+        return max(0, self.live_bytes - self.baseline_bytes)
+
+    def peak(self, chunk_bytes: int) -> int:
+        """The most since `restart`."""
+        return max(0, self.peak_bytes - self.baseline_bytes)
+
+    def restart(self) -> None:
+        """Forget the peak."""
+        self.peak_bytes = self.live_bytes
+
+    def reclaim(self) -> None:
+        """Nothing is kept for reuse."""
+
+
+class Watch(TorchDispatchMode):
+    """Inside, every operator's tensors are metered and its seconds are told to `spend`."""
+
+    def __init__(self, meter: TensorMeter, seconds: Seconds, spend: Callable[[float], None]) -> None:
+        super().__init__()
+        self.meter, self.seconds, self.spend = meter, seconds, spend
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.meter.see(leaf)
+        if not is_free(func):
+            self.spend(self.seconds(func, args, kwargs, out))
+        return out
+
+
+class SameAttention(TorchFunctionMode):
+    """Has attention take the kernel that it takes on a real device: which one it is depends on the device's type."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.device_type = device_type
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _attention(self.device_type, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention(
+    device_type: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    aten = torch.ops.aten
+    if device_type == "cpu" and dropout_p == 0.0:
+        mask = attn_mask
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+        )[0]
+    if device_type == "cuda" and attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    return torch._C._nn.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+    )
+
+
+@contextmanager
+def watching(watch: Watch, device_type: str) -> Iterator[None]:
+    """Inside, operators are seen, those of autograd too."""
+    with SameAttention(device_type), watch:
+        yield

@@ -1,0 +1,194 @@
+"""A rehearsal: the engine itself trains a model without bytes, on a machine that is only described.
+
+What it decides, moves and holds is what a run would, to the byte, since it is the same code; what that takes is what
+the machine's rates say.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from patrickstar.engine.config import Config
+from patrickstar.engine.engine import Engine
+from patrickstar.engine.operators import Seconds, TensorMeter, Watch, operations, touched_bytes, watching
+from patrickstar.engine.stats import StepStats
+from patrickstar.kernels.choice import Kernels
+from patrickstar.kernels.listed import PAGE_NUMEL, WORKSPACE_ITEMS
+from patrickstar.kernels.rule import Gradient, Rule, Span
+from patrickstar.kernels.survey import Survey
+from patrickstar.memory.lanes import LaneTransfer
+from patrickstar.memory.rehearsed import META, RehearsedHardware
+from patrickstar.schedule.machine import Machine
+from patrickstar.schedule.trace import Trace
+
+STEPS = 3
+"""One that is traced, one that follows its trace, and one that begins where a planned one has ended."""
+
+Step = Callable[[Engine], None]
+"""One step of a training loop: forward, backward, update."""
+
+
+class Running(Protocol):
+    """An update that may not have ended."""
+
+    def finish(self) -> None:
+        """Wait for it."""
+
+
+class _OnLane:
+    def __init__(self, transfer: LaneTransfer) -> None:
+        self.transfer = transfer
+
+    def finish(self) -> None:
+        self.transfer.wait()
+
+
+class RehearsedKernels(Kernels):
+    """Updates nothing, and takes as long as its bytes do in memory."""
+
+    def __init__(self, hardware: RehearsedHardware) -> None:
+        super().__init__(None)
+        self.hardware = hardware
+
+    def workspace_bytes(self, rule: Rule, device: torch.device, dtype: torch.dtype, numel: int) -> int:
+        if rule.code is not None and dtype == torch.float32:
+            return 0
+        return min(numel, PAGE_NUMEL if rule.by_pages else numel) * WORKSPACE_ITEMS * dtype.itemsize
+
+    def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Any]:
+        below = [span for span in spans if self.hardware.on_host(span.master)]
+        above = [span for span in spans if not self.hardware.on_host(span.master)]
+        self._on_device(sum(_span_bytes(span) for span in above))
+        nbytes = sum(_span_bytes(span) for span in below)
+        if not self.hardware.beside:
+            self.hardware.update.run(nbytes, "update")
+            return []
+        return [_OnLane(self.hardware.update.begin(nbytes, "update"))]
+
+    def survey(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> Survey:
+        below = [grad for grad in gradients if self.hardware.on_host(grad.last)]
+        above = [grad for grad in gradients if not self.hardware.on_host(grad.last)]
+        self._on_device(sum(_gradient_bytes(grad) for grad in above))
+        self.hardware.update.run(sum(_gradient_bytes(grad) for grad in below), "survey")
+        return Survey(tuple(1.0 for _ in gradients))
+
+    def _on_device(self, nbytes: int) -> None:
+        gpu = self.hardware.machine.gpu
+        if gpu is None:
+            self.hardware.update.run(nbytes, "update")
+        else:
+            self.hardware.clock.now += nbytes / gpu.memory_bandwidth
+
+
+def _gradient_bytes(grad: Gradient) -> int:
+    parts = [grad.last] if grad.earlier is None else [grad.last, grad.earlier]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def _span_bytes(span: Span) -> int:
+    """Gradient read, parameter written, master and states read and written (ZeRO-Offload §5: the update's traffic)."""
+    kept = sum(tensor.numel() * tensor.element_size() for tensor in (span.master, *span.states))
+    return _gradient_bytes(span.grad) + span.param.numel() * span.param.element_size() + 2 * kept
+
+
+def roofline(machine: Machine) -> Seconds:
+    """What an operator takes where its matrix products, or its bytes, are all that counts."""
+    if machine.gpu is not None:
+        tflops, bandwidth = machine.gpu.matmul_tflops, machine.gpu.memory_bandwidth
+    else:
+        assert machine.host.matmul_tflops is not None
+        tflops, bandwidth = machine.host.matmul_tflops, machine.host.memory_bandwidth
+
+    def seconds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+        return max(operations(func, args, kwargs, out) / (tflops * 1e12), touched_bytes(args, kwargs, out) / bandwidth)
+
+    return seconds
+
+
+@dataclass(frozen=True)
+class LaneUse:
+    """What one resource did in a step."""
+
+    name: str
+    busy_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A step as it would go, once it is planned."""
+
+    seconds: float
+    compute_s: float
+    lanes: tuple[LaneUse, ...]
+    stats: StepStats
+    trace: Trace
+
+    @property
+    def bound_s(self) -> float:
+        """What the busiest resource alone takes: no plan that does this work is faster."""
+        return max(self.compute_s, *(lane.busy_s for lane in self.lanes))
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """A copy of a module whose parameters and buffers have no bytes."""
+    import copy
+
+    memo: dict[int, Any] = {}
+    for param in module.parameters():
+        with torch._C.DisableTorchFunctionSubclass():
+            memo[id(param)] = nn.Parameter(torch.empty_like(param, device=META), requires_grad=param.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device=META)
+    return copy.deepcopy(module, memo)
+
+
+def rehearse(
+    model: nn.Module | Callable[[], nn.Module],
+    config: Config,
+    step: Step,
+    machine: Machine,
+    seconds: Seconds | None = None,
+    *,
+    steps: int = STEPS,
+    **hooks: Any,
+) -> Forecast:
+    """Train a model for some steps without its bytes, and tell of the last of them.
+
+    model: on the meta device, or a function that builds it, which is called under it. step: must read no value of a
+    tensor. seconds: what operators take; by default what the machine's rates say. hooks: the engine's. Raises BudgetError, as a run would,
+    where the model does not fit.
+    """
+    meter = TensorMeter()
+    hardware = RehearsedHardware(machine, meter)
+    computed = 0.0
+
+    def spend(taken: float) -> None:
+        nonlocal computed
+        computed += taken
+        hardware.clock.now += taken
+
+    watch = Watch(meter, seconds if seconds is not None else roofline(machine), spend)
+    if not isinstance(model, nn.Module):
+        with META:
+            model = model()
+    values = {name: torch.empty_like(param, device=META) for name, param in model.named_parameters()}
+    with watching(watch, "cpu" if machine.gpu is None else "cuda"):
+        engine = Engine(model, config, values.__getitem__, kernels=RehearsedKernels(hardware), hardware=hardware, **hooks)
+        try:
+            for _ in range(steps):
+                began, computed = hardware.clock.now, 0.0
+                before = [(lane.busy_s, lane.nbytes) for lane in hardware.lanes]
+                step(engine)
+            lanes = tuple(
+                LaneUse(lane.name, lane.busy_s - busy_s, lane.nbytes - nbytes)
+                for lane, (busy_s, nbytes) in zip(hardware.lanes, before, strict=True)
+            )
+            return Forecast(
+                hardware.clock.now - began, computed, lanes, engine.stats.last, engine._clock.trace
+            )
+        finally:
+            engine.close(keep=False)

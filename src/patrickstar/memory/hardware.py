@@ -1,0 +1,73 @@
+"""What tiers are made of: memory, copies, a disk and a clock. A rehearsal has others than a run."""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from patrickstar.errors import DiskError
+from patrickstar.memory.copies import Copies
+from patrickstar.memory.disk import DiskTier
+from patrickstar.memory.meter import Meter, default_meter, installed_bytes
+from patrickstar.memory.pages import PageBank, can_move_pages
+from patrickstar.memory.scratch import ScratchFile
+from patrickstar.memory.slab import Slab
+
+
+class Hardware:
+    """The machine itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.host_device = torch.device("cpu")
+        self.beside = device.type != "cpu"
+        """Whether copies between host and device, and updates on the host, run beside what the device computes."""
+
+    def seconds(self) -> float:
+        """A clock."""
+        return time.perf_counter()
+
+    def meter(self) -> Meter:
+        """What measures non-model data on the device."""
+        return default_meter(self.device)
+
+    def device_bytes(self) -> int:
+        """What the device has to give."""
+        return installed_bytes(self.device)
+
+    def host_bytes(self) -> int:
+        """What the host has to give."""
+        return installed_bytes(self.host_device)
+
+    def bank(self) -> PageBank | None:
+        """Where pages of a device's memory wait, if that is how chunks get theirs."""
+        return PageBank() if self.device.type == "cpu" and can_move_pages() else None
+
+    def slab(self, nbytes: int) -> Slab:
+        """Memory of the host; page-locked where a GPU copies from it."""
+        return Slab(nbytes, pinned=self.device.type == "cuda")
+
+    def copies(self) -> Copies:
+        """What copies chunks between host and device."""
+        return Copies(self.device)
+
+    def crossed(self, nbytes: int, *, to_device: bool) -> None:
+        """Bytes that are no whole chunk cross between host and device; whoever says so copies them."""
+
+    def free_disk_bytes(self, directory: Path) -> int:
+        """What a directory's disk has free. Raises DiskError if it can't be used."""
+        try:
+            space = os.statvfs(directory)
+        except OSError as error:
+            raise DiskError(
+                f"the disk tier's directory {directory} can't be used: {error.strerror}; create it, or use another"
+            ) from error
+        return space.f_bavail * space.f_frsize
+
+    def disk(
+        self, directory: Path, nbytes: int, page_bytes: int, *, checksums: bool, capacity_bytes: int | None
+    ) -> DiskTier:
+        """A tier over a scratch file of so many bytes."""
+        file = ScratchFile(directory, nbytes, checksums=checksums, capacity_bytes=capacity_bytes)
+        return DiskTier(file, page_bytes)

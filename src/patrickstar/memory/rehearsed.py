@@ -1,0 +1,168 @@
+"""A machine to rehearse on: memory without bytes, and transfers that take as long as its description says."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from patrickstar.errors import DiskError
+from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.copies import Copies
+from patrickstar.memory.disk import DiskTier
+from patrickstar.memory.hardware import Hardware
+from patrickstar.memory.lanes import Clock, Lane
+from patrickstar.memory.meter import Meter
+from patrickstar.memory.movers import Movers, Transfer
+from patrickstar.memory.pages import PageBank
+from patrickstar.memory.scratch import ScratchFile
+from patrickstar.memory.slab import Place, Slab
+from patrickstar.schedule.machine import Machine
+
+META = torch.device("meta")
+
+
+class RehearsedSlab(Slab):
+    """Places in memory that is not there."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes, pinned=False)
+
+    def _reserve(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=META)
+
+    def _move(self, place: Place, start: int) -> None:
+        """There is nothing to move."""
+
+
+class RehearsedCopies(Copies):
+    """Copies on two lanes."""
+
+    def __init__(self, up: Lane, down: Lane) -> None:
+        super().__init__(META)
+        self._up, self._down = up, down
+
+    def up(self, chunk: Chunk) -> Transfer:
+        return self._up.begin(chunk.nbytes, repr(chunk))
+
+    def down(self, chunk: Chunk) -> Transfer:
+        return self._down.begin(chunk.nbytes, repr(chunk))
+
+    def up_now(self, chunk: Chunk) -> None:
+        self._up.run(chunk.nbytes, repr(chunk))
+
+    def down_now(self, chunk: Chunk) -> None:
+        self._down.run(chunk.nbytes, repr(chunk))
+
+
+class RehearsedFile(ScratchFile):
+    """Keeps accounts of places on a disk, and has none."""
+
+    def __init__(self, directory: Path, nbytes: int, free_bytes: int, capacity_bytes: int | None) -> None:
+        self.free_bytes = free_bytes
+        super().__init__(directory, nbytes, checksums=False, capacity_bytes=capacity_bytes)
+
+    def _make(self) -> tuple[int, Path]:
+        return os.open(os.devnull, os.O_RDWR), Path(self.directory)
+
+    def _try_direct(self) -> bool:
+        return True
+
+    def _grow(self, nbytes: int, what: str) -> None:
+        if nbytes > self.free_bytes:
+            raise DiskError(f"{what} brings what lies on the disk to {nbytes} bytes, of {self.free_bytes} that are free")
+        self.nbytes = max(self.nbytes, nbytes)
+
+
+class RehearsedDisk(DiskTier):
+    """Pages on two lanes."""
+
+    def __init__(self, file: RehearsedFile, page_bytes: int, read: Lane, write: Lane) -> None:
+        super().__init__(file, page_bytes)
+        self._read, self._write = read, write
+
+    def _submit(
+        self,
+        movers: Movers,
+        move: Callable[[torch.Tensor, str, int, torch.Tensor], None],
+        chunk: Chunk,
+        start: int,
+        memory: torch.Tensor,
+        urgent: bool,
+    ) -> Transfer:
+        if movers is self.readers:
+            nbytes = self.written_bytes(chunk, start, memory.numel())
+            self.file.read_bytes += nbytes
+            return self._read.begin(nbytes, repr(chunk), urgent)
+        self.file.written_bytes += memory.numel()
+        return self._write.begin(memory.numel(), repr(chunk))
+
+
+class RehearsedHardware(Hardware):
+    """What a `Machine` describes; `meter` counts the bytes of tensors that would be there.
+
+    What the host moves to a device tier of its own is copied by the cores that compute: a copied byte is read and
+    written.
+    """
+
+    def __init__(self, machine: Machine, meter: Meter) -> None:
+        super().__init__(META)
+        self.machine = machine
+        self.host_device = META
+        self.beside = machine.gpu is not None
+        self.clock = Clock()
+        copied = machine.host.memory_bandwidth / 2
+        links = machine.links
+        self.up = Lane("host to device", links.h2d if links is not None else copied, self.clock)
+        self.down = Lane("device to host", links.d2h if links is not None else copied, self.clock)
+        self.read = Lane("disk read", machine.disk.read if machine.disk is not None else 1.0, self.clock)
+        self.write = Lane("disk write", machine.disk.write if machine.disk is not None else 1.0, self.clock)
+        update = machine.host.update_bandwidth or machine.host.memory_bandwidth
+        self.update = Lane("update on the host", update, self.clock)
+        self._meter = meter
+        self._host_storages: set[int] = set()
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """All that move bytes beside what computes."""
+        return self.up, self.down, self.read, self.write, self.update
+
+    def seconds(self) -> float:
+        return self.clock.now
+
+    def meter(self) -> Meter:
+        return self._meter
+
+    def device_bytes(self) -> int:
+        return self.machine.gpu.memory if self.machine.gpu is not None else self.machine.host.memory
+
+    def host_bytes(self) -> int:
+        return self.machine.host.memory
+
+    def bank(self) -> PageBank | None:
+        return None
+
+    def slab(self, nbytes: int) -> Slab:
+        slab = RehearsedSlab(nbytes)
+        self._host_storages.add(slab.memory.untyped_storage()._cdata)
+        return slab
+
+    def on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the host tier."""
+        return tensor.untyped_storage()._cdata in self._host_storages
+
+    def copies(self) -> Copies:
+        return RehearsedCopies(self.up, self.down)
+
+    def crossed(self, nbytes: int, *, to_device: bool) -> None:
+        if self.beside:
+            (self.up if to_device else self.down).run(nbytes, "part of a chunk")
+
+    def free_disk_bytes(self, directory: Path) -> int:
+        return self.machine.disk.capacity if self.machine.disk is not None else 0
+
+    def disk(
+        self, directory: Path, nbytes: int, page_bytes: int, *, checksums: bool, capacity_bytes: int | None
+    ) -> DiskTier:
+        file = RehearsedFile(directory, nbytes, self.free_disk_bytes(directory), capacity_bytes)
+        return RehearsedDisk(file, page_bytes, self.read, self.write)
