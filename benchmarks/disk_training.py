@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument("--directory", required=True, type=Path)
     parser.add_argument("--case", default="all", choices=["all", *CASES])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device-memory", default="1200MiB")
+    parser.add_argument("--device-memory", default="1100MiB")
     parser.add_argument("--host-memory", default="240MiB")
     parser.add_argument("--bound-device", default="1450MiB")
     parser.add_argument("--quarter-device", default="375MiB")

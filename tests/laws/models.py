@@ -165,6 +165,7 @@ def check_real_bytes(manager: Manager, *more: Chunk) -> None:
     places = sorted(
         (c.host.data_ptr() - base, c.host.data_ptr() - base + c.host.nbytes) for c in chunks if c.host_bytes
     )
-    assert all(0 <= start <= end <= slab.touched_bytes <= slab.nbytes for start, end in places)
+    assert all(0 <= start <= end <= slab.nbytes for start, end in places)
+    assert sum(end - start for start, end in places) <= slab.touched_bytes <= round_up(slab.nbytes)
     assert all(end <= start for (_, end), (start, _) in pairwise(places)), "two chunks share host memory"
     assert manager.host.used == sum(end - start for start, end in places)

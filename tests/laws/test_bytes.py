@@ -1,5 +1,7 @@
 """Law 3: how many bytes there are is a closed formula of layout and plan."""
 
+import mmap
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,6 +40,24 @@ def test_peaks_when_everything_fits(shape, chunk_size, precision):
     assert engine.stats.last.host_peak_model_bytes == 0
     assert (engine.stats.last.h2d_bytes, engine.stats.last.d2h_bytes) == (0, 0)
     assert engine.stats.total.h2d_bytes == layout.optimizer_bytes
+    engine.close()
+
+
+def test_memory_follows_chunks_that_live_on_the_device_from_now_on():
+    """What they took of the host is the machine's again: nothing is resident twice."""
+    width = 512
+
+    def build():
+        return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8)))
+
+    options = config("bf16", "2MiB", device_memory=1 << 28, host_memory=1 << 28)
+    engine = Engine(build, options, meter=NoMeter())
+    for _ in range(3):
+        engine.backward(engine(torch.randn(2, width)).float().square().mean())
+        engine.optimizer.step()
+    assert engine.stats.last.device_peak_model_bytes == engine.layout.model_data_bytes, "not all came to the device"
+    pages = mmap.PAGESIZE * 2 * len(engine._manager.chunks)
+    assert engine._manager.resident_bytes <= engine.layout.model_data_bytes + pages
     engine.close()
 
 

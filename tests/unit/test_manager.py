@@ -58,8 +58,8 @@ class WatchedHost(HostTier):
         assert real_bytes(self.manager, chunk)[1] + self.other_bytes <= self.budget_bytes
         return host
 
-    def give(self, chunk: Watched) -> None:
-        super().give(chunk)
+    def give(self, chunk: Watched, *, for_good: bool = False) -> None:
+        super().give(chunk, for_good=for_good)
         chunk.dropped = True
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from patrickstar.memory.pages import round_up
 from patrickstar.memory.slab import ALIGN_BYTES, Place, Slab
 
 quick = settings(derandomize=True, deadline=None, max_examples=200)
@@ -31,7 +32,8 @@ def test_chunks_fill_a_slab_of_just_their_bytes_to_the_last_one(sizes):
     slab = Slab(sum(sizes), pinned=False)
     places = [slab.take(nbytes) for nbytes in sizes]
     assert [place.start for place in places] == [sum(sizes[:count]) for count in range(len(sizes))]
-    assert places[-1].end == slab.touched_bytes == slab.nbytes
+    assert places[-1].end == slab.nbytes
+    assert slab.touched_bytes == round_up(slab.nbytes), "whole pages"
     assert slab.take(1) is None
     for place in places:
         slab.give(place)
@@ -150,14 +152,28 @@ def test_only_what_was_ever_in_a_place_is_taken_of_the_machine():
     slab = Slab(1 << 40, pinned=False)
     assert slab.touched_bytes == 0
     first, second = filled(slab, 64, 1), filled(slab, 100, 2)
-    assert slab.touched_bytes == 164
+    page = mmap.PAGESIZE
+    assert slab.touched_bytes == page
     slab.give(second)
     slab.give(first)
-    assert slab.touched_bytes == 164, "pages stay"
+    assert slab.touched_bytes == page, "pages stay"
     filled(slab, 128, 3)
-    assert slab.touched_bytes == 164
-    filled(slab, mmap.PAGESIZE, 4)
-    assert slab.touched_bytes == 128 + mmap.PAGESIZE
+    assert slab.touched_bytes == page
+    filled(slab, page, 4)
+    assert slab.touched_bytes == 2 * page
+
+
+def test_what_is_given_back_for_good_is_the_machines_again():
+    page = mmap.PAGESIZE
+    slab = Slab(1 << 30, pinned=False)
+    before, large, after = filled(slab, 64, 1), filled(slab, 8 * page, 2), filled(slab, 64, 3)
+    assert slab.touched_bytes == 9 * page
+    slab.give(large, for_good=True)
+    assert slab.touched_bytes == 2 * page, "of the first and the last page, neighbours have a part"
+    assert (content(slab, before), content(slab, after)) == ({1}, {3})
+    again = slab.take(8 * page)
+    assert again.start == large.start and slab.touched_bytes == 9 * page
+    assert content(slab, again) == {0, 2}, "fresh pages between the two that stayed"
 
 
 def test_memory_lives_as_long_as_a_tensor_over_it():
@@ -171,14 +187,14 @@ def test_memory_lives_as_long_as_a_tensor_over_it():
 class Operations(RuleBasedStateMachine):
     """Against a model that knows which bytes are whose: each place is filled with a number of its own."""
 
-    NBYTES = 1000
+    NBYTES = 10 * mmap.PAGESIZE - 8
 
     def __init__(self) -> None:
         super().__init__()
         self.slab = Slab(self.NBYTES, pinned=False)
         self.places: dict[Place, int] = {}
         self.turns = 0
-        self.touched = 0
+        self.touched: set[int] = set()
 
     def gaps(self) -> list[tuple[int, int]]:
         """Where free bytes begin, and how many there are in a row; ends of places are rounded up."""
@@ -188,7 +204,7 @@ class Operations(RuleBasedStateMachine):
             at = end
         return [*found, (at, max(0, self.NBYTES - at))]
 
-    @rule(nbytes=st.integers(0, 300) | st.integers(0, 10).map(lambda n: ALIGN_BYTES * n))
+    @rule(nbytes=st.integers(0, 12000) | st.integers(0, 400).map(lambda n: ALIGN_BYTES * n))
     def take(self, nbytes: int) -> None:
         starts = [start for start, length in self.gaps() if length >= nbytes]
         place = self.slab.take(nbytes)
@@ -201,15 +217,23 @@ class Operations(RuleBasedStateMachine):
         assert (place.start, place.nbytes) == (min(starts), nbytes)
         self.turns += 1
         self.places[place] = self.turns % 251
-        self.touched = max(self.touched, place.start + nbytes)
+        self.touch(place)
         self.slab.view(place, torch.uint8).fill_(self.places[place])
 
     @precondition(lambda self: self.places)
-    @rule(data=st.data())
-    def give(self, data) -> None:
+    @rule(data=st.data(), for_good=st.booleans())
+    def give(self, data, for_good: bool) -> None:
         place = data.draw(st.sampled_from(list(self.places)))
         del self.places[place]
-        self.slab.give(place)
+        self.slab.give(place, for_good=for_good)
+        if for_good:
+            page = mmap.PAGESIZE
+            self.touched -= set(range(-(-place.start // page), (place.start + place.nbytes) // page))
+
+    def touch(self, place: Place) -> None:
+        page = mmap.PAGESIZE
+        if place.nbytes:
+            self.touched |= set(range(place.start // page, -(-(place.start + place.nbytes) // page)))
 
     @rule()
     def compact(self) -> None:
@@ -217,10 +241,12 @@ class Operations(RuleBasedStateMachine):
         self.slab.compact()
         assert order == sorted(order, key=lambda place: place.start)
         assert [place.start for place in order] == [sum(p.end - p.start for p in order[:n]) for n in range(len(order))]
+        for place in order:
+            self.touch(place)
 
     @invariant()
     def every_place_has_its_bytes(self) -> None:
-        assert self.slab.touched_bytes == self.touched
+        assert self.slab.touched_bytes == len(self.touched) * mmap.PAGESIZE
         for place, value in self.places.items():
             assert place.start >= 0 and place.start + place.nbytes <= self.NBYTES
             assert (self.slab.view(place, torch.uint8) == value).all()

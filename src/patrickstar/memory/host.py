@@ -46,14 +46,14 @@ class HostTier:
         self.peak = max(self.peak, self.used)
         return chunk.host
 
-    def give(self, chunk: Chunk) -> None:
-        """Take a chunk's place back."""
+    def give(self, chunk: Chunk, *, for_good: bool = False) -> None:
+        """Take a chunk's place back; `for_good` its memory goes back to the system."""
         assert chunk.host is not None and chunk.place is not None
         _wait_for_copies(chunk)
         if self.poison:
             fill_poison(chunk.host)
         del self._owners[chunk.place]
-        chunk.place.slab.give(chunk.place)
+        chunk.place.slab.give(chunk.place, for_good=for_good)
         chunk.host, chunk.place, chunk.host_valid = None, None, False
         self.used -= chunk.nbytes
 

@@ -248,7 +248,7 @@ class Manager:
             if not chunk.device_valid:
                 self.bring([chunk])
             if chunk.host is not None:
-                self.host.give(chunk)
+                self.host.give(chunk, for_good=True)
         elif tier is Tier.HOST:
             if not chunk.in_memory:
                 self._read_to_host(chunk)

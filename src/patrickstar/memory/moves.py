@@ -48,7 +48,7 @@ class Moves:
         chunk.device_valid = True
         self._count_up(chunk)
         if not self.keep_duplicates:
-            self.host.give(chunk)
+            self.host.give(chunk, for_good=True)
 
     def come(self, chunk: Chunk, urgent: bool) -> None:
         """Have a chunk on its way to the device."""
@@ -123,7 +123,7 @@ class Moves:
         chunk.device_valid = True
         self.compute.moved.add(chunk)
         if not self.keep_duplicates and chunk.host is not None:
-            self.host.give(chunk)
+            self.host.give(chunk, for_good=True)
 
     def land_done(self) -> None:
         """Let land whose transfers have ended."""

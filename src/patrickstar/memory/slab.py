@@ -5,6 +5,7 @@ import mmap
 from bisect import insort
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from patrickstar.errors import BudgetError
@@ -32,16 +33,18 @@ class Place:
 class Slab:
     """Memory of a fixed size, which places are taken from and given back to without asking the system.
 
-    Pages are taken from the system when they are first written, and stay. Where the device is a GPU the slab is
-    page-locked as a whole: PyTorch's own pinned allocator would round requests up to powers of two.
+    Pages are taken from the system when they are first written, and stay until they are given back for good. Where the
+    device is a GPU the slab is page-locked as a whole: PyTorch's own pinned allocator would round requests up to powers
+    of two.
     Places that can move close gaps when there is room enough, but not in a row (`compact`).
     """
 
     def __init__(self, nbytes: int, pinned: bool) -> None:
         self.nbytes = nbytes
         self.pinned = pinned and nbytes > 0
+        self._resident = np.zeros(-(-nbytes // mmap.PAGESIZE), dtype=bool)  # which of its pages the system has given
         self.touched_bytes = 0
-        """Bytes that were ever in a place: what the slab takes of the machine's memory."""
+        """What the slab takes of the machine's memory: pages that were in a place, and were not given back since."""
         self._places: list[Place] = []
         self.memory = self._reserve(nbytes)
         if self.pinned:
@@ -75,12 +78,25 @@ class Slab:
             return None
         taken = Place(start, nbytes, self)
         insort(self._places, taken, key=lambda place: place.start)
-        self.touched_bytes = max(self.touched_bytes, start + nbytes)
+        self._touch(taken)
         return taken
 
-    def give(self, place: Place) -> None:
-        """Give a place back."""
+    def give(self, place: Place, *, for_good: bool = False) -> None:
+        """Give a place back; `for_good` its memory too, since nobody will want so much again soon."""
         self._places.remove(place)
+        begin, end = -(-place.start // mmap.PAGESIZE), (place.start + place.nbytes) // mmap.PAGESIZE
+        if for_good and begin < end and not self.pinned:
+            self._discard(begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE)
+            self.touched_bytes -= int(np.count_nonzero(self._resident[begin:end])) * mmap.PAGESIZE
+            self._resident[begin:end] = False
+
+    def _touch(self, place: Place) -> None:
+        pages = self._resident[place.start // mmap.PAGESIZE : -(-(place.start + place.nbytes) // mmap.PAGESIZE)]
+        self.touched_bytes += int(np.count_nonzero(~pages)) * mmap.PAGESIZE
+        pages[:] = True
+
+    def _discard(self, start: int, nbytes: int) -> None:
+        self._map.madvise(mmap.MADV_DONTNEED, start, nbytes)
 
     def view(self, place: Place, dtype: torch.dtype) -> torch.Tensor:
         """The bytes of a place as a flat tensor."""
@@ -93,6 +109,7 @@ class Slab:
             if place.start != start:
                 self._move(place, start)
                 place.start = start
+                self._touch(place)
             start = place.end
 
     def _move(self, place: Place, start: int) -> None:
