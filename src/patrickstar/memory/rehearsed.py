@@ -34,6 +34,9 @@ class RehearsedSlab(Slab):
     def _move(self, place: Place, start: int) -> None:
         """There is nothing to move."""
 
+    def _discard(self, start: int, nbytes: int) -> None:
+        """Nor to give back."""
+
 
 class RehearsedCopies(Copies):
     """Copies on two lanes."""

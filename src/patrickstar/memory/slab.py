@@ -57,15 +57,15 @@ class Slab:
 
     def _reserve(self, nbytes: int) -> torch.Tensor:
         try:
-            memory = mmap.mmap(-1, max(nbytes, 1), flags=RESERVE)
+            self._map = mmap.mmap(-1, max(nbytes, 1), flags=RESERVE)
         except OSError as error:
             raise BudgetError(
                 f"the system reserves no {nbytes} bytes of addresses for host_memory ({error.strerror}): give a "
                 f"smaller one, or raise its limit (ulimit -v, vm.overcommit_memory)"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def take(self, nbytes: int) -> Place | None:
         """The first place of that size; None if there is none in a row."""
