@@ -87,12 +87,15 @@ def train(
     seed: Annotated[int, typer.Option(min=0, help="Fixes the initial values and the order of the batches.")] = 0,
     log: Annotated[Path | None, typer.Option(help="Write one JSON line for each step, and one at the end.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the summary.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Train nothing; say whether it fits, how long a step takes, what it moves.")
+    ] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the program an error arose.")] = False,
 ) -> None:
     """Train a causal language model on text, its model data within memory budgets."""
     with _told_errors(traceback):
         # Imported when it is needed: the libraries behind it take seconds, and --help shouldn't.
-        from patrickstar.cli.train import TrainOptions
+        from patrickstar.cli.train import TrainOptions, rehearse_training
         from patrickstar.cli.train import train as run
 
         options = TrainOptions(
@@ -120,9 +123,56 @@ def train(
             log=log,
             quiet=quiet,
         )
+        if dry_run:
+            rehearse_training(options, Console())
+            return
         summary = run(options, Console())
     if summary.interrupted:
         raise typer.Exit(_INTERRUPTED)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="A preset such as gpt-12b.")] = "gpt-12b",
+    machine: Annotated[
+        str, typer.Option(help="A machine that comes with the package, such as 8xV100-32GB, or a TOML file.")
+    ] = "8xV100-32GB",
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many of its GPUs. Default: all.")] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Of each GPU, instead of what it has.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Of the host, instead of what it has.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per GPU. Default: what is fastest.")] = None,
+    sequence: Annotated[int, typer.Option(min=2, help="Tokens in a sample.")] = 1024,
+    activation_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--activation-checkpointing/--no-activation-checkpointing",
+            help="Compute activations again in backward instead of keeping them.",
+        ),
+    ] = True,
+    largest: Annotated[bool, typer.Option("--largest", help="Find the largest GPT that fits.")] = False,
+    least_tflops: Annotated[float, typer.Option(min=0, help="With --largest: at this speed per GPU, at least.")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the program an error arose.")] = False,
+) -> None:
+    """Say whether a model fits a machine, how fast it would be, and where the time would go; nothing is run."""
+    with _told_errors(traceback):
+        from patrickstar.cli.plan import PlanOptions
+        from patrickstar.cli.plan import plan as run
+
+        options = PlanOptions(
+            model=model,
+            machine=machine,
+            gpus=gpus,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            batch=batch,
+            sequence=sequence,
+            activation_checkpointing=activation_checkpointing,
+            largest=largest,
+            least_tflops=least_tflops,
+            as_json=as_json,
+        )
+        run(options, Console())
 
 
 @app.command()

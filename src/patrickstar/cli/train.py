@@ -10,17 +10,22 @@ from typing import Literal
 
 import torch
 from rich.console import Console
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar as ps
 from patrickstar.cli.batches import Batches
 from patrickstar.cli.data import Corpus, open_corpus
 from patrickstar.cli.machine import machine_name
+from patrickstar.cli.forecast import print_forecast
 from patrickstar.cli.models import ModelSource, find_model
 from patrickstar.cli.progress import LEGEND, Progress
 from patrickstar.cli.records import RunLog, StepRecord, Summary
 from patrickstar.cli.summary import print_summary
 from patrickstar.cli.tokenizer import load_tokens
+from patrickstar.engine.here import describe
+from patrickstar.engine.operator_times import OperatorTimes
+from patrickstar.engine.rehearsal import Forecast, on_meta, rehearse, roofline
 from patrickstar.errors import ConfigError, TrainingError
 
 # The cosine falls to this part of the learning rate, not to nothing: the last steps still learn.
@@ -72,16 +77,7 @@ def train(options: TrainOptions, console: Console) -> Summary:
     Ctrl-C ends the run after the steps that are done; before the first of them it goes on as KeyboardInterrupt.
     Raises a PatrickStarError for options, data or a model that can't be used and for a loss that is not finite.
     """
-    config = ps.Config(
-        device=options.device,
-        device_memory=options.device_memory,
-        host_memory=options.host_memory,
-        disk=_disk(options),
-        chunk_size=options.chunk_size,
-        precision=options.precision,
-        optimizer=ps.AdamW(lr=options.lr, weight_decay=options.weight_decay),
-        activation_offload=options.activation_offload,
-    )
+    config = _config(options)
     config.find_device()
     source = find_model(options.model, options.vocab_size)
     _check_sequence(options.sequence, source)
@@ -102,6 +98,47 @@ def train(options: TrainOptions, console: Console) -> Summary:
         finally:
             engine.close(keep=False)
     return summary
+
+
+def _config(options: TrainOptions) -> ps.Config:
+    return ps.Config(
+        device=options.device,
+        device_memory=options.device_memory,
+        host_memory=options.host_memory,
+        disk=_disk(options),
+        chunk_size=options.chunk_size,
+        precision=options.precision,
+        optimizer=ps.AdamW(lr=options.lr, weight_decay=options.weight_decay),
+        activation_offload=options.activation_offload,
+    )
+
+
+def rehearse_training(options: TrainOptions, console: Console) -> Forecast:
+    """Print what a run with these options would take, and train nothing.
+
+    Raises what a run would, BudgetError among them where the model does not fit.
+    """
+    config = _config(options)
+    device = config.find_device()
+    source = find_model(options.model, options.vocab_size)
+    _check_sequence(options.sequence, source)
+    machine = describe(device, options.disk)
+    model, weights = source.open(options.activation_checkpointing)
+    if isinstance(model, nn.Module):
+        model = on_meta(model)
+    ids = torch.zeros(options.batch, options.sequence, dtype=torch.int64, device="meta")
+
+    def step(engine: ps.Engine) -> None:
+        for _ in range(options.accumulation):
+            engine.backward(engine(input_ids=ids, labels=ids).loss / options.accumulation)
+        if options.max_norm > 0:
+            engine.clip_grad_norm_(options.max_norm)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+    forecast = rehearse(model, config, step, machine, OperatorTimes(device, roofline(machine)))
+    print_forecast(console, forecast)
+    return forecast
 
 
 def _disk(options: TrainOptions) -> ps.Disk | None:

@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ from patrickstar.memory.movers import THREAD_NAME
 from patrickstar.memory.scratch import PAGE_BYTES
 from patrickstar.schedule.placement import WARM_UP_PERCENT, Tier, homes, margin_chunks
 from patrickstar.schedule.prefetch import OnDemand, Prefetch
+
+if TYPE_CHECKING:
+    from patrickstar.engine.rehearsal import Forecast
 
 
 class Engine:
@@ -207,6 +210,17 @@ class Engine:
         self._early.check("reading a gradient")
         with self._stopping_on_loss():
             return self._gradients.read(self._by_name[name])
+
+    def plan(self, *args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> "Forecast":
+        """What a step on such inputs will take, rehearsed without computing anything: seconds, bytes per tier, moves.
+
+        loss: from what the model returns; by default its `loss`, or the output itself. Takes some seconds, in which
+        this machine's rates are measured. Raises BudgetError where such a step would not fit.
+        """
+        from patrickstar.engine.rehearsal import forecast, forward_backward_step
+
+        loss_of = loss if loss is not None else lambda out: getattr(out, "loss", out)
+        return forecast(self, forward_backward_step(loss_of, args, kwargs))
 
     def close(self, *, keep: bool = True) -> None:
         """Give all chunks back; parameters keep their values as ordinary tensors on the host, in full precision.

@@ -4,15 +4,19 @@ What it decides, moves and holds is what a run would, to the byte, since it is t
 the machine's rates say.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from patrickstar.engine.config import Config
 from patrickstar.engine.engine import Engine
+from patrickstar.engine.here import describe
+from patrickstar.engine.operator_times import OperatorTimes
 from patrickstar.engine.operators import Seconds, TensorMeter, Watch, operations, touched_bytes, watching
 from patrickstar.engine.stats import StepStats
 from patrickstar.kernels.choice import Kernels
@@ -126,6 +130,8 @@ class Forecast:
     lanes: tuple[LaneUse, ...]
     stats: StepStats
     trace: Trace
+    device_budget_bytes: int
+    host_budget_bytes: int
 
     @property
     def bound_s(self) -> float:
@@ -133,10 +139,29 @@ class Forecast:
         return max(self.compute_s, *(lane.busy_s for lane in self.lanes))
 
 
+def forward_backward_step(loss_of: Callable[[Any], torch.Tensor], args: Any, kwargs: Any) -> Step:
+    """A step as users write it, on inputs without bytes."""
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda value: value.to(META), (args, kwargs))
+
+    def step(engine: Engine) -> None:
+        engine.backward(loss_of(engine(*args, **kwargs)))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+    return step
+
+
+def forecast(engine: Engine, step: Step) -> Forecast:
+    """What a step of this engine's model takes on this machine, whose rates are measured first."""
+    directory = engine.config.disk.directory if engine.config.disk is not None else None
+    machine = describe(engine.device, directory)
+    seconds = OperatorTimes(engine.device, roofline(machine))
+    budgets = {"device_memory": engine.device_budget_bytes, "host_memory": engine.host_budget_bytes}
+    return rehearse(on_meta(engine.module), engine.config.model_copy(update=budgets), step, machine, seconds)
+
+
 def on_meta(module: nn.Module) -> nn.Module:
     """A copy of a module whose parameters and buffers have no bytes."""
-    import copy
-
     memo: dict[int, Any] = {}
     for param in module.parameters():
         with torch._C.DisableTorchFunctionSubclass():
@@ -188,7 +213,13 @@ def rehearse(
                 for lane, (busy_s, nbytes) in zip(hardware.lanes, before, strict=True)
             )
             return Forecast(
-                hardware.clock.now - began, computed, lanes, engine.stats.last, engine._clock.trace
+                hardware.clock.now - began,
+                computed,
+                lanes,
+                engine.stats.last,
+                engine._clock.trace,
+                engine.device_budget_bytes,
+                engine.host_budget_bytes,
             )
         finally:
             engine.close(keep=False)

@@ -33,6 +33,8 @@ class Workload:
     layers: int
     tokens: int
     operations: float
+    matrix_size: int
+    """The smallest side of most matrix products: the larger, the faster they are."""
     non_model_bytes: int
     """The most non-model data on the device: activations kept for backward, and what operators take."""
     working_bytes: int
@@ -152,20 +154,25 @@ def _lanes(
     part = work.params / processes
     zero = np.zeros_like(below)
     gpu, links, disk = machine.gpu, machine.links, machine.disk
-    tflops = gpu.matmul_tflops if gpu is not None else machine.host.matmul_tflops
-    assert tflops is not None
+    if gpu is not None:
+        rate = gpu.matmul_rate(work.matrix_size)
+    else:
+        assert machine.host.matmul_tflops is not None
+        rate = machine.host.matmul_tflops * 1e12
     up = part * (PARAM_BYTES * on_host + STATE_BYTES * streamed + PARAM_BYTES * below)
     down = part * (PARAM_BYTES * on_host + STATE_BYTES * streamed)
     paged = part * STATE_BYTES * (1.0 - resident) * (1.0 - in_ram)
     ram = part * (UPDATE_BYTES * on_host + 2 * STATE_BYTES * streamed + PARAM_BYTES * below) + 2 * paged
-    sharing = links.shared_by if links is not None else 1
     copied = machine.host.memory_bandwidth / 2
-    h2d, d2h = (links.h2d, links.d2h) if links is not None else (copied, copied)
+    h2d, d2h = copied, copied
+    if links is not None:
+        h2d, d2h = links.h2d_of_one(processes), links.d2h_of_one(processes)
+    memory = machine.host.update_bandwidth(processes, max(1, machine.host.cores // processes))
     lanes = [
-        ("compute", zero + work.operations / (tflops * 1e12), zero + work.operations),
-        ("host to device", up * min(sharing, processes) / h2d, up),
-        ("device to host", down * min(sharing, processes) / d2h, down),
-        ("host memory", ram * processes / machine.host.memory_bandwidth, ram),
+        ("compute", zero + work.operations / rate, zero + work.operations),
+        ("host to device", up / h2d, up),
+        ("device to host", down / d2h, down),
+        ("host memory", ram * processes / memory, ram),
     ]
     if disk is not None:
         lanes.append(("disk read", paged * processes / disk.read, paged))
