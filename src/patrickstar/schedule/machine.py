@@ -37,6 +37,12 @@ class Gpu(_Part):
     matmul_tflops: float = Field(gt=0)
     """Of matrix products in 16 bits, 10^12 operations per second; a multiplication and an addition are two."""
     memory_bandwidth: Rate
+    half_rate_size: int = Field(default=0, ge=0)
+    """The size of square products that reach half of `matmul_tflops`; 0 where all sizes reach it."""
+
+    def matmul_rate(self, size: int) -> float:
+        """Operations per second of a product whose smallest side is `size`: the larger, the nearer to the limit."""
+        return self.matmul_tflops * 1e12 * size / (size + self.half_rate_size)
 
 
 class Host(_Part):
@@ -46,8 +52,19 @@ class Host(_Part):
     memory_bandwidth: Rate
     """What all cores reach together, reads and writes counted."""
     cores: int = Field(gt=0)
+    sockets: int = Field(default=1, gt=0)
+    """A process has its memory on one, with that one's part of the bandwidth."""
+    core_bandwidth: Rate | None = None
+    """What one core moves in an update, reads and writes counted; None where a few cores reach all of it."""
     matmul_tflops: float | None = Field(default=None, gt=0)
     """Of all cores, in bfloat16; needed where the compute tier is the host's."""
+
+    def update_bandwidth(self, processes: int, threads: int) -> float:
+        """Bytes per second that the updates of so many processes move together, with so many threads each."""
+        memory = self.memory_bandwidth * min(processes, self.sockets) / self.sockets
+        if self.core_bandwidth is None:
+            return memory
+        return min(memory, processes * threads * self.core_bandwidth)
 
 
 class Links(_Part):
@@ -59,6 +76,10 @@ class Links(_Part):
     """How many GPUs have one such link together."""
     gpu_gpu: Rate | None = None
     """Bytes that one GPU sends in a collective among all; needed for more than one GPU."""
+
+    def of_one(self, rate: float, gpus: int) -> float:
+        """Bytes per second that each of `gpus` has of a link, all busy at once."""
+        return rate / min(gpus, self.shared_by)
 
 
 class DiskDrive(_Part):
@@ -79,8 +100,6 @@ class Machine(_Part):
     host: Host
     links: Links | None = None
     disk: DiskDrive | None = None
-
-
 
 
 def read_machine(path: Path) -> Machine:
