@@ -56,6 +56,8 @@ class Host(_Part):
     """A process has its memory on one, with that one's part of the bandwidth."""
     core_bandwidth: Rate | None = None
     """What one core moves in an update, reads and writes counted; None where a few cores reach all of it."""
+    page_lock: Rate | None = None
+    """What a process fills of memory that it allocates and page-locks anew; None where links are slower."""
     matmul_tflops: float | None = Field(default=None, gt=0)
     """Of all cores, in bfloat16; needed where the compute tier is the host's."""
 
@@ -73,13 +75,20 @@ class Links(_Part):
     h2d: Rate
     d2h: Rate
     shared_by: int = Field(default=1, gt=0)
-    """How many GPUs have one such link together."""
+    """How many GPUs have one such link together, which is as fast as the faster direction of one."""
     gpu_gpu: Rate | None = None
     """Bytes that one GPU sends in a collective among all; needed for more than one GPU."""
 
-    def of_one(self, rate: float, gpus: int) -> float:
-        """Bytes per second that each of `gpus` has of a link, all busy at once."""
-        return rate / min(gpus, self.shared_by)
+    def h2d_of_one(self, gpus: int) -> float:
+        """Bytes per second to each of `gpus` GPUs while all are busy."""
+        return min(self.h2d, self._share(gpus))
+
+    def d2h_of_one(self, gpus: int) -> float:
+        """Bytes per second from each of `gpus` GPUs while all are busy."""
+        return min(self.d2h, self._share(gpus))
+
+    def _share(self, gpus: int) -> float:
+        return max(self.h2d, self.d2h) / min(gpus, self.shared_by)
 
 
 class DiskDrive(_Part):
@@ -125,7 +134,7 @@ def _check(machine: Machine, path: Path) -> None:
         raise ConfigError(f"the machine file {path}: host.matmul_tflops: needed where there is no [gpu]")
     if machine.gpu is not None and machine.links is None:
         raise ConfigError(f"the machine file {path}: links: a [gpu] needs the rates between it and the host")
-    if machine.gpu is not None and machine.gpu.count > 1 and machine.links is not None and machine.links.gpu_gpu is None:
+    if machine.gpu and machine.gpu.count > 1 and machine.links and machine.links.gpu_gpu is None:
         raise ConfigError(f"the machine file {path}: links.gpu_gpu: needed for more than one GPU")
 
 

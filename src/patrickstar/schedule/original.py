@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from patrickstar.errors import BudgetError
-from patrickstar.layout.lists import scheme_for
-from patrickstar.layout.mapping import ParamSpec, build_layout
+from patrickstar.errors import BudgetError, ConfigError
 from patrickstar.layout.sizes import format_size
 from patrickstar.schedule.gpt import HALF, SINGLE, Gpt
 from patrickstar.schedule.machine import Gpu, Host, Links, Machine
@@ -18,14 +16,15 @@ from patrickstar.schedule.machine import Gpu, Host, Links, Machine
 DEVICE_PERCENT = HOST_PERCENT = MARGIN_PERCENT = 80
 WARM_UP_PERCENT = 10
 """Shares of a GPU, of the host, of the margin, and of the GPU's share in the warm-up that chunks may fill: the
-original's `overall_gpu_mem_ratio`, `overall_cpu_mem_ratio`, `margin_use_ratio` and `warmup_gpu_chunk_mem_ratio`, whose
-defaults its doc/optimization_options.md gives. What is left of the host holds processes, embeddings and buffers."""
+original's `overall_gpu_mem_ratio`, `overall_cpu_mem_ratio`, `margin_use_ratio` and `warmup_gpu_chunk_mem_ratio`, as
+its doc/optimization_options.md gives them. What is left of the host is for processes, embeddings and buffers."""
 
 BATCHES = (4, 8, 16, 32, 64)
 """Sequences per GPU that the published figures are the best of."""
 
 CHUNK_NUMELS = tuple(mebi << 20 for mebi in range(32, 385, 8))
-"""Elements per chunk to choose from: its scripts search in steps of 32 Mi from 64 Mi, and use up to 384 Mi."""
+"""Elements per chunk that the search tries. The original's scripts and threads name 32, 48, 64, 128, 184, 256 and 384
+Mi."""
 
 OPTIMIZER_BYTES = 3 * SINGLE
 """Per parameter: master, momentum, variance."""
@@ -66,36 +65,51 @@ class Lanes:
 
 
 @dataclass(frozen=True)
-class OriginalStep:
-    """One step: `batch` sequences per GPU, 10^12 operations per second of all GPUs as the paper counts them.
+class Placement:
+    """Where a process has its share of the chunks, and what a step moves of them.
 
-    optimizer_on_device: how many of a process's `chunks` have their optimizer states on its GPU.
+    chunks: of each list. in_margin: whose optimizer chunks are in the margin, and updated on the GPU. forced: whose
+    are on the GPU only because the host is full; they change places with others for their update on the CPU.
+    fetched, evicted: chunks of `param16`, forward and backward together. held: those on the GPU as the update begins.
     """
 
-    batch: int
     chunk_numel: int
     chunks: int
-    optimizer_on_device: int
+    in_margin: int
+    forced: int
+    fetched: int
+    evicted: int
+    held: frozenset[int]
+
+    @property
+    def on_host(self) -> list[int]:
+        """The chunks that are updated on the CPU."""
+        return list(range(self.in_margin, self.chunks))
+
+    @property
+    def crossing(self) -> int:
+        """How many of them have their gradients on the GPU."""
+        return sum(chunk in self.held for chunk in self.on_host)
+
+
+@dataclass(frozen=True)
+class OriginalStep:
+    """One step: `batch` sequences per GPU, 10^12 operations per second of all GPUs as the paper counts them."""
+
+    batch: int
+    placement: Placement
     lanes: Lanes
     tflops: float
 
 
-@dataclass(frozen=True)
-class _Tide:
-    """Chunks of `param16` that one process moves in a step, the fewest it holds, and those it ends with."""
+def best_step(gpt: Gpt, machine: Machine, gpus: int, batches: Sequence[int] = BATCHES) -> OriginalStep:
+    """The fastest step over the batches that fit, with the chunk size that wastes least.
 
-    fetched: int
-    evicted: int
-    fewest: int
-    held: frozenset[int]
-
-
-def best_step(gpt: Gpt, machine: Machine, gpus: int) -> OriginalStep:
-    """The fastest step over all batches and chunk sizes that fit. Raises BudgetError if none does."""
-    assert machine.gpu is not None, f"{machine.name} has no GPU"
-    chunk_numel = search_chunk_numel(gpt, machine.gpu, gpus)
+    Raises BudgetError if no batch fits, ConfigError if the machine hasn't so many GPUs.
+    """
+    chunk_numel = search_chunk_numel(gpt, gpu_of(machine, gpus), gpus)
     steps, refusals = [], []
-    for batch in BATCHES:
+    for batch in batches:
         try:
             steps.append(simulate_original(gpt, machine, gpus, batch, chunk_numel))
         except BudgetError as error:
@@ -105,39 +119,66 @@ def best_step(gpt: Gpt, machine: Machine, gpus: int) -> OriginalStep:
     return max(steps, key=lambda step: step.tflops)
 
 
+def gpu_of(machine: Machine, gpus: int) -> Gpu:
+    """The machine's kind of GPU. Raises ConfigError if it hasn't so many."""
+    count = machine.gpu.count if machine.gpu else 0
+    if machine.gpu is None or not 0 < gpus <= count:
+        raise ConfigError(f"{gpus} GPUs were asked for, and {machine.name} has {count}")
+    return machine.gpu
+
+
 def simulate_original(gpt: Gpt, machine: Machine, gpus: int, batch: int, chunk_numel: int) -> OriginalStep:
     """A step with `batch` sequences on each of `gpus` GPUs of the machine, and chunks of `chunk_numel` elements.
 
-    Raises BudgetError if it doesn't fit, with the bytes that are missing.
+    Raises BudgetError, with the bytes that are missing, if it doesn't fit.
     """
-    gpu, links = machine.gpu, machine.links
-    assert gpu is not None and links is not None, f"{machine.name} has no GPU"
+    gpu, links, tokens = gpu_of(machine, gpus), machine.links, batch * gpt.sequence
+    assert links is not None, "read_machine refuses GPUs without links"
+    placement = place(gpt, gpu, machine.host, gpus, batch, chunk_numel)
+    margin_bytes = placement.in_margin * chunk_numel * DEVICE_ADAM_BYTES
+    lanes = Lanes(
+        compute_s=compute_seconds(gpt, gpu, batch),
+        **_link_seconds(placement, machine.host, links, gpus, looked_up_bytes=tokens * gpt.hidden * SINGLE),
+        update_s=margin_bytes / gpu.memory_bandwidth + _host_seconds(gpt, placement, machine.host, gpus),
+    )
+    return OriginalStep(batch, placement, lanes, gpus * gpt.paper_operations(tokens) / lanes.total_s / 1e12)
+
+
+def place(gpt: Gpt, gpu: Gpu, host: Host, gpus: int, batch: int, chunk_numel: int) -> Placement:
+    """Where chunks lie: the margin is what the peak of non-model data leaves beside all of the process's `param16`.
+
+    Raises BudgetError if the host and the GPU can't hold them.
+    """
     chunks = -(-chunk_count(gpt, chunk_numel) // gpus)
-    device_bytes = gpu.memory * DEVICE_PERCENT // 100
-    host_bytes = machine.host.memory * HOST_PERCENT // 100 // gpus
-    group_bytes = gpus * chunk_numel * HALF
-    if gpus > 1:
-        _require(device_bytes * WARM_UP_PERCENT // 100 - group_bytes, "a GPU's warm-up, for a group of chunks")
-    rooms = [device_bytes - nbytes - (group_bytes if gpus > 1 else 0) for nbytes in non_model_bytes(gpt, batch, chunks)]
-    optimizer_bytes = chunk_numel * OPTIMIZER_BYTES
-    margin_bytes = min(rooms) - chunks * chunk_numel * HALF
-    on_device = min(chunks, max(0, margin_bytes * MARGIN_PERCENT // 100 // optimizer_bytes))
+    param16, optimizer = chunk_numel * HALF, chunk_numel * OPTIMIZER_BYTES
+    host_bytes = host.memory * HOST_PERCENT // 100 // gpus
+    # Beside the chunks lie those of the group that is computed with, and the buffer that parameters return through.
+    beside = gpus * param16 + chunk_numel * SINGLE
+    rooms = [device_bytes(gpu) - beside - nbytes for nbytes in non_model_bytes(gpt, batch, chunks)]
+    margin = (min(rooms) - chunks * param16) * MARGIN_PERCENT // 100
+    in_margin = min(chunks, max(0, margin // optimizer))
     forced = 0
     while True:
-        taken = (on_device + forced) * optimizer_bytes
-        free = [(room - taken) // (chunk_numel * HALF) for room in rooms]
-        _require((min(free) - 1) * chunk_numel * HALF, "each GPU")
-        tide = _move(free, chunks)
-        below = (chunks - on_device - forced) * optimizer_bytes + (chunks - tide.fewest) * chunk_numel * HALF
-        if below <= host_bytes:
+        free = [(room - (in_margin + forced) * optimizer) // param16 for room in rooms]
+        spilled = chunks - min(chunks, min(free))
+        too_many = (chunks - in_margin - forced) * optimizer + spilled * param16 - host_bytes
+        if min(free) < 1 or forced > chunks - in_margin:
+            short = max(param16 * (1 - min(free)), too_many)
+            raise BudgetError(
+                f"{gpt.numel / 1e9:.1f}e9 parameters, {batch} sequences on each of {gpus} GPUs: "
+                f"{format_size(short)} too little memory for each process",
+                short,
+            )
+        if too_many <= 0:
             break
-        forced += 1
-    return _timed(gpt, machine, gpus, batch, chunk_numel, chunks, on_device, forced, tide)
+        forced += -(-too_many // optimizer)
+    fetched, evicted, held = _move(free, chunks)
+    return Placement(chunk_numel, chunks, in_margin, forced, fetched, evicted, held)
 
 
-def _require(spare_bytes: int, where: str) -> None:
-    if spare_bytes < 0:
-        raise BudgetError(f"{format_size(-spare_bytes)} too little memory on {where}", -spare_bytes)
+def device_bytes(gpu: Gpu) -> int:
+    """What chunks and non-model data may take of a GPU."""
+    return gpu.memory * DEVICE_PERCENT // 100
 
 
 @cache
@@ -153,11 +194,16 @@ def chunk_count(gpt: Gpt, chunk_numel: int) -> int:
 
 
 def search_chunk_numel(gpt: Gpt, gpu: Gpu, gpus: int) -> int:
-    """The chunk size that wastes least, groups filled up, of those with which the warm-up can hold a group."""
-    limit = gpu.memory * DEVICE_PERCENT // 100 * WARM_UP_PERCENT // 100 // (gpus * HALF)
-    sizes = [numel for numel in CHUNK_NUMELS if max(gpt.layer_tensors()) <= numel <= limit]
+    """The chunk size that wastes least (paper, §6.1), groups filled up, if the warm-up can hold a group of them.
+
+    Raises BudgetError if the largest parameter needs larger chunks.
+    """
+    least, warm_up = max(gpt.layer_tensors()), device_bytes(gpu) * WARM_UP_PERCENT // 100
+    sizes = [numel for numel in CHUNK_NUMELS if least <= numel and gpus * numel * HALF <= warm_up]
     if not sizes:
-        raise BudgetError("no chunk")
+        short = gpus * least * HALF - warm_up
+        message = f"a group of {gpus} chunks that hold a parameter of {least} elements is larger than {warm_up} bytes"
+        raise BudgetError(f"{message}, the warm-up's share of a GPU", short if short > 0 else None)
     return min(sizes, key=lambda numel: numel * -(-chunk_count(gpt, numel) // gpus))
 
 
@@ -177,17 +223,16 @@ def non_model_bytes(gpt: Gpt, batch: int, chunks: int) -> list[int]:
     return rising + falling
 
 
-def _move(room: Sequence[int], chunks: int) -> _Tide:
-    """The second of two iterations: each chunk once forward and once backward, with room for so many at each access.
+def _move(room: Sequence[int], chunks: int) -> tuple[int, int, frozenset[int]]:
+    """Chunks fetched, evicted and held at the end, with room for so many at each access.
 
-    What is used latest leaves first, and is written whether it changed or not: there are no clean copies.
+    Each chunk is used once forward and once backward; of two iterations, the second is told. What is used latest leaves
+    first, and is written whether it changed or not: there are no clean copies.
     """
     order = [*range(chunks), *reversed(range(chunks))]
     held: set[int] = set()
-    fetched = evicted = 0
-    fewest = chunks
     for _ in range(2):
-        fetched, evicted, fewest = 0, 0, chunks
+        fetched = evicted = 0
         for now, chunk in enumerate(order):
             if chunk not in held:
                 held.add(chunk)
@@ -195,8 +240,7 @@ def _move(room: Sequence[int], chunks: int) -> _Tide:
             while len(held) > room[now]:
                 held.remove(max(held - {chunk}, key=lambda other: _next_use(other, now, chunks)))
                 evicted += 1
-            fewest = min(fewest, len(held))
-    return _Tide(fetched, evicted, fewest, frozenset(held))
+    return fetched, evicted, frozenset(held)
 
 
 def _next_use(chunk: int, now: int, chunks: int) -> int:
@@ -206,29 +250,23 @@ def _next_use(chunk: int, now: int, chunks: int) -> int:
     return backward if now < backward else 2 * chunks + forward
 
 
-def _timed(
-    gpt: Gpt, machine: Machine, gpus: int, batch: int, numel: int, chunks: int, on_device: int, forced: int, tide: _Tide
-) -> OriginalStep:
-    gpu, links, host = machine.gpu, machine.links, machine.host
-    assert gpu is not None and links is not None
-    tokens = batch * gpt.sequence
-    param16, swapped = numel * HALF, forced * numel * OPTIMIZER_BYTES
-    # Gradients that lie on a GPU go down to their update, and parameters come back in 32 bits, to be cast there.
-    updated = len([chunk for chunk in tide.held if chunk >= on_device])
-    looked_up = tokens * gpt.hidden * SINGLE
-    h2d = tide.fetched * param16 + updated * numel * SINGLE + swapped + looked_up
-    d2h = tide.evicted * param16 + updated * param16 + swapped + looked_up
-    sent = 3 * (gpus - 1) * chunks * param16
-    lanes = Lanes(
-        compute_s=compute_seconds(gpt, gpu, batch),
-        h2d_s=h2d / links.of_one(links.h2d, gpus),
-        d2h_s=d2h / links.of_one(links.d2h, gpus),
-        collectives_s=sent / links.gpu_gpu if links.gpu_gpu and gpus > 1 else 0.0,
-        update_s=on_device * numel * DEVICE_ADAM_BYTES / gpu.memory_bandwidth
-        + _host_seconds(gpt, host, gpus, (chunks - on_device) * numel, (chunks - on_device - updated) * numel),
-    )
-    tflops = gpus * gpt.paper_operations(tokens) / lanes.total_s / 1e12
-    return OriginalStep(batch, numel, chunks, on_device, lanes, tflops)
+def _link_seconds(placement: Placement, host: Host, links: Links, gpus: int, looked_up_bytes: int) -> dict[str, float]:
+    """The lanes over links: chunks, gradients and parameters of the update, what the CPU looked up, and collectives.
+
+    Chunks are evicted into memory that is allocated and page-locked for each of them (its `Chunk.move`). Gradients that
+    lie on a GPU go down in 16 bits, and parameters come back in 32, to be cast there. A group is gathered in forward
+    and backward, and its gradients are summed: 6 (p - 1) / p bytes per parameter.
+    """
+    numel = placement.chunk_numel
+    crossing, swapped = placement.crossing * numel, placement.forced * numel * OPTIMIZER_BYTES
+    up, down = links.h2d_of_one(gpus), links.d2h_of_one(gpus)
+    evicted = placement.evicted * numel * HALF + swapped
+    sent = 3 * (gpus - 1) * placement.chunks * numel * HALF
+    return {
+        "h2d_s": (placement.fetched * numel * HALF + swapped + crossing * SINGLE + looked_up_bytes) / up,
+        "d2h_s": evicted / min(down, host.page_lock or down) + (crossing * HALF + looked_up_bytes) / down,
+        "collectives_s": sent / links.gpu_gpu if links.gpu_gpu and gpus > 1 else 0.0,
+    }
 
 
 def compute_seconds(gpt: Gpt, gpu: Gpu, batch: int) -> float:
@@ -241,12 +279,14 @@ def compute_seconds(gpt: Gpt, gpu: Gpu, batch: int) -> float:
     return products + gpt.layers * (scores + hidden) * HALF / gpu.memory_bandwidth
 
 
-def _host_seconds(gpt: Gpt, host: Host, gpus: int, updated: int, lying: int) -> float:
-    """The CPU's update: of `updated` parameters per process, of which `lying` have their gradient on the host.
+def _host_seconds(gpt: Gpt, placement: Placement, host: Host, gpus: int) -> float:
+    """The CPU's update of all processes, at once.
 
-    Each process has the whole embedding, in 32 bits, whose gradients are summed through the host's memory. It runs
-    one thread per core that it has to itself: cores left over by the division are idle.
+    Each has the whole embedding, in 32 bits, whose gradients are summed through the host's memory: two passes, read and
+    written. Each runs one thread per core that it has to itself; cores left over by the division are idle.
     """
+    updated = len(placement.on_host) * placement.chunk_numel
+    lying = updated - placement.crossing * placement.chunk_numel
     embedding = gpt.embedding_numel * (SINGLE + 2 * OPTIMIZER_BYTES)
     summed = 4 * gpt.embedding_numel * SINGLE if gpus > 1 else 0
     nbytes = updated * ADAM_BYTES + lying * (COPY_BYTES + CAST_BYTES) + embedding + summed
