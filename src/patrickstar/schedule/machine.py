@@ -63,7 +63,7 @@ class Host(_Part):
 
     def update_bandwidth(self, processes: int, threads: int) -> float:
         """Bytes per second that the updates of so many processes move together, with so many threads each."""
-        memory = self.memory_bandwidth * min(processes, self.sockets) / self.sockets
+        memory = self.memory_bandwidth * (min(processes, self.sockets) / self.sockets)
         if self.core_bandwidth is None:
             return memory
         return min(memory, processes * threads * self.core_bandwidth)
