@@ -17,14 +17,13 @@ from patrickstar.schedule.machine import find_machine
 from patrickstar.schedule.original import (
     BATCHES,
     CHUNK_NUMELS,
-    _move,
     best_step,
     chunk_count,
     device_bytes,
-    non_model_bytes,
     search_chunk_numel,
     simulate_original,
 )
+from patrickstar.schedule.tide import non_model_bytes
 
 quick = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -144,7 +143,7 @@ def test_what_is_placed_fits(point, batch):
     assert on_device + 2 * numel + peak <= device_bytes(NODE.gpu)
     assert (placed.chunks - placed.in_margin - placed.forced) * 12 * numel <= NODE.host.memory * 8 // 10 // gpus
     assert 0 <= placed.crossing <= len(placed.on_host) == placed.chunks - placed.in_margin
-    assert not placed.in_margin or placed.fetched == placed.evicted == 0
+    assert not placed.in_margin or placed.moved.fetched == placed.moved.evicted == 0
 
 
 @quick
@@ -166,33 +165,6 @@ def test_no_chunk_size_wastes_less_than_the_one_found():
             if numel >= max(gpt.layer_tensors()) and numel <= found:
                 assert used <= numel * -(-chunk_count(gpt, numel) // gpus)
         assert gpus * used < 1.25 * gpt.layers * gpt.layer_numel
-
-
-# Movement
-
-
-@quick
-@given(st.integers(1, 40), st.integers(1, 50))
-def test_what_does_not_fit_is_fetched_twice_and_evicted_twice(chunks, room):
-    fetched, evicted, held = _move([room] * (2 * chunks), chunks)
-    assert fetched == evicted == 2 * max(0, chunks - room)
-    # After backward it is the first that are there: they are the next to be used.
-    assert held == frozenset(range(min(chunks, room)))
-
-
-@quick
-@given(st.lists(st.integers(1, 10), min_size=2, max_size=20).filter(lambda rooms: len(rooms) % 2 == 0))
-def test_what_is_fetched_is_evicted(rooms):
-    fetched, evicted, held = _move(rooms, len(rooms) // 2)
-    assert fetched == evicted
-    assert len(held) <= rooms[-1]
-
-
-def test_the_tide_rises_in_forward_and_falls_in_backward():
-    gpt = POINTS[0][0]
-    tide = non_model_bytes(gpt, 16, 10)
-    assert tide[:10] == sorted(tide[:10]) and tide[10:] == sorted(tide[10:], reverse=True)
-    assert tide[10] - tide[-1] == gpt.checkpoint_bytes(16) - gpt.checkpoint_bytes(16, 2)
 
 
 # More of anything

@@ -12,6 +12,7 @@ from patrickstar.errors import BudgetError, ConfigError
 from patrickstar.layout.sizes import format_size
 from patrickstar.schedule.gpt import HALF, SINGLE, Gpt
 from patrickstar.schedule.machine import Gpu, Host, Links, Machine
+from patrickstar.schedule.tide import Moved, move, non_model_bytes
 
 DEVICE_PERCENT = HOST_PERCENT = MARGIN_PERCENT = 80
 WARM_UP_PERCENT = 10
@@ -34,18 +35,21 @@ COPY_BYTES, CAST_BYTES = 2 * HALF, SINGLE + HALF
 """What the CPU reads and writes per parameter: its Adam; the copy of a gradient that lies on the host into a buffer;
 the cast back where the parameter lies on the host."""
 
-DEVICE_ADAM_BYTES = 102
-"""What its update on the GPU reads and writes per parameter, one PyTorch operator after the other
-(`torch_adam_update`: a cast, a division, ten operators on fp32, and the cast back)."""
+DEVICE_ADAM_BYTES = 4 + 6 + 8 + 8 + 12 + 8 + 12 + 8 + 8 + 8 + 16 + 6
+"""What its update on the GPU reads and writes per parameter, one PyTorch operator after the other: the gradient copied
+and cast, nine operators on fp32 (`torch_adam_update`), the parameter cast back."""
 
-FORWARD_SCORES, BACKWARD_SCORES = 10.5, 11.5
-FORWARD_HIDDEN, BACKWARD_HIDDEN = 31, 48
-"""How often operators that are no matrix product, and attention's products, read or write all scores, and all hidden
-units, of a layer: counted over the model that was measured, Hugging Face's BERT, whose attention is not fused. Scores:
-product, scaling, mask, softmax, dropout. Hidden: permuting, dropout, sums, norms, GELU, and the biases' gradients."""
+FORWARD_SCORES = 1 + 2 + 2 + 2 + 2.5 + 1
+BACKWARD_SCORES = 1 + 1 + 2.5 + 3 + 2 + 2
+"""How often operators that are no matrix product, and attention's products, read or write all scores of a layer:
+counted over the model that was measured, Hugging Face's BERT, whose attention is not fused. Forward: product, scaling,
+mask, softmax, dropout (whose own mask has 8 bits), product. Backward: two products, dropout, softmax, scaling, two
+products."""
 
-GRADIENT_BYTES_PER_HIDDEN = 16
-"""Per token and hidden unit: the gradients around the GELU, four times as wide, two of them, in 16 bits."""
+FORWARD_HIDDEN = 4 * 2 + 2 * (2.5 + 3 + 2) + 4 * 2
+BACKWARD_HIDDEN = 4 * 2 + 2 * (2.5 + 3 + 4) + 4 * 3 + 9
+"""The same of all hidden units: four permuted; dropout, sum and norm, twice; the GELU, four times as wide; and in
+backward the biases' gradients, over nine widths."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +74,13 @@ class Placement:
 
     chunks: of each list. in_margin: whose optimizer chunks are in the margin, and updated on the GPU. forced: whose
     are on the GPU only because the host is full; they change places with others for their update on the CPU.
-    fetched, evicted: chunks of `param16`, forward and backward together. held: those on the GPU as the update begins.
     """
 
     chunk_numel: int
     chunks: int
     in_margin: int
     forced: int
-    fetched: int
-    evicted: int
-    held: frozenset[int]
+    moved: Moved
 
     @property
     def on_host(self) -> list[int]:
@@ -89,7 +90,7 @@ class Placement:
     @property
     def crossing(self) -> int:
         """How many of them have their gradients on the GPU."""
-        return sum(chunk in self.held for chunk in self.on_host)
+        return sum(chunk in self.moved.held for chunk in self.on_host)
 
 
 @dataclass(frozen=True)
@@ -150,30 +151,28 @@ def place(gpt: Gpt, gpu: Gpu, host: Host, gpus: int, batch: int, chunk_numel: in
     Raises BudgetError if the host and the GPU can't hold them.
     """
     chunks = -(-chunk_count(gpt, chunk_numel) // gpus)
-    param16, optimizer = chunk_numel * HALF, chunk_numel * OPTIMIZER_BYTES
+    param16_bytes, optimizer_bytes = chunk_numel * HALF, chunk_numel * OPTIMIZER_BYTES
     host_bytes = host.memory * HOST_PERCENT // 100 // gpus
     # Beside the chunks lie those of the group that is computed with, and the buffer that parameters return through.
-    beside = gpus * param16 + chunk_numel * SINGLE
-    rooms = [device_bytes(gpu) - beside - nbytes for nbytes in non_model_bytes(gpt, batch, chunks)]
-    margin = (min(rooms) - chunks * param16) * MARGIN_PERCENT // 100
-    in_margin = min(chunks, max(0, margin // optimizer))
+    beside_bytes = gpus * param16_bytes + chunk_numel * SINGLE
+    rooms = [device_bytes(gpu) - beside_bytes - nbytes for nbytes in non_model_bytes(gpt, batch, chunks)]
+    margin_bytes = (min(rooms) - chunks * param16_bytes) * MARGIN_PERCENT // 100
+    in_margin = min(chunks, max(0, margin_bytes // optimizer_bytes))
     forced = 0
     while True:
-        free = [(room - (in_margin + forced) * optimizer) // param16 for room in rooms]
+        free = [(room - (in_margin + forced) * optimizer_bytes) // param16_bytes for room in rooms]
         spilled = chunks - min(chunks, min(free))
-        too_many = (chunks - in_margin - forced) * optimizer + spilled * param16 - host_bytes
+        excess_bytes = (chunks - in_margin - forced) * optimizer_bytes + spilled * param16_bytes - host_bytes
         if min(free) < 1 or forced > chunks - in_margin:
-            short = max(param16 * (1 - min(free)), too_many)
+            short_bytes = max(param16_bytes * (1 - min(free)), excess_bytes)
             raise BudgetError(
                 f"{gpt.numel / 1e9:.1f}e9 parameters, {batch} sequences on each of {gpus} GPUs: "
-                f"{format_size(short)} too little memory for each process",
-                short,
+                f"{format_size(short_bytes)} too little memory for each process",
+                short_bytes,
             )
-        if too_many <= 0:
-            break
-        forced += -(-too_many // optimizer)
-    fetched, evicted, held = _move(free, chunks)
-    return Placement(chunk_numel, chunks, in_margin, forced, fetched, evicted, held)
+        if excess_bytes <= 0:
+            return Placement(chunk_numel, chunks, in_margin, forced, move(free, chunks))
+        forced += -(-excess_bytes // optimizer_bytes)
 
 
 def device_bytes(gpu: Gpu) -> int:
@@ -198,56 +197,16 @@ def search_chunk_numel(gpt: Gpt, gpu: Gpu, gpus: int) -> int:
 
     Raises BudgetError if the largest parameter needs larger chunks.
     """
-    least, warm_up = max(gpt.layer_tensors()), device_bytes(gpu) * WARM_UP_PERCENT // 100
-    sizes = [numel for numel in CHUNK_NUMELS if least <= numel and gpus * numel * HALF <= warm_up]
+    least, warm_up_bytes = max(gpt.layer_tensors()), device_bytes(gpu) * WARM_UP_PERCENT // 100
+    sizes = [numel for numel in CHUNK_NUMELS if least <= numel and gpus * numel * HALF <= warm_up_bytes]
     if not sizes:
-        short = gpus * least * HALF - warm_up
-        message = f"a group of {gpus} chunks that hold a parameter of {least} elements is larger than {warm_up} bytes"
-        raise BudgetError(f"{message}, the warm-up's share of a GPU", short if short > 0 else None)
+        short_bytes = gpus * least * HALF - warm_up_bytes
+        raise BudgetError(
+            f"a group of {gpus} chunks that hold a parameter of {least} elements is larger than "
+            f"{format_size(warm_up_bytes)}, the warm-up's share of a GPU",
+            short_bytes if short_bytes > 0 else None,
+        )
     return min(sizes, key=lambda numel: numel * -(-chunk_count(gpt, numel) // gpus))
-
-
-def non_model_bytes(gpt: Gpt, batch: int, chunks: int) -> list[int]:
-    """Non-model data on a GPU while each chunk is used: forward in order, then backward in reverse.
-
-    The tide: checkpoints grow in forward, and shrink in backward, beside what one layer saves and its gradients.
-    """
-    units = batch * gpt.sequence * gpt.hidden
-    gradients = GRADIENT_BYTES_PER_HIDDEN * units
-    forward = max(gradients, 2 * HALF * gpt.score_numel(batch))
-    backward = gpt.saved_bytes(batch) + gradients
-    kept = [gpt.checkpoint_bytes(batch, -(-gpt.layers * (index + 1) // chunks)) for index in range(chunks)]
-    rising = [nbytes + forward for nbytes in kept]
-    falling = [nbytes + backward for nbytes in reversed(kept)]
-    falling[0] = max(falling[0], kept[-1] + gpt.logit_bytes(batch))
-    return rising + falling
-
-
-def _move(room: Sequence[int], chunks: int) -> tuple[int, int, frozenset[int]]:
-    """Chunks fetched, evicted and held at the end, with room for so many at each access.
-
-    Each chunk is used once forward and once backward; of two iterations, the second is told. What is used latest leaves
-    first, and is written whether it changed or not: there are no clean copies.
-    """
-    order = [*range(chunks), *reversed(range(chunks))]
-    held: set[int] = set()
-    for _ in range(2):
-        fetched = evicted = 0
-        for now, chunk in enumerate(order):
-            if chunk not in held:
-                held.add(chunk)
-                fetched += 1
-            while len(held) > room[now]:
-                held.remove(max(held - {chunk}, key=lambda other: _next_use(other, now, chunks)))
-                evicted += 1
-    return fetched, evicted, frozenset(held)
-
-
-def _next_use(chunk: int, now: int, chunks: int) -> int:
-    forward, backward = chunk, 2 * chunks - 1 - chunk
-    if now < forward:
-        return forward
-    return backward if now < backward else 2 * chunks + forward
 
 
 def _link_seconds(placement: Placement, host: Host, links: Links, gpus: int, looked_up_bytes: int) -> dict[str, float]:
@@ -257,21 +216,21 @@ def _link_seconds(placement: Placement, host: Host, links: Links, gpus: int, loo
     lie on a GPU go down in 16 bits, and parameters come back in 32, to be cast there. A group is gathered in forward
     and backward, and its gradients are summed: 6 (p - 1) / p bytes per parameter.
     """
-    numel = placement.chunk_numel
-    crossing, swapped = placement.crossing * numel, placement.forced * numel * OPTIMIZER_BYTES
+    numel, moved = placement.chunk_numel, placement.moved
+    crossing, swapped_bytes = placement.crossing * numel, placement.forced * numel * OPTIMIZER_BYTES
     up, down = links.h2d_of_one(gpus), links.d2h_of_one(gpus)
-    evicted = placement.evicted * numel * HALF + swapped
-    sent = 3 * (gpus - 1) * placement.chunks * numel * HALF
+    fetched_bytes = moved.fetched * numel * HALF + swapped_bytes
+    evicted_bytes = moved.evicted * numel * HALF + swapped_bytes
+    sent_bytes = 3 * (gpus - 1) * placement.chunks * numel * HALF
     return {
-        "h2d_s": (placement.fetched * numel * HALF + swapped + crossing * SINGLE + looked_up_bytes) / up,
-        "d2h_s": evicted / min(down, host.page_lock or down) + (crossing * HALF + looked_up_bytes) / down,
-        "collectives_s": sent / links.gpu_gpu if links.gpu_gpu and gpus > 1 else 0.0,
+        "h2d_s": (fetched_bytes + crossing * SINGLE + looked_up_bytes) / up,
+        "d2h_s": evicted_bytes / min(down, host.page_lock or down) + (crossing * HALF + looked_up_bytes) / down,
+        "collectives_s": sent_bytes / links.gpu_gpu if links.gpu_gpu and gpus > 1 else 0.0,
     }
 
 
 def compute_seconds(gpt: Gpt, gpu: Gpu, batch: int) -> float:
-    """What forward, recomputation and backward compute for: products at the rate of their size, the rest at the
-    memory's."""
+    """Forward, recomputation and backward: products at the rate of their size, the rest at the memory's."""
     tokens = batch * gpt.sequence
     products = gpt.operations(tokens) / gpu.matmul_rate(gpt.hidden)
     scores = (2 * FORWARD_SCORES + BACKWARD_SCORES) * gpt.score_numel(batch)
