@@ -37,6 +37,12 @@ class Gpu(_Part):
     matmul_tflops: float = Field(gt=0)
     """Of matrix products in 16 bits, 10^12 operations per second; a multiplication and an addition are two."""
     memory_bandwidth: Rate
+    half_rate_size: int = Field(default=0, ge=0)
+    """The size of square products that reach half of `matmul_tflops`; 0 where all sizes reach it."""
+
+    def matmul_rate(self, size: int) -> float:
+        """Operations per second of a product whose smallest side is `size`: the larger, the nearer to the limit."""
+        return self.matmul_tflops * 1e12 * size / (size + self.half_rate_size)
 
 
 class Host(_Part):
@@ -48,8 +54,21 @@ class Host(_Part):
     update_bandwidth: Rate | None = None
     """What an update of parameters reads and writes per second; by default as much as memory gives."""
     cores: int = Field(gt=0)
+    sockets: int = Field(default=1, gt=0)
+    """A process has its memory on one, with that one's part of the bandwidth."""
+    core_bandwidth: Rate | None = None
+    """What one core moves in an update, reads and writes counted; None where a few cores reach all of it."""
+    page_lock: Rate | None = None
+    """What a process fills of memory that it allocates and page-locks anew; None where links are slower."""
     matmul_tflops: float | None = Field(default=None, gt=0)
     """Of all cores, in bfloat16; needed where the compute tier is the host's."""
+
+    def update_bandwidth(self, processes: int, threads: int) -> float:
+        """Bytes per second that the updates of so many processes move together, with so many threads each."""
+        memory = self.memory_bandwidth * (min(processes, self.sockets) / self.sockets)
+        if self.core_bandwidth is None:
+            return memory
+        return min(memory, processes * threads * self.core_bandwidth)
 
 
 class Links(_Part):
@@ -58,9 +77,20 @@ class Links(_Part):
     h2d: Rate
     d2h: Rate
     shared_by: int = Field(default=1, gt=0)
-    """How many GPUs have one such link together."""
+    """How many GPUs have one such link together, which is as fast as the faster direction of one."""
     gpu_gpu: Rate | None = None
     """Bytes that one GPU sends in a collective among all; needed for more than one GPU."""
+
+    def h2d_of_one(self, gpus: int) -> float:
+        """Bytes per second to each of `gpus` GPUs while all are busy."""
+        return min(self.h2d, self._share(gpus))
+
+    def d2h_of_one(self, gpus: int) -> float:
+        """Bytes per second from each of `gpus` GPUs while all are busy."""
+        return min(self.d2h, self._share(gpus))
+
+    def _share(self, gpus: int) -> float:
+        return max(self.h2d, self.d2h) / min(gpus, self.shared_by)
 
 
 class DiskDrive(_Part):
@@ -81,8 +111,6 @@ class Machine(_Part):
     host: Host
     links: Links | None = None
     disk: DiskDrive | None = None
-
-
 
 
 def read_machine(path: Path) -> Machine:
@@ -108,7 +136,7 @@ def _check(machine: Machine, path: Path) -> None:
         raise ConfigError(f"the machine file {path}: host.matmul_tflops: needed where there is no [gpu]")
     if machine.gpu is not None and machine.links is None:
         raise ConfigError(f"the machine file {path}: links: a [gpu] needs the rates between it and the host")
-    if machine.gpu is not None and machine.gpu.count > 1 and machine.links is not None and machine.links.gpu_gpu is None:
+    if machine.gpu and machine.gpu.count > 1 and machine.links and machine.links.gpu_gpu is None:
         raise ConfigError(f"the machine file {path}: links.gpu_gpu: needed for more than one GPU")
 
 

@@ -1,0 +1,68 @@
+"""What follows from a GPT's shape, against counts that others published and against sums over its parts."""
+
+from math import isclose
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.schedule.gpt import Gpt
+
+quick = settings(derandomize=True, deadline=None, max_examples=100)
+
+GPT2 = Gpt(layers=12, hidden=768, heads=12)
+shapes = st.builds(
+    Gpt,
+    layers=st.integers(1, 100),
+    hidden=st.integers(1, 64).map(lambda n: 64 * n),
+    heads=st.integers(1, 32),
+    vocab=st.integers(1, 60_000),
+    sequence=st.integers(1, 4096),
+    head=st.booleans(),
+)
+
+
+def test_gpt2_has_as_many_parameters_as_its_checkpoint():
+    assert GPT2.numel == 124_439_808
+
+
+def test_a_classifier_has_as_many_parameters_as_the_originals_log_says():
+    # Tencent/PatrickStar, issue 67: 0.72940493e9, of which 2.4e6 are a pooler and an output that a GPT has not.
+    assert isclose(Gpt(24, 1536, 16, vocab=30_522, sequence=128, head=False).numel, 0.72940493e9, rel_tol=0.005)
+
+
+@quick
+@given(shapes)
+def test_a_layers_parameters_are_those_of_its_tensors(gpt):
+    assert sum(gpt.layer_tensors()) == gpt.layer_numel
+    assert gpt.numel == gpt.layers * gpt.layer_numel + gpt.embedding_numel + 2 * gpt.hidden
+
+
+@quick
+@given(shapes, st.integers(1, 1 << 20))
+def test_operations_are_two_per_matrix_element_and_token(gpt, tokens):
+    matrices = sum(numel for numel in gpt.layer_tensors() if numel >= gpt.hidden**2)
+    scores_and_sums = 2 * 2 * gpt.sequence * gpt.hidden
+    forward = gpt.layers * (2 * matrices + scores_and_sums)
+    logits = 2 * gpt.vocab * gpt.hidden if gpt.head else 0
+    assert gpt.operations(tokens, recompute=False) == 3 * tokens * (forward + logits)
+    assert gpt.operations(tokens) == gpt.operations(tokens, recompute=False) + tokens * forward
+
+
+def test_where_matrices_are_all_that_counts_the_papers_count_is_the_true_one():
+    large = Gpt(layers=100, hidden=16_384, heads=64, head=False)
+    assert isclose(large.paper_operations(1000), large.operations(1000), rel_tol=0.02)
+
+
+@quick
+@given(shapes, st.integers(1, 64))
+def test_activations_are_in_proportion_to_the_batch(gpt, batch):
+    assert gpt.checkpoint_bytes(batch) == batch * gpt.checkpoint_bytes(1) == gpt.checkpoint_bytes(batch, gpt.layers)
+    assert gpt.checkpoint_bytes(batch, 0) == 0
+    assert gpt.saved_bytes(batch) == batch * gpt.saved_bytes(1)
+    assert gpt.logit_bytes(batch) == batch * gpt.logit_bytes(1)
+    assert (gpt.logit_bytes(batch) > 0) == gpt.head
+
+
+def test_what_a_layer_saves_for_its_backward():
+    # Korthikanti et al. 2022, equation 1, with GPT-3's numbers: s b h (34 + 5 a s / h).
+    assert Gpt(96, 12_288, 96, sequence=2048).saved_bytes(1) == 2048 * 12_288 * (34 + 5 * 96 * 2048 // 12_288)

@@ -1,0 +1,144 @@
+"""Machine files: those that come along are whole, and an error names the field."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.errors import ConfigError
+from patrickstar.schedule.machine import Gpu, Host, Links, find_machine, known_machines, read_machine
+
+quick = settings(derandomize=True, deadline=None, max_examples=100)
+
+WHOLE = """
+name = "test"
+source = "invented"
+[gpu]
+count = 2
+memory = "16GiB"
+matmul_tflops = 50
+memory_bandwidth = "500GB"
+[host]
+memory = "64GB"
+memory_bandwidth = "50GB"
+cores = 8
+[links]
+h2d = "12GB"
+d2h = "11GB"
+gpu_gpu = "40GB"
+[disk]
+capacity = "1TB"
+read = "3GB"
+write = "2GB"
+"""
+
+rates = st.floats(1e6, 1e12)
+counts = st.integers(1, 64)
+
+
+def read(tmp_path, text):
+    path = tmp_path / "machine.toml"
+    path.write_text(text)
+    return read_machine(path)
+
+
+@pytest.mark.parametrize("name", known_machines())
+def test_machines_that_come_along_are_whole_and_say_where_their_figures_come_from(name):
+    machine = find_machine(name)
+    assert machine.name == name
+    assert len(machine.source) > 50
+
+
+def test_what_is_asked_for_comes_along():
+    named = {"8xV100-32GB", "8xV100-32GB-120GB", "700-dollar-pc", "8xA100-40GB", "H200", "RTX4090-desktop"}
+    assert named <= set(known_machines())
+
+
+def test_half_the_memory_is_the_only_difference():
+    whole, half = find_machine("8xV100-32GB"), find_machine("8xV100-32GB-120GB")
+    assert half.host.memory * 2 == whole.host.memory
+    same = {"name": whole.name, "source": whole.source, "host": whole.host}
+    assert half.model_copy(update=same) == whole
+
+
+def test_a_file_of_ones_own(tmp_path):
+    machine = read(tmp_path, WHOLE)
+    assert machine.gpu is not None and machine.links is not None and machine.disk is not None
+    assert machine.gpu.memory == 16 * 1024**3
+    assert machine.links.h2d == 12e9
+    assert find_machine(str(tmp_path / "machine.toml")) == machine
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "field"),
+    [
+        ('h2d = "12GB"', "", "links.h2d"),
+        ('h2d = "12GB"', "h2d = -1.0", "links.h2d"),
+        ('h2d = "12GB"', 'h2d = "fast"', "links.h2d"),
+        ('d2h = "11GB"', "d2h = 0", "links.d2h"),
+        ('gpu_gpu = "40GB"', "", "links.gpu_gpu"),
+        ("matmul_tflops = 50", "matmul_tflops = 0", "gpu.matmul_tflops"),
+        ("matmul_tflops = 50", "matmul_tflops = 50\nhalf_rate_size = -1", "gpu.half_rate_size"),
+        ("count = 2", "count = 0", "gpu.count"),
+        ('memory = "64GB"', 'memory = "0GB"', "host.memory"),
+        ("cores = 8", "", "host.cores"),
+        ("cores = 8", "cores = 8\nsockets = 0", "host.sockets"),
+        ("cores = 8", "cores = 8\ncore_bandwidth = 0", "host.core_bandwidth"),
+        ("cores = 8", "cores = 8\npage_lock = -2", "host.page_lock"),
+        ("cores = 8", "cores = 8\ncolour = 1", "host.colour"),
+        ('write = "2GB"', "", "disk.write"),
+        ('name = "test"', "", "name"),
+        ('[links]\nh2d = "12GB"\nd2h = "11GB"\ngpu_gpu = "40GB"', "", "links"),
+        (WHOLE[WHOLE.index("[gpu]") : WHOLE.index("[host]")], "", "host.matmul_tflops"),
+    ],
+)
+def test_an_error_names_the_file_and_the_field(tmp_path, was, becomes, field):
+    assert was in WHOLE
+    with pytest.raises(ConfigError, match=rf"machine\.toml: {re.escape(field)}: "):
+        read(tmp_path, WHOLE.replace(was, becomes))
+
+
+def test_what_is_no_toml_or_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="is no TOML"):
+        read(tmp_path, "name =")
+    with pytest.raises(ConfigError, match="can't be read"):
+        read_machine(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"), [("8xV100", "8xV100-32GB"), ("h200", "H200"), ("4090", "RTX4090-desktop"), ("zzz", "H200")]
+)
+def test_an_unknown_machine_gives_the_nearest_names(asked, near):
+    with pytest.raises(ConfigError, match=f"{asked!r} is no machine known here.*{near}"):
+        find_machine(asked)
+
+
+@quick
+@given(st.integers(1, 20_000), st.integers(0, 2000))
+def test_products_of_half_rate_size_reach_half(size, half):
+    gpu = Gpu(count=1, memory=1, matmul_tflops=100, memory_bandwidth=1, half_rate_size=half)
+    assert gpu.matmul_rate(half or 1) == (50e12 if half else 100e12)
+    assert gpu.matmul_rate(size) <= gpu.matmul_rate(size + 1) <= 100e12
+
+
+@quick
+@given(rates, rates, counts, counts, counts)
+def test_updates_are_bound_by_cores_and_by_memory(memory_rate, core_rate, sockets, processes, threads):
+    host = Host(memory=1, memory_bandwidth=memory_rate, cores=64, sockets=sockets, core_bandwidth=core_rate)
+    rate = host.update_bandwidth(processes, threads)
+    assert rate <= memory_rate and rate <= processes * threads * core_rate
+    assert rate <= host.update_bandwidth(processes + 1, threads)
+    assert rate <= host.update_bandwidth(processes, threads + 1)
+    plain = Host(memory=1, memory_bandwidth=memory_rate, cores=64)
+    assert plain.update_bandwidth(processes, threads) == memory_rate
+
+
+@quick
+@given(rates, rates, counts, counts)
+def test_gpus_on_one_link_have_no_more_than_it_has(h2d, d2h, shared_by, gpus):
+    links = Links(h2d=h2d, d2h=d2h, shared_by=shared_by)
+    busy = min(gpus, shared_by)
+    for own, rate in ((h2d, links.h2d_of_one(gpus)), (d2h, links.d2h_of_one(gpus))):
+        assert rate <= own and busy * rate <= max(h2d, d2h) * (1 + 1e-9)
+        assert rate == own or gpus > 1 < shared_by

@@ -1,0 +1,220 @@
+"""The original policy's simulation: the published throughputs, sums that add up, and what more of anything does."""
+
+import csv
+from dataclasses import fields
+from math import isclose
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.errors import BudgetError, ConfigError
+from patrickstar.layout.lists import scheme_for
+from patrickstar.layout.mapping import ParamSpec, build_layout
+from patrickstar.schedule.gpt import Gpt
+from patrickstar.schedule.machine import find_machine
+from patrickstar.schedule.original import (
+    BATCHES,
+    CHUNK_NUMELS,
+    best_step,
+    chunk_count,
+    device_bytes,
+    search_chunk_numel,
+    simulate_original,
+)
+from patrickstar.schedule.tide import non_model_bytes
+
+quick = settings(derandomize=True, deadline=None, max_examples=60)
+
+REFERENCE = Path(__file__).parents[2] / "benchmarks" / "reference" / "patrickstar_published.csv"
+NODE = find_machine("8xV100-32GB")
+# The original's benchmark: BERT's vocabulary, no head.
+VOCAB = 30_522
+
+
+def published():
+    """Shape, GPUs and TFLOPS of the 16 figures."""
+    lines = [line for line in REFERENCE.read_text().splitlines() if not line.startswith("#")]
+    for row in csv.DictReader(lines):
+        gpt = Gpt(int(row["layers"]), int(row["hidden"]), 16, VOCAB, head=False)
+        yield gpt, int(row["gpus"]), float(row["tflops_total"])
+
+
+POINTS = list(published())
+
+points = st.sampled_from([(gpt, gpus) for gpt, gpus, _ in POINTS])
+batches = st.sampled_from(BATCHES)
+more = st.floats(1, 4)
+
+
+def changed(part, field, factor):
+    """The node with more of one thing."""
+    old = getattr(NODE, part)
+    value = getattr(old, field)
+    new = old.model_copy(update={field: type(value)(value * factor)})
+    return NODE.model_copy(update={part: new})
+
+
+def simulated(gpt, gpus, batch, machine=NODE, chunk_numel=None):
+    """A step, or None if it doesn't fit."""
+    try:
+        return simulate_original(gpt, machine, gpus, batch, chunk_numel or search_chunk_numel(gpt, NODE.gpu, gpus))
+    except BudgetError:
+        return None
+
+
+# What was published
+
+
+def test_published_throughputs_with_one_set_of_constants():
+    errors = [best_step(gpt, NODE, gpus).tflops / tflops - 1 for gpt, gpus, tflops in POINTS]
+    assert len(errors) == 16
+    assert sum(abs(error) <= 0.1 for error in errors) >= 13, errors
+    assert max(map(abs, errors)) <= 0.2, errors
+
+
+def test_runs_on_machines_that_nothing_was_fitted_to():
+    # Tencent/PatrickStar, issue 67 and pull request 269.
+    small = Gpt(24, 1536, 16, VOCAB, sequence=128, head=False)
+    assert isclose(best_step(small, find_machine("700-dollar-pc"), 1, batches=(128,)).tflops, 18.46, rel_tol=0.1)
+    large = Gpt(25, 8192, 16, VOCAB, head=False)
+    assert isclose(best_step(large, find_machine("8xA100-40GB"), 1, batches=(16,)).tflops, 88.75, rel_tol=0.1)
+
+
+def test_the_largest_models_that_were_published_fit_and_the_next_of_the_family_do_not():
+    fifteen, eighteen, twenty = (Gpt(n, h, 16, VOCAB, head=False) for n, h in ((78, 4096), (90, 4096), (25, 8192)))
+    with pytest.raises(BudgetError, match="too little memory") as refusal:
+        best_step(fifteen, NODE, 1)
+    assert refusal.value.short_bytes is not None and refusal.value.short_bytes > 0
+    assert best_step(eighteen, NODE, 8).tflops > 0
+    with pytest.raises(BudgetError, match="a group of 8 chunks"):
+        best_step(twenty, NODE, 8)
+
+
+def test_what_the_machine_has_not_is_refused():
+    with pytest.raises(ConfigError, match="16 GPUs were asked for, and 8xV100-32GB has 8"):
+        best_step(POINTS[0][0], NODE, 16)
+    with pytest.raises(ConfigError, match="0 GPUs"):
+        best_step(POINTS[0][0], NODE, 0)
+
+
+# Sums that add up
+
+
+@quick
+@given(points, batches)
+def test_a_step_is_the_sum_of_its_lanes(point, batch):
+    gpt, gpus = point
+    step = simulated(gpt, gpus, batch)
+    if step is None:
+        return
+    seconds = [getattr(step.lanes, lane.name) for lane in fields(step.lanes)]
+    assert min(seconds) >= 0
+    assert isclose(sum(seconds), step.lanes.total_s)
+    tokens = gpus * batch * gpt.sequence
+    assert isclose(step.tflops * 1e12 * step.lanes.total_s, gpt.paper_operations(tokens))
+
+
+@quick
+@given(points, batches)
+def test_collectives_send_six_bytes_per_parameter_less_ones_own_share(point, batch):
+    gpt, gpus = point
+    step = simulated(gpt, gpus, batch)
+    if step is None:
+        return
+    padded = gpus * step.placement.chunks * step.placement.chunk_numel
+    sent = step.lanes.collectives_s * NODE.links.gpu_gpu
+    assert isclose(sent, 6 * (gpus - 1) / gpus * padded)
+    assert padded >= gpt.layers * gpt.layer_numel
+
+
+@quick
+@given(points, batches)
+def test_what_is_placed_fits(point, batch):
+    gpt, gpus = point
+    step = simulated(gpt, gpus, batch)
+    if step is None:
+        return
+    placed, numel = step.placement, step.placement.chunk_numel
+    # 14 bytes per parameter: 2 for param16, 12 for the optimizer's lists.
+    on_device = (placed.in_margin + placed.forced) * 12 * numel
+    peak = max(non_model_bytes(gpt, batch, placed.chunks))
+    assert on_device + 2 * numel + peak <= device_bytes(NODE.gpu)
+    assert (placed.chunks - placed.in_margin - placed.forced) * 12 * numel <= NODE.host.memory * 8 // 10 // gpus
+    assert 0 <= placed.crossing <= len(placed.on_host) == placed.chunks - placed.in_margin
+    assert not placed.in_margin or placed.moved.fetched == placed.moved.evicted == 0
+
+
+@quick
+@given(st.integers(1, 12), st.integers(1, 5), st.sampled_from([128, 512, 2048]))
+def test_chunks_are_counted_as_the_layout_lays_them_out(layers, size, hidden):
+    gpt = Gpt(layers, hidden, 8)
+    numel = size * 4 * hidden**2
+    scheme = scheme_for("float16", trained=True)
+    tensors = gpt.layer_tensors() * layers
+    params = [ParamSpec(str(index), count, scheme) for index, count in enumerate(tensors)]
+    assert chunk_count(gpt, numel) == build_layout(params, numel).chunk_count
+
+
+def test_no_chunk_size_wastes_less_than_the_one_found():
+    for gpt, gpus, _ in POINTS:
+        found = search_chunk_numel(gpt, NODE.gpu, gpus)
+        used = found * -(-chunk_count(gpt, found) // gpus)
+        for numel in CHUNK_NUMELS:
+            if numel >= max(gpt.layer_tensors()) and numel <= found:
+                assert used <= numel * -(-chunk_count(gpt, numel) // gpus)
+        assert gpus * used < 1.25 * gpt.layers * gpt.layer_numel
+
+
+# More of anything
+
+
+@quick
+@given(
+    points,
+    batches,
+    st.sampled_from(
+        [
+            ("links", "h2d"),
+            ("links", "d2h"),
+            ("links", "gpu_gpu"),
+            ("host", "memory_bandwidth"),
+            ("host", "core_bandwidth"),
+            ("host", "page_lock"),
+            ("host", "cores"),
+            ("gpu", "matmul_tflops"),
+            ("gpu", "memory_bandwidth"),
+        ]
+    ),
+    more,
+)
+def test_faster_parts_are_never_slower(point, batch, what, factor):
+    gpt, gpus = point
+    before, after = simulated(gpt, gpus, batch), simulated(gpt, gpus, batch, changed(*what, factor))
+    assert (before is None) == (after is None)
+    if before is not None and after is not None:
+        assert after.lanes.total_s <= before.lanes.total_s * (1 + 1e-9)
+
+
+@quick
+@given(points, batches, st.sampled_from([("host", "memory"), ("gpu", "memory")]), more)
+def test_what_fits_fits_with_more_memory(point, batch, what, factor):
+    gpt, gpus = point
+    if simulated(gpt, gpus, batch) is not None:
+        assert simulated(gpt, gpus, batch, changed(*what, factor)) is not None
+
+
+@quick
+@given(points, batches)
+def test_what_fits_fits_with_a_smaller_batch(point, batch):
+    gpt, gpus = point
+    if simulated(gpt, gpus, batch) is not None:
+        assert all(simulated(gpt, gpus, smaller) is not None for smaller in BATCHES if smaller < batch)
+
+
+def test_where_the_host_is_full_optimizer_chunks_are_forced_onto_gpus():
+    fifteen, half = Gpt(78, 4096, 16, VOCAB, head=False), find_machine("8xV100-32GB-120GB")
+    step = best_step(fifteen, half, 8)
+    assert step.placement.forced > 0
+    assert step.tflops < best_step(fifteen, NODE, 8).tflops
