@@ -25,9 +25,7 @@ machines = st.builds(
         memory_bandwidth=st.floats(1e10, 5e11),
         cores=st.integers(4, 128),
     ),
-    links=st.builds(
-        Links, h2d=st.floats(5e9, 5e10), d2h=st.floats(5e9, 5e10), gpu_gpu=st.floats(1e10, 3e11)
-    ),
+    links=st.builds(Links, h2d=st.floats(5e9, 5e10), d2h=st.floats(5e9, 5e10), gpu_gpu=st.floats(1e10, 3e11)),
     disk=st.none() | st.just(DiskDrive(capacity="2TB", read="3GB", write="2GB")),
 )
 works = st.builds(

@@ -88,7 +88,8 @@ def train(
     log: Annotated[Path | None, typer.Option(help="Write one JSON line for each step, and one at the end.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the summary.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Train nothing; say whether it fits, how long a step takes, what it moves.")
+        bool,
+        typer.Option("--dry-run", help="Train nothing; say whether it fits, and what a step takes."),
     ] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the program an error arose.")] = False,
 ) -> None:

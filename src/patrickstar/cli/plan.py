@@ -19,7 +19,13 @@ from patrickstar.schedule.machine import Machine, find_machine
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Samples per process that are tried."""
 
-FAMILY = ((2048, (20, 40)), (2304, (64,)), (3072, (53, 72)), (4096, (50, 60, 78, 90, 110, 130)), (8192, range(40, 241, 10)))
+FAMILY = (
+    (2048, (20, 40)),
+    (2304, (64,)),
+    (3072, (53, 72)),
+    (4096, (50, 60, 78, 90, 110, 130)),
+    (8192, range(40, 241, 10)),
+)
 """Hidden sizes and layers of ever larger GPTs: those of the paper, then wider ones."""
 
 BAR_WIDTH = 40
@@ -190,7 +196,9 @@ def _lanes(best: Estimate) -> Table:
     for column in ("resource", "busy", "moves", f"{'of the step':<{BAR_WIDTH}}"):
         table.add_column(column, no_wrap=True)
     for lane in best.lanes:
-        amount = f"{lane.amount / 1e12:.1f} Tera-operations" if lane.name == "compute" else format_size(int(lane.amount))
+        amount = (
+            f"{lane.amount / 1e12:.1f} Tera-operations" if lane.name == "compute" else format_size(int(lane.amount))
+        )
         table.add_row(lane.name, f"{lane.seconds:.2f} s", amount, _bar(lane.seconds / best.seconds))
     return table
 
@@ -213,7 +221,7 @@ def _choices(best: Estimate) -> str:
     shares = best.shares
     streamed = max(0.0, 1 - shares.resident - shares.on_host)
     return (
-        f"of the optimizer states {shares.resident:.0%} live on the device, {shares.on_host:.0%} are updated on the host "
-        f"and {streamed:.0%} come to the device for their update; {shares.kept:.0%} of the parameters stay there from "
-        f"forward to backward"
+        f"of the optimizer states {shares.resident:.0%} live on the device, {shares.on_host:.0%} are updated on the "
+        f"host and {streamed:.0%} come to the device for their update; {shares.kept:.0%} of the parameters stay "
+        f"there from forward to backward"
     )

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import patrickstar as ps
 from patrickstar.cli.batches import Batches
 from patrickstar.cli.data import Corpus, open_corpus
-from patrickstar.cli.machine import machine_name
 from patrickstar.cli.forecast import print_forecast
+from patrickstar.cli.machine import machine_name
 from patrickstar.cli.models import ModelSource, find_model
 from patrickstar.cli.progress import LEGEND, Progress
 from patrickstar.cli.records import RunLog, StepRecord, Summary
@@ -123,7 +123,7 @@ def rehearse_training(options: TrainOptions, console: Console) -> Forecast:
     source = find_model(options.model, options.vocab_size)
     _check_sequence(options.sequence, source)
     machine = describe(device, options.disk)
-    model, weights = source.open(options.activation_checkpointing)
+    model, _ = source.open(options.activation_checkpointing)
     if isinstance(model, nn.Module):
         model = on_meta(model)
     ids = torch.zeros(options.batch, options.sequence, dtype=torch.int64, device="meta")

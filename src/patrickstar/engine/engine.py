@@ -219,8 +219,7 @@ class Engine:
         """
         from patrickstar.engine.rehearsal import forecast, forward_backward_step
 
-        loss_of = loss if loss is not None else lambda out: getattr(out, "loss", out)
-        return forecast(self, forward_backward_step(loss_of, args, kwargs))
+        return forecast(self, forward_backward_step(loss or _loss_of, args, kwargs))
 
     def close(self, *, keep: bool = True) -> None:
         """Give all chunks back; parameters keep their values as ordinary tensors on the host, in full precision.
@@ -389,6 +388,10 @@ class Engine:
     def _check_open(self) -> None:
         if not self._release.alive:
             raise TrainingError("this engine was closed; call ps.initialize for a new one")
+
+
+def _loss_of(out: Any) -> Any:
+    return getattr(out, "loss", out)
 
 
 def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list[str]:

@@ -54,7 +54,7 @@ def describe(device: torch.device, directory: str | Path | None = None) -> Machi
         host=Host(
             memory=hardware.host_bytes(),
             memory_bandwidth=_copy_bandwidth(cpu),
-            update_bandwidth=_update_bandwidth(),
+            update_rate=_update_rate(),
             cores=os.cpu_count() or 1,
             matmul_tflops=_matmul_tflops(cpu),
         ),
@@ -86,7 +86,7 @@ def _copy_bandwidth(device: torch.device) -> float:
     return 2 * CHUNK_BYTES / _seconds(lambda: target.copy_(source), device)
 
 
-def _update_bandwidth() -> float:
+def _update_rate() -> float:
     param, master = torch.zeros(UPDATED, dtype=torch.bfloat16), torch.zeros(UPDATED)
     moments = torch.zeros(UPDATED), torch.zeros(UPDATED)
     rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=1)

@@ -94,12 +94,14 @@ class Watch(TorchDispatchMode):
     """Inside, every operator's tensors are metered and its seconds are told to `spend`."""
 
     def __init__(self, meter: TensorMeter, seconds: Seconds, spend: Callable[[float], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.meter, self.seconds, self.spend = meter, seconds, spend
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        # Without bytes some operators are Python's, and their own operators are nobody's accesses.
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.meter.see(leaf)
@@ -141,14 +143,14 @@ def _attention(
         mask = attn_mask
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-        return aten._scaled_dot_product_flash_attention_for_cpu(
+        out: torch.Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
         )[0]
+        return out
     if device_type == "cuda" and attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    return torch._C._nn.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale
-    )
+        out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return out
+    return torch._C._nn.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
 
 @contextmanager

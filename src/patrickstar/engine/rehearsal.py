@@ -184,8 +184,8 @@ def rehearse(
     """Train a model for some steps without its bytes, and tell of the last of them.
 
     model: on the meta device, or a function that builds it, which is called under it. step: must read no value of a
-    tensor. seconds: what operators take; by default what the machine's rates say. hooks: the engine's. Raises BudgetError, as a run would,
-    where the model does not fit.
+    tensor. seconds: what operators take; by default what the machine's rates say. hooks: the engine's. Raises
+    BudgetError, as a run would, where the model does not fit.
     """
     meter = TensorMeter()
     hardware = RehearsedHardware(machine, meter)
@@ -202,7 +202,9 @@ def rehearse(
             model = model()
     values = {name: torch.empty_like(param, device=META) for name, param in model.named_parameters()}
     with watching(watch, "cpu" if machine.gpu is None else "cuda"):
-        engine = Engine(model, config, values.__getitem__, kernels=RehearsedKernels(hardware), hardware=hardware, **hooks)
+        engine = Engine(
+            model, config, values.__getitem__, kernels=RehearsedKernels(hardware), hardware=hardware, **hooks
+        )
         try:
             for _ in range(steps):
                 began, computed = hardware.clock.now, 0.0

@@ -73,7 +73,9 @@ class RehearsedFile(ScratchFile):
 
     def _grow(self, nbytes: int, what: str) -> None:
         if nbytes > self.free_bytes:
-            raise DiskError(f"{what} brings what lies on the disk to {nbytes} bytes, of {self.free_bytes} that are free")
+            raise DiskError(
+                f"{what} brings what lies on the disk to {nbytes} bytes, of {self.free_bytes} that are free"
+            )
         self.nbytes = max(self.nbytes, nbytes)
 
 
@@ -120,8 +122,7 @@ class RehearsedHardware(Hardware):
         self.down = Lane("device to host", links.d2h if links is not None else copied, self.clock)
         self.read = Lane("disk read", machine.disk.read if machine.disk is not None else 1.0, self.clock)
         self.write = Lane("disk write", machine.disk.write if machine.disk is not None else 1.0, self.clock)
-        update = machine.host.update_bandwidth or machine.host.memory_bandwidth
-        self.update = Lane("update on the host", update, self.clock)
+        self.update = Lane("update on the host", machine.host.update_bandwidth(1, machine.host.cores), self.clock)
         self._meter = meter
         self._host_storages: set[int] = set()
 

@@ -5,7 +5,6 @@ Bytes and operations follow from five shares of the model data; the best of them
 
 from dataclasses import dataclass
 
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -111,8 +110,8 @@ def estimate(work: Workload, machine: Machine, processes: int = 1) -> Estimate:
     kept, resident, on_host, in_ram = np.meshgrid(grid, grid, grid, grid, indexing="ij")
     gpu = machine.gpu
     memory = gpu.memory if gpu is not None else machine.host.memory
-    device = work.non_model_bytes + work.working_bytes + part * (
-        PARAM_BYTES * kept + (PARAM_BYTES + STATE_BYTES) * resident
+    device = (
+        work.non_model_bytes + work.working_bytes + part * (PARAM_BYTES * kept + (PARAM_BYTES + STATE_BYTES) * resident)
     )
     below = np.maximum(0.0, 1.0 - kept - resident)
     host = part * (PARAM_BYTES * (1.0 - resident) + STATE_BYTES * (1.0 - resident) * in_ram) * processes
@@ -126,7 +125,7 @@ def estimate(work: Workload, machine: Machine, processes: int = 1) -> Estimate:
     lanes = _lanes(work, machine, processes, (below, on_host, streamed, resident, in_ram))
     seconds = np.max([lane[1] for lane in lanes], axis=0)
     # Of what is equally fast, the least movement: it wears no disk and leaves room for what was not foreseen.
-    moved = sum(lane[1] for lane in lanes)
+    moved = np.sum([lane[1] for lane in lanes], axis=0)
     best = np.lexsort((moved[fits], np.round(seconds[fits], 9)))[0]
     at = tuple(axis[best] for axis in np.nonzero(fits))
     found = tuple(Lane(name, float(time[at]), float(amount[at])) for name, time, amount in lanes)
@@ -204,5 +203,3 @@ def _does_not_fit(work: Workload, machine: Machine, processes: int) -> BudgetErr
         f"and its disk have for it: {format_size(short)} more host memory, or a disk of as many",
         short,
     )
-
-

@@ -51,8 +51,8 @@ class Host(_Part):
     memory: Bytes
     memory_bandwidth: Rate
     """What all cores reach together, reads and writes counted."""
-    update_bandwidth: Rate | None = None
-    """What an update of parameters reads and writes per second; by default as much as memory gives."""
+    update_rate: Rate | None = None
+    """What an update was measured to read and write per second, by all cores; None for what memory and cores say."""
     cores: int = Field(gt=0)
     sockets: int = Field(default=1, gt=0)
     """A process has its memory on one, with that one's part of the bandwidth."""
@@ -65,7 +65,7 @@ class Host(_Part):
 
     def update_bandwidth(self, processes: int, threads: int) -> float:
         """Bytes per second that the updates of so many processes move together, with so many threads each."""
-        memory = self.memory_bandwidth * (min(processes, self.sockets) / self.sockets)
+        memory = (self.update_rate or self.memory_bandwidth) * (min(processes, self.sockets) / self.sockets)
         if self.core_bandwidth is None:
             return memory
         return min(memory, processes * threads * self.core_bandwidth)
