@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from patrickstar.errors import BudgetError
+from patrickstar.schedule.estimate import best_estimate
 from patrickstar.schedule.gpt import Gpt
 from patrickstar.schedule.machine import Machine, find_machine
 from patrickstar.schedule.original import best_step
@@ -28,6 +29,9 @@ VOCAB = 30_522
 SMALL = {"0.7B": Gpt(24, 1536, 16, VOCAB, head=False)}
 BEYOND = {"20B": Gpt(25, 8192, 16, VOCAB, head=False)}
 """The family's next larger shape, in the same file of the original's."""
+LAYERS_OF_8192 = {"25B": 31, "30B": 37, "40B": 50}
+FURTHER = {name: Gpt(layers, 8192, 16, VOCAB, head=False) for name, layers in LAYERS_OF_8192.items()}
+"""The same with more layers, for what holds more."""
 
 PAPER = {(NODE, 1): "12B", (NODE, 8): "18B", (PC, 1): "0.7B"}
 """The largest models: of the published figures the largest per number of GPUs, and the paper's $700 PC."""
@@ -177,7 +181,7 @@ def largest(family: dict[str, Gpt], machine: Machine, gpus: int, fits: Fits) -> 
 
 def claims() -> Iterator[tuple[Machine, int, dict[str, Gpt]]]:
     """The paper's questions: a machine, how many of its GPUs, and the models in question."""
-    family = {point.model: point.gpt for point in points()} | BEYOND
+    family = {point.model: point.gpt for point in points()} | BEYOND | FURTHER
     for name in (NODE, HALF_NODE):
         for gpus in (1, 2, 4, 8):
             yield find_machine(name), gpus, family
@@ -195,7 +199,16 @@ def claims_table(own: Fits | None = None) -> str:
     return table(["machine", "GPUs", "paper", "simulated, original policy", "simulated, own policy"], rows)
 
 
-def main(own: Fits | None = None) -> None:
+def own_fits(gpt: Gpt, machine: Machine, gpus: int) -> bool:
+    """This package's policy: shares of the model data, everything overlapped (`schedule/estimate.py`)."""
+    try:
+        best_estimate(gpt, machine, gpus)
+    except BudgetError:
+        return False
+    return True
+
+
+def main(own: Fits = own_fits) -> None:
     node = find_machine(NODE)
     gpu, host, links = node.gpu, node.host, node.links
     assert gpu and links and links.gpu_gpu and host.core_bandwidth and host.page_lock
@@ -239,9 +252,10 @@ The second machine's rate of eviction is read from the same profiles as its thro
 
 ## Largest models
 
-The family is the published figures' models, then {", ".join(BEYOND)}, the next shape that the original's scripts name.
-On the PC 0.7B comes first, and a sequence has 128 tokens. An empty field: no figure in the sources at hand, or no
-policy given.
+The family is the published figures' models, then {", ".join(BEYOND)}, the next shape that the original's scripts name,
+then {", ".join(FURTHER)}, the same with more layers. On the PC 0.7B comes first, and a sequence has 128 tokens. An
+empty field: no figure in the sources at hand. The own policy is `schedule/estimate.py`; it has trained on one device
+only so far.
 
 {claims_table(own)}
 On the PC the policy's own rule, four fifths of the memory for chunks, admits 1B. Its log has 0.7B at 97 % of the

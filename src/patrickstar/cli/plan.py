@@ -1,7 +1,6 @@
 """The job of ``patrickstar plan``: does a model fit a machine, how fast will it be, and where will the time go."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 
@@ -12,12 +11,9 @@ from rich.text import Text
 from patrickstar.cli.presets import PRESETS, Preset
 from patrickstar.errors import BudgetError, ConfigError
 from patrickstar.layout.sizes import format_size, parse_size
-from patrickstar.schedule.estimate import Estimate, Workload, estimate
-from patrickstar.schedule.gpt import SAVED_BYTES_PER_SCORE, Gpt
+from patrickstar.schedule.estimate import BATCHES, Estimate, best_estimate
+from patrickstar.schedule.gpt import Gpt
 from patrickstar.schedule.machine import Machine, find_machine
-
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Samples per process that are tried."""
 
 FAMILY = (
     (2048, (20, 40)),
@@ -59,7 +55,7 @@ def plan(options: PlanOptions, console: Console) -> None:
         gpt, best = found
     else:
         gpt = shape(options.model, options.sequence)
-        best = best_of(estimates(gpt, machine, processes, options))
+        best = _best(gpt, machine, processes, options)
     if options.as_json:
         console.print_json(json.dumps(as_dict(gpt, machine, best)))
         return
@@ -98,40 +94,9 @@ def _gpt(preset: Preset, sequence: int) -> Gpt:
     return Gpt(preset.layers, preset.hidden, preset.heads, preset.vocab_size, sequence)
 
 
-def workload(gpt: Gpt, batch: int, checkpointing: bool) -> Workload:
-    """A step of one process. Attention is fused: it keeps no scores."""
-    tokens = batch * gpt.sequence
-    layer = gpt.saved_bytes(batch) - SAVED_BYTES_PER_SCORE * gpt.score_numel(batch)
-    kept = gpt.checkpoint_bytes(batch) + layer if checkpointing else gpt.layers * layer
-    return Workload(
-        params=gpt.numel,
-        layers=gpt.layers,
-        tokens=tokens,
-        operations=gpt.operations(tokens, checkpointing),
-        matrix_size=min(gpt.hidden, tokens),
-        non_model_bytes=kept + gpt.logit_bytes(batch),
-        working_bytes=2 * 2 * gpt.layer_numel,
-    )
-
-
-def estimates(gpt: Gpt, machine: Machine, processes: int, options: PlanOptions) -> list[Estimate]:
-    """One for each batch that fits. Raises the BudgetError of the smallest where none does."""
+def _best(gpt: Gpt, machine: Machine, processes: int, options: PlanOptions) -> Estimate:
     batches = (options.batch,) if options.batch is not None else BATCHES
-    found, refused = [], None
-    for batch in batches:
-        try:
-            found.append(estimate(workload(gpt, batch, options.activation_checkpointing), machine, processes))
-        except BudgetError as error:
-            refused = refused or error
-    if not found:
-        assert refused is not None
-        raise refused
-    return found
-
-
-def best_of(found: Iterable[Estimate]) -> Estimate:
-    """The one with the most operations a second; of equals, the smallest batch."""
-    return max(found, key=lambda one: (round(one.tflops, 3), -one.workload.tokens))
+    return best_estimate(gpt, machine, processes, options.activation_checkpointing, batches)
 
 
 def largest(machine: Machine, processes: int, options: PlanOptions) -> tuple[Gpt, Estimate] | None:
@@ -141,7 +106,7 @@ def largest(machine: Machine, processes: int, options: PlanOptions) -> tuple[Gpt
         for layers in depths:
             gpt = Gpt(layers, hidden, 16, 50257, options.sequence)
             try:
-                best = best_of(estimates(gpt, machine, processes, options))
+                best = _best(gpt, machine, processes, options)
             except BudgetError:
                 continue
             if best.tflops >= options.least_tflops and (found is None or gpt.numel > found[0].numel):

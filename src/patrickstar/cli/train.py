@@ -126,7 +126,7 @@ def rehearse_training(options: TrainOptions, console: Console) -> Forecast:
     model, _ = source.open(options.activation_checkpointing)
     if isinstance(model, nn.Module):
         model = on_meta(model)
-    ids = torch.zeros(options.batch, options.sequence, dtype=torch.int64, device="meta")
+    ids = torch.zeros(options.batch, options.sequence, dtype=torch.int64)
 
     def step(engine: ps.Engine) -> None:
         for _ in range(options.accumulation):

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Seconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
 """What an operator takes, from the operator, its arguments and what it returned."""
@@ -90,18 +91,62 @@ class TensorMeter:
         """Nothing is kept for reuse."""
 
 
+# [Note: values of integers]
+# Models ask small questions of positions, masks and labels ("is this sequence packed?") and go on accordingly. So what
+# follows from whole numbers alone is computed, beside the tensor without bytes; it is little beside what follows from
+# numbers with a fraction, which is not. Asking for a value of those is an error, as nobody knows it before a run.
+
+
+class Values:
+    """The values of tensors of whole numbers that have no bytes. See [Note: values of integers]."""
+
+    def __init__(self) -> None:
+        self._known = WeakTensorKeyDictionary()
+
+    def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Compute what an operator returned, if whole numbers are all that it has to do with."""
+        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        if not made or any(leaf.dtype.is_floating_point or leaf.dtype.is_complex for leaf in made):
+            return
+        found: list[Any] = []
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta and leaf not in self._known:
+                return
+            found.append(self._value(leaf))
+        args, kwargs = pytree.tree_unflatten(found, pytree.tree_structure((args, kwargs)))
+        values = pytree.tree_leaves(func(*args, **kwargs))
+        for leaf, value in zip(pytree.tree_leaves(out), values, strict=True):
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+                self._known[leaf] = value
+
+    def _value(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return torch.device("cpu")
+        return self._known[leaf] if isinstance(leaf, torch.Tensor) and leaf.is_meta else leaf
+
+    def item(self, tensor: torch.Tensor) -> Any:
+        """The one value of a tensor. Raises NotImplementedError if nobody knows it."""
+        if tensor not in self._known:
+            raise NotImplementedError(f"the value of a tensor of {tensor.dtype} is asked for, which only a run knows")
+        return self._known[tensor].item()
+
+
 class Watch(TorchDispatchMode):
     """Inside, every operator's tensors are metered and its seconds are told to `spend`."""
 
     def __init__(self, meter: TensorMeter, seconds: Seconds, spend: Callable[[float], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.meter, self.seconds, self.spend = meter, seconds, spend
+        self.values = Values()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return self.values.item(args[0])
         # Without bytes some operators are Python's, and their own operators are nobody's accesses.
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
+            self.values.follow(func, args, kwargs, out)
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.meter.see(leaf)

@@ -5,12 +5,14 @@ the machine's rates say.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from patrickstar.engine.config import Config
@@ -19,6 +21,7 @@ from patrickstar.engine.here import describe
 from patrickstar.engine.operator_times import OperatorTimes
 from patrickstar.engine.operators import Seconds, TensorMeter, Watch, operations, touched_bytes, watching
 from patrickstar.engine.stats import StepStats
+from patrickstar.errors import ModelError, PatrickStarError
 from patrickstar.kernels.choice import Kernels
 from patrickstar.kernels.listed import PAGE_NUMEL, WORKSPACE_ITEMS
 from patrickstar.kernels.rule import Gradient, Rule, Span
@@ -141,7 +144,7 @@ class Forecast:
 
 def forward_backward_step(loss_of: Callable[[Any], torch.Tensor], args: Any, kwargs: Any) -> Step:
     """A step as users write it, on inputs without bytes."""
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda value: value.to(META), (args, kwargs))
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _without_bytes, (args, kwargs))
 
     def step(engine: Engine) -> None:
         engine.backward(loss_of(engine(*args, **kwargs)))
@@ -149,6 +152,11 @@ def forward_backward_step(loss_of: Callable[[Any], torch.Tensor], args: Any, kwa
         engine.optimizer.zero_grad()
 
     return step
+
+
+def _without_bytes(value: torch.Tensor) -> torch.Tensor:
+    """Whole numbers keep their values. See [Note: values of integers]."""
+    return value.to(META) if value.dtype.is_floating_point else value
 
 
 def forecast(engine: Engine, step: Step) -> Forecast:
@@ -169,6 +177,36 @@ def on_meta(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=META)
     return copy.deepcopy(module, memo)
+
+
+@contextmanager
+def _naming_modules(model: nn.Module) -> Iterator[None]:
+    """Say which module can't run without bytes, and how to go on."""
+    names = {module: name for name, module in model.named_modules()}
+    inside: list[nn.Module] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        inside.append(module)
+
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        inside.pop()
+
+    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+    try:
+        yield
+    except PatrickStarError:
+        raise
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        where = "the step, outside of all modules,"
+        if inside:
+            where = f"module {names.get(inside[-1], '?')!r} ({type(inside[-1]).__name__})"
+        raise ModelError(
+            f"{where} can't be rehearsed on tensors without bytes: {error}. Train it without a rehearsal: the first "
+            f"step traces what it does"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def rehearse(
@@ -209,7 +247,8 @@ def rehearse(
             for _ in range(steps):
                 began, computed = hardware.clock.now, 0.0
                 before = [(lane.busy_s, lane.nbytes) for lane in hardware.lanes]
-                step(engine)
+                with _naming_modules(engine.module):
+                    step(engine)
             lanes = tuple(
                 LaneUse(lane.name, lane.busy_s - busy_s, lane.nbytes - nbytes)
                 for lane, (busy_s, nbytes) in zip(hardware.lanes, before, strict=True)

@@ -3,6 +3,7 @@
 Bytes and operations follow from five shares of the model data; the best of them are found by trying all on a grid.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from patrickstar.errors import BudgetError
 from patrickstar.layout.sizes import format_size
+from patrickstar.schedule.gpt import SAVED_BYTES_PER_SCORE, Gpt
 from patrickstar.schedule.machine import Machine
 
 PARAM_BYTES = 2
@@ -20,6 +22,8 @@ UPDATE_BYTES = 2 * PARAM_BYTES + 2 * STATE_BYTES
 """What an update on the host reads and writes: gradient, parameter, states."""
 GRID = 21
 """Shares that are tried of each kind: every twentieth."""
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Sequences per process that are tried."""
 FILL_LAYERS = 2
 """Layers whose movement nothing hides: the first to come and the last to go."""
 
@@ -140,6 +144,42 @@ def estimate(work: Workload, machine: Machine, processes: int = 1) -> Estimate:
         int(host[at]),
         int(disk[at]),
     )
+
+
+def work_of(gpt: Gpt, batch: int, checkpointing: bool = True) -> Workload:
+    """A step of one process over `batch` sequences. Attention is fused: it keeps no scores."""
+    tokens = batch * gpt.sequence
+    layer = gpt.saved_bytes(batch) - SAVED_BYTES_PER_SCORE * gpt.score_numel(batch)
+    kept = gpt.checkpoint_bytes(batch) + layer if checkpointing else gpt.layers * layer
+    return Workload(
+        params=gpt.numel,
+        layers=gpt.layers,
+        tokens=tokens,
+        operations=gpt.operations(tokens, checkpointing),
+        matrix_size=min(gpt.hidden, tokens),
+        non_model_bytes=kept + gpt.logit_bytes(batch),
+        working_bytes=2 * PARAM_BYTES * gpt.layer_numel,
+    )
+
+
+def best_estimate(
+    gpt: Gpt, machine: Machine, processes: int, checkpointing: bool = True, batches: Sequence[int] = BATCHES
+) -> Estimate:
+    """The step with the most operations a second over batches that fit; of equals, the smallest.
+
+    Raises the BudgetError of the smallest batch where none fits.
+    """
+    found: list[Estimate] = []
+    refused: BudgetError | None = None
+    for batch in batches:
+        try:
+            found.append(estimate(work_of(gpt, batch, checkpointing), machine, processes))
+        except BudgetError as error:
+            refused = refused or error
+    if not found:
+        assert refused is not None, "no batch was given"
+        raise refused
+    return max(found, key=lambda one: (round(one.tflops, 3), -one.workload.tokens))
 
 
 Array = NDArray[np.float64]
