@@ -117,3 +117,14 @@ def test_what_does_not_fit_says_by_how_much_and_that_is_enough():
     enough = int(memory * 1.02)
     larger = machine.model_copy(update={"host": machine.host.model_copy(update={"memory": enough})})
     assert estimate(work, larger).host_bytes <= enough
+
+
+def test_where_the_host_computes_both_tiers_share_its_memory():
+    work = Workload(10**9, 20, 1024, 1e13, 1024, 1 << 30, 1 << 28)
+    model_data = (PARAM_BYTES + STATE_BYTES) * work.params
+    for memory, fits in ((model_data + (3 << 30), True), (model_data + (1 << 30), False)):
+        host = Host(memory=memory, memory_bandwidth="20GB", cores=2, matmul_tflops=0.5)
+        machine = Machine(name="laptop", source="made up", host=host)
+        found = best(work, machine, 1)
+        assert (found is not None) is fits
+        assert found is None or found.device_bytes + found.host_bytes <= memory

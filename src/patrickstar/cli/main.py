@@ -136,7 +136,7 @@ def train(
 def plan(
     model: Annotated[str, typer.Option(help="A preset such as gpt-12b.")] = "gpt-12b",
     machine: Annotated[
-        str, typer.Option(help="A machine that comes with the package, such as 8xV100-32GB, or a TOML file.")
+        str, typer.Option(help="One that comes with the package, such as 8xV100-32GB, a TOML file, or here.")
     ] = "8xV100-32GB",
     gpus: Annotated[int | None, typer.Option(min=1, help="How many of its GPUs. Default: all.")] = None,
     device_memory: Annotated[str | None, typer.Option(help="Of each GPU, instead of what it has.")] = None,

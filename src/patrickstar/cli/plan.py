@@ -24,7 +24,7 @@ FAMILY = (
 )
 """Hidden sizes and layers of ever larger GPTs: those of the paper, then wider ones."""
 
-BAR_WIDTH = 40
+BAR_WIDTH = 24
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PlanOptions:
 
 def plan(options: PlanOptions, console: Console) -> None:
     """Print the plan. Raises ConfigError for names that mean nothing, BudgetError where nothing fits."""
-    machine = adjusted(find_machine(options.machine), options.device_memory, options.host_memory)
+    machine = adjusted(_machine(options.machine), options.device_memory, options.host_memory)
     processes = process_count(machine, options.gpus)
     if options.largest:
         found = largest(machine, processes, options)
@@ -60,6 +60,17 @@ def plan(options: PlanOptions, console: Console) -> None:
         console.print_json(json.dumps(as_dict(gpt, machine, best)))
         return
     print_plan(console, gpt, machine, best)
+
+
+def _machine(place: str) -> Machine:
+    """`here` is this machine, measured."""
+    if place != "here":
+        return find_machine(place)
+    # Imported when it is needed: PyTorch takes seconds, and nothing else here needs it.
+    from patrickstar.engine.config import Config
+    from patrickstar.engine.here import describe
+
+    return describe(Config().find_device())
 
 
 def adjusted(machine: Machine, device_memory: str | None, host_memory: str | None) -> Machine:
@@ -158,12 +169,10 @@ def _bar(share: float) -> str:
 
 def _lanes(best: Estimate) -> Table:
     table = Table(title="where the time goes", title_justify="left", box=None)
-    for column in ("resource", "busy", "moves", f"{'of the step':<{BAR_WIDTH}}"):
+    for column in ("resource", "busy", "moves", f"{'share':<{BAR_WIDTH}}"):
         table.add_column(column, no_wrap=True)
     for lane in best.lanes:
-        amount = (
-            f"{lane.amount / 1e12:.1f} Tera-operations" if lane.name == "compute" else format_size(int(lane.amount))
-        )
+        amount = f"{lane.amount / 1e12:,.1f}e12 op." if lane.name == "compute" else format_size(int(lane.amount))
         table.add_row(lane.name, f"{lane.seconds:.2f} s", amount, _bar(lane.seconds / best.seconds))
     return table
 
@@ -172,9 +181,10 @@ def _memory(machine: Machine, best: Estimate) -> Table:
     table = Table(title="memory", title_justify="left", box=None)
     for column in ("tier", "used", "of", f"{'':<{BAR_WIDTH}}"):
         table.add_column(column, no_wrap=True)
-    rows = [("host", best.host_bytes, machine.host.memory)]
     if machine.gpu is not None:
-        rows.insert(0, ("each GPU", best.device_bytes, machine.gpu.memory))
+        rows = [("each GPU", best.device_bytes, machine.gpu.memory), ("host", best.host_bytes, machine.host.memory)]
+    else:
+        rows = [("RAM", best.device_bytes + best.host_bytes, machine.host.memory)]
     if machine.disk is not None:
         rows.append(("disk", best.disk_bytes, machine.disk.capacity))
     for name, used, there in rows:

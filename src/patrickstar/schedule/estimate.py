@@ -123,6 +123,8 @@ def estimate(work: Workload, machine: Machine, processes: int = 1) -> Estimate:
     possible = (kept + resident <= 1.0 + 1e-9) & (resident + on_host <= 1.0 + 1e-9)
     disk_capacity = machine.disk.capacity if machine.disk is not None else 0
     fits = possible & (device <= memory) & (host <= machine.host.memory) & (disk <= disk_capacity)
+    if gpu is None:  # one memory for both tiers
+        fits &= device + host <= memory
     if not fits.any():
         raise _does_not_fit(work, machine, processes)
     streamed = 1.0 - resident - on_host
@@ -236,7 +238,8 @@ def _does_not_fit(work: Workload, machine: Machine, processes: int) -> BudgetErr
             short,
         )
     total = (PARAM_BYTES + STATE_BYTES) * work.params
-    room = (memory - least) * processes + machine.host.memory + (machine.disk.capacity if machine.disk else 0)
+    room = (memory - least) * processes + (machine.disk.capacity if machine.disk else 0)
+    room += machine.host.memory if machine.gpu is not None else 0
     short = max(1, total - room)
     return BudgetError(
         f"the model data of {format_size(total)} is more than {format_size(room)}, which {processes} devices, the host "

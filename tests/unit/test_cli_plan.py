@@ -1,0 +1,88 @@
+"""`patrickstar plan` and `patrickstar train --dry-run`, as a user types them."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from patrickstar.cli.main import app
+
+runner = CliRunner()
+
+
+def run(*arguments: str):
+    return runner.invoke(app, list(arguments))
+
+
+def test_a_plan_says_what_fits_how_fast_and_why():
+    result = run("plan", "--model", "gpt-12b", "--machine", "8xV100-32GB", "--gpus", "1")
+    assert result.exit_code == 0, result.output
+    for words in (
+        "12.29 billion",
+        "nothing can be faster",
+        "TFLOPS",
+        "where the time goes",
+        "memory",
+        "moving is free",
+    ):
+        assert words in result.output
+
+
+def test_as_json_it_is_plain_data_that_adds_up():
+    result = run("plan", "--model", "gpt-4b", "--machine", "8xV100-32GB", "--gpus", "1", "--json")
+    found = json.loads(result.output)
+    assert found["step_s"] >= found["bound_s"] == max(lane["seconds"] for lane in found["lanes"])
+    assert found["device_bytes"] <= found["machine"]["gpu"]["memory"]
+    assert found["host_bytes"] <= found["machine"]["host"]["memory"]
+
+
+def test_the_largest_model_is_larger_on_more_gpus_and_smaller_at_a_higher_bar():
+    def params(*more: str) -> int:
+        result = run("plan", "--largest", "--json", "--machine", "8xV100-32GB", *more)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.output)["model"]["params"]
+
+    assert params("--gpus", "8") > params("--gpus", "1") > params("--gpus", "1", "--host-memory", "60GB")
+    assert params("--gpus", "1") >= params("--gpus", "1", "--least-tflops", "30")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "gpt-13b"], "gpt-12b, gpt-10b?"),
+        (["--machine", "8xV100"], "did you mean 8xV100-32GB"),
+        (["--gpus", "9"], "8xV100-32GB has 8"),
+        (["--host-memory", "lots"], "'lots' is not a size"),
+        (["--host-memory", "1GB", "--gpus", "1"], "more host memory, or a disk"),
+        (["--batch", "4096"], "a smaller batch"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(arguments, says):
+    result = run("plan", *arguments)
+    assert result.exit_code == 2
+    assert says in result.output and result.output.count("\n") == 1
+
+
+def test_a_machine_file_of_ones_own(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'name = "mine"\nsource = "a guess"\n[host]\nmemory = "64GB"\nmemory_bandwidth = "40GB"\ncores = 8\n'
+        "matmul_tflops = 1.0\n"
+    )
+    result = run("plan", "--model", "gpt-1b", "--machine", str(path))
+    assert result.exit_code == 0 and "mine, one device" in result.output
+    path.write_text(path.read_text().replace('"40GB"', '"-40GB"'))
+    result = run("plan", "--machine", str(path))
+    assert result.exit_code == 2 and "host.memory_bandwidth" in result.output
+
+
+def test_a_dry_run_says_what_a_step_takes_and_trains_nothing(tmp_path):
+    log = tmp_path / "log.jsonl"
+    options = ["--model", "gpt-1m", "--sequence", "32", "--batch", "1", "--device", "cpu", "--device-memory", "32MiB"]
+    result = run("train", *options, "--dry-run", "--log", str(log))
+    assert result.exit_code == 0, result.output
+    for words in ("nothing was trained", "step", "device", "of 32.00 MiB", "moved"):
+        assert words in result.output
+    assert not log.exists()
+    result = run("train", *options[:-1], "1KiB", "--dry-run")
+    assert result.exit_code == 2 and "does not fit" in result.output
