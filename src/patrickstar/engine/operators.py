@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -97,6 +96,10 @@ class TensorMeter:
 # numbers with a fraction, which is not. Asking for a value of those is an error, as nobody knows it before a run.
 
 
+_WHOLE = (torch.int64, torch.int32, torch.bool)
+"""What positions, masks and labels are made of. Bytes are chunks'."""
+
+
 class Values:
     """The values of tensors of whole numbers that have no bytes. See [Note: values of integers]."""
 
@@ -106,7 +109,7 @@ class Values:
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compute what an operator returned, if whole numbers are all that it has to do with."""
         made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        if not made or any(leaf.dtype.is_floating_point or leaf.dtype.is_complex for leaf in made):
+        if not made or any(leaf.dtype not in _WHOLE for leaf in made):
             return
         found: list[Any] = []
         for leaf in pytree.tree_leaves((args, kwargs)):
@@ -155,20 +158,6 @@ class Watch(TorchDispatchMode):
         return out
 
 
-class SameAttention(TorchFunctionMode):
-    """Has attention take the kernel that it takes on a real device: which one it is depends on the device's type."""
-
-    def __init__(self, device_type: str) -> None:
-        super().__init__()
-        self.device_type = device_type
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            return _attention(self.device_type, *args, **kwargs)
-        return func(*args, **kwargs)
-
-
 def _attention(
     device_type: str,
     query: torch.Tensor,
@@ -200,6 +189,23 @@ def _attention(
 
 @contextmanager
 def watching(watch: Watch, device_type: str) -> Iterator[None]:
-    """Inside, operators are seen, those of autograd too."""
-    with SameAttention(device_type), watch:
-        yield
+    """Inside, operators are seen, those of autograd too.
+
+    Attention takes the kernel that it takes on a real device: which one it is depends on the device's type, and for
+    tensors without bytes it would be another. A mode could not see to that: autograd leaves it while it recomputes.
+    """
+    functional: Any = torch.nn.functional
+    real = functional.scaled_dot_product_attention
+
+    def attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found: torch.Tensor = (
+            _attention(device_type, query, *args, **kwargs) if query.is_meta else real(query, *args, **kwargs)
+        )
+        return found
+
+    functional.scaled_dot_product_attention = attention
+    try:
+        with watch:
+            yield
+    finally:
+        functional.scaled_dot_product_attention = real
