@@ -18,12 +18,16 @@ from report import publish
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar as ps
-from patrickstar.engine.here import describe
-from patrickstar.engine.operator_times import OperatorTimes
-from patrickstar.engine.rehearsal import rehearse, roofline
+from patrickstar.engine.rehearsal import rehearse, rehearse_here
 from patrickstar.layout.sizes import format_size
+from patrickstar.schedule.machine import Host, Machine
 
 STEPS, TIMED = 6, 3
+RAM = Machine(
+    name="any",
+    source="only bytes count here",
+    host=Host(memory="64GiB", memory_bandwidth="20GB", cores=2, matmul_tflops=0.5),
+)
 
 
 def build(draw: dict) -> GPT2LMHeadModel:
@@ -71,17 +75,16 @@ def run(draw: dict) -> dict:
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
-    def rehearsed(device_memory: int, seconds: OperatorTimes | None = None):
-        config = ps.Config(device="cpu", device_memory=device_memory, host_memory="8GiB", optimizer=ps.AdamW(lr=1e-4))
-        return config, rehearse(lambda: build(draw), config, step, machine, seconds)
+    def configured(device_memory: int) -> ps.Config:
+        return ps.Config(device="cpu", device_memory=device_memory, host_memory="8GiB", optimizer=ps.AdamW(lr=1e-4))
 
-    machine = describe(torch.device("cpu"))
-    _, wide = rehearsed(16 << 30)
+    wide = rehearse(lambda: build(draw), configured(16 << 30), step, RAM)
     # A budget that makes parameters move, in part of the draws.
     param16 = sum(param.numel() * 2 for param in build(draw).parameters())
     budget = int(1.3 * wide.stats.device_peak_non_model_bytes + param16 * draw["share"] + (1 << 26))
     start = time.perf_counter()
-    config, forecast = rehearsed(budget, OperatorTimes(torch.device("cpu"), roofline(machine)))
+    config = configured(budget)
+    forecast = rehearse_here(lambda: build(draw), config, step, torch.device("cpu"))
     rehearsal_s = time.perf_counter() - start
     engine, _ = ps.initialize(lambda: build(draw), config)
     seconds, stats = [], []

@@ -16,7 +16,7 @@ from foresight import build
 from report import publish
 
 import patrickstar as ps
-from patrickstar.engine.rehearsal import rehearse
+from patrickstar.engine.rehearsal import rehearse, rehearse_here
 from patrickstar.errors import BudgetError
 from patrickstar.schedule.machine import DiskDrive, Host, Machine
 
@@ -66,7 +66,7 @@ def run(draw: dict, directory: str | None) -> dict:
         return ""
 
     def rehearsed(config: ps.Config):
-        return rehearse(lambda: build(draw), config, step, RAM)
+        return rehearse_here(lambda: build(draw), config, step, torch.device("cpu"))
 
     def trained(config: ps.Config) -> None:
         engine, _ = ps.initialize(lambda: build(draw), config)
@@ -76,7 +76,8 @@ def run(draw: dict, directory: str | None) -> dict:
         finally:
             engine.close(keep=False)
 
-    wide = rehearsed(ps.Config(device="cpu", device_memory="16GiB", host_memory="16GiB"))
+    plenty = ps.Config(device="cpu", device_memory="16GiB", host_memory="16GiB")
+    wide = rehearse(lambda: build(draw), plenty, step, RAM)
     numel = sum(param.numel() for param in build(draw).parameters())
     config = ps.Config(
         device="cpu",

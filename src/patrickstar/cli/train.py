@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -23,9 +24,7 @@ from patrickstar.cli.progress import LEGEND, Progress
 from patrickstar.cli.records import RunLog, StepRecord, Summary
 from patrickstar.cli.summary import print_summary
 from patrickstar.cli.tokenizer import load_tokens
-from patrickstar.engine.here import describe
-from patrickstar.engine.operator_times import OperatorTimes
-from patrickstar.engine.rehearsal import Forecast, on_meta, rehearse, roofline
+from patrickstar.engine.rehearsal import Forecast, on_meta, rehearse_here
 from patrickstar.errors import ConfigError, TrainingError
 
 # The cosine falls to this part of the learning rate, not to nothing: the last steps still learn.
@@ -122,10 +121,7 @@ def rehearse_training(options: TrainOptions, console: Console) -> Forecast:
     device = config.find_device()
     source = find_model(options.model, options.vocab_size)
     _check_sequence(options.sequence, source)
-    machine = describe(device, options.disk)
     model, _ = source.open(options.activation_checkpointing)
-    if isinstance(model, nn.Module):
-        model = on_meta(model)
     ids = torch.zeros(options.batch, options.sequence, dtype=torch.int64)
 
     def step(engine: ps.Engine) -> None:
@@ -136,7 +132,8 @@ def rehearse_training(options: TrainOptions, console: Console) -> Forecast:
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
-    forecast = rehearse(model, config, step, machine, OperatorTimes(device, roofline(machine)))
+    build = model if not isinstance(model, nn.Module) else partial(on_meta, model)
+    forecast = rehearse_here(build, config, step, device)
     print_forecast(console, forecast)
     return forecast
 

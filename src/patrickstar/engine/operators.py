@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
-Seconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
-"""What an operator takes, from the operator, its arguments and what it returned."""
+
+@dataclass(frozen=True)
+class Cost:
+    """What an operator takes beside its tensors."""
+
+    seconds: float
+    scratch_bytes: int = 0
+    """Memory of its own while it runs."""
+
+
+Costs = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Cost]
+"""From an operator, its arguments and what it returned."""
 
 _MADE_OF_NOTHING = {
     torch.ops.aten.empty,
@@ -66,6 +77,15 @@ class TensorMeter:
         self.live_bytes += storage.nbytes()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._forget, storage._cdata).atexit = False
+
+    def scratch(self, nbytes: int) -> None:
+        """So much more was there for a moment."""
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + nbytes)
+
+    def keep(self, nbytes: int) -> None:
+        """So much more is there from now on."""
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _forget(self, key: int) -> None:
         self.live_bytes -= self._known.pop(key)
@@ -135,11 +155,11 @@ class Values:
 
 
 class Watch(TorchDispatchMode):
-    """Inside, every operator's tensors are metered and its seconds are told to `spend`."""
+    """Inside, every operator's memory is metered and its seconds are told to `spend`."""
 
-    def __init__(self, meter: TensorMeter, seconds: Seconds, spend: Callable[[float], None]) -> None:
+    def __init__(self, meter: TensorMeter, costs: Costs, spend: Callable[[float], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.meter, self.seconds, self.spend = meter, seconds, spend
+        self.meter, self.costs, self.spend = meter, costs, spend
         self.values = Values()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,11 +170,13 @@ class Watch(TorchDispatchMode):
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
             self.values.follow(func, args, kwargs, out)
+            cost = None if is_free(func) else self.costs(func, args, kwargs, out)
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.meter.see(leaf)
-        if not is_free(func):
-            self.spend(self.seconds(func, args, kwargs, out))
+        if cost is not None:
+            self.meter.scratch(cost.scratch_bytes)
+            self.spend(cost.seconds)
         return out
 
 

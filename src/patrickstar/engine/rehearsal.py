@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from patrickstar.engine.config import Config
 from patrickstar.engine.engine import Engine
 from patrickstar.engine.here import describe
-from patrickstar.engine.operator_times import OperatorTimes
-from patrickstar.engine.operators import Seconds, TensorMeter, Watch, operations, touched_bytes, watching
+from patrickstar.engine.measured_costs import MeasuredCosts
+from patrickstar.engine.operators import Cost, Costs, TensorMeter, Watch, operations, touched_bytes, watching
 from patrickstar.engine.stats import StepStats
 from patrickstar.errors import ModelError, PatrickStarError
 from patrickstar.kernels.choice import Kernels
@@ -101,7 +101,7 @@ def _span_bytes(span: Span) -> int:
     return _gradient_bytes(span.grad) + span.param.numel() * span.param.element_size() + 2 * kept
 
 
-def roofline(machine: Machine) -> Seconds:
+def roofline(machine: Machine) -> Costs:
     """What an operator takes where its matrix products, or its bytes, are all that counts."""
     if machine.gpu is not None:
         tflops, bandwidth = machine.gpu.matmul_tflops, machine.gpu.memory_bandwidth
@@ -109,10 +109,11 @@ def roofline(machine: Machine) -> Seconds:
         assert machine.host.matmul_tflops is not None
         tflops, bandwidth = machine.host.matmul_tflops, machine.host.memory_bandwidth
 
-    def seconds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-        return max(operations(func, args, kwargs, out) / (tflops * 1e12), touched_bytes(args, kwargs, out) / bandwidth)
+    def cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+        computing = operations(func, args, kwargs, out) / (tflops * 1e12)
+        return Cost(max(computing, touched_bytes(args, kwargs, out) / bandwidth))
 
-    return seconds
+    return cost
 
 
 @dataclass(frozen=True)
@@ -159,13 +160,21 @@ def _without_bytes(value: torch.Tensor) -> torch.Tensor:
     return value.to(META) if value.dtype.is_floating_point else value
 
 
+def rehearse_here(
+    model: nn.Module | Callable[[], nn.Module], config: Config, step: Step, device: torch.device
+) -> Forecast:
+    """The same on this machine, whose rates are measured first, and whose operators one by one: some seconds."""
+    machine = describe(device, config.disk.directory if config.disk is not None else None)
+    costs = MeasuredCosts(device, roofline(machine))
+    rehearse(model, config, step, machine, costs, steps=1)  # after which all operators, and libraries, are known
+    return rehearse(model, config, step, machine, costs, library_bytes=costs.library_bytes)
+
+
 def forecast(engine: Engine, step: Step) -> Forecast:
     """What a step of this engine's model takes on this machine, whose rates are measured first."""
-    directory = engine.config.disk.directory if engine.config.disk is not None else None
-    machine = describe(engine.device, directory)
-    seconds = OperatorTimes(engine.device, roofline(machine))
     budgets = {"device_memory": engine.device_budget_bytes, "host_memory": engine.host_budget_bytes}
-    return rehearse(on_meta(engine.module), engine.config.model_copy(update=budgets), step, machine, seconds)
+    model = engine.module
+    return rehearse_here(lambda: on_meta(model), engine.config.model_copy(update=budgets), step, engine.device)
 
 
 def on_meta(module: nn.Module) -> nn.Module:
@@ -214,16 +223,17 @@ def rehearse(
     config: Config,
     step: Step,
     machine: Machine,
-    seconds: Seconds | None = None,
+    costs: Costs | None = None,
     *,
     steps: int = STEPS,
+    library_bytes: int = 0,
     **hooks: Any,
 ) -> Forecast:
     """Train a model for some steps without its bytes, and tell of the last of them.
 
     model: on the meta device, or a function that builds it, which is called under it. step: must read no value of a
-    tensor. seconds: what operators take; by default what the machine's rates say. hooks: the engine's. Raises
-    BudgetError, as a run would, where the model does not fit.
+    tensor. costs: what operators take; by default what the machine's rates say. library_bytes: what libraries take of
+    the device beside tensors. hooks: the engine's. Raises BudgetError, as a run would, where the model does not fit.
     """
     meter = TensorMeter()
     hardware = RehearsedHardware(machine, meter)
@@ -234,7 +244,7 @@ def rehearse(
         computed += taken
         hardware.clock.now += taken
 
-    watch = Watch(meter, seconds if seconds is not None else roofline(machine), spend)
+    watch = Watch(meter, costs if costs is not None else roofline(machine), spend)
     if not isinstance(model, nn.Module):
         with META:
             model = model()
@@ -243,6 +253,7 @@ def rehearse(
         engine = Engine(
             model, config, values.__getitem__, kernels=RehearsedKernels(hardware), hardware=hardware, **hooks
         )
+        meter.keep(library_bytes)
         try:
             for _ in range(steps):
                 began, computed = hardware.clock.now, 0.0

@@ -1,4 +1,4 @@
-"""What operators take on this machine: each distinct one is run on tensors of its own, and timed."""
+"""What operators cost on this machine: each distinct one is run on tensors of its own, timed and metered."""
 
 import time
 from collections.abc import Callable
@@ -7,47 +7,67 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
-from patrickstar.engine.operators import is_free
+from patrickstar.engine.operators import Cost, Costs
+from patrickstar.memory.meter import Meter, default_meter
 
 LEAST_RUNS = 3
+MOST_RUNS = 100
 ENOUGH_S = 0.03
-"""An operator is timed at least so often, and until so much time was spent on it."""
+"""An operator is timed at least so often, and until so much time was spent on it, or so many runs."""
 
 
-class OperatorTimes:
-    """Seconds of operators on a CPU, or on a GPU, measured once for each distinct set of shapes."""
+class MeasuredCosts:
+    """Costs of operators on a CPU, or on a GPU, measured once for each distinct set of shapes."""
 
-    def __init__(self, device: torch.device, fallback: Callable[..., float]) -> None:
+    def __init__(self, device: torch.device, fallback: Costs) -> None:
         self.device = device
         self.fallback = fallback
         """What an operator takes that can't be run by itself."""
-        self.known: dict[Any, float] = {}
+        self.meter: Meter = default_meter(device)
+        self.known: dict[Any, Cost] = {}
+        self.library_bytes = 0
+        """What libraries keep once these operators have run: code made for their shapes, and caches."""
         self.estimated: set[str] = set()
         """Names of operators that could not be run by themselves."""
 
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-        if is_free(func):
-            return 0.0
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         key = func, structure, tuple(_signature(leaf) for leaf in leaves)
         if key not in self.known:
             self.known[key] = self._measured(func, leaves, structure, (args, kwargs, out))
         return self.known[key]
 
-    def _measured(self, func: Any, leaves: list[Any], structure: Any, told: tuple[Any, Any, Any]) -> float:
-        with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+    def _measured(self, func: Any, leaves: list[Any], structure: Any, told: tuple[Any, Any, Any]) -> Cost:
+        with torch.no_grad(), _disable_current_modes():
             try:
                 args, kwargs = pytree.tree_unflatten([self._real(leaf) for leaf in leaves], structure)
-                return self._time(lambda: func(*args, **kwargs))
+                scratch = self._scratch_bytes(lambda: func(*args, **kwargs))
+                return Cost(self._time(lambda: func(*args, **kwargs)), scratch)
             except (RuntimeError, NotImplementedError, IndexError, TypeError):
                 self.estimated.add(str(func))
                 return self.fallback(func, *told)
 
-    def _time(self, run: Callable[[], Any]) -> float:
+    def _scratch_bytes(self, run: Callable[[], Any]) -> int:
+        """What an operator takes of its own when it runs for the second time; what stays of the first is noted."""
+        before = self._now()
         run()
+        after = self._now()
+        self.library_bytes += max(0, after - before)
+        self.meter.restart()
+        out = run()
+        peak = self.meter.peak(0)
+        new = sum(leaf.nbytes for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))
+        return max(0, peak - after - new)
+
+    def _now(self) -> int:
+        self.meter.reclaim()
+        return self.meter.now(0)
+
+    def _time(self, run: Callable[[], Any]) -> float:
         taken: list[float] = []
-        while len(taken) < LEAST_RUNS or (sum(taken) < ENOUGH_S and len(taken) < 100):
+        while len(taken) < LEAST_RUNS or (sum(taken) < ENOUGH_S and len(taken) < MOST_RUNS):
             start = time.perf_counter()
             run()
             if self.device.type == "cuda":
