@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from patrickstar.engine.operators import Cost, Costs
+from patrickstar.engine.operators import Cost, Costs, touched_bytes
 from patrickstar.memory.meter import Meter, default_meter
 
 LEAST_RUNS = 3
@@ -21,8 +21,9 @@ ENOUGH_S = 0.03
 class MeasuredCosts:
     """Costs of operators on a CPU, or on a GPU, measured once for each distinct set of shapes."""
 
-    def __init__(self, device: torch.device, fallback: Costs) -> None:
+    def __init__(self, device: torch.device, memory_bandwidth: float, fallback: Costs) -> None:
         self.device = device
+        self.memory_bandwidth = memory_bandwidth
         self.fallback = fallback
         """What an operator takes that can't be run by itself."""
         self.meter: Meter = default_meter(device)
@@ -44,7 +45,10 @@ class MeasuredCosts:
             try:
                 args, kwargs = pytree.tree_unflatten([self._real(leaf) for leaf in leaves], structure)
                 scratch = self._scratch_bytes(lambda: func(*args, **kwargs))
-                return Cost(self._time(lambda: func(*args, **kwargs)), scratch)
+                # Timed again and again, an operator finds all in cache; in a step, where gigabytes pass between two
+                # looks at a tensor, it waits for memory.
+                from_memory = touched_bytes(*told) / self.memory_bandwidth
+                return Cost(max(self._time(lambda: func(*args, **kwargs)), from_memory), scratch)
             except (RuntimeError, NotImplementedError, IndexError, TypeError):
                 self.estimated.add(str(func))
                 return self.fallback(func, *told)

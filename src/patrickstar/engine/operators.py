@@ -161,9 +161,12 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.meter, self.costs, self.spend = meter, costs, spend
         self.values = Values()
+        self.count = 0
+        """Operators that ran, views among them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.count += 1
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return self.values.item(args[0])
         # Without bytes some operators are Python's, and their own operators are nobody's accesses.

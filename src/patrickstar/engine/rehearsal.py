@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from patrickstar.engine.config import Config
 from patrickstar.engine.engine import Engine
-from patrickstar.engine.here import describe
+from patrickstar.engine.here import describe, own_seconds
 from patrickstar.engine.measured_costs import MeasuredCosts
 from patrickstar.engine.operators import Cost, Costs, TensorMeter, Watch, operations, touched_bytes, watching
 from patrickstar.engine.stats import StepStats
@@ -165,9 +165,11 @@ def rehearse_here(
 ) -> Forecast:
     """The same on this machine, whose rates are measured first, and whose operators one by one: some seconds."""
     machine = describe(device, config.disk.directory if config.disk is not None else None)
-    costs = MeasuredCosts(device, roofline(machine))
+    bandwidth = (machine.gpu or machine.host).memory_bandwidth
+    costs = MeasuredCosts(device, bandwidth, roofline(machine))
     rehearse(model, config, step, machine, costs, steps=1)  # after which all operators, and libraries, are known
-    return rehearse(model, config, step, machine, costs, library_bytes=costs.library_bytes)
+    own = own_seconds(device)
+    return rehearse(model, config, step, machine, costs, library_bytes=costs.library_bytes, own_s=own)
 
 
 def forecast(engine: Engine, step: Step) -> Forecast:
@@ -227,13 +229,15 @@ def rehearse(
     *,
     steps: int = STEPS,
     library_bytes: int = 0,
+    own_s: tuple[float, float] = (0.0, 0.0),
     **hooks: Any,
 ) -> Forecast:
     """Train a model for some steps without its bytes, and tell of the last of them.
 
     model: on the meta device, or a function that builds it, which is called under it. step: must read no value of a
     tensor. costs: what operators take; by default what the machine's rates say. library_bytes: what libraries take of
-    the device beside tensors. hooks: the engine's. Raises BudgetError, as a run would, where the model does not fit.
+    the device beside tensors. own_s: what every operator and every moment take by themselves. hooks: the
+    engine's. Raises BudgetError, as a run would, where the model does not fit.
     """
     meter = TensorMeter()
     hardware = RehearsedHardware(machine, meter)
@@ -256,7 +260,7 @@ def rehearse(
         meter.keep(library_bytes)
         try:
             for _ in range(steps):
-                began, computed = hardware.clock.now, 0.0
+                began, computed, watch.count = hardware.clock.now, 0.0, 0
                 before = [(lane.busy_s, lane.nbytes) for lane in hardware.lanes]
                 with _naming_modules(engine.module):
                     step(engine)
@@ -264,9 +268,10 @@ def rehearse(
                 LaneUse(lane.name, lane.busy_s - busy_s, lane.nbytes - nbytes)
                 for lane, (busy_s, nbytes) in zip(hardware.lanes, before, strict=True)
             )
+            managing = own_s[0] * watch.count + own_s[1] * len(engine._clock.trace.moments)
             return Forecast(
-                hardware.clock.now - began,
-                computed,
+                hardware.clock.now - began + managing,
+                computed + managing,
                 lanes,
                 engine.stats.last,
                 engine._clock.trace,
