@@ -5,14 +5,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from torch import nn
 
-from patrickstar.engine.config import Config
-from patrickstar.engine.engine import Engine
-from patrickstar.engine.operators import Cost, TensorMeter, Watch
 from patrickstar.kernels.adam import AdamRule
 from patrickstar.kernels.choice import Kernels
 from patrickstar.kernels.rule import Gradient, Span
@@ -29,8 +24,6 @@ CHUNK_BYTES = 1 << 26
 COPIED_BYTES = 1 << 29
 UPDATED = 64_000_000
 """What is copied, and the parameters that are updated: more than caches hold."""
-LAYERS, WIDTH, STEPS = 16, 32, 12
-"""Of a model so small that a step of it takes nothing but what managing takes."""
 MATRIX = 2048
 """Rows and columns of the matrices that are multiplied."""
 
@@ -69,39 +62,6 @@ def describe(device: torch.device, directory: str | Path | None = None) -> Machi
         links=Links(h2d=up, d2h=down),
         disk=disk,
     )
-
-
-def own_seconds(device: torch.device) -> tuple[float, float]:
-    """What PyTorch takes for an operator that does nothing, and the engine for a moment of a trace.
-
-    Measured on a model so small that computing takes nothing, autograd and modules counted.
-    """
-    x = torch.zeros(1, WIDTH)
-    config = Config(device=device.type, device_memory="1GiB", host_memory="64MiB", chunk_size="8KiB")
-    plain = _small_model().to(device)
-
-    def step(model: Any, backward: Callable[[torch.Tensor], object]) -> float:
-        taken = []
-        for _ in range(STEPS):
-            start = time.perf_counter()
-            backward(model(x.to(device)).float().sum())
-            if model is not plain:
-                model.optimizer.step()
-            taken.append(time.perf_counter() - start)
-        return median(taken[2:])
-
-    plain_s = step(plain, lambda loss: loss.backward())
-    with Watch(TensorMeter(), lambda *_: Cost(0.0), lambda _: None) as watch:
-        plain(x.to(device)).float().sum().backward()
-    engine = Engine(_small_model, config)
-    managed_s = step(engine, engine.backward)
-    moments = len(engine._clock.trace.moments)
-    engine.close(keep=False)
-    return plain_s / watch.count, max(0.0, managed_s - plain_s) / moments
-
-
-def _small_model() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
 def _seconds(act: Callable[[], object], device: torch.device) -> float:

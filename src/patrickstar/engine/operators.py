@@ -1,5 +1,6 @@
 """What operators would take, seen one by one as they run on tensors without bytes: seconds, and memory."""
 
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -161,12 +162,17 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.meter, self.costs, self.spend = meter, costs, spend
         self.values = Values()
-        self.count = 0
-        """Operators that ran, views among them."""
+        self.inside_s = 0.0
+        """What was spent here: the rest of a step's time is Python's, autograd's and the engine's."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self.count += 1
+        start = time.perf_counter()
+        try:
+            return self._see(func, args, kwargs or {})
+        finally:
+            self.inside_s += time.perf_counter() - start
+
+    def _see(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return self.values.item(args[0])
         # Without bytes some operators are Python's, and their own operators are nobody's accesses.

@@ -5,6 +5,7 @@ the machine's rates say.
 """
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from patrickstar.engine.config import Config
 from patrickstar.engine.engine import Engine
-from patrickstar.engine.here import describe, own_seconds
+from patrickstar.engine.here import describe
 from patrickstar.engine.measured_costs import MeasuredCosts
 from patrickstar.engine.operators import Cost, Costs, TensorMeter, Watch, operations, touched_bytes, watching
 from patrickstar.engine.stats import StepStats
@@ -33,6 +34,9 @@ from patrickstar.schedule.trace import Trace
 
 STEPS = 3
 """One that is traced, one that follows its trace, and one that begins where a planned one has ended."""
+
+LOOKS = 100
+"""At the meter, to know what one takes."""
 
 Step = Callable[[Engine], None]
 """One step of a training loop: forward, backward, update."""
@@ -168,8 +172,11 @@ def rehearse_here(
     bandwidth = (machine.gpu or machine.host).memory_bandwidth
     costs = MeasuredCosts(device, bandwidth, roofline(machine))
     rehearse(model, config, step, machine, costs, steps=1)  # after which all operators, and libraries, are known
-    own = own_seconds(device)
-    return rehearse(model, config, step, machine, costs, library_bytes=costs.library_bytes, own_s=own)
+    start = time.perf_counter()
+    for _ in range(LOOKS):
+        costs.meter.now(0)
+    meter_s = (time.perf_counter() - start) / LOOKS
+    return rehearse(model, config, step, machine, costs, library_bytes=costs.library_bytes, meter_s=meter_s)
 
 
 def forecast(engine: Engine, step: Step) -> Forecast:
@@ -229,15 +236,16 @@ def rehearse(
     *,
     steps: int = STEPS,
     library_bytes: int = 0,
-    own_s: tuple[float, float] = (0.0, 0.0),
+    meter_s: float | None = None,
     **hooks: Any,
 ) -> Forecast:
     """Train a model for some steps without its bytes, and tell of the last of them.
 
     model: on the meta device, or a function that builds it, which is called under it. step: must read no value of a
     tensor. costs: what operators take; by default what the machine's rates say. library_bytes: what libraries take of
-    the device beside tensors. own_s: what every operator and every moment take by themselves. hooks: the
-    engine's. Raises BudgetError, as a run would, where the model does not fit.
+    the device beside tensors. meter_s: what a look at the meter takes on this machine; given, the time that Python,
+    autograd and the engine took here counts too. hooks: the engine's. Raises BudgetError, as a run would, where the
+    model does not fit.
     """
     meter = TensorMeter()
     hardware = RehearsedHardware(machine, meter)
@@ -260,7 +268,8 @@ def rehearse(
         meter.keep(library_bytes)
         try:
             for _ in range(steps):
-                began, computed, watch.count = hardware.clock.now, 0.0, 0
+                began, computed, watch.inside_s = hardware.clock.now, 0.0, 0.0
+                started = time.perf_counter()
                 before = [(lane.busy_s, lane.nbytes) for lane in hardware.lanes]
                 with _naming_modules(engine.module):
                     step(engine)
@@ -268,7 +277,10 @@ def rehearse(
                 LaneUse(lane.name, lane.busy_s - busy_s, lane.nbytes - nbytes)
                 for lane, (busy_s, nbytes) in zip(hardware.lanes, before, strict=True)
             )
-            managing = own_s[0] * watch.count + own_s[1] * len(engine._clock.trace.moments)
+            managing = 0.0
+            if meter_s is not None:
+                managing = time.perf_counter() - started - watch.inside_s
+                managing += meter_s * len(engine._clock.trace.moments)
             return Forecast(
                 hardware.clock.now - began + managing,
                 computed + managing,
