@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from statistics import median
 
 import torch
@@ -65,8 +66,7 @@ def draws(count: int, seed: int) -> list[dict]:
     ]
 
 
-def run(draw: dict) -> dict:
-    """One draw: what was said, and what it took."""
+def step_of(draw: dict) -> Callable[[ps.Engine], None]:
     torch.manual_seed(0)
     ids = torch.randint(0, draw["vocab"], (draw["batch"], draw["sequence"]))
 
@@ -74,6 +74,13 @@ def run(draw: dict) -> dict:
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
+
+    return step
+
+
+def run(draw: dict) -> dict:
+    """One draw: what was said, and what it took."""
+    step = step_of(draw)
 
     def configured(device_memory: int) -> ps.Config:
         return ps.Config(device="cpu", device_memory=device_memory, host_memory="8GiB", optimizer=ps.AdamW(lr=1e-4))

@@ -12,22 +12,15 @@ import sys
 from collections import Counter
 
 import torch
-from foresight import build
+from foresight import RAM, build, step_of
 from report import publish
 
 import patrickstar as ps
 from patrickstar.engine.rehearsal import rehearse, rehearse_here
 from patrickstar.errors import BudgetError
-from patrickstar.schedule.machine import DiskDrive, Host, Machine
 
-PER_PROCESS = 10
+PER_PROCESS = 1
 STEPS = 3
-RAM = Machine(
-    name="any",
-    source="only bytes count here",
-    host=Host(memory="64GiB", memory_bandwidth="20GB", cores=2, matmul_tflops=0.5),
-    disk=DiskDrive(capacity="1TB", read="1GB", write="1GB"),
-)
 
 
 def draws(count: int, seed: int) -> list[dict]:
@@ -50,13 +43,7 @@ def draws(count: int, seed: int) -> list[dict]:
 
 
 def run(draw: dict, directory: str | None) -> dict:
-    torch.manual_seed(0)
-    ids = torch.randint(0, draw["vocab"], (draw["batch"], draw["sequence"]))
-
-    def step(engine: ps.Engine) -> None:
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
+    step = step_of(draw)
 
     def fits(train, config: ps.Config) -> str:
         try:
