@@ -30,6 +30,10 @@ class Place:
         return self.start + round_up(self.nbytes, ALIGN_BYTES)
 
 
+def _start(place: Place) -> int:
+    return place.start
+
+
 class Slab:
     """Memory of a fixed size, which places are taken from and given back to without asking the system.
 
@@ -70,16 +74,21 @@ class Slab:
     def take(self, nbytes: int) -> Place | None:
         """The first place of that size; None if there is none in a row."""
         start = 0
-        for place in self._places:
+        for place in self._full():
             if place.start - start >= nbytes:
                 break
-            start = max(start, place.end)  # an empty place may begin where another one does
+            start = place.end
         if start + nbytes > self.nbytes:
             return None
         taken = Place(start, nbytes, self)
-        insort(self._places, taken, key=lambda place: place.start)
-        self._touch(taken)
+        insort(self._places, taken, key=_start)
+        if nbytes:
+            self._touch(taken)
         return taken
+
+    def _full(self) -> list[Place]:
+        """Places in their order; those of no bytes lie anywhere, and in nobody's way."""
+        return [place for place in self._places if place.nbytes]
 
     def give(self, place: Place, *, for_good: bool = False) -> None:
         """Give a place back; `for_good` its memory too, since nobody will want so much again soon."""
@@ -105,12 +114,13 @@ class Slab:
     def compact(self) -> None:
         """Close all gaps: places move towards the start, their bytes with them. Views of them must be taken anew."""
         start = 0
-        for place in self._places:
+        for place in self._full():
             if place.start != start:
                 self._move(place, start)
                 place.start = start
                 self._touch(place)
             start = place.end
+        self._places.sort(key=_start)
 
     def _move(self, place: Place, start: int) -> None:
         base = self.memory.data_ptr()
