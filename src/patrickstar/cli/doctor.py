@@ -13,21 +13,15 @@ from rich.text import Text
 
 import patrickstar
 from patrickstar.cli.machine import machine_name
-from patrickstar.kernels.adam import AdamRule
+from patrickstar.engine.here import trial_span
 from patrickstar.kernels.choice import Implementation
 from patrickstar.kernels.fused import Fused
 from patrickstar.kernels.listed import Listed
 from patrickstar.kernels.native import Native, Unavailable
-from patrickstar.kernels.rule import Gradient, Span
 from patrickstar.layout.sizes import format_size
 from patrickstar.memory.meter import default_meter, installed_bytes
 from patrickstar.memory.probe import measure
-
-STATE_BYTES = 12
-"""Adam's bytes per parameter on disk: master, momentum and variance in fp32."""
-
-BYTES_PER_PARAM = 28
-"""What one update of Adam in mixed precision must read and write."""
+from patrickstar.schedule.estimate import STATE_BYTES, UPDATE_BYTES
 
 TRIAL_NUMEL = 16_000_000
 """Parameters of the trial: 224 MB, more than caches hold, done in a blink."""
@@ -118,21 +112,18 @@ def _triton() -> Finding:
 
 def _speed(implementation: Implementation, numel: int) -> list[Finding]:
     """One update beside one copy: what of the memory's speed an update on the host reaches."""
-    param, master = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel)
-    moments, copied = (torch.zeros(numel), torch.zeros(numel)), torch.zeros(numel)
-    rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=1)
-    span = Span(param, Gradient(param), master, moments, rule)
+    span, copied = trial_span(numel), torch.zeros(numel)
     copies, updates = [], []
     for _ in range(ROUNDS):
-        copies.append(_gb_per_s(lambda: copied.copy_(master), 8 * numel))
-        updates.append(_gb_per_s(lambda: implementation.update([span], ()), BYTES_PER_PARAM * numel))
+        copies.append(_gb_per_s(lambda: copied.copy_(span.master), 8 * numel))
+        updates.append(_gb_per_s(lambda: implementation.update([span], ()), UPDATE_BYTES * numel))
     update, copy = median(updates), median(copies)
     return [
         Finding("memory speed", f"{copy:.1f} GB/s copying (read and written)"),
         Finding(
             "update speed",
             f"{update:.1f} GB/s, {update / copy:.2f} of copying, by {implementation.name}: "
-            f"{update / BYTES_PER_PARAM:.2f} billion parameters a second with Adam, {BYTES_PER_PARAM} bytes each",
+            f"{update / UPDATE_BYTES:.2f} billion parameters a second with Adam, {UPDATE_BYTES} bytes each",
         ),
     ]
 

@@ -17,6 +17,7 @@ from patrickstar.memory.copies import Copies
 from patrickstar.memory.hardware import Hardware
 from patrickstar.memory.host import HostTier
 from patrickstar.memory.probe import measure
+from patrickstar.schedule.estimate import UPDATE_BYTES
 from patrickstar.schedule.machine import DiskDrive, Gpu, Host, Links, Machine
 
 ROUNDS = 5
@@ -64,16 +65,18 @@ def describe(device: torch.device, directory: str | Path | None = None) -> Machi
     )
 
 
+def elapsed_s(act: Callable[[], object], device: torch.device) -> float:
+    """What an act takes until the device has done it."""
+    start = time.perf_counter()
+    act()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
 def _seconds(act: Callable[[], object], device: torch.device) -> float:
     """The middle one of some runs, after one that does not count."""
-    taken = []
-    for _ in range(ROUNDS + 1):
-        start = time.perf_counter()
-        act()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return median(taken[1:])
+    return median([elapsed_s(act, device) for _ in range(ROUNDS + 1)][1:])
 
 
 def _matmul_tflops(device: torch.device) -> float:
@@ -87,13 +90,18 @@ def _copy_bandwidth(device: torch.device) -> float:
     return 2 * COPIED_BYTES / _seconds(lambda: target.copy_(source), device)
 
 
-def _update_rate() -> float:
-    param, master = torch.zeros(UPDATED, dtype=torch.bfloat16), torch.zeros(UPDATED)
-    moments = torch.zeros(UPDATED), torch.zeros(UPDATED)
+def trial_span(numel: int) -> Span:
+    """So many parameters on the host, for Adam in mixed precision to update."""
+    param, master = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel)
+    moments = torch.zeros(numel), torch.zeros(numel)
     rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=1)
-    span = Span(param, Gradient(param), master, moments, rule)
+    return Span(param, Gradient(param), master, moments, rule)
+
+
+def _update_rate() -> float:
+    span = trial_span(UPDATED)
     kernels = Kernels.best(torch.device("cpu"))
-    return 28 * UPDATED / _seconds(lambda: kernels.update([span], ()), torch.device("cpu"))
+    return UPDATE_BYTES * UPDATED / _seconds(lambda: kernels.update([span], ()), torch.device("cpu"))
 
 
 def _copy_rates(hardware: Hardware) -> tuple[float, float]:
@@ -107,17 +115,10 @@ def _copy_rates(hardware: Hardware) -> tuple[float, float]:
         compute.take(chunk)
         copies.up_now(chunk)
 
-    def timed(act: Callable[[], None]) -> float:
-        start = time.perf_counter()
-        act()
-        if hardware.device.type == "cuda":
-            torch.cuda.synchronize(hardware.device)
-        return time.perf_counter() - start
-
     ups, downs = [], []
     for _ in range(ROUNDS + 1):
-        ups.append(timed(come))
-        downs.append(timed(lambda: copies.down_now(chunk)))
+        ups.append(elapsed_s(come, hardware.device))
+        downs.append(elapsed_s(lambda: copies.down_now(chunk), hardware.device))
         compute.give(chunk)
     host.give(chunk)
     chunk.memory.close()

@@ -1,6 +1,5 @@
 """What operators cost on this machine: each distinct one is run on tensors of its own, timed and metered."""
 
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from patrickstar.engine.here import elapsed_s
 from patrickstar.engine.operators import Cost, Costs, touched_bytes
 from patrickstar.memory.meter import Meter, default_meter
 
@@ -72,11 +72,7 @@ class MeasuredCosts:
     def _time(self, run: Callable[[], Any]) -> float:
         taken: list[float] = []
         while len(taken) < LEAST_RUNS or (sum(taken) < ENOUGH_S and len(taken) < MOST_RUNS):
-            start = time.perf_counter()
-            run()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            taken.append(time.perf_counter() - start)
+            taken.append(elapsed_s(run, self.device))
         return median(taken)
 
     def _real(self, leaf: Any) -> Any:

@@ -53,8 +53,7 @@ def operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
 
 def touched_bytes(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Bytes of memory that an operator reads and writes, each tensor once."""
-    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor))
 
 
 class TensorMeter:

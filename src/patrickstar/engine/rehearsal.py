@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,8 +24,7 @@ from patrickstar.engine.operators import Cost, Costs, TensorMeter, Watch, operat
 from patrickstar.engine.stats import StepStats
 from patrickstar.errors import ModelError, PatrickStarError
 from patrickstar.kernels.choice import Kernels
-from patrickstar.kernels.listed import PAGE_NUMEL, WORKSPACE_ITEMS
-from patrickstar.kernels.rule import Gradient, Rule, Span
+from patrickstar.kernels.rule import Gradient, Span
 from patrickstar.kernels.survey import Survey
 from patrickstar.memory.lanes import LaneTransfer
 from patrickstar.memory.rehearsed import META, RehearsedHardware
@@ -40,13 +39,6 @@ LOOKS = 100
 
 Step = Callable[[Engine], None]
 """One step of a training loop: forward, backward, update."""
-
-
-class Running(Protocol):
-    """An update that may not have ended."""
-
-    def finish(self) -> None:
-        """Wait for it."""
 
 
 class _OnLane:
@@ -64,10 +56,8 @@ class RehearsedKernels(Kernels):
         super().__init__(None)
         self.hardware = hardware
 
-    def workspace_bytes(self, rule: Rule, device: torch.device, dtype: torch.dtype, numel: int) -> int:
-        if rule.code is not None and dtype == torch.float32:
-            return 0
-        return min(numel, PAGE_NUMEL if rule.by_pages else numel) * WORKSPACE_ITEMS * dtype.itemsize
+    def has_kernel(self, device: torch.device) -> bool:
+        return True
 
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Any]:
         below = [span for span in spans if self.hardware.on_host(span.master)]
@@ -96,13 +86,13 @@ class RehearsedKernels(Kernels):
 
 def _gradient_bytes(grad: Gradient) -> int:
     parts = [grad.last] if grad.earlier is None else [grad.last, grad.earlier]
-    return sum(part.numel() * part.element_size() for part in parts)
+    return sum(part.nbytes for part in parts)
 
 
 def _span_bytes(span: Span) -> int:
     """Gradient read, parameter written, master and states read and written (ZeRO-Offload §5: the update's traffic)."""
-    kept = sum(tensor.numel() * tensor.element_size() for tensor in (span.master, *span.states))
-    return _gradient_bytes(span.grad) + span.param.numel() * span.param.element_size() + 2 * kept
+    kept = sum(tensor.nbytes for tensor in (span.master, *span.states))
+    return _gradient_bytes(span.grad) + span.param.nbytes + 2 * kept
 
 
 def roofline(machine: Machine) -> Costs:

@@ -66,10 +66,13 @@ class Kernels:
                 return one
         return self.listed
 
+    def has_kernel(self, device: torch.device) -> bool:
+        """Whether updates on a device have a kernel, and need no memory beside chunks."""
+        return (self.native if device.type == "cpu" else self.fused) is not None
+
     def workspace_bytes(self, rule: Rule, device: torch.device, dtype: torch.dtype, numel: int) -> int:
         """What updating a parameter of `numel` elements takes beside chunks, on a device, for masters of a dtype."""
-        kernel = self.native if device.type == "cpu" else self.fused
-        if kernel is not None and rule.code is not None and dtype == torch.float32:
+        if self.has_kernel(device) and rule.code is not None and dtype == torch.float32:
             return 0
         return min(numel, PAGE_NUMEL if rule.by_pages else numel) * WORKSPACE_ITEMS * dtype.itemsize
 

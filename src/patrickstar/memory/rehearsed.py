@@ -104,11 +104,7 @@ class RehearsedDisk(DiskTier):
 
 
 class RehearsedHardware(Hardware):
-    """What a `Machine` describes; `meter` counts the bytes of tensors that would be there.
-
-    What the host moves to a device tier of its own is copied by the cores that compute: a copied byte is read and
-    written.
-    """
+    """What a `Machine` describes; `meter` counts the bytes of tensors that would be there."""
 
     def __init__(self, machine: Machine, meter: Meter) -> None:
         super().__init__(META)
@@ -116,10 +112,9 @@ class RehearsedHardware(Hardware):
         self.host_device = META
         self.beside = machine.gpu is not None
         self.clock = Clock()
-        copied = machine.host.memory_bandwidth / 2
-        links = machine.links
-        self.up = Lane("host to device", links.h2d if links is not None else copied, self.clock)
-        self.down = Lane("device to host", links.d2h if links is not None else copied, self.clock)
+        up, down = machine.crossing_rates(1)
+        self.up = Lane("host to device", up, self.clock)
+        self.down = Lane("device to host", down, self.clock)
         self.read = Lane("disk read", machine.disk.read if machine.disk is not None else 1.0, self.clock)
         self.write = Lane("disk write", machine.disk.write if machine.disk is not None else 1.0, self.clock)
         self.update = Lane("update on the host", machine.host.update_bandwidth(1, machine.host.cores), self.clock)
@@ -138,7 +133,7 @@ class RehearsedHardware(Hardware):
         return self._meter
 
     def device_bytes(self) -> int:
-        return self.machine.gpu.memory if self.machine.gpu is not None else self.machine.host.memory
+        return self.machine.device_memory
 
     def host_bytes(self) -> int:
         return self.machine.host.memory

@@ -112,8 +112,7 @@ def estimate(work: Workload, machine: Machine, processes: int = 1) -> Estimate:
     part = work.params / processes
     grid = np.linspace(0.0, 1.0, GRID)
     kept, resident, on_host, in_ram = np.meshgrid(grid, grid, grid, grid, indexing="ij")
-    gpu = machine.gpu
-    memory = gpu.memory if gpu is not None else machine.host.memory
+    memory = machine.device_memory
     device = (
         work.non_model_bytes + work.working_bytes + part * (PARAM_BYTES * kept + (PARAM_BYTES + STATE_BYTES) * resident)
     )
@@ -123,7 +122,7 @@ def estimate(work: Workload, machine: Machine, processes: int = 1) -> Estimate:
     possible = (kept + resident <= 1.0 + 1e-9) & (resident + on_host <= 1.0 + 1e-9)
     disk_capacity = machine.disk.capacity if machine.disk is not None else 0
     fits = possible & (device <= memory) & (host <= machine.host.memory) & (disk <= disk_capacity)
-    if gpu is None:  # one memory for both tiers
+    if machine.gpu is None:  # one memory for both tiers
         fits &= device + host <= memory
     if not fits.any():
         raise _does_not_fit(work, machine, processes)
@@ -194,7 +193,7 @@ def _lanes(
     below, on_host, streamed, resident, in_ram = shares
     part = work.params / processes
     zero = np.zeros_like(below)
-    gpu, links, disk = machine.gpu, machine.links, machine.disk
+    gpu, disk = machine.gpu, machine.disk
     if gpu is not None:
         rate = gpu.matmul_rate(work.matrix_size)
     else:
@@ -204,10 +203,7 @@ def _lanes(
     down = part * (PARAM_BYTES * on_host + STATE_BYTES * streamed)
     paged = part * STATE_BYTES * (1.0 - resident) * (1.0 - in_ram)
     ram = part * (UPDATE_BYTES * on_host + 2 * STATE_BYTES * streamed + PARAM_BYTES * below) + 2 * paged
-    copied = machine.host.memory_bandwidth / 2
-    h2d, d2h = copied, copied
-    if links is not None:
-        h2d, d2h = links.h2d_of_one(processes), links.d2h_of_one(processes)
+    h2d, d2h = machine.crossing_rates(processes)
     memory = machine.host.update_bandwidth(processes, max(1, machine.host.cores // processes))
     lanes = [
         ("compute", zero + work.operations / rate, zero + work.operations),
@@ -219,15 +215,15 @@ def _lanes(
         lanes.append(("disk read", paged * processes / disk.read, paged))
         lanes.append(("disk write", paged * processes / disk.write, paged))
     if processes > 1:
-        assert links is not None and links.gpu_gpu is not None
+        assert machine.links is not None and machine.links.gpu_gpu is not None
         # Two gathers of parameters and a scatter of gradients (PatrickStar §7: 6(p-1)/p bytes per parameter).
         sent = zero + 3 * PARAM_BYTES * (processes - 1) / processes * work.params
-        lanes.append(("between GPUs", sent / links.gpu_gpu, sent))
+        lanes.append(("between GPUs", sent / machine.links.gpu_gpu, sent))
     return lanes
 
 
 def _does_not_fit(work: Workload, machine: Machine, processes: int) -> BudgetError:
-    memory = machine.gpu.memory if machine.gpu is not None else machine.host.memory
+    memory = machine.device_memory
     least = work.non_model_bytes + work.working_bytes
     if least > memory:
         short = least - memory

@@ -112,6 +112,20 @@ class Machine(_Part):
     links: Links | None = None
     disk: DiskDrive | None = None
 
+    @property
+    def device_memory(self) -> int:
+        """Bytes of one compute tier: a GPU's, or the host's."""
+        return self.gpu.memory if self.gpu is not None else self.host.memory
+
+    def crossing_rates(self, processes: int) -> tuple[float, float]:
+        """Bytes per second to and from the device of each process while all are busy.
+
+        Without links the host's cores copy: a copied byte is read and written.
+        """
+        if self.links is None:
+            return self.host.memory_bandwidth / 2, self.host.memory_bandwidth / 2
+        return self.links.h2d_of_one(processes), self.links.d2h_of_one(processes)
+
 
 def read_machine(path: Path) -> Machine:
     """The machine that a TOML file describes. Raises ConfigError, naming the field, for one that is none."""
