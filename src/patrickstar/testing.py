@@ -39,6 +39,9 @@ class NoMeter:
     def reclaim(self) -> None:
         """Nothing to give back."""
 
+    def let_keep(self, allowed: bool) -> None:
+        """Nothing is kept."""
+
 
 class PlainOptimizer(torch.optim.Optimizer):
     """A rule of this package as an optimizer over ordinary tensors: its list of operations, one parameter at a time."""

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import patrickstar as ps
+from patrickstar import testing
 from patrickstar.engine.engine import Engine
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.manager import Manager
@@ -86,31 +87,21 @@ def config(precision: str, chunk_size: int | str, **budgets: int) -> ps.Config:
     return ps.Config(device="cpu", precision=precision, chunk_size=chunk_size, optimizer=optimizer, **budgets)
 
 
-class Waves:
-    """A meter that pretends non-model data comes and goes, the same way in each iteration, up to `peak_bytes`."""
+class Waves(testing.NoMeter):
+    """A meter that pretends non-model data comes and goes: at most `peak_bytes`, what is there and what then comes."""
 
     source = "a made-up wave"
-    counts_freed = False
 
     def __init__(self, peak_bytes: int) -> None:
         self.peak_bytes = peak_bytes
         self.calls = 0
 
-    def calibrate(self, chunk_bytes: int) -> None:
-        """Nothing to take note of."""
-
     def now(self, chunk_bytes: int) -> int:
         self.calls += 1
-        return self.peak_bytes * (self.calls % 7) // 6
+        return self.peak_bytes * (self.calls % 7) // 12
 
     def peak(self, chunk_bytes: int) -> int:
         return self.now(chunk_bytes)
-
-    def restart(self) -> None:
-        """Nothing to forget."""
-
-    def reclaim(self) -> None:
-        """Nothing to give back."""
 
 
 def smallest_device_bytes(shape: Shape, chunk_size: int | str, precision: str) -> int:

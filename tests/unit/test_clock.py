@@ -31,6 +31,7 @@ class HandMeter(NoMeter):
 
     def __init__(self):
         self.used = self.high = self.freed = self.reclaims = 0
+        self.kept = []
         self.chunk_bytes = []
 
     def use(self, nbytes):
@@ -53,6 +54,9 @@ class HandMeter(NoMeter):
     def reclaim(self):
         self.reclaims += 1
         self.freed = 0
+
+    def let_keep(self, allowed):
+        self.kept.append(allowed)
 
 
 @pytest.fixture
@@ -136,10 +140,25 @@ def test_a_plan_reckons_with_what_is_measured_where_that_is_more(clock):
     clock.begin_iteration("a")
     clock.meter.use(120)
     clock.tick((0,), belongs=True)
-    assert clock.manager.compute.non_model_bytes == 120
+    assert clock.manager.compute.non_model_bytes == 120 + 50, "what is there, and what comes in this moment"
     clock.meter.used, clock.meter.freed = 20, BUDGET
     clock.tick((), belongs=True)
     assert clock.manager.compute.non_model_bytes == 20, "what was freed was not reclaimed"
+
+
+def test_what_is_freed_is_kept_only_while_the_budget_has_room_for_it(clock):
+    iterate(clock, "a", ACCESSES)
+    assert clock.meter.kept == [False, True], "a trace is of memory that is needed"
+    clock.begin_iteration("a")
+    clock.meter.freed = BUDGET - CHUNKS * 16 - 50
+    clock.tick((0,), belongs=True)
+    assert clock.meter.kept[-1] and clock.meter.freed, "all fits"
+    clock.tick((), belongs=True)
+    clock.tick((1, 2), belongs=True)
+    assert not clock.meter.kept[-1] and not clock.meter.freed, "but not beside 300 bytes more"
+    clock.tick((), belongs=True)
+    clock.end_iteration()
+    assert clock.meter.kept[-1]
 
 
 @pytest.mark.parametrize("at", range(len(SHAPE)))

@@ -65,6 +65,9 @@ class Clock:
             else:
                 self.mode, self.trace = Mode.WATCH, Trace()
                 self.manager.policy = ListOrder()
+                # What is kept of freed memory would be taken for memory that is needed.
+                self.meter.let_keep(False)
+                self.meter.reclaim()
                 self.meter.restart()
         return self.mode is Mode.PLAN
 
@@ -92,6 +95,7 @@ class Clock:
         self.open_key, self.mode = None, Mode.DEMAND
         self.manager.policy = ListOrder()
         self.manager.forget_ahead()
+        self.meter.let_keep(True)
         self.measure()
 
     def _prefetch(self, trace: Trace) -> Prefetch:
@@ -133,7 +137,6 @@ class Clock:
         if found + self.manager.compute.used > limit_bytes:
             self.meter.reclaim()
             found = self.non_model_now()
-        self.non_model_peak = max(self.non_model_peak, found)
         return found
 
     def tick(self, chunks: tuple[int, ...], belongs: bool) -> None:
@@ -141,7 +144,7 @@ class Clock:
         if not (belongs or self.inside) or self.open_key is None or self.mode is Mode.DEMAND:
             if self.mode is Mode.WATCH:
                 self._note_peak()
-            self.measure()
+            self._measure_moment()
             return
         self.manager.now += 1
         if self.mode is Mode.PLAN:
@@ -151,11 +154,15 @@ class Clock:
             self.traces.pop(self.open_key, None)
             self.manager.policy = ListOrder()
             self.manager.forget_ahead()
-            self.measure()
+            self._measure_moment()
             return
         self._note_peak()
-        self.trace.moments.append(Moment(chunks))
+        self._measure_moment()
+        self.trace.moments.append(Moment(chunks, entered_bytes=self.manager.compute.non_model_bytes))
+
+    def _measure_moment(self) -> None:
         self.measure()
+        self.non_model_peak = max(self.non_model_peak, self.manager.compute.non_model_bytes)
 
     def settled(self) -> None:
         """The chunks a tick asked for have moved; what is used from here on is not theirs."""
@@ -168,13 +175,31 @@ class Clock:
         now, moments = self.manager.now, self.trace.moments
         if now >= len(moments) or moments[now].chunks != chunks:
             return False
-        compute = self.manager.compute
+        moment, compute = moments[now], self.manager.compute
         compute.comfort_bytes = compute.budget_bytes
-        compute.non_model_bytes = moments[now].non_model_bytes
-        arriving = any(not self.manager[PARAM16, chunk].device_valid for chunk in chunks)
-        if self.meter.counts_freed or arriving:
-            compute.non_model_bytes = max(compute.non_model_bytes, self._measured(compute.budget_bytes))
+        compute.non_model_bytes = moment.non_model_bytes
+        coming = [chunk for index in chunks if not (chunk := self.manager[PARAM16, index]).device_valid]
+        if self.meter.counts_freed or coming:
+            # As much as there is room for will be on the device, and no more.
+            chunk_bytes = compute.used + sum(chunk.nbytes for chunk in coming)
+            chunk_bytes = min(chunk_bytes, compute.budget_bytes - moment.non_model_bytes)
+            compute.non_model_bytes = max(moment.non_model_bytes, self._foreseen(moment, chunk_bytes))
         return True
+
+    def _foreseen(self, moment: Moment, chunk_bytes: int) -> int:
+        """What a planned moment will come to, from what there is now.
+
+        What the heap keeps stays where the budget has room for that, too.
+        """
+        found = self.non_model_now() + moment.growth_bytes
+        tight = found + chunk_bytes > self.manager.compute.budget_bytes
+        self.meter.let_keep(not tight)
+        if tight:
+            self.meter.reclaim()
+            found = self.non_model_now() + moment.growth_bytes
+        if tight or not self.meter.counts_freed:
+            self.non_model_peak = max(self.non_model_peak, found)
+        return found
 
     def _note_peak(self) -> None:
         peak = self.meter.peak(self._bytes())

@@ -28,8 +28,6 @@ class MeasuredCosts:
         """What an operator takes that can't be run by itself."""
         self.meter: Meter = default_meter(device)
         self.known: dict[Any, Cost] = {}
-        self.library_bytes = 0
-        """What libraries keep once these operators have run: code made for their shapes, and caches."""
         self.estimated: set[str] = set()
         """Names of operators that could not be run by themselves."""
 
@@ -44,30 +42,28 @@ class MeasuredCosts:
         with torch.no_grad(), _disable_current_modes():
             try:
                 args, kwargs = pytree.tree_unflatten([self._real(leaf) for leaf in leaves], structure)
-                scratch = self._scratch_bytes(lambda: func(*args, **kwargs))
+                made = _made_bytes(told[:2], told[2])
+                first, kept = self._took(lambda: func(*args, **kwargs), made)
+                scratch, _ = self._took(lambda: func(*args, **kwargs), made)
                 # Timed again and again, an operator finds all in cache; in a step, where gigabytes pass between two
                 # looks at a tensor, it waits for memory.
                 from_memory = touched_bytes(*told) / self.memory_bandwidth
-                return Cost(max(self._time(lambda: func(*args, **kwargs)), from_memory), scratch)
+                seconds = max(self._time(lambda: func(*args, **kwargs)), from_memory)
+                return Cost(seconds, scratch, first, kept)
             except (RuntimeError, NotImplementedError, IndexError, TypeError):
                 self.estimated.add(str(func))
                 return self.fallback(func, *told)
 
-    def _scratch_bytes(self, run: Callable[[], Any]) -> int:
-        """What an operator takes of its own when it runs for the second time; what stays of the first is noted."""
-        before = self._now()
-        run()
-        after = self._now()
-        self.library_bytes += max(0, after - before)
+    def _took(self, run: Callable[[], Any], made_bytes: int) -> tuple[int, int]:
+        """What an operator takes beside its results while it runs, and what of that stays."""
+        self.meter.reclaim()
+        before = self.meter.now(0)
         self.meter.restart()
         out = run()
         peak = self.meter.peak(0)
-        new = sum(leaf.nbytes for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor))
-        return max(0, peak - after - new)
-
-    def _now(self) -> int:
+        del out
         self.meter.reclaim()
-        return self.meter.now(0)
+        return max(0, peak - before - made_bytes), max(0, self.meter.now(0) - before)
 
     def _time(self, run: Callable[[], Any]) -> float:
         taken: list[float] = []
@@ -88,6 +84,17 @@ class MeasuredCosts:
         else:
             memory = torch.zeros(numel, dtype=leaf.dtype, device=self.device)
         return memory.as_strided(leaf.shape, leaf.stride())
+
+
+def _made_bytes(told: Any, out: Any) -> int:
+    """Of the results, those that are in nobody's memory yet."""
+    there = {leaf.untyped_storage()._cdata for leaf in _tensors(told)}
+    made = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in _tensors(out)}
+    return sum(nbytes for key, nbytes in made.items() if key not in there)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _signature(leaf: Any) -> Any:

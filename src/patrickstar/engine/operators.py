@@ -21,6 +21,10 @@ class Cost:
     seconds: float
     scratch_bytes: int = 0
     """Memory of its own while it runs."""
+    first_bytes: int = 0
+    """The same when it runs for the first time in a process, which is when libraries make themselves ready."""
+    kept_bytes: int = 0
+    """What libraries keep from then on: code made for these shapes, and caches."""
 
 
 Costs = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Cost]
@@ -56,13 +60,21 @@ def touched_bytes(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> in
     return sum(leaf.nbytes for leaf in pytree.tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor))
 
 
+HOST_GRAIN_BYTES = 4096
+"""Memory on a CPU comes in pages, as far as the system can tell."""
+DEVICE_GRAIN_BYTES = 512
+"""The CUDA caching allocator rounds up to as many."""
+
+
 class TensorMeter:
-    """Counts the bytes of tensors that live, and the most there were. A `Meter`."""
+    """Counts the bytes of tensors that live, in whole grains, and the most there were. A `Meter`."""
 
     source = "bytes of tensors"
-    counts_freed = False
 
-    def __init__(self) -> None:
+    def __init__(self, grain_bytes: int = 1, counts_freed: bool = False) -> None:
+        self.grain_bytes = grain_bytes
+        self.counts_freed = counts_freed
+        """As the meter whose place it takes: that is looked at more often if so."""
         self.live_bytes = 0
         self.peak_bytes = 0
         self.baseline_bytes = 0
@@ -73,8 +85,8 @@ class TensorMeter:
         storage = tensor.untyped_storage()
         if storage._cdata in self._known:
             return
-        self._known[storage._cdata] = storage.nbytes()
-        self.live_bytes += storage.nbytes()
+        self._known[storage._cdata] = -(-storage.nbytes() // self.grain_bytes) * self.grain_bytes
+        self.live_bytes += self._known[storage._cdata]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._forget, storage._cdata).atexit = False
 
@@ -108,6 +120,9 @@ class TensorMeter:
 
     def reclaim(self) -> None:
         """Nothing is kept for reuse."""
+
+    def let_keep(self, allowed: bool) -> None:
+        """Nor will it be."""
 
 
 # [Note: values of integers]
@@ -161,6 +176,7 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.meter, self.costs, self.spend = meter, costs, spend
         self.values = Values()
+        self._met: set[int] = set()
         self.inside_s = 0.0
         """What was spent here: the rest of a step's time is Python's, autograd's and the engine's."""
 
@@ -183,9 +199,18 @@ class Watch(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self.meter.see(leaf)
         if cost is not None:
-            self.meter.scratch(cost.scratch_bytes)
+            self._take(cost)
             self.spend(cost.seconds)
         return out
+
+    def _take(self, cost: Cost) -> None:
+        """Reckon with the memory of an operator that has run; equal ones have one and the same cost."""
+        if id(cost) in self._met or not (cost.first_bytes or cost.kept_bytes):
+            self.meter.scratch(cost.scratch_bytes)
+            return
+        self._met.add(id(cost))
+        self.meter.scratch(cost.first_bytes)
+        self.meter.keep(cost.kept_bytes)
 
 
 def _attention(

@@ -20,7 +20,17 @@ from patrickstar.engine.config import Config
 from patrickstar.engine.engine import Engine
 from patrickstar.engine.here import describe
 from patrickstar.engine.measured_costs import MeasuredCosts
-from patrickstar.engine.operators import Cost, Costs, TensorMeter, Watch, operations, touched_bytes, watching
+from patrickstar.engine.operators import (
+    DEVICE_GRAIN_BYTES,
+    HOST_GRAIN_BYTES,
+    Cost,
+    Costs,
+    TensorMeter,
+    Watch,
+    operations,
+    touched_bytes,
+    watching,
+)
 from patrickstar.engine.stats import StepStats
 from patrickstar.errors import ModelError, PatrickStarError
 from patrickstar.kernels.choice import Kernels
@@ -33,6 +43,10 @@ from patrickstar.schedule.trace import Trace
 
 STEPS = 3
 """One that is traced, one that follows its trace, and one that begins where a planned one has ended."""
+
+UNSEEN_BYTES = 2 << 20
+"""What Python's objects, autograd's and other small ones take on a CPU beside tensors and operators: 1.1 MiB at most in
+20 random models (`benchmarks/foresight.py`)."""
 
 LOOKS = 100
 """At the meter, to know what one takes."""
@@ -166,7 +180,8 @@ def rehearse_here(
     for _ in range(LOOKS):
         costs.meter.now(0)
     meter_s = (time.perf_counter() - start) / LOOKS
-    return rehearse(model, config, step, machine, costs, library_bytes=costs.library_bytes, meter_s=meter_s)
+    unseen_bytes = UNSEEN_BYTES if device.type == "cpu" else 0
+    return rehearse(model, config, step, machine, costs, meter_s=meter_s, unseen_bytes=unseen_bytes)
 
 
 def forecast(engine: Engine, step: Step) -> Forecast:
@@ -225,19 +240,19 @@ def rehearse(
     costs: Costs | None = None,
     *,
     steps: int = STEPS,
-    library_bytes: int = 0,
     meter_s: float | None = None,
+    unseen_bytes: int = 0,
     **hooks: Any,
 ) -> Forecast:
     """Train a model for some steps without its bytes, and tell of the last of them.
 
     model: on the meta device, or a function that builds it, which is called under it. step: must read no value of a
-    tensor. costs: what operators take; by default what the machine's rates say. library_bytes: what libraries take of
-    the device beside tensors. meter_s: what a look at the meter takes on this machine; given, the time that Python,
-    autograd and the engine took here counts too. hooks: the engine's. Raises BudgetError, as a run would, where the
+    tensor. costs: what operators take; by default what the machine's rates say. meter_s: what a look at the meter takes
+    on this machine; given, the time that Python, autograd and the engine took here counts too. unseen_bytes: non-model
+    data that is neither a tensor nor an operator's. hooks: the engine's. Raises BudgetError, as a run would, where the
     model does not fit.
     """
-    meter = TensorMeter()
+    meter = TensorMeter(DEVICE_GRAIN_BYTES) if machine.gpu is not None else TensorMeter(HOST_GRAIN_BYTES, True)
     hardware = RehearsedHardware(machine, meter)
     computed = 0.0
 
@@ -255,7 +270,7 @@ def rehearse(
         engine = Engine(
             model, config, values.__getitem__, kernels=RehearsedKernels(hardware), hardware=hardware, **hooks
         )
-        meter.keep(library_bytes)
+        meter.keep(unseen_bytes)
         try:
             for _ in range(steps):
                 began, computed, watch.inside_s = hardware.clock.now, 0.0, 0.0

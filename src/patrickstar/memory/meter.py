@@ -1,6 +1,5 @@
 """Measuring non-model data: real usage less chunk bytes (PatrickStar §8.1)."""
 
-import ctypes
 import os
 import warnings
 from pathlib import Path
@@ -8,6 +7,8 @@ from typing import Protocol
 
 import psutil
 import torch
+
+from patrickstar.memory.heap import process_heap
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = b"5"
@@ -41,6 +42,10 @@ class Meter(Protocol):
         """Have memory that was freed, but is kept for reuse, given back to the system where it counts as used."""
         ...
 
+    def let_keep(self, allowed: bool) -> None:
+        """Whether memory that is freed from now on may be kept for reuse, where that counts as used."""
+        ...
+
 
 class CudaMeter:
     """The CUDA caching allocator's own figures."""
@@ -65,6 +70,9 @@ class CudaMeter:
 
     def reclaim(self) -> None:
         """Cached blocks are not counted, and the allocator frees them by itself before it fails."""
+
+    def let_keep(self, allowed: bool) -> None:
+        """Nor does it matter what is cached from now on."""
 
 
 class ResidentMeter:
@@ -103,7 +111,10 @@ class ResidentMeter:
         os.pwrite(self._clear, _RESET_PEAK, 0)
 
     def reclaim(self) -> None:
-        trim_heap()
+        process_heap().trim()
+
+    def let_keep(self, allowed: bool) -> None:
+        process_heap().let_keep(allowed)
 
 
 def _kib(status: bytes, key: bytes) -> int:
@@ -133,14 +144,10 @@ class SampledMeter:
         """A sample has no past."""
 
     def reclaim(self) -> None:
-        trim_heap()
+        process_heap().trim()
 
-
-def trim_heap() -> None:
-    """Ask the C library to give freed memory back to the system, where it knows how."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
+    def let_keep(self, allowed: bool) -> None:
+        process_heap().let_keep(allowed)
 
 
 def default_meter(device: torch.device) -> Meter:

@@ -13,11 +13,17 @@ class Moment:
     """The stretch from one operator boundary to the next.
 
     `chunks` are accessed as it begins (empty when an operator ends there); `non_model_bytes` is the largest amount of
-    non-model data on the device until the next moment begins.
+    non-model data on the device until the next moment begins, `entered_bytes` what was there as it began.
     """
 
     chunks: tuple[int, ...]
     non_model_bytes: int = 0
+    entered_bytes: int = 0
+
+    @property
+    def growth_bytes(self) -> int:
+        """What comes to the non-model data, at most, after the moment has begun."""
+        return max(0, self.non_model_bytes - self.entered_bytes)
 
 
 @dataclass
