@@ -1,8 +1,8 @@
 """What a rehearsal says beforehand against what a run then takes, on this machine, over random models and budgets.
 
 python benchmarks/foresight.py [--draws 20] [--seed 0]
-Each draw is a GPT of random size, batch and budget, in a process of its own: first rehearsed, then trained. Seconds are
-the median of steps 4 to 6; peaks are the largest of these.
+Each draw is a GPT of random size, batch and budget, rehearsed in a process, then trained in another. Seconds are the
+median of steps 4 to 6; peaks are the largest of these.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from patrickstar.layout.sizes import format_size
 from patrickstar.schedule.machine import Host, Machine
 
 STEPS, TIMED = 6, 3
+PEAKS = ("device_peak_model_bytes", "device_peak_non_model_bytes", "host_peak_model_bytes")
 RAM = Machine(
     name="any",
     source="only bytes count here",
@@ -78,88 +79,99 @@ def step_of(draw: dict) -> Callable[[ps.Engine], None]:
     return step
 
 
-def run(draw: dict) -> dict:
-    """One draw: what was said, and what it took."""
+def configured(budget: int) -> ps.Config:
+    return ps.Config(device="cpu", device_memory=budget, host_memory="8GiB", optimizer=ps.AdamW(lr=1e-4))
+
+
+def say(draw: dict) -> dict:
+    """What a rehearsal says of one draw, and the budget that it chose for it."""
     step = step_of(draw)
-
-    def configured(device_memory: int) -> ps.Config:
-        return ps.Config(device="cpu", device_memory=device_memory, host_memory="8GiB", optimizer=ps.AdamW(lr=1e-4))
-
     wide = rehearse(lambda: build(draw), configured(16 << 30), step, RAM)
     # A budget that makes parameters move, in part of the draws.
     param16 = sum(param.numel() * 2 for param in build(draw).parameters())
     budget = int(1.3 * wide.stats.device_peak_non_model_bytes + param16 * draw["share"] + (1 << 26))
     start = time.perf_counter()
-    config = configured(budget)
-    forecast = rehearse_here(lambda: build(draw), config, step, torch.device("cpu"))
-    rehearsal_s = time.perf_counter() - start
-    engine, _ = ps.initialize(lambda: build(draw), config)
+    forecast = rehearse_here(lambda: build(draw), configured(budget), step, torch.device("cpu"))
+    return {
+        "budget": budget,
+        "rehearsal_s": time.perf_counter() - start,
+        "bound_s": forecast.bound_s,
+        "seconds": forecast.seconds,
+        "moved": forecast.stats.h2d_bytes + forecast.stats.d2h_bytes,
+        **{name: getattr(forecast.stats, name) for name in PEAKS},
+    }
+
+
+def take(draw: dict) -> dict:
+    """What a run of it takes."""
+    step = step_of(draw)
+    engine, _ = ps.initialize(lambda: build(draw), configured(draw["budget"]))
     seconds, stats = [], []
     for _ in range(STEPS):
         start = time.perf_counter()
         step(engine)
         seconds.append(time.perf_counter() - start)
         stats.append(engine.stats.last)
-    traced = engine._clock.trace.peak_non_model_bytes
     engine.close(keep=False)
-    said = forecast.stats
-
-    def peak(name: str) -> int:
-        return max(getattr(one, name) for one in stats[-TIMED:])
-
     return {
-        "budget": budget,
-        "rehearsal_s": rehearsal_s,
-        "bound_s": forecast.bound_s,
-        "said_s": forecast.seconds,
-        "took_s": median(seconds[-TIMED:]),
-        "moved": [said.h2d_bytes + said.d2h_bytes, stats[-1].h2d_bytes + stats[-1].d2h_bytes],
-        "device": [said.device_peak_model_bytes, peak("device_peak_model_bytes")],
-        "non_model": [said.device_peak_non_model_bytes, traced],
-        "host": [said.host_peak_model_bytes, peak("host_peak_model_bytes")],
+        "seconds": median(seconds[-TIMED:]),
+        "moved": stats[-1].h2d_bytes + stats[-1].d2h_bytes,
+        **{name: max(getattr(one, name) for one in stats[-TIMED:]) for name in PEAKS},
     }
 
 
-def in_a_process(draw: dict) -> dict:
-    command = [sys.executable, __file__, "--draw", json.dumps(draw)]
+def in_a_process(what: str, draw: dict) -> dict:
+    """As a user would: who trains has not rehearsed before, which would have made libraries ready."""
+    command = [sys.executable, __file__, "--" + what, json.dumps(draw)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def device_bytes(found: dict) -> int:
+    return found["device_peak_model_bytes"] + found["device_peak_non_model_bytes"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--draw", help=argparse.SUPPRESS)
+    parser.add_argument("--say", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--take", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.draw:
-        print(json.dumps(run(json.loads(options.draw))))
+    if options.say or options.take:
+        print(json.dumps(say(options.say) if options.say else take(options.take)))
         return
-    rows, errors = [], []
+    rows, errors, peaks = [], [], {"device": [], "host": []}
     for draw in draws(options.draws, options.seed):
-        found = in_a_process(draw)
-        error = found["said_s"] / found["took_s"] - 1
+        said = in_a_process("say", draw)
+        took = in_a_process("take", draw | {"budget": said["budget"]})
+        error = said["seconds"] / took["seconds"] - 1
         errors.append(abs(error))
+        peaks["device"].append(device_bytes(said) / device_bytes(took) - 1)
+        if took["host_peak_model_bytes"]:
+            peaks["host"].append(said["host_peak_model_bytes"] / took["host_peak_model_bytes"] - 1)
         rows.append(
             [
                 f"{draw['layers']} x {draw['hidden']}, {draw['vocab']:,}",
                 f"{draw['batch']} x {draw['sequence']}{', checkpointing' if draw['checkpointing'] else ''}",
-                format_size(found["budget"]),
-                f"{found['bound_s']:.2f} s",
-                f"{found['said_s']:.2f} s",
-                f"{found['took_s']:.2f} s",
+                format_size(said["budget"]),
+                f"{said['bound_s']:.2f} s",
+                f"{said['seconds']:.2f} s",
+                f"{took['seconds']:.2f} s",
                 f"{100 * error:+.0f} %",
-                *(" / ".join(format_size(n) for n in found[name]) for name in ("moved", "device", "non_model", "host")),
-                f"{found['rehearsal_s']:.1f} s",
+                *(" / ".join(format_size(one[name]) for one in (said, took)) for name in ("moved", *PEAKS)),
+                f"{said['rehearsal_s']:.1f} s",
             ]
         )
         print(rows[-1], flush=True)
+    spans = {name: f"{100 * min(found):+.1f} to {100 * max(found):+.1f} %" for name, found in peaks.items()}
     publish(
         "foresight",
         torch.device("cpu"),
         f"What a rehearsal says / what the run took: {options.draws} random GPTs, bf16, host budget 8 GiB (seed "
-        f"{options.seed}). Median of the errors of the seconds: {100 * median(errors):.1f} % (limit 15 %). The bound "
-        f"is the busiest resource alone. Non-model data of the run: the trace's peak, heap that was freed not counted.",
+        f"{options.seed}). Median of the errors of the seconds: {100 * median(errors):.1f} % (limit 15 %). Peaks, said "
+        f"against taken: device (model and non-model data) {spans['device']}, host {spans['host']} (limit 5 %, never "
+        f"below). The bound is the busiest resource alone.",
         [
             "layers x hidden, vocabulary",
             "batch",

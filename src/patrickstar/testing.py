@@ -23,6 +23,7 @@ class NoMeter:
 
     source = "nothing"
     counts_freed = False
+    keeps = False
 
     def calibrate(self, chunk_bytes: int) -> None:
         """Nothing to take note of."""

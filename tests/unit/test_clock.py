@@ -57,6 +57,7 @@ class HandMeter(NoMeter):
 
     def let_keep(self, allowed):
         self.kept.append(allowed)
+        self.keeps = allowed
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ class Clock:
         self.peak_non_model_bytes = 0
         """The most non-model data that any traced iteration had."""
         self.non_model_peak = 0
-        """The most that was measured since the step began."""
+        """The most that was needed since the step began: without what was freed, but kept where there was room."""
 
     def calibrate(self) -> None:
         """What is used now, chunks aside, was there before training."""
@@ -197,7 +197,7 @@ class Clock:
         if tight:
             self.meter.reclaim()
             found = self.non_model_now() + moment.growth_bytes
-        if tight or not self.meter.counts_freed:
+        if not self.meter.keeps:
             self.non_model_peak = max(self.non_model_peak, found)
         return found
 

@@ -70,6 +70,7 @@ class TensorMeter:
     """Counts the bytes of tensors that live, in whole grains, and the most there were. A `Meter`."""
 
     source = "bytes of tensors"
+    keeps = False
 
     def __init__(self, grain_bytes: int = 1, counts_freed: bool = False) -> None:
         self.grain_bytes = grain_bytes

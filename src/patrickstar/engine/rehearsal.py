@@ -44,9 +44,9 @@ from patrickstar.schedule.trace import Trace
 STEPS = 3
 """One that is traced, one that follows its trace, and one that begins where a planned one has ended."""
 
-UNSEEN_BYTES = 2 << 20
-"""What Python's objects, autograd's and other small ones take on a CPU beside tensors and operators: 1.1 MiB at most in
-20 random models (`benchmarks/foresight.py`)."""
+UNSEEN_BYTES = 1 << 20
+"""What Python's objects, autograd's and other small ones add on a CPU to a step's peak, beside tensors and operators: 0.7
+MiB at most in 20 random models (`benchmarks/foresight.py`)."""
 
 LOOKS = 100
 """At the meter, to know what one takes."""

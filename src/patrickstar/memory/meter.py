@@ -21,6 +21,8 @@ class Meter(Protocol):
     """What is measured, in words."""
     counts_freed: bool
     """Whether memory that was freed, but is kept for reuse, counts as used until `reclaim`."""
+    keeps: bool
+    """Whether there may be such memory, as `let_keep` has it."""
 
     def calibrate(self, chunk_bytes: int) -> None:
         """Take what is used now, beyond chunks, as nobody's: the libraries themselves."""
@@ -52,6 +54,7 @@ class CudaMeter:
 
     source = "bytes allocated by the CUDA caching allocator"
     counts_freed = False
+    keeps = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -80,6 +83,7 @@ class ResidentMeter:
 
     source = "resident memory of the process less mapped files, peaks by the kernel's high-water mark"
     counts_freed = True
+    keeps = True
 
     def __init__(self) -> None:
         self.baseline_bytes = 0
@@ -115,6 +119,7 @@ class ResidentMeter:
 
     def let_keep(self, allowed: bool) -> None:
         process_heap().let_keep(allowed)
+        self.keeps = allowed
 
 
 def _kib(status: bytes, key: bytes) -> int:
@@ -127,6 +132,7 @@ class SampledMeter:
 
     source = "resident memory of the process, sampled at operator boundaries (peaks inside operators are missed)"
     counts_freed = True
+    keeps = True
 
     def __init__(self) -> None:
         self.baseline_bytes = 0
@@ -148,6 +154,7 @@ class SampledMeter:
 
     def let_keep(self, allowed: bool) -> None:
         process_heap().let_keep(allowed)
+        self.keeps = allowed
 
 
 def default_meter(device: torch.device) -> Meter:
