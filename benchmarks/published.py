@@ -10,6 +10,7 @@ schedule/machines/.
 import csv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from patrickstar.errors import BudgetError
@@ -17,6 +18,7 @@ from patrickstar.schedule.estimate import best_estimate
 from patrickstar.schedule.gpt import Gpt
 from patrickstar.schedule.machine import Machine, find_machine
 from patrickstar.schedule.original import best_step
+from patrickstar.schedule.workload import gpt_workload
 
 REFERENCE = Path(__file__).parent / "reference" / "patrickstar_published.csv"
 RESULT = Path(__file__).parent / "results" / "published.md"
@@ -202,7 +204,7 @@ def claims_table(own: Fits | None = None) -> str:
 def own_fits(gpt: Gpt, machine: Machine, gpus: int) -> bool:
     """This package's policy: shares of the model data, everything overlapped (`schedule/estimate.py`)."""
     try:
-        best_estimate(gpt, machine, gpus)
+        best_estimate(partial(gpt_workload, gpt), machine, gpus, checkpointing=(True,))
     except BudgetError:
         return False
     return True

@@ -77,6 +77,28 @@ def test_with_a_disk_it_is_the_run_to_the_byte(tmp_path_factory, shape, chunk_si
         compare(shape.build, options_, page_bytes=4096)
 
 
+@settings(max_examples=10, deadline=None, print_blob=True)
+@given(shapes, st.sampled_from([1000, 9000, "auto"]), st.integers(0, 60000))
+def test_no_tier_is_over_its_budget_at_any_time_and_no_byte_comes_from_nowhere(shape, chunk_size, spare_bytes):
+    def step(engine):
+        steps(engine, 1)
+
+    wide = rehearse(shape.build, config("bf16", chunk_size, device_memory=1 << 30, host_memory=1 << 30), step, LAPTOP)
+    non_model = wide.trace.peak_non_model_bytes
+    device = smallest_device_bytes(shape, chunk_size, "bf16") + non_model + spare_bytes
+    options_ = config("bf16", chunk_size, device_memory=device, host_memory=wide.stats.device_peak_model_bytes * 8)
+    forecast = rehearse(shape.build, options_, step, LAPTOP)
+    assert forecast.timeline
+    for one in forecast.timeline:
+        assert one.device_bytes <= device and one.host_bytes <= options_.host_memory
+        assert 0 <= one.at_s <= forecast.seconds
+    moved = {lane.name: lane for lane in forecast.lanes}
+    assert moved["host to device"].nbytes == forecast.stats.h2d_bytes
+    assert moved["device to host"].nbytes == forecast.stats.d2h_bytes
+    assert all(lane.busy_s <= forecast.seconds * (1 + 1e-9) for lane in forecast.lanes)
+    assert forecast.compute_s <= forecast.seconds * (1 + 1e-9)
+
+
 def test_it_takes_no_memory_for_weights():
     def build():
         return torch.nn.Sequential(*(torch.nn.Linear(20_000, 20_000) for _ in range(4)))

@@ -6,6 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from patrickstar.cli.main import app
+from patrickstar.cli.presets import PRESETS
+from patrickstar.cli.report import PICTURE_WIDTH, picture
 
 runner = CliRunner()
 
@@ -19,6 +21,8 @@ def test_a_plan_says_what_fits_how_fast_and_why():
     assert result.exit_code == 0, result.output
     for words in (
         "12.29 billion",
+        "at most 28 fit",
+        "idle",
         "nothing can be faster",
         "TFLOPS",
         "where the time goes",
@@ -46,6 +50,40 @@ def test_the_largest_model_is_larger_on_more_gpus_and_smaller_at_a_higher_bar():
     assert params("--gpus", "1") >= params("--gpus", "1", "--least-tflops", "30")
 
 
+def test_any_configuration_is_traced_and_comes_to_what_counting_says(tmp_path):
+    """GPT-2's work by its operators, and a GPT's by formulas: the same model."""
+    path = tmp_path / "config.json"
+    path.write_text(PRESETS["gpt-10m"].config().to_json_string())
+    arguments = ["--machine", "RTX4090-desktop", "--sequence", "256", "--batch", "4", "--json"]
+    arguments += ["--activation-checkpointing"]
+    traced, counted = (run("plan", "--model", model, *arguments) for model in (str(path), "gpt-10m"))
+    assert traced.exit_code == counted.exit_code == 0, traced.output
+    traced, counted = json.loads(traced.output), json.loads(counted.output)
+    positions = (1024 - 256) * 320  # which a formula of shorter sequences leaves out
+    assert traced["model"]["params"] == counted["model"]["params"] + positions
+    operations = [found["lanes"][0]["amount"] for found in (traced, counted)]
+    # Counting has a layer's last product computed again, too, which checkpointing leaves out.
+    assert 0.93 * operations[1] < operations[0] < operations[1]
+    assert traced["non_model_bytes"] == pytest.approx(counted["non_model_bytes"], rel=0.35)
+
+
+def test_a_configuration_that_can_not_be_used_is_told_in_one_line(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "resnet"}')
+    result = run("plan", "--model", str(path))
+    assert result.exit_code == 2 and "no causal language model" in result.output
+    path.write_text(PRESETS["gpt-1m"].config().to_json_string())
+    result = run("plan", "--model", str(path), "--sequence", "4096")
+    assert result.exit_code == 2 and "positions for 1024 tokens" in result.output
+
+
+def test_a_picture_of_memory_shows_the_most_in_each_part_of_the_time():
+    drawn = picture([(0.0, 0), (0.5, 100), (0.51, 1), (1.0, 50)], 1.0, 100)
+    assert len(drawn) == PICTURE_WIDTH
+    assert drawn[0] == " " and drawn[PICTURE_WIDTH // 2] == "█" and drawn[-1] == "▄"
+    assert picture([], 1.0, 100) == picture([(0.0, 1)], 0.0, 100) == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -53,8 +91,14 @@ def test_the_largest_model_is_larger_on_more_gpus_and_smaller_at_a_higher_bar():
         (["--machine", "8xV100"], "did you mean 8xV100-32GB"),
         (["--gpus", "9"], "8xV100-32GB has 8"),
         (["--host-memory", "lots"], "'lots' is not a size"),
-        (["--host-memory", "1GB", "--gpus", "1"], "more host memory, or a disk"),
+        (["--host-memory", "1GB", "--gpus", "1"], "more host memory"),
         (["--batch", "4096"], "a smaller batch"),
+        (["--batch", "4096", "--gpus", "1"], "--batch 28 --activation-checkpointing fits"),
+        (
+            ["--batch", "16", "--gpus", "1", "--no-activation-checkpointing"],
+            "--batch 3 or --batch 16 --activation-checkpointing fits",
+        ),
+        (["--machine", "700-dollar-pc", "--model", "gpt-12b"], "more disk"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(arguments, says):
@@ -81,7 +125,7 @@ def test_a_dry_run_says_what_a_step_takes_and_trains_nothing(tmp_path):
     options = ["--model", "gpt-1m", "--sequence", "32", "--batch", "1", "--device", "cpu", "--device-memory", "32MiB"]
     result = run("train", *options, "--dry-run", "--log", str(log))
     assert result.exit_code == 0, result.output
-    for words in ("nothing was trained", "step", "device", "of 32.00 MiB", "moved"):
+    for words in ("nothing was trained", "step", "where the time goes", "idle", "32.00 MiB", "moved", "over the step"):
         assert words in result.output
     assert not log.exists()
     result = run("train", *options[:-1], "1KiB", "--dry-run")

@@ -1,12 +1,18 @@
 """Estimates: bytes are conserved, no tier is over its budget, more of anything is never slower."""
 
+from functools import partial
+from itertools import product
+
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from patrickstar.errors import BudgetError
-from patrickstar.schedule.estimate import PARAM_BYTES, STATE_BYTES, Workload, estimate
+from patrickstar.schedule.estimate import Room, best_estimate, estimate, fits, largest_batch, least_more
+from patrickstar.schedule.gpt import Gpt
 from patrickstar.schedule.machine import DiskDrive, Gpu, Host, Links, Machine
+from patrickstar.schedule.workload import PARAM_BYTES, STATE_BYTES, UPDATE_BYTES, Workload, gpt_workload
 
 machines = st.builds(
     Machine,
@@ -31,8 +37,9 @@ machines = st.builds(
 works = st.builds(
     lambda billions, layers, tokens: Workload(
         params=int(billions * 1e9),
-        layers=layers,
+        batch=tokens // 1024,
         tokens=tokens,
+        checkpointing=True,
         operations=8.0 * billions * 1e9 * tokens,
         matrix_size=2048,
         non_model_bytes=1 << 30,
@@ -62,6 +69,7 @@ def test_all_bytes_lie_somewhere_and_no_tier_is_over_its_budget(work, machine, p
     assert found.disk_bytes <= (machine.disk.capacity if machine.disk is not None else 0)
     on_devices = (found.device_bytes - work.non_model_bytes - work.working_bytes) * processes
     model_data = (PARAM_BYTES + STATE_BYTES) * work.params
+    assert found.shares.kept + found.shares.resident + found.shares.paged <= 1 + 1e-6
     # What stays on the device of the parameters has a copy on the host.
     kept = found.shares.kept * PARAM_BYTES * work.params
     assert on_devices - kept + found.host_bytes + found.disk_bytes == pytest.approx(model_data, rel=1e-3)
@@ -101,8 +109,92 @@ def test_from_the_free_tokens_on_computing_is_the_slowest(work, machine):
     assert (found.free_tokens <= work.tokens) is (compute >= others)
 
 
+def seconds_of(work, machine, processes, kept, resident, on_host, in_ram):
+    """The busiest lane with given shares of the model data, written down once more; None where they don't fit."""
+    streamed, below = 1 - resident - on_host, 1 - kept - resident
+    part, away = work.params / processes, 1 - resident
+    disk_bytes = work.params * 12 * away * (1 - in_ram)
+    if work.non_model_bytes + work.working_bytes + part * (2 * kept + 14 * resident) > machine.gpu.memory:
+        return None
+    if work.params * (2 * away + 12 * away * in_ram) > machine.host.memory:
+        return None
+    if disk_bytes > (machine.disk.capacity if machine.disk is not None else 0):
+        return None
+    down = part * (2 * on_host + 12 * streamed)
+    ram = part * (UPDATE_BYTES * on_host + 24 * streamed + 2 * below) + 2 * disk_bytes / processes
+    h2d, d2h = machine.crossing_rates(processes)
+    lanes = [
+        work.operations / machine.gpu.matmul_rate(work.matrix_size),
+        (down + part * 2 * below) / h2d,
+        down / d2h,
+        ram * processes / machine.host.update_bandwidth(processes, machine.host.cores // processes or 1),
+    ]
+    if machine.disk is not None:
+        lanes += [disk_bytes / machine.disk.read, disk_bytes / machine.disk.write]
+    if processes > 1:
+        lanes.append(6 * (processes - 1) / processes * work.params / machine.links.gpu_gpu)
+    return max(lanes)
+
+
+@few
+@given(works, machines, st.sampled_from([1, 2, 8]))
+def test_no_shares_are_faster_than_those_that_are_chosen(work, machine, processes):
+    grid = np.linspace(0, 1, 9)
+    tried = (
+        seconds_of(work, machine, processes, kept, resident, on_host, in_ram)
+        for kept, resident, on_host, in_ram in product(grid, grid, grid, grid)
+        if kept + resident <= 1 and resident + on_host <= 1
+    )
+    least = min((seconds for seconds in tried if seconds is not None), default=None)
+    found = best(work, machine, processes)
+    if found is None:
+        assert least is None, "it fits with some shares"
+        return
+    if least is not None:
+        assert found.bound_s <= least * (1 + 1e-6)
+    shares = found.shares
+    again = seconds_of(
+        work,
+        machine.model_copy(update={"host": machine.host.model_copy(update={"memory": machine.host.memory + 1000})}),
+        processes,
+        shares.kept * (1 - 1e-6),
+        shares.resident * (1 - 1e-6),
+        shares.on_host,
+        shares.in_ram,
+    )
+    if again is not None:
+        assert again == pytest.approx(found.bound_s, rel=1e-3), "the shares don't take what was said"
+
+
+@few
+@given(works, machines, st.sampled_from([1, 8]))
+def test_what_is_missing_is_enough_and_no_byte_more_than_needed(work, machine, processes):
+    assume(not fits(work, machine, processes))
+
+    def with_more(room, nbytes):
+        if room is Room.DEVICE:
+            return machine.model_copy(
+                update={"gpu": machine.gpu.model_copy(update={"memory": machine.gpu.memory + nbytes})}
+            )
+        if room is Room.HOST:
+            return machine.model_copy(
+                update={"host": machine.host.model_copy(update={"memory": machine.host.memory + nbytes})}
+            )
+        there = machine.disk.capacity if machine.disk is not None else 0
+        return machine.model_copy(update={"disk": DiskDrive(capacity=there + nbytes, read="3GB", write="2GB")})
+
+    for room in Room:
+        more = least_more(work, machine, processes, room)
+        if more is not None:
+            # A solver's tolerance is relative to the largest number in a condition.
+            tolerance = int(1e-5 * (14 * work.params + work.non_model_bytes))
+            assert fits(work, with_more(room, more + tolerance), processes)
+            if more > tolerance:
+                assert not fits(work, with_more(room, more - tolerance), processes)
+
+
 def test_what_does_not_fit_says_by_how_much_and_that_is_enough():
-    work = Workload(10**11, 100, 1024, 1e15, 2048, 1 << 30, 1 << 30)
+    work = Workload(10**11, 1, 1024, True, 1e15, 2048, 1 << 30, 1 << 30)
     machine = Machine(
         name="small",
         source="made up",
@@ -110,21 +202,54 @@ def test_what_does_not_fit_says_by_how_much_and_that_is_enough():
         host=Host(memory="64GiB", memory_bandwidth="40GB", cores=8),
         links=Links(h2d="12GB", d2h="12GB"),
     )
-    with pytest.raises(BudgetError, match="more host memory, or a disk") as caught:
+    with pytest.raises(BudgetError, match=r"more host memory, or .* more disk") as caught:
         estimate(work, machine)
-    memory = machine.host.memory + caught.value.short_bytes
-    # A grid of shares can't fill the device to the last byte.
-    enough = int(memory * 1.02)
+    enough = machine.host.memory + int(least_more(work, machine, 1, Room.HOST) * (1 + 1e-6))
     larger = machine.model_copy(update={"host": machine.host.model_copy(update={"memory": enough})})
     assert estimate(work, larger).host_bytes <= enough
+    assert caught.value.short_bytes == min(least_more(work, machine, 1, room) for room in Room)
+
+
+V100 = Machine(
+    name="V100",
+    source="made up",
+    gpu=Gpu(count=1, memory="32GiB", matmul_tflops=100, memory_bandwidth="900GB"),
+    host=Host(memory="240GB", memory_bandwidth="100GB", cores=16),
+    links=Links(h2d="12GB", d2h="12GB"),
+)
+
+
+def test_batch_and_checkpointing_are_chosen_by_tokens_per_second():
+    work_of = partial(gpt_workload, Gpt(20, 2048, 16))
+    chosen = best_estimate(work_of, V100, 1)
+    speeds = {}
+    for batch, again in product((1, 2, 4, 8, 16, 32, 64, 128), (True, False)):
+        if fits(work_of(batch, again), V100, 1):
+            one = estimate(work_of(batch, again), V100)
+            speeds[batch, again] = one.workload.tokens / one.seconds
+    assert len(speeds) > 5
+    fastest = max(speeds.values())
+    assert chosen.workload.tokens / chosen.seconds == pytest.approx(fastest, rel=1e-3)
+    assert not chosen.workload.checkpointing, "what is not computed again takes less time, and here it fits"
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_the_largest_batch_fits_and_one_more_does_not(again):
+    work_of = partial(gpt_workload, Gpt(60, 4096, 16))
+    most = largest_batch(work_of, V100, 1, again)
+    assert most > 0
+    assert fits(work_of(most, again), V100, 1) and not fits(work_of(most + 1, again), V100, 1)
+    assert largest_batch(work_of, V100, 1, again, below=2) == 1
+    tiny = V100.model_copy(update={"gpu": V100.gpu.model_copy(update={"memory": 1 << 20})})
+    assert largest_batch(work_of, tiny, 1, again) == 0
 
 
 def test_where_the_host_computes_both_tiers_share_its_memory():
-    work = Workload(10**9, 20, 1024, 1e13, 1024, 1 << 30, 1 << 28)
+    work = Workload(10**9, 1, 1024, True, 1e13, 1024, 1 << 30, 1 << 28)
     model_data = (PARAM_BYTES + STATE_BYTES) * work.params
-    for memory, fits in ((model_data + (3 << 30), True), (model_data + (1 << 30), False)):
+    for memory, possible in ((model_data + (3 << 30), True), (model_data + (1 << 30), False)):
         host = Host(memory=memory, memory_bandwidth="20GB", cores=2, matmul_tflops=0.5)
         machine = Machine(name="laptop", source="made up", host=host)
         found = best(work, machine, 1)
-        assert (found is not None) is fits
+        assert (found is not None) is possible
         assert found is None or found.device_bytes + found.host_bytes <= memory

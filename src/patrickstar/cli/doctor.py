@@ -21,7 +21,7 @@ from patrickstar.kernels.native import Native, Unavailable
 from patrickstar.layout.sizes import format_size
 from patrickstar.memory.meter import default_meter, installed_bytes
 from patrickstar.memory.probe import measure
-from patrickstar.schedule.estimate import STATE_BYTES, UPDATE_BYTES
+from patrickstar.schedule.workload import STATE_BYTES, UPDATE_BYTES
 
 TRIAL_NUMEL = 16_000_000
 """Parameters of the trial: 224 MB, more than caches hold, done in a blink."""

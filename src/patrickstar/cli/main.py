@@ -134,7 +134,9 @@ def train(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help="A preset such as gpt-12b.")] = "gpt-12b",
+    model: Annotated[
+        str, typer.Option(help="A preset such as gpt-12b, a config.json, or a local model folder.")
+    ] = "gpt-12b",
     machine: Annotated[
         str, typer.Option(help="One that comes with the package, such as 8xV100-32GB, a TOML file, or here.")
     ] = "8xV100-32GB",
@@ -144,12 +146,12 @@ def plan(
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per GPU. Default: what is fastest.")] = None,
     sequence: Annotated[int, typer.Option(min=2, help="Tokens in a sample.")] = 1024,
     activation_checkpointing: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--activation-checkpointing/--no-activation-checkpointing",
-            help="Compute activations again in backward instead of keeping them.",
+            help="Compute activations again in backward instead of keeping them. Default: what is faster.",
         ),
-    ] = True,
+    ] = None,
     largest: Annotated[bool, typer.Option("--largest", help="Find the largest GPT that fits.")] = False,
     least_tflops: Annotated[float, typer.Option(min=0, help="With --largest: at this speed per GPU, at least.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,

@@ -1,19 +1,22 @@
 """The job of ``patrickstar plan``: does a model fit a machine, how fast will it be, and where will the time go."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from patrickstar.cli.presets import PRESETS, Preset
+from patrickstar.cli.report import LaneRow, TierRow, lanes_table, memory_table, print_rows
 from patrickstar.errors import BudgetError, ConfigError
 from patrickstar.layout.sizes import format_size, parse_size
-from patrickstar.schedule.estimate import BATCHES, Estimate, best_estimate
+from patrickstar.schedule.estimate import BATCHES, Estimate, best_estimate, largest_batch
 from patrickstar.schedule.gpt import Gpt
 from patrickstar.schedule.machine import Machine, find_machine
+from patrickstar.schedule.workload import Workloads, gpt_workload
 
 FAMILY = (
     (2048, (20, 40)),
@@ -23,8 +26,6 @@ FAMILY = (
     (8192, range(40, 241, 10)),
 )
 """Hidden sizes and layers of ever larger GPTs: those of the paper, then wider ones."""
-
-BAR_WIDTH = 24
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,19 @@ class PlanOptions:
     host_memory: str | None
     batch: int | None
     sequence: int
-    activation_checkpointing: bool
+    activation_checkpointing: bool | None
     largest: bool
     least_tflops: float
     as_json: bool
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model to plan for: what it is called, and the work of its steps."""
+
+    name: str
+    sequence: int
+    work_of: Workloads
 
 
 def plan(options: PlanOptions, console: Console) -> None:
@@ -52,14 +62,15 @@ def plan(options: PlanOptions, console: Console) -> None:
         found = largest(machine, processes, options)
         if found is None:
             raise BudgetError(f"no GPT of the family fits {machine.name} at {options.least_tflops:g} TFLOPS per GPU")
-        gpt, best = found
+        model, best = found
     else:
-        gpt = shape(options.model, options.sequence)
-        best = _best(gpt, machine, processes, options)
+        model = find_planned(options.model, options.sequence, machine)
+        best = _best(model, machine, processes, options)
+    most = largest_batch(model.work_of, machine, processes, best.workload.checkpointing)
     if options.as_json:
-        console.print_json(json.dumps(as_dict(gpt, machine, best)))
+        console.print_json(json.dumps(as_dict(model, machine, best, most)))
         return
-    print_plan(console, gpt, machine, best)
+    print_plan(console, model, machine, best, most)
 
 
 def _machine(place: str) -> Machine:
@@ -80,7 +91,7 @@ def adjusted(machine: Machine, device_memory: str | None, host_memory: str | Non
         changes["host"] = machine.host.model_copy(update={"memory": parse_size(host_memory)})
     if device_memory is not None:
         if machine.gpu is None:
-            raise ConfigError(f"--device-memory is a GPU's, and {machine.name} has none; give --host-memory")
+            raise ConfigError(f"--device-memory: {machine.name} has no GPU; its memory is --host-memory")
         changes["gpu"] = machine.gpu.model_copy(update={"memory": parse_size(device_memory)})
     return machine.model_copy(update=changes)
 
@@ -93,110 +104,147 @@ def process_count(machine: Machine, gpus: int | None) -> int:
     return gpus if gpus is not None else there
 
 
-def shape(name: str, sequence: int) -> Gpt:
-    """A preset's shape. Raises ConfigError, with the nearest names, for a name that is none."""
-    if name not in PRESETS:
-        nearest = get_close_matches(name, PRESETS, n=3, cutoff=0.3) or list(PRESETS)
-        raise ConfigError(f"{name!r} is no model known here; did you mean {', '.join(nearest)}?")
-    return _gpt(PRESETS[name], sequence)
+def find_planned(place: str, sequence: int, machine: Machine) -> Planned:
+    """The model that `place` means: a preset, whose work is known by counting, or a configuration, which is traced.
+
+    Raises ConfigError, with the nearest names, for a name that is neither.
+    """
+    if place in PRESETS:
+        return _planned_gpt(place, _gpt(PRESETS[place], sequence))
+    if not Path(place).exists():
+        nearest = get_close_matches(place, PRESETS, n=3, cutoff=0.3) or list(PRESETS)
+        raise ConfigError(f"{place!r} is no model known here, and no file; did you mean {', '.join(nearest)}?")
+    # Imported when it is needed, as above.
+    from patrickstar.cli.models import find_model
+    from patrickstar.cli.train import check_sequence, language_model_workloads
+
+    source = find_model(place)
+    check_sequence(sequence, source)
+    return Planned(source.name, sequence, language_model_workloads(source, sequence, machine))
 
 
 def _gpt(preset: Preset, sequence: int) -> Gpt:
     return Gpt(preset.layers, preset.hidden, preset.heads, preset.vocab_size, sequence)
 
 
-def _best(gpt: Gpt, machine: Machine, processes: int, options: PlanOptions) -> Estimate:
+def _planned_gpt(name: str, gpt: Gpt) -> Planned:
+    return Planned(f"{name}, {gpt.layers} layers x {gpt.hidden}", gpt.sequence, partial(gpt_workload, gpt))
+
+
+def _best(model: Planned, machine: Machine, processes: int, options: PlanOptions) -> Estimate:
     batches = (options.batch,) if options.batch is not None else BATCHES
-    return best_estimate(gpt, machine, processes, options.activation_checkpointing, batches)
+    again = options.activation_checkpointing
+    checkpointing = (True, False) if again is None else (again,)
+    try:
+        return best_estimate(model.work_of, machine, processes, checkpointing, batches)
+    except BudgetError as error:
+        hint = _smaller_batch(model, machine, processes, checkpointing, min(batches))
+        raise BudgetError(f"{error}{hint}", error.short_bytes) from None
 
 
-def largest(machine: Machine, processes: int, options: PlanOptions) -> tuple[Gpt, Estimate] | None:
+def _smaller_batch(model: Planned, machine: Machine, processes: int, checkpointing: Sequence[bool], batch: int) -> str:
+    """What to say of batches that do fit, if there are any."""
+    hints = []
+    for again in (False, True):
+        # What was asked for and does not fit may do so if activations are computed again.
+        limit = batch if again in checkpointing else batch + 1
+        most = largest_batch(model.work_of, machine, processes, again, limit)
+        if most and (again or again in checkpointing):
+            hints.append(f"--batch {most}" + (" --activation-checkpointing" if again else ""))
+    return f"; {' or '.join(hints)} fits" if hints else ""
+
+
+def largest(machine: Machine, processes: int, options: PlanOptions) -> tuple[Planned, Estimate] | None:
     """The largest GPT of the family that fits and reaches the bar."""
     found = None
     for hidden, depths in FAMILY:
         for layers in depths:
             gpt = Gpt(layers, hidden, 16, 50257, options.sequence)
+            model = _planned_gpt("a GPT", gpt)
             try:
-                best = _best(gpt, machine, processes, options)
+                best = _best(model, machine, processes, options)
             except BudgetError:
                 continue
-            if best.tflops >= options.least_tflops and (found is None or gpt.numel > found[0].numel):
-                found = gpt, best
+            if best.tflops >= options.least_tflops and (found is None or gpt.numel > found[1].workload.params):
+                found = model, best
     return found
 
 
-def as_dict(gpt: Gpt, machine: Machine, best: Estimate) -> dict[str, object]:
+def as_dict(model: Planned, machine: Machine, best: Estimate, most: int) -> dict[str, object]:
     """The plan as plain data; bytes, seconds and operations."""
     return {
-        "model": asdict(gpt) | {"params": gpt.numel},
+        "model": {"name": model.name, "params": best.workload.params, "sequence": model.sequence},
         "machine": machine.model_dump(),
         "processes": best.processes,
-        "batch": best.workload.tokens // gpt.sequence,
+        "batch": best.workload.batch,
+        "largest_batch": most,
+        "activation_checkpointing": best.workload.checkpointing,
         "step_s": best.seconds,
         "bound_s": best.bound_s,
         "tflops_per_process": best.tflops,
         "free_tokens": best.free_tokens,
         "shares": asdict(best.shares),
-        "lanes": [asdict(lane) for lane in best.lanes],
+        "lanes": [asdict(lane) | {"idle_s": best.seconds - lane.seconds} for lane in best.lanes],
+        "non_model_bytes": best.workload.non_model_bytes,
         "device_bytes": best.device_bytes,
         "host_bytes": best.host_bytes,
         "disk_bytes": best.disk_bytes,
     }
 
 
-def print_plan(console: Console, gpt: Gpt, machine: Machine, best: Estimate) -> None:
+def print_plan(console: Console, model: Planned, machine: Machine, best: Estimate, most: int) -> None:
     """Print it as people read it."""
-    work, batch = best.workload, best.workload.tokens // gpt.sequence
+    work = best.workload
     who = f"{best.processes} GPUs" if best.processes > 1 else "one device"
-    for name, text in (
-        ("model", f"{gpt.layers} layers x {gpt.hidden}, {gpt.numel / 1e9:.2f} billion parameters: it fits"),
+    again = "computed again in backward" if work.checkpointing else "kept for backward"
+    rows = (
+        ("model", f"{model.name}, {work.params / 1e9:.2f} billion parameters: it fits"),
         ("machine", f"{machine.name}, {who}"),
-        ("batch", f"{batch} x {gpt.sequence} tokens per process"),
+        ("batch", f"{work.batch} x {model.sequence} tokens per process, activations {again}; at most {most} fit"),
         ("step", f"{best.seconds:.2f} s; nothing can be faster than {best.bound_s:.2f} s"),
         ("speed", f"{best.tflops:.1f} TFLOPS per process, {best.processes * work.tokens / best.seconds:,.0f} tokens/s"),
         ("moving is free", f"from {best.free_tokens:,} tokens per process and step"),
-    ):
-        console.print(Text.assemble((f"{name:<16}", "bold"), text), soft_wrap=True)
-    console.print(_lanes(best))
-    console.print(_memory(machine, best))
+    )
+    print_rows(console, rows)
+    console.print(lanes_table(_lanes(best), best.seconds))
+    console.print(memory_table(_tiers(machine, best)))
     console.print(_choices(best), soft_wrap=True, highlight=False)
 
 
-def _bar(share: float) -> str:
-    filled = round(BAR_WIDTH * min(1.0, share))
-    return "#" * filled + "." * (BAR_WIDTH - filled)
+def _lanes(best: Estimate) -> list[LaneRow]:
+    def amount(name: str, value: float) -> str:
+        return f"{value / 1e12:,.1f}e12 op." if name == "compute" else format_size(int(value))
+
+    return [LaneRow(lane.name, lane.seconds, amount(lane.name, lane.amount)) for lane in best.lanes]
 
 
-def _lanes(best: Estimate) -> Table:
-    table = Table(title="where the time goes", title_justify="left", box=None)
-    for column in ("resource", "busy", "moves", f"{'share':<{BAR_WIDTH}}"):
-        table.add_column(column, no_wrap=True)
-    for lane in best.lanes:
-        amount = f"{lane.amount / 1e12:,.1f}e12 op." if lane.name == "compute" else format_size(int(lane.amount))
-        table.add_row(lane.name, f"{lane.seconds:.2f} s", amount, _bar(lane.seconds / best.seconds))
-    return table
-
-
-def _memory(machine: Machine, best: Estimate) -> Table:
-    table = Table(title="memory", title_justify="left", box=None)
-    for column in ("tier", "used", "of", f"{'':<{BAR_WIDTH}}"):
-        table.add_column(column, no_wrap=True)
+def _tiers(machine: Machine, best: Estimate) -> list[TierRow]:
+    non_model = best.workload.non_model_bytes
     if machine.gpu is not None:
-        rows = [("each GPU", best.device_bytes, machine.gpu.memory), ("host", best.host_bytes, machine.host.memory)]
+        rows = [
+            TierRow("each GPU", best.device_bytes, machine.gpu.memory),
+            TierRow("- non-model data", non_model, machine.gpu.memory),
+            TierRow("host", best.host_bytes, machine.host.memory),
+        ]
     else:
-        rows = [("RAM", best.device_bytes + best.host_bytes, machine.host.memory)]
+        rows = [
+            TierRow("RAM", best.device_bytes + best.host_bytes, machine.host.memory),
+            TierRow("- non-model data", non_model, machine.host.memory),
+        ]
     if machine.disk is not None:
-        rows.append(("disk", best.disk_bytes, machine.disk.capacity))
-    for name, used, there in rows:
-        table.add_row(name, format_size(used), format_size(there), _bar(used / there))
-    return table
+        rows.append(TierRow("disk", best.disk_bytes, machine.disk.capacity))
+    return rows
 
 
 def _choices(best: Estimate) -> str:
     shares = best.shares
     streamed = max(0.0, 1 - shares.resident - shares.on_host)
+    in_ram = f"; of those that are not there, {shares.in_ram:.0%} lie in RAM" if shares.in_ram < 1 else ""
+    paged = f", {shares.paged:.0%} lie on disk" if shares.paged else ""
+    slowest = max(best.lanes, key=lambda lane: lane.seconds)
     return (
         f"of the optimizer states {shares.resident:.0%} live on the device, {shares.on_host:.0%} are updated on the "
-        f"host and {streamed:.0%} come to the device for their update; {shares.kept:.0%} of the parameters stay "
-        f"there from forward to backward"
+        f"host and {streamed:.0%} come to the device for their update{in_ram}; {shares.kept:.0%} of the parameters "
+        f"stay there from forward to backward{paged}. With these shares the busiest resource, {slowest.name}, is done "
+        f"first (a linear program); the batch is the one with the most tokens per second."
     )

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,12 @@ from patrickstar.cli.progress import LEGEND, Progress
 from patrickstar.cli.records import RunLog, StepRecord, Summary
 from patrickstar.cli.summary import print_summary
 from patrickstar.cli.tokenizer import load_tokens
-from patrickstar.engine.rehearsal import Forecast, on_meta, rehearse_here
+from patrickstar.engine.forecast import Forecast
+from patrickstar.engine.rehearsal import Step, forward_backward_step, on_meta, rehearse_here
+from patrickstar.engine.traced import traced_workloads
 from patrickstar.errors import ConfigError, TrainingError
+from patrickstar.schedule.machine import Machine
+from patrickstar.schedule.workload import Workloads
 
 # The cosine falls to this part of the learning rate, not to nothing: the last steps still learn.
 _FINAL_FRACTION = 0.1
@@ -79,7 +83,7 @@ def train(options: TrainOptions, console: Console) -> Summary:
     config = _config(options)
     config.find_device()
     source = find_model(options.model, options.vocab_size)
-    _check_sequence(options.sequence, source)
+    check_sequence(options.sequence, source)
     corpus = open_corpus(options.data)
     with RunLog(options.log) as log:
         if not options.quiet:
@@ -120,8 +124,7 @@ def rehearse_training(options: TrainOptions, console: Console) -> Forecast:
     config = _config(options)
     device = config.find_device()
     source = find_model(options.model, options.vocab_size)
-    _check_sequence(options.sequence, source)
-    model, _ = source.open(options.activation_checkpointing)
+    check_sequence(options.sequence, source)
     ids = torch.zeros(options.batch, options.sequence, dtype=torch.int64)
 
     def step(engine: ps.Engine) -> None:
@@ -132,10 +135,25 @@ def rehearse_training(options: TrainOptions, console: Console) -> Forecast:
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
-    build = model if not isinstance(model, nn.Module) else partial(on_meta, model)
-    forecast = rehearse_here(build, config, step, device)
+    forecast = rehearse_here(_without_bytes(source, options.activation_checkpointing), config, step, device)
     print_forecast(console, forecast)
     return forecast
+
+
+def language_model_workloads(source: ModelSource, sequence: int, machine: Machine) -> Workloads:
+    """The work of a language model's steps, by batch and checkpointing."""
+
+    def step_of(batch: int) -> Step:
+        ids = torch.zeros(batch, sequence, dtype=torch.int64)
+        return forward_backward_step(lambda out: out.loss, (), {"input_ids": ids, "labels": ids})
+
+    return traced_workloads(partial(_without_bytes, source), step_of, lambda batch: batch * sequence, machine)
+
+
+def _without_bytes(source: ModelSource, checkpointing: bool) -> Callable[[], nn.Module]:
+    """What builds the model on the meta device, without reading its weights."""
+    model, _ = source.open(checkpointing)
+    return partial(on_meta, model) if isinstance(model, nn.Module) else model
 
 
 def _disk(options: TrainOptions) -> ps.Disk | None:
@@ -146,7 +164,8 @@ def _disk(options: TrainOptions) -> ps.Disk | None:
     return ps.Disk(directory=options.disk, capacity=options.disk_capacity)
 
 
-def _check_sequence(sequence: int, source: ModelSource) -> None:
+def check_sequence(sequence: int, source: ModelSource) -> None:
+    """Raise ConfigError if a model has no positions for so many tokens."""
     if source.max_sequence is not None and sequence > source.max_sequence:
         raise ConfigError(
             f"the model {source.name} has positions for {source.max_sequence} tokens; use --sequence "

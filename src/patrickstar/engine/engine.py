@@ -41,7 +41,7 @@ from patrickstar.schedule.placement import WARM_UP_PERCENT, Tier, homes, margin_
 from patrickstar.schedule.prefetch import OnDemand, Prefetch
 
 if TYPE_CHECKING:
-    from patrickstar.engine.rehearsal import Forecast
+    from patrickstar.engine.forecast import Forecast
 
 
 class Engine:

@@ -17,8 +17,8 @@ from patrickstar.memory.copies import Copies
 from patrickstar.memory.hardware import Hardware
 from patrickstar.memory.host import HostTier
 from patrickstar.memory.probe import measure
-from patrickstar.schedule.estimate import UPDATE_BYTES
 from patrickstar.schedule.machine import DiskDrive, Gpu, Host, Links, Machine
+from patrickstar.schedule.workload import UPDATE_BYTES
 
 ROUNDS = 5
 CHUNK_BYTES = 1 << 26

@@ -178,6 +178,8 @@ class Watch(TorchDispatchMode):
         self.meter, self.costs, self.spend = meter, costs, spend
         self.values = Values()
         self._met: set[int] = set()
+        self.scratch_bytes = 0
+        """What the last operator took of its own."""
         self.inside_s = 0.0
         """What was spent here: the rest of a step's time is Python's, autograd's and the engine's."""
 
@@ -206,12 +208,12 @@ class Watch(TorchDispatchMode):
 
     def _take(self, cost: Cost) -> None:
         """Reckon with the memory of an operator that has run; equal ones have one and the same cost."""
-        if id(cost) in self._met or not (cost.first_bytes or cost.kept_bytes):
-            self.meter.scratch(cost.scratch_bytes)
-            return
-        self._met.add(id(cost))
-        self.meter.scratch(cost.first_bytes)
-        self.meter.keep(cost.kept_bytes)
+        first = id(cost) not in self._met and (cost.first_bytes or cost.kept_bytes)
+        self.scratch_bytes = cost.first_bytes if first else cost.scratch_bytes
+        self.meter.scratch(self.scratch_bytes)
+        if first:
+            self._met.add(id(cost))
+            self.meter.keep(cost.kept_bytes)
 
 
 def _attention(

@@ -8,7 +8,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from patrickstar.engine.config import Config
 from patrickstar.engine.engine import Engine
+from patrickstar.engine.forecast import Filled, Forecast, LaneUse
 from patrickstar.engine.here import describe
 from patrickstar.engine.measured_costs import MeasuredCosts
 from patrickstar.engine.operators import (
@@ -31,22 +32,21 @@ from patrickstar.engine.operators import (
     touched_bytes,
     watching,
 )
-from patrickstar.engine.stats import StepStats
 from patrickstar.errors import ModelError, PatrickStarError
 from patrickstar.kernels.choice import Kernels
 from patrickstar.kernels.rule import Gradient, Span
 from patrickstar.kernels.survey import Survey
 from patrickstar.memory.lanes import LaneTransfer
+from patrickstar.memory.manager import Manager
 from patrickstar.memory.rehearsed import META, RehearsedHardware
 from patrickstar.schedule.machine import Machine
-from patrickstar.schedule.trace import Trace
 
 STEPS = 3
 """One that is traced, one that follows its trace, and one that begins where a planned one has ended."""
 
 UNSEEN_BYTES = 1 << 20
-"""What Python's objects, autograd's and other small ones add on a CPU to a step's peak, beside tensors and operators: 0.7
-MiB at most in 20 random models (`benchmarks/foresight.py`)."""
+"""What Python's objects, autograd's and other small ones add on a CPU to a step's peak, beside tensors and operators:
+0.7 MiB at most in 20 random models (`benchmarks/foresight.py`)."""
 
 LOOKS = 100
 """At the meter, to know what one takes."""
@@ -124,33 +124,6 @@ def roofline(machine: Machine) -> Costs:
     return cost
 
 
-@dataclass(frozen=True)
-class LaneUse:
-    """What one resource did in a step."""
-
-    name: str
-    busy_s: float
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """A step as it would go, once it is planned."""
-
-    seconds: float
-    compute_s: float
-    lanes: tuple[LaneUse, ...]
-    stats: StepStats
-    trace: Trace
-    device_budget_bytes: int
-    host_budget_bytes: int
-
-    @property
-    def bound_s(self) -> float:
-        """What the busiest resource alone takes: no plan that does this work is faster."""
-        return max(self.compute_s, *(lane.busy_s for lane in self.lanes))
-
-
 def forward_backward_step(loss_of: Callable[[Any], torch.Tensor], args: Any, kwargs: Any) -> Step:
     """A step as users write it, on inputs without bytes."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, _without_bytes, (args, kwargs))
@@ -181,7 +154,8 @@ def rehearse_here(
         costs.meter.now(0)
     meter_s = (time.perf_counter() - start) / LOOKS
     unseen_bytes = UNSEEN_BYTES if device.type == "cpu" else 0
-    return rehearse(model, config, step, machine, costs, meter_s=meter_s, unseen_bytes=unseen_bytes)
+    found = rehearse(model, config, step, machine, costs, meter_s=meter_s, unseen_bytes=unseen_bytes)
+    return replace(found, estimated=tuple(sorted(costs.estimated)))
 
 
 def forecast(engine: Engine, step: Step) -> Forecast:
@@ -200,6 +174,17 @@ def on_meta(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=META)
     return copy.deepcopy(module, memo)
+
+
+def _filled(manager: Manager, non_model_bytes: int, at_s: float) -> Filled:
+    host, disk = manager.host, manager.disk
+    return Filled(
+        at_s,
+        manager.compute.used,
+        non_model_bytes,
+        host.used + host.other_bytes,
+        disk.file.used_bytes if disk is not None else 0,
+    )
 
 
 @contextmanager
@@ -255,11 +240,15 @@ def rehearse(
     meter = TensorMeter(DEVICE_GRAIN_BYTES) if machine.gpu is not None else TensorMeter(HOST_GRAIN_BYTES, True)
     hardware = RehearsedHardware(machine, meter)
     computed = 0.0
+    engine: Engine | None = None
+    timeline: list[Filled] = []
 
     def spend(taken: float) -> None:
         nonlocal computed
         computed += taken
         hardware.clock.now += taken
+        if engine is not None:
+            timeline.append(_filled(engine._manager, meter.now(0) + watch.scratch_bytes, hardware.clock.now))
 
     watch = Watch(meter, costs if costs is not None else roofline(machine), spend)
     if not isinstance(model, nn.Module):
@@ -274,6 +263,7 @@ def rehearse(
         try:
             for _ in range(steps):
                 began, computed, watch.inside_s = hardware.clock.now, 0.0, 0.0
+                timeline.clear()
                 started = time.perf_counter()
                 before = [(lane.busy_s, lane.nbytes) for lane in hardware.lanes]
                 with _naming_modules(engine.module):
@@ -292,6 +282,7 @@ def rehearse(
                 lanes,
                 engine.stats.last,
                 engine._clock.trace,
+                tuple(replace(one, at_s=one.at_s - began) for one in timeline),
                 engine.device_budget_bytes,
                 engine.host_budget_bytes,
             )

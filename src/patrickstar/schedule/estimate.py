@@ -1,47 +1,31 @@
 """How fast a step can be on a machine, with everything overlapped, and where model data should lie for that.
 
-Bytes and operations follow from five shares of the model data; the best of them are found by trying all on a grid.
+Bytes follow from shares of the model data, linearly; so do the seconds of every lane. The shares with which the busiest
+lane is done first are a linear program's, and what is missing where nothing fits is another's.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from patrickstar.errors import BudgetError
 from patrickstar.layout.sizes import format_size
-from patrickstar.schedule.gpt import SAVED_BYTES_PER_SCORE, Gpt
 from patrickstar.schedule.machine import Machine
+from patrickstar.schedule.program import SLACK, Expression, Variables, least, value
+from patrickstar.schedule.workload import PARAM_BYTES, STATE_BYTES, UPDATE_BYTES, Workload, Workloads
 
-PARAM_BYTES = 2
-"""Of a parameter in the dtype that operators compute in, and of its gradient, which takes its place."""
-STATE_BYTES = 12
-"""Of a parameter's master and two moments."""
-UPDATE_BYTES = 2 * PARAM_BYTES + 2 * STATE_BYTES
-"""What an update on the host reads and writes: gradient, parameter, states."""
-GRID = 21
-"""Shares that are tried of each kind: every twentieth."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Sequences per process that are tried."""
-FILL_LAYERS = 2
-"""Layers whose movement nothing hides: the first to come and the last to go."""
 
+_KEPT, _RESIDENT, _ON_HOST, _STREAMED, _IN_RAM, _ON_DISK, _PAGED, _LONGEST, _MORE = range(9)
+_OF = Variables(9)
 
-@dataclass(frozen=True)
-class Workload:
-    """One step of one process, as far as an estimate needs to know it."""
-
-    params: int
-    layers: int
-    tokens: int
-    operations: float
-    matrix_size: int
-    """The smallest side of most matrix products: the larger, the faster they are."""
-    non_model_bytes: int
-    """The most non-model data on the device: activations kept for backward, and what operators take."""
-    working_bytes: int
-    """Parameters that have to be on the device at once: of two layers."""
+PAGED_READ_BYTES, PAGED_WRITE_BYTES = 3 * PARAM_BYTES, 2 * PARAM_BYTES
+"""Of a parameter that lies on disk: read for forward, for backward, and as a gradient for its update; written as a
+gradient, and updated."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +40,8 @@ class Shares:
     """Those updated on the host; the rest have their state streamed to the device for their update."""
     in_ram: float
     """Of the state that is not on the device: what lies in the host's memory, the rest on disk."""
+    paged: float
+    """Of the parameters: those that lie on disk, too."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +69,7 @@ class Estimate:
 
     @property
     def bound_s(self) -> float:
-        """The busiest lane: with these shares no step is faster."""
+        """The busiest lane: no step of this work is faster on this machine, wherever model data lies."""
         return max(lane.seconds for lane in self.lanes)
 
     @property
@@ -101,144 +87,195 @@ class Estimate:
         """Tokens per process and step from which on moving model data costs no time: computing takes as long."""
         compute = next(lane for lane in self.lanes if lane.name == "compute")
         others = max(lane.seconds for lane in self.lanes if lane is not compute)
-        return int(np.ceil(self.workload.tokens * others / compute.seconds)) if compute.seconds else 0
+        return math.ceil(self.workload.tokens * others / compute.seconds) if compute.seconds else 0
+
+
+class Room(Enum):
+    """What a model may need more of."""
+
+    DEVICE = "device memory"
+    HOST = "host memory"
+    DISK = "disk"
 
 
 def estimate(work: Workload, machine: Machine, processes: int = 1) -> Estimate:
     """The fastest step of `processes` on a machine, each with an equal part of the model data.
 
-    Raises BudgetError, with the smallest change that helps, where the model fits with no shares.
+    Raises BudgetError, with the smallest changes that help, where the model fits with no shares.
     """
-    part = work.params / processes
-    grid = np.linspace(0.0, 1.0, GRID)
-    kept, resident, on_host, in_ram = np.meshgrid(grid, grid, grid, grid, indexing="ij")
-    memory = machine.device_memory
-    device = (
-        work.non_model_bytes + work.working_bytes + part * (PARAM_BYTES * kept + (PARAM_BYTES + STATE_BYTES) * resident)
-    )
-    below = np.maximum(0.0, 1.0 - kept - resident)
-    host = part * (PARAM_BYTES * (1.0 - resident) + STATE_BYTES * (1.0 - resident) * in_ram) * processes
-    disk = part * STATE_BYTES * (1.0 - resident) * (1.0 - in_ram) * processes
-    possible = (kept + resident <= 1.0 + 1e-9) & (resident + on_host <= 1.0 + 1e-9)
-    disk_capacity = machine.disk.capacity if machine.disk is not None else 0
-    fits = possible & (device <= memory) & (host <= machine.host.memory) & (disk <= disk_capacity)
-    if machine.gpu is None:  # one memory for both tiers
-        fits &= device + host <= memory
-    if not fits.any():
+    busy = _lanes(work, machine, processes)
+    used = _used(work, processes)
+    within = [*_conditions(used, machine), *(seconds - _OF[_LONGEST] for _, seconds, _ in busy)]
+    fastest = least(_OF[_LONGEST], within, _WHOLE)
+    if fastest is None:
         raise _does_not_fit(work, machine, processes)
-    streamed = 1.0 - resident - on_host
-    lanes = _lanes(work, machine, processes, (below, on_host, streamed, resident, in_ram))
-    seconds = np.max([lane[1] for lane in lanes], axis=0)
     # Of what is equally fast, the least movement: it wears no disk and leaves room for what was not foreseen.
-    moved = np.sum([lane[1] for lane in lanes], axis=0)
-    best = np.lexsort((moved[fits], np.round(seconds[fits], 9)))[0]
-    at = tuple(axis[best] for axis in np.nonzero(fits))
-    found = tuple(Lane(name, float(time[at]), float(amount[at])) for name, time, amount in lanes)
-    moving = [lane.seconds for lane in found if lane.name != "compute"]
+    longest = _OF[_LONGEST] - _OF.one * fastest[_LONGEST] * (1 + SLACK)
+    at = least(np.sum([seconds for _, seconds, _ in busy], axis=0), [*within, longest], _WHOLE)
+    at = fastest if at is None else at
+    found = tuple(Lane(name, value(seconds, at), value(amount, at)) for name, seconds, amount in busy)
+    below = at[_IN_RAM] + at[_ON_DISK]
     return Estimate(
         work,
         processes,
-        Shares(float(kept[at]), float(resident[at]), float(on_host[at]), float(in_ram[at])),
+        Shares(
+            float(at[_KEPT]),
+            float(at[_RESIDENT]),
+            float(at[_ON_HOST]),
+            float(at[_IN_RAM] / below) if below > SLACK else 1.0,
+            float(at[_PAGED]),
+        ),
         found,
-        FILL_LAYERS / work.layers * max(moving),
-        int(device[at]),
-        int(host[at]),
-        int(disk[at]),
+        work.fill_share * max(lane.seconds for lane in found if lane.name != "compute"),
+        *(math.floor(value(used[room], at)) for room in Room),
     )
 
 
-def work_of(gpt: Gpt, batch: int, checkpointing: bool = True) -> Workload:
-    """A step of one process over `batch` sequences. Attention is fused: it keeps no scores."""
-    tokens = batch * gpt.sequence
-    layer = gpt.saved_bytes(batch) - SAVED_BYTES_PER_SCORE * gpt.score_numel(batch)
-    kept = gpt.checkpoint_bytes(batch) + layer if checkpointing else gpt.layers * layer
-    return Workload(
-        params=gpt.numel,
-        layers=gpt.layers,
-        tokens=tokens,
-        operations=gpt.operations(tokens, checkpointing),
-        matrix_size=min(gpt.hidden, tokens),
-        non_model_bytes=kept + gpt.logit_bytes(batch),
-        working_bytes=2 * PARAM_BYTES * gpt.layer_numel,
-    )
+def least_more(work: Workload, machine: Machine, processes: int, room: Room) -> int | None:
+    """Bytes of one kind of room that a model needs beside what a machine has; None where no amount helps."""
+    used = _used(work, processes)
+    used[room] = used[room] - _OF[_MORE] * 1e9
+    at = least(_OF[_MORE], _conditions(used, machine), _WHOLE)
+    return None if at is None else math.ceil(at[_MORE] * 1e9 * (1 + SLACK)) + 1
 
 
 def best_estimate(
-    gpt: Gpt, machine: Machine, processes: int, checkpointing: bool = True, batches: Sequence[int] = BATCHES
+    work_of: Workloads,
+    machine: Machine,
+    processes: int,
+    checkpointing: Sequence[bool] = (True, False),
+    batches: Sequence[int] = BATCHES,
 ) -> Estimate:
-    """The step with the most operations a second over batches that fit; of equals, the smallest.
+    """The step with the most tokens a second over batches that fit, with activations kept or computed again.
 
-    Raises the BudgetError of the smallest batch where none fits.
+    Of equals, the smallest. Raises the BudgetError of the smallest batch where none fits.
     """
     found: list[Estimate] = []
     refused: BudgetError | None = None
-    for batch in batches:
-        try:
-            found.append(estimate(work_of(gpt, batch, checkpointing), machine, processes))
-        except BudgetError as error:
-            refused = refused or error
+    for again in checkpointing:
+        for batch in sorted(batches):
+            try:
+                found.append(estimate(work_of(batch, again), machine, processes))
+            except BudgetError as error:
+                refused = refused or error
+                break  # larger ones need more
     if not found:
         assert refused is not None, "no batch was given"
         raise refused
-    return max(found, key=lambda one: (round(one.tflops, 3), -one.workload.tokens))
+
+    def merit(one: Estimate) -> tuple[float, int, bool]:
+        speed = one.workload.tokens / one.seconds
+        return float(f"{speed:.4g}"), -one.workload.tokens, not one.workload.checkpointing
+
+    return max(found, key=merit)
 
 
-Array = NDArray[np.float64]
+def fits(work: Workload, machine: Machine, processes: int) -> bool:
+    """Whether there are shares with which nothing is over its budget."""
+    return least(_OF.one, _conditions(_used(work, processes), machine), _WHOLE) is not None
 
 
-def _lanes(
-    work: Workload, machine: Machine, processes: int, shares: tuple[Array, Array, Array, Array, Array]
-) -> list[tuple[str, Array, Array]]:
+def largest_batch(
+    work_of: Workloads, machine: Machine, processes: int, checkpointing: bool, below: int = 1 << 20
+) -> int:
+    """The most sequences per process that fit; 0 where one alone does not."""
+
+    def possible(batch: int) -> bool:
+        return fits(work_of(batch, checkpointing), machine, processes)
+
+    if not possible(1):
+        return 0
+    most, too_many = 1, 2
+    while too_many < below and possible(too_many):
+        most, too_many = too_many, 2 * too_many
+    too_many = min(too_many, below)
+    while too_many - most > 1:
+        middle = (most + too_many) // 2
+        most, too_many = (middle, too_many) if possible(middle) else (most, middle)
+    return most
+
+
+_WHOLE = [
+    _OF[_RESIDENT] + _OF[_ON_HOST] + _OF[_STREAMED] - _OF.one,
+    _OF[_RESIDENT] + _OF[_IN_RAM] + _OF[_ON_DISK] - _OF.one,
+]
+"""Every parameter is updated somewhere, and every state lies somewhere."""
+
+
+def _used(work: Workload, processes: int) -> dict[Room, Expression]:
+    """Bytes that one process takes of its device, and all of the host and its disk."""
+    part, whole = work.params / processes, float(work.params)
+    return {
+        Room.DEVICE: _OF.one * (work.non_model_bytes + work.working_bytes)
+        + part * (PARAM_BYTES * _OF[_KEPT] + (PARAM_BYTES + STATE_BYTES) * _OF[_RESIDENT]),
+        Room.HOST: whole * (PARAM_BYTES * (_OF.one - _OF[_RESIDENT] - _OF[_PAGED]) + STATE_BYTES * _OF[_IN_RAM]),
+        Room.DISK: whole * (STATE_BYTES * _OF[_ON_DISK] + PARAM_BYTES * _OF[_PAGED]),
+    }
+
+
+def _conditions(used: dict[Room, Expression], machine: Machine) -> list[Expression]:
+    disk_bytes = machine.disk.capacity if machine.disk is not None else 0
+    if machine.gpu is not None:
+        in_memory = [
+            used[Room.DEVICE] - _OF.one * machine.gpu.memory,
+            used[Room.HOST] - _OF.one * machine.host.memory,
+        ]
+    else:  # one memory for both tiers
+        in_memory = [used[Room.DEVICE] + used[Room.HOST] - _OF.one * machine.host.memory]
+    # What stays on the device has its place on the host, and does not lie on disk.
+    above = _OF[_KEPT] + _OF[_RESIDENT] + _OF[_PAGED] - _OF.one
+    return [*in_memory, used[Room.DISK] - _OF.one * disk_bytes, above]
+
+
+def _lanes(work: Workload, machine: Machine, processes: int) -> list[tuple[str, Expression, Expression]]:
     """Each resource with the seconds it is busy and what it moves, for one process; what is shared counts all."""
-    below, on_host, streamed, resident, in_ram = shares
     part = work.params / processes
-    zero = np.zeros_like(below)
+    below = _OF.one - _OF[_KEPT] - _OF[_RESIDENT]
     gpu, disk = machine.gpu, machine.disk
     if gpu is not None:
         rate = gpu.matmul_rate(work.matrix_size)
     else:
         assert machine.host.matmul_tflops is not None
         rate = machine.host.matmul_tflops * 1e12
-    up = part * (PARAM_BYTES * on_host + STATE_BYTES * streamed + PARAM_BYTES * below)
-    down = part * (PARAM_BYTES * on_host + STATE_BYTES * streamed)
-    paged = part * STATE_BYTES * (1.0 - resident) * (1.0 - in_ram)
-    ram = part * (UPDATE_BYTES * on_host + 2 * STATE_BYTES * streamed + PARAM_BYTES * below) + 2 * paged
+    down = part * (PARAM_BYTES * _OF[_ON_HOST] + STATE_BYTES * _OF[_STREAMED])
+    up = down + part * PARAM_BYTES * below
+    read = part * (STATE_BYTES * _OF[_ON_DISK] + PAGED_READ_BYTES * _OF[_PAGED])
+    written = part * (STATE_BYTES * _OF[_ON_DISK] + PAGED_WRITE_BYTES * _OF[_PAGED])
+    updated = UPDATE_BYTES * _OF[_ON_HOST] + 2 * STATE_BYTES * _OF[_STREAMED]
+    ram = part * (updated + PARAM_BYTES * below) + read + written
     h2d, d2h = machine.crossing_rates(processes)
     memory = machine.host.update_bandwidth(processes, max(1, machine.host.cores // processes))
     lanes = [
-        ("compute", zero + work.operations / rate, zero + work.operations),
+        ("compute", _OF.one * (work.operations / rate), _OF.one * work.operations),
         ("host to device", up / h2d, up),
         ("device to host", down / d2h, down),
         ("host memory", ram * processes / memory, ram),
     ]
     if disk is not None:
-        lanes.append(("disk read", paged * processes / disk.read, paged))
-        lanes.append(("disk write", paged * processes / disk.write, paged))
+        lanes.append(("disk read", read * processes / disk.read, read))
+        lanes.append(("disk write", written * processes / disk.write, written))
     if processes > 1:
         assert machine.links is not None and machine.links.gpu_gpu is not None
         # Two gathers of parameters and a scatter of gradients (PatrickStar §7: 6(p-1)/p bytes per parameter).
-        sent = zero + 3 * PARAM_BYTES * (processes - 1) / processes * work.params
+        sent = _OF.one * (3 * PARAM_BYTES * (processes - 1) / processes * work.params)
         lanes.append(("between GPUs", sent / machine.links.gpu_gpu, sent))
     return lanes
 
 
 def _does_not_fit(work: Workload, machine: Machine, processes: int) -> BudgetError:
+    rooms = Room if machine.gpu is not None else (Room.HOST, Room.DISK)
+    needs = {room: least_more(work, machine, processes, room) for room in rooms}
+    ways = [f"{format_size(nbytes)} more {room.value}" for room, nbytes in needs.items() if nbytes is not None]
     memory = machine.device_memory
-    least = work.non_model_bytes + work.working_bytes
-    if least > memory:
-        short = least - memory
-        return BudgetError(
+    if work.non_model_bytes + work.working_bytes > memory:
+        what = (
             f"the device's {format_size(memory)} don't hold {format_size(work.non_model_bytes)} of non-model data "
-            f"beside {format_size(work.working_bytes)} of parameters that are needed at once: a smaller batch, "
-            f"activation checkpointing, or {format_size(short)} more device memory",
-            short,
+            f"beside {format_size(work.working_bytes)} of parameters that are needed at once"
         )
-    total = (PARAM_BYTES + STATE_BYTES) * work.params
-    room = (memory - least) * processes + (machine.disk.capacity if machine.disk else 0)
-    room += machine.host.memory if machine.gpu is not None else 0
-    short = max(1, total - room)
-    return BudgetError(
-        f"the model data of {format_size(total)} is more than {format_size(room)}, which {processes} devices, the host "
-        f"and its disk have for it: {format_size(short)} more host memory, or a disk of as many",
-        short,
-    )
+        ways = ["a smaller batch", *([] if work.checkpointing else ["activation checkpointing"]), *ways]
+    else:
+        total = format_size((PARAM_BYTES + STATE_BYTES) * work.params)
+        devices = f"{processes} devices" if processes > 1 else "the device"
+        what = f"the model data of {total} has no room on {devices}, the host and its disk"
+    short = min((nbytes for nbytes in needs.values() if nbytes is not None), default=None)
+    return BudgetError(f"{what}. What helps: {', or '.join(ways) or 'more of device and host memory both'}", short)
