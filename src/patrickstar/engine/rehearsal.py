@@ -44,9 +44,10 @@ from patrickstar.schedule.machine import Machine
 STEPS = 3
 """One that is traced, one that follows its trace, and one that begins where a planned one has ended."""
 
-UNSEEN_BYTES = 1 << 20
+UNSEEN_BYTES = 2 << 20
 """What Python's objects, autograd's and other small ones add on a CPU to a step's peak, beside tensors and operators:
-0.7 MiB at most in 20 random models (`benchmarks/foresight.py`)."""
+0.7 MiB at most in 20 random models (`benchmarks/foresight.py`); and by what one run differed from another, up to 1.3 MiB
+more (`benchmarks/surprises.py`)."""
 
 LOOKS = 100
 """At the meter, to know what one takes."""
