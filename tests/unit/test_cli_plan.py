@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from patrickstar.cli.main import app
 from patrickstar.cli.presets import PRESETS
-from patrickstar.cli.report import PICTURE_WIDTH, picture
+from patrickstar.schedule.report import PICTURE_WIDTH, picture
 
 runner = CliRunner()
 

@@ -91,6 +91,10 @@ def train(
         bool,
         typer.Option("--dry-run", help="Train nothing; say whether it fits, and what a step takes."),
     ] = False,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="With --dry-run: on this machine instead of here, as `patrickstar plan` knows machines."),
+    ] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the program an error arose.")] = False,
 ) -> None:
     """Train a causal language model on text, its model data within memory budgets."""
@@ -98,6 +102,7 @@ def train(
         # Imported when it is needed: the libraries behind it take seconds, and --help shouldn't.
         from patrickstar.cli.train import TrainOptions, rehearse_training
         from patrickstar.cli.train import train as run
+        from patrickstar.errors import ConfigError
 
         options = TrainOptions(
             data=tuple(data or ()),
@@ -125,8 +130,10 @@ def train(
             quiet=quiet,
         )
         if dry_run:
-            rehearse_training(options, Console())
+            rehearse_training(options, Console(), machine)
             return
+        if machine is not None:
+            raise ConfigError(f"--machine {machine} is for --dry-run: a run takes the machine that it is on")
         summary = run(options, Console())
     if summary.interrupted:
         raise typer.Exit(_INTERRUPTED)

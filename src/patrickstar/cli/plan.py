@@ -10,12 +10,12 @@ from pathlib import Path
 from rich.console import Console
 
 from patrickstar.cli.presets import PRESETS, Preset
-from patrickstar.cli.report import LaneRow, TierRow, lanes_table, memory_table, print_rows
 from patrickstar.errors import BudgetError, ConfigError
 from patrickstar.layout.sizes import format_size, parse_size
 from patrickstar.schedule.estimate import BATCHES, Estimate, best_estimate, largest_batch
 from patrickstar.schedule.gpt import Gpt
 from patrickstar.schedule.machine import Machine, find_machine
+from patrickstar.schedule.report import LaneRow, TierRow, lanes_table, memory_table, rows
 from patrickstar.schedule.workload import Workloads, gpt_workload
 
 FAMILY = (
@@ -197,7 +197,7 @@ def print_plan(console: Console, model: Planned, machine: Machine, best: Estimat
     work = best.workload
     who = f"{best.processes} GPUs" if best.processes > 1 else "one device"
     again = "computed again in backward" if work.checkpointing else "kept for backward"
-    rows = (
+    said = (
         ("model", f"{model.name}, {work.params / 1e9:.2f} billion parameters: it fits"),
         ("machine", f"{machine.name}, {who}"),
         ("batch", f"{work.batch} x {model.sequence} tokens per process, activations {again}; at most {most} fit"),
@@ -205,10 +205,9 @@ def print_plan(console: Console, model: Planned, machine: Machine, best: Estimat
         ("speed", f"{best.tflops:.1f} TFLOPS per process, {best.processes * work.tokens / best.seconds:,.0f} tokens/s"),
         ("moving is free", f"from {best.free_tokens:,} tokens per process and step"),
     )
-    print_rows(console, rows)
-    console.print(lanes_table(_lanes(best), best.seconds))
-    console.print(memory_table(_tiers(machine, best)))
-    console.print(_choices(best), soft_wrap=True, highlight=False)
+    parts = rows(said), lanes_table(_lanes(best), best.seconds), memory_table(_tiers(machine, best)), _choices(best)
+    # Wrapped by the terminal alone: a file has no width.
+    console.print("\n".join(parts), soft_wrap=True, markup=False, highlight=False)
 
 
 def _lanes(best: Estimate) -> list[LaneRow]:

@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LambdaLR
 import patrickstar as ps
 from patrickstar.cli.batches import Batches
 from patrickstar.cli.data import Corpus, open_corpus
-from patrickstar.cli.forecast import print_forecast
 from patrickstar.cli.machine import machine_name
 from patrickstar.cli.models import ModelSource, find_model
 from patrickstar.cli.progress import LEGEND, Progress
@@ -25,10 +24,10 @@ from patrickstar.cli.records import RunLog, StepRecord, Summary
 from patrickstar.cli.summary import print_summary
 from patrickstar.cli.tokenizer import load_tokens
 from patrickstar.engine.forecast import Forecast
-from patrickstar.engine.rehearsal import Step, forward_backward_step, on_meta, rehearse_here
+from patrickstar.engine.rehearsal import Step, forward_backward_step, on_meta, rehearse, rehearse_here
 from patrickstar.engine.traced import traced_workloads
 from patrickstar.errors import ConfigError, TrainingError
-from patrickstar.schedule.machine import Machine
+from patrickstar.schedule.machine import Machine, find_machine
 from patrickstar.schedule.workload import Workloads
 
 # The cosine falls to this part of the learning rate, not to nothing: the last steps still learn.
@@ -116,8 +115,8 @@ def _config(options: TrainOptions) -> ps.Config:
     )
 
 
-def rehearse_training(options: TrainOptions, console: Console) -> Forecast:
-    """Print what a run with these options would take, and train nothing.
+def rehearse_training(options: TrainOptions, console: Console, machine: str | None = None) -> Forecast:
+    """Print what a run with these options would take, here or on a machine by its name or file, and train nothing.
 
     Raises what a run would, BudgetError among them where the model does not fit.
     """
@@ -135,8 +134,12 @@ def rehearse_training(options: TrainOptions, console: Console) -> Forecast:
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
-    forecast = rehearse_here(_without_bytes(source, options.activation_checkpointing), config, step, device)
-    print_forecast(console, forecast)
+    build = _without_bytes(source, options.activation_checkpointing)
+    if machine is None or machine == "here":
+        forecast = rehearse_here(build, config, step, device)
+    else:
+        forecast = rehearse(build, config, step, find_machine(machine))
+    console.print(str(forecast), soft_wrap=True, markup=False, highlight=False)
     return forecast
 
 

@@ -46,7 +46,7 @@ STEPS = 3
 
 UNSEEN_BYTES = 2 << 20
 """What Python's objects, autograd's and other small ones add on a CPU to a step's peak, beside tensors and operators:
-0.7 MiB at most in 20 random models (`benchmarks/foresight.py`); and by what one run differed from another, up to 1.3 MiB
+0.7 MiB at most in 20 random models (`benchmarks/foresight.py`); and what one run differs from another by, up to 1.3 MiB
 more (`benchmarks/surprises.py`)."""
 
 LOOKS = 100
