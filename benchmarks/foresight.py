@@ -22,6 +22,7 @@ import patrickstar as ps
 from patrickstar.engine.rehearsal import rehearse, rehearse_here
 from patrickstar.layout.sizes import format_size
 from patrickstar.schedule.machine import Host, Machine
+from patrickstar.schedule.trace import Trace
 
 STEPS, TIMED = 6, 3
 PEAKS = ("device_peak_model_bytes", "device_peak_non_model_bytes", "host_peak_model_bytes")
@@ -98,6 +99,7 @@ def say(draw: dict) -> dict:
         "bound_s": forecast.bound_s,
         "seconds": forecast.seconds,
         "moved": forecast.stats.h2d_bytes + forecast.stats.d2h_bytes,
+        "trace": plain(forecast.trace),
         **{name: getattr(forecast.stats, name) for name in PEAKS},
     }
 
@@ -112,12 +114,26 @@ def take(draw: dict) -> dict:
         step(engine)
         seconds.append(time.perf_counter() - start)
         stats.append(engine.stats.last)
+    trace = plain(engine._clock.trace)
     engine.close(keep=False)
     return {
         "seconds": median(seconds[-TIMED:]),
         "moved": stats[-1].h2d_bytes + stats[-1].d2h_bytes,
+        "trace": trace,
         **{name: max(getattr(one, name) for one in stats[-TIMED:]) for name in PEAKS},
     }
+
+
+def plain(trace: Trace) -> list[tuple[list[int], int]]:
+    return [(list(moment.chunks), moment.non_model_bytes) for moment in trace.moments]
+
+
+def compared(said: list, took: list) -> str:
+    """Two traces of one step: their accesses, and how far non-model data is off at any moment."""
+    if [chunks for chunks, _ in said] != [chunks for chunks, _ in took]:
+        return "other accesses"
+    off = [one - other for (_, one), (_, other) in zip(said, took, strict=True)]
+    return f"{len(said)} moments, {min(off) / 2**20:+.1f} to {max(off) / 2**20:+.1f} MiB"
 
 
 def in_a_process(what: str, draw: dict) -> dict:
@@ -160,6 +176,7 @@ def main() -> None:
                 f"{took['seconds']:.2f} s",
                 f"{100 * error:+.0f} %",
                 *(" / ".join(format_size(one[name]) for one in (said, took)) for name in ("moved", *PEAKS)),
+                compared(said["trace"], took["trace"]),
                 f"{said['rehearsal_s']:.1f} s",
             ]
         )
@@ -184,6 +201,7 @@ def main() -> None:
             "device, model data",
             "device, non-model data",
             "host",
+            "traces: the same accesses, non-model data off by",
             "rehearsal",
         ],
         rows,

@@ -33,7 +33,7 @@ def compare(build, options, **hooks):
         moved = steps(engine, 3)
         trace, last = engine._clock.trace, engine.stats.last
     found = []
-    forecast = rehearse(build, options, lambda other: found.extend(steps(other, 1)), LAPTOP, **hooks)
+    forecast = rehearse(build, options, lambda other: found.extend(steps(other, 1)), LAPTOP, steps=3, **hooks)
     assert found == moved
     assert [moment.chunks for moment in forecast.trace.moments] == [moment.chunks for moment in trace.moments]
     for name in PEAKS:

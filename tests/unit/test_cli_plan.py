@@ -23,7 +23,7 @@ def test_a_plan_says_what_fits_how_fast_and_why():
         "12.29 billion",
         "at most 28 fit",
         "idle",
-        "nothing can be faster",
+        "busiest resource alone",
         "TFLOPS",
         "where the time goes",
         "memory",

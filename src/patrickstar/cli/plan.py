@@ -201,7 +201,7 @@ def print_plan(console: Console, model: Planned, machine: Machine, best: Estimat
         ("model", f"{model.name}, {work.params / 1e9:.2f} billion parameters: it fits"),
         ("machine", f"{machine.name}, {who}"),
         ("batch", f"{work.batch} x {model.sequence} tokens per process, activations {again}; at most {most} fit"),
-        ("step", f"{best.seconds:.2f} s; nothing can be faster than {best.bound_s:.2f} s"),
+        ("step", f"{best.seconds:.2f} s, of which the busiest resource alone takes {best.bound_s:.2f} s"),
         ("speed", f"{best.tflops:.1f} TFLOPS per process, {best.processes * work.tokens / best.seconds:,.0f} tokens/s"),
         ("moving is free", f"from {best.free_tokens:,} tokens per process and step"),
     )

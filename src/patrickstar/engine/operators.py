@@ -55,6 +55,12 @@ def operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 
 
+def matrix_size(args: tuple[Any, ...]) -> int | None:
+    """The smallest side of the matrices that an operator multiplies; None where it multiplies none, or many at once."""
+    matrices = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 2]
+    return min(side for matrix in matrices for side in matrix.shape) if len(matrices) >= 2 else None
+
+
 def touched_bytes(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Bytes of memory that an operator reads and writes, each tensor once."""
     return sum(leaf.nbytes for leaf in pytree.tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor))

@@ -206,6 +206,7 @@ class Pipeline:
                 part = _overlap(slot, there.first, there.first + there.numel)
                 if part is not None:
                     spans.append(self._span(slot, rule, part, there.first, pages))
+                    self._count_moves(slot, part)
             self.start(spans, job.scales)
             self.data.manager.mark_written(job.param16, on_device=job.param16.device_valid)
             self.ring.write(there, [chunk for chunk in there.lists if chunk.kind != GRAD32])
@@ -218,6 +219,13 @@ class Pipeline:
             # Wherever Ctrl-C or a failure struck: what lies on disk is whole, page by page, and parameters follow it.
             self._give_up(error)
             raise
+
+    def _count_moves(self, slot: Slot, part: slice) -> None:
+        """States are on the host: where the parameter is above, its gradient comes down, and it goes up again."""
+        if slot.chunk.device_valid:
+            nbytes = (part.stop - part.start) * slot.chunk.dtype.itemsize
+            for to_device in (False, True) if slot.over_param else (True,):
+                self.data.manager.count_move(nbytes, to_device=to_device)
 
     def _span(self, slot: Slot, rule: Rule, part: slice, first: int, pages: Mapping[str, torch.Tensor]) -> Span:
         """What the update of a part of a parameter reads and writes."""

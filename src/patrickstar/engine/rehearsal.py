@@ -28,10 +28,12 @@ from patrickstar.engine.operators import (
     Costs,
     TensorMeter,
     Watch,
+    matrix_size,
     operations,
     touched_bytes,
     watching,
 )
+from patrickstar.engine.stats import StepStats
 from patrickstar.errors import ModelError, PatrickStarError
 from patrickstar.kernels.choice import Kernels
 from patrickstar.kernels.rule import Gradient, Span
@@ -41,8 +43,9 @@ from patrickstar.memory.manager import Manager
 from patrickstar.memory.rehearsed import META, RehearsedHardware
 from patrickstar.schedule.machine import Machine
 
-STEPS = 3
-"""One that is traced, one that follows its trace, and one that begins where a planned one has ended."""
+FEWEST_STEPS, MOST_STEPS = 3, 8
+"""One that is traced, one that follows its trace, and one that begins where a planned one has ended; then until a step
+moves what the one before it did."""
 
 UNSEEN_BYTES = 2 << 20
 """What Python's objects, autograd's and other small ones add on a CPU to a step's peak, beside tensors and operators:
@@ -112,14 +115,10 @@ def _span_bytes(span: Span) -> int:
 
 def roofline(machine: Machine) -> Costs:
     """What an operator takes where its matrix products, or its bytes, are all that counts."""
-    if machine.gpu is not None:
-        tflops, bandwidth = machine.gpu.matmul_tflops, machine.gpu.memory_bandwidth
-    else:
-        assert machine.host.matmul_tflops is not None
-        tflops, bandwidth = machine.host.matmul_tflops, machine.host.memory_bandwidth
+    bandwidth = (machine.gpu or machine.host).memory_bandwidth
 
     def cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
-        computing = operations(func, args, kwargs, out) / (tflops * 1e12)
+        computing = operations(func, args, kwargs, out) / machine.matmul_rate(matrix_size(args))
         return Cost(max(computing, touched_bytes(args, kwargs, out) / bandwidth))
 
     return cost
@@ -177,6 +176,17 @@ def on_meta(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
+def _settled(found: list[StepStats], steps: int | None) -> bool:
+    """Whether enough steps were taken: so many, or as many as it takes until they repeat."""
+    if steps is not None or len(found) >= MOST_STEPS:
+        return len(found) == (steps or MOST_STEPS)
+    return len(found) >= FEWEST_STEPS and _moved(found[-1]) == _moved(found[-2])
+
+
+def _moved(stats: StepStats) -> tuple[int, ...]:
+    return stats.h2d_bytes, stats.d2h_bytes, stats.disk_read_bytes, stats.disk_write_bytes
+
+
 def _filled(manager: Manager, non_model_bytes: int, at_s: float) -> Filled:
     host, disk = manager.host, manager.disk
     return Filled(
@@ -225,7 +235,7 @@ def rehearse(
     machine: Machine,
     costs: Costs | None = None,
     *,
-    steps: int = STEPS,
+    steps: int | None = None,
     meter_s: float | None = None,
     unseen_bytes: int = 0,
     **hooks: Any,
@@ -233,10 +243,10 @@ def rehearse(
     """Train a model for some steps without its bytes, and tell of the last of them.
 
     model: on the meta device, or a function that builds it, which is called under it. step: must read no value of a
-    tensor. costs: what operators take; by default what the machine's rates say. meter_s: what a look at the meter takes
-    on this machine; given, the time that Python, autograd and the engine took here counts too. unseen_bytes: non-model
-    data that is neither a tensor nor an operator's. hooks: the engine's. Raises BudgetError, as a run would, where the
-    model does not fit.
+    tensor. steps: how many; by default until they repeat. costs: what operators take; by default what the machine's
+    rates say. meter_s: what a look at the meter takes on this machine; given, the time that Python, autograd and the
+    engine took here counts too. unseen_bytes: non-model data that is neither a tensor nor an operator's. hooks: the
+    engine's. Raises BudgetError, as a run would, where the model does not fit.
     """
     meter = TensorMeter(DEVICE_GRAIN_BYTES) if machine.gpu is not None else TensorMeter(HOST_GRAIN_BYTES, True)
     hardware = RehearsedHardware(machine, meter)
@@ -262,13 +272,15 @@ def rehearse(
         )
         meter.keep(unseen_bytes)
         try:
-            for _ in range(steps):
+            found: list[StepStats] = []
+            while not _settled(found, steps):
                 began, computed, watch.inside_s = hardware.clock.now, 0.0, 0.0
                 timeline.clear()
                 started = time.perf_counter()
                 before = [(lane.busy_s, lane.nbytes) for lane in hardware.lanes]
                 with _naming_modules(engine.module):
                     step(engine)
+                found.append(engine.stats.last)
             lanes = tuple(
                 LaneUse(lane.name, lane.busy_s - busy_s, lane.nbytes - nbytes)
                 for lane, (busy_s, nbytes) in zip(hardware.lanes, before, strict=True)

@@ -5,12 +5,11 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import nn
 
 from patrickstar.engine.config import Config
 from patrickstar.engine.engine import Engine
-from patrickstar.engine.operators import Cost, operations
+from patrickstar.engine.operators import Cost, matrix_size, operations
 from patrickstar.engine.rehearsal import Step, rehearse, roofline
 from patrickstar.memory.rehearsed import META
 from patrickstar.schedule.machine import Machine
@@ -33,10 +32,10 @@ class _Counted:
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
         found = operations(func, args, kwargs, out)
         self.operations += found
-        matrices = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 2]
-        if found and len(matrices) >= 2:
+        size = matrix_size(args)
+        if found and size:
             self.sized += found
-            self.per_size += found / min(side for matrix in matrices for side in matrix.shape)
+            self.per_size += found / size
         return self.costs(func, args, kwargs, out)
 
 

@@ -6,7 +6,7 @@ lane is done first are a linear program's, and what is missing where nothing fit
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -69,7 +69,7 @@ class Estimate:
 
     @property
     def bound_s(self) -> float:
-        """The busiest lane: no step of this work is faster on this machine, wherever model data lies."""
+        """The busiest lane. No other shares have one that is done sooner."""
         return max(lane.seconds for lane in self.lanes)
 
     @property
@@ -129,6 +129,25 @@ def estimate(work: Workload, machine: Machine, processes: int = 1) -> Estimate:
         work.fill_share * max(lane.seconds for lane in found if lane.name != "compute"),
         *(math.floor(value(used[room], at)) for room in Room),
     )
+
+
+def least_moved_bytes(work: Workload, machine: Machine, processes: int = 1) -> tuple[int, int]:
+    """The fewest bytes that any step of one process moves between host and device, and the fewest to and from disk.
+
+    Each by itself, and as if non-model data took nothing: at most moments it takes less than at its peak, and a plan
+    may use that. So no plan has less of either. Raises BudgetError where the model fits with no shares.
+    """
+    work = replace(work, non_model_bytes=0, working_bytes=0)
+    amounts = {name: amount for name, _, amount in _lanes(work, machine, processes)}
+    within = _conditions(_used(work, processes), machine)
+    found = []
+    for pair in (("host to device", "device to host"), ("disk read", "disk write")):
+        moved = np.sum([amounts.get(name, 0 * _OF.one) for name in pair], axis=0)
+        at = least(moved / 1e9, within, _WHOLE)
+        if at is None:
+            raise _does_not_fit(work, machine, processes)
+        found.append(math.ceil(value(moved, at)))
+    return found[0], found[1]
 
 
 def least_more(work: Workload, machine: Machine, processes: int, room: Room) -> int | None:
@@ -231,12 +250,7 @@ def _lanes(work: Workload, machine: Machine, processes: int) -> list[tuple[str, 
     """Each resource with the seconds it is busy and what it moves, for one process; what is shared counts all."""
     part = work.params / processes
     below = _OF.one - _OF[_KEPT] - _OF[_RESIDENT]
-    gpu, disk = machine.gpu, machine.disk
-    if gpu is not None:
-        rate = gpu.matmul_rate(work.matrix_size)
-    else:
-        assert machine.host.matmul_tflops is not None
-        rate = machine.host.matmul_tflops * 1e12
+    disk, rate = machine.disk, machine.matmul_rate(work.matrix_size)
     down = part * (PARAM_BYTES * _OF[_ON_HOST] + STATE_BYTES * _OF[_STREAMED])
     up = down + part * PARAM_BYTES * below
     read = part * (STATE_BYTES * _OF[_ON_DISK] + PAGED_READ_BYTES * _OF[_PAGED])

@@ -117,6 +117,13 @@ class Machine(_Part):
         """Bytes of one compute tier: a GPU's, or the host's."""
         return self.gpu.memory if self.gpu is not None else self.host.memory
 
+    def matmul_rate(self, size: int | None = None) -> float:
+        """Operations per second of matrix products whose smallest side is `size`; None for large ones."""
+        if self.gpu is None:
+            assert self.host.matmul_tflops is not None
+            return self.host.matmul_tflops * 1e12
+        return self.gpu.matmul_rate(size) if size is not None else self.gpu.matmul_tflops * 1e12
+
     def crossing_rates(self, processes: int) -> tuple[float, float]:
         """Bytes per second to and from the device of each process while all are busy.
 
