@@ -17,8 +17,10 @@ from foresight import RAM, build, step_of
 from report import publish
 
 import patrickstar as ps
+from patrickstar.engine.here import describe
 from patrickstar.engine.rehearsal import rehearse, rehearse_here
 from patrickstar.errors import BudgetError
+from patrickstar.schedule.machine import Machine
 
 STEPS = 3
 
@@ -63,9 +65,9 @@ def options_of(draw: dict, directory: str | None) -> ps.Config:
     )
 
 
-def said(draw: dict, directory: str | None) -> str:
+def said(draw: dict, directory: str | None, machine: Machine) -> str:
     def train(config: ps.Config) -> None:
-        rehearse_here(lambda: build(draw), config, step_of(draw), torch.device("cpu"))
+        rehearse_here(lambda: build(draw), config, step_of(draw), torch.device("cpu"), machine)
 
     return outcome(train, options_of(draw, directory))
 
@@ -95,8 +97,10 @@ def main() -> None:
     context.set_forkserver_preload(["foresight"])
     # A process for each, as who trains has not rehearsed before.
     with context.Pool(1, maxtasksperchild=1) as pool:
+        machine = pool.apply(describe, (torch.device("cpu"), options.directory))
         for draw in draws(options.draws, options.seed):
-            told, came = (pool.apply(what, (draw, options.directory)) for what in (said, happened))
+            told = pool.apply(said, (draw, options.directory, machine))
+            came = pool.apply(happened, (draw, options.directory))
             counts[not told, not came] += 1
             if bool(told) != bool(came):
                 print(json.dumps({"draw": draw, "said": told, "happened": came}), flush=True)

@@ -47,10 +47,10 @@ FEWEST_STEPS, MOST_STEPS = 3, 8
 """One that is traced, one that follows its trace, and one that begins where a planned one has ended; then until a step
 moves what the one before it did."""
 
-UNSEEN_BYTES = 2 << 20
+UNSEEN_BYTES = 3 << 19
 """What Python's objects, autograd's and other small ones add on a CPU to a step's peak, beside tensors and operators:
-0.7 MiB at most in 20 random models (`benchmarks/foresight.py`); and what one run differs from another by, up to 1.3 MiB
-more (`benchmarks/surprises.py`)."""
+0.7 MiB at most in 20 random models (`benchmarks/foresight.py`), and what one run differs from another by: 1.3 MiB in all
+at most in 200 (`benchmarks/surprises.py`)."""
 
 LOOKS = 100
 """At the meter, to know what one takes."""
@@ -142,10 +142,18 @@ def _without_bytes(value: torch.Tensor) -> torch.Tensor:
 
 
 def rehearse_here(
-    model: nn.Module | Callable[[], nn.Module], config: Config, step: Step, device: torch.device
+    model: nn.Module | Callable[[], nn.Module],
+    config: Config,
+    step: Step,
+    device: torch.device,
+    machine: Machine | None = None,
 ) -> Forecast:
-    """The same on this machine, whose rates are measured first, and whose operators one by one: some seconds."""
-    machine = describe(device, config.disk.directory if config.disk is not None else None)
+    """The same on this machine, whose operators are measured one by one: some seconds.
+
+    machine: what `describe` said of it; by default it is asked, which takes some more.
+    """
+    if machine is None:
+        machine = describe(device, config.disk.directory if config.disk is not None else None)
     bandwidth = (machine.gpu or machine.host).memory_bandwidth
     costs = MeasuredCosts(device, bandwidth, roofline(machine))
     rehearse(model, config, step, machine, costs, steps=1)  # after which all operators, and libraries, are known
