@@ -65,14 +65,14 @@ def options_of(draw: dict, directory: str | None) -> ps.Config:
     )
 
 
-def said(draw: dict, directory: str | None, machine: Machine) -> str:
+def said(draw: dict, config: ps.Config, machine: Machine) -> str:
     def train(config: ps.Config) -> None:
         rehearse_here(lambda: build(draw), config, step_of(draw), torch.device("cpu"), machine)
 
-    return outcome(train, options_of(draw, directory))
+    return outcome(train, config)
 
 
-def happened(draw: dict, directory: str | None) -> str:
+def happened(draw: dict, config: ps.Config) -> str:
     step = step_of(draw)
 
     def train(config: ps.Config) -> None:
@@ -83,7 +83,7 @@ def happened(draw: dict, directory: str | None) -> str:
         finally:
             engine.close(keep=False)
 
-    return outcome(train, options_of(draw, directory))
+    return outcome(train, config)
 
 
 def main() -> None:
@@ -99,15 +99,16 @@ def main() -> None:
     with context.Pool(1, maxtasksperchild=1) as pool:
         machine = pool.apply(describe, (torch.device("cpu"), options.directory))
         for draw in draws(options.draws, options.seed):
-            told = pool.apply(said, (draw, options.directory, machine))
-            came = pool.apply(happened, (draw, options.directory))
+            config = pool.apply(options_of, (draw, options.directory))
+            told, came = pool.apply(said, (draw, config, machine)), pool.apply(happened, (draw, config))
             counts[not told, not came] += 1
             if bool(told) != bool(came):
                 print(json.dumps({"draw": draw, "said": told, "happened": came}), flush=True)
+    where = "half of them with a disk below" if options.directory else "none with a disk"
     publish(
         "surprises",
         torch.device("cpu"),
-        f"{options.draws} random GPTs, budgets and batches (seed {options.seed}), half of them with a disk below: what "
+        f"{options.draws} random GPTs, budgets and batches (seed {options.seed}), {where}: what "
         f"a rehearsal said, and what happened in {STEPS} steps. Limits: what was said to fit runs always; what was "
         f"refused is refused in 95 %.",
         ["said", "it ran", "it was refused"],

@@ -72,10 +72,12 @@ def test_a_running_engine_tells_what_a_step_takes_and_goes_on_as_before():
     torch.manual_seed(0)
     engine, optimizer = ps.initialize(lambda: Asks("integers"), CONFIG)
     x, positions = torch.randn(4, 8), torch.arange(4)
-    before = engine.state_dict()
+    before, random = engine.state_dict(), torch.get_rng_state()
     forecast = engine.plan(x, positions, loss=lambda out: out.float().mean())
     assert forecast.seconds >= forecast.bound_s > 0
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state()), "losses with dropout would be others"
+    assert "where the time goes" in str(forecast) and "nothing was trained" in str(forecast)
     engine.backward(engine(x, positions).float().mean())
     optimizer.step()
     assert engine.stats.last.device_peak_model_bytes == forecast.stats.device_peak_model_bytes

@@ -121,7 +121,6 @@ def rehearse_training(options: TrainOptions, console: Console, machine: str | No
     Raises what a run would, BudgetError among them where the model does not fit.
     """
     config = _config(options)
-    device = config.find_device()
     source = find_model(options.model, options.vocab_size)
     check_sequence(options.sequence, source)
     ids = torch.zeros(options.batch, options.sequence, dtype=torch.int64)
@@ -136,7 +135,7 @@ def rehearse_training(options: TrainOptions, console: Console, machine: str | No
 
     build = _without_bytes(source, options.activation_checkpointing)
     if machine is None or machine == "here":
-        forecast = rehearse_here(build, config, step, device)
+        forecast = rehearse_here(build, config, step, config.find_device())
     else:
         forecast = rehearse(build, config, step, find_machine(machine))
     console.print(str(forecast), soft_wrap=True, markup=False, highlight=False)

@@ -46,6 +46,7 @@ class Forecast:
     """What lay where as each operator ran, in their order."""
     device_budget_bytes: int
     host_budget_bytes: int
+    disk_capacity_bytes: int
     estimated: tuple[str, ...] = ()
     """Operators that could not be measured by themselves: what they take follows from their operations and bytes."""
 
@@ -69,10 +70,10 @@ class Forecast:
     def _tiers(self) -> list[TierRow]:
         stats = self.stats
         device = max((one.device_bytes for one in self.timeline), default=0)
-        host = stats.host_peak_model_bytes + stats.host_peak_non_model_bytes
+        host = max((one.host_bytes for one in self.timeline), default=0)
         tiers = [TierRow("device", device, self.device_budget_bytes), TierRow("host", host, self.host_budget_bytes)]
         if stats.disk_bytes:
-            tiers.append(TierRow("disk", stats.disk_bytes, stats.disk_bytes))
+            tiers.append(TierRow("disk", stats.disk_bytes, self.disk_capacity_bytes))
         return tiers
 
     def _rows(self) -> list[tuple[str, str]]:

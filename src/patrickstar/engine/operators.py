@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
@@ -51,6 +51,11 @@ def is_free(func: Any) -> bool:
 
 def operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Multiplications and additions of an operator's matrix products."""
+    aten = torch.ops.aten
+    if func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu:
+        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+    if func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return int(sdpa_backward_flop_count(*(args[index].shape for index in range(4))))
     count = flop_registry.get(func.overloadpacket)
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 

@@ -48,9 +48,8 @@ FEWEST_STEPS, MOST_STEPS = 3, 8
 moves what the one before it did."""
 
 UNSEEN_BYTES = 3 << 19
-"""What Python's objects, autograd's and other small ones add on a CPU to a step's peak, beside tensors and operators:
-0.7 MiB at most in 20 random models (`benchmarks/foresight.py`), and what one run differs from another by: 1.3 MiB in all
-at most in 200 (`benchmarks/surprises.py`)."""
+"""What Python's objects, autograd's and other small ones add on a CPU to a step's peak, beside tensors and operators,
+and what one run differs from another by: 1.3 MiB in all at most, in 200 random runs (`benchmarks/surprises.py`)."""
 
 LOOKS = 100
 """At the meter, to know what one takes."""
@@ -99,7 +98,7 @@ class RehearsedKernels(Kernels):
         if gpu is None:
             self.hardware.update.run(nbytes, "update")
         else:
-            self.hardware.clock.now += nbytes / gpu.memory_bandwidth
+            self.hardware.compute(nbytes / gpu.memory_bandwidth)
 
 
 def _gradient_bytes(grad: Gradient) -> int:
@@ -150,10 +149,18 @@ def rehearse_here(
 ) -> Forecast:
     """The same on this machine, whose operators are measured one by one: some seconds.
 
-    machine: what `describe` said of it; by default it is asked, which takes some more.
+    machine: what `describe` said of it; by default it is asked, which takes some more. Random numbers that come after
+    are those that would have come without it.
     """
-    if machine is None:
-        machine = describe(device, config.disk.directory if config.disk is not None else None)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if machine is None:
+            machine = describe(device, config.disk.directory if config.disk is not None else None)
+        return _rehearse_here(model, config, step, device, machine)
+
+
+def _rehearse_here(
+    model: nn.Module | Callable[[], nn.Module], config: Config, step: Step, device: torch.device, machine: Machine
+) -> Forecast:
     bandwidth = (machine.gpu or machine.host).memory_bandwidth
     costs = MeasuredCosts(device, bandwidth, roofline(machine))
     rehearse(model, config, step, machine, costs, steps=1)  # after which all operators, and libraries, are known
@@ -182,6 +189,13 @@ def on_meta(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=META)
     return copy.deepcopy(module, memo)
+
+
+def _disk_bytes(engine: Engine, machine: Machine) -> int:
+    """What the disk has to give."""
+    if engine._manager.disk is None:
+        return 0
+    return engine._manager.disk.file.capacity_bytes or (machine.disk.capacity if machine.disk is not None else 0)
 
 
 def _settled(found: list[StepStats], steps: int | None) -> bool:
@@ -258,14 +272,11 @@ def rehearse(
     """
     meter = TensorMeter(DEVICE_GRAIN_BYTES) if machine.gpu is not None else TensorMeter(HOST_GRAIN_BYTES, True)
     hardware = RehearsedHardware(machine, meter)
-    computed = 0.0
     engine: Engine | None = None
     timeline: list[Filled] = []
 
     def spend(taken: float) -> None:
-        nonlocal computed
-        computed += taken
-        hardware.clock.now += taken
+        hardware.compute(taken)
         if engine is not None:
             timeline.append(_filled(engine._manager, meter.now(0) + watch.scratch_bytes, hardware.clock.now))
 
@@ -282,7 +293,7 @@ def rehearse(
         try:
             found: list[StepStats] = []
             while not _settled(found, steps):
-                began, computed, watch.inside_s = hardware.clock.now, 0.0, 0.0
+                began, hardware.computed_s, watch.inside_s = hardware.clock.now, 0.0, 0.0
                 timeline.clear()
                 started = time.perf_counter()
                 before = [(lane.busy_s, lane.nbytes) for lane in hardware.lanes]
@@ -299,13 +310,14 @@ def rehearse(
                 managing += meter_s * len(engine._clock.trace.moments)
             return Forecast(
                 hardware.clock.now - began + managing,
-                computed + managing,
+                hardware.computed_s + managing,
                 lanes,
                 engine.stats.last,
                 engine._clock.trace,
                 tuple(replace(one, at_s=one.at_s - began) for one in timeline),
                 engine.device_budget_bytes,
                 engine.host_budget_bytes,
+                _disk_bytes(engine, machine),
             )
         finally:
             engine.close(keep=False)

@@ -15,8 +15,10 @@ from patrickstar.memory.rehearsed import META
 from patrickstar.schedule.machine import Machine
 from patrickstar.schedule.workload import Workload, Workloads
 
-PLENTY = 1 << 50
-"""Bytes of memory with which nothing has to move."""
+PLENTY = 64
+"""Bytes of memory per parameter with which nothing has to move, on either tier."""
+OF_ACTIVATIONS = 1 << 44
+"""Bytes that activations won't exceed."""
 
 
 class _Counted:
@@ -68,7 +70,13 @@ def traced_workloads(
                 model = model()
         # No chunk can be smaller than the largest parameter, and none need be larger.
         largest = max((param.numel() for param in model.parameters()), default=1)
-        config = Config(device="cpu", device_memory=PLENTY, host_memory=PLENTY, chunk_size=largest)
+        numel = sum(param.numel() for param in model.parameters())
+        config = Config(
+            device="cpu",
+            device_memory=PLENTY * numel + OF_ACTIVATIONS,
+            host_memory=PLENTY * (numel + largest),
+            chunk_size=largest,
+        )
         found = rehearse(model, config, watched, machine, counted, steps=1)
         layout = seen[0].layout
         chunk_bytes = layout.chunk_numel * config.compute_dtype.itemsize

@@ -7,6 +7,7 @@ memory that is already there, which is faster, and the process holds more than i
 
 import ctypes
 from functools import cache
+from weakref import WeakSet
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Of mallopt: see its manual page."""
@@ -16,68 +17,95 @@ LARGE_AT_MOST = 32 << 20
 
 
 class _Info(ctypes.Structure):
-    """glibc's struct mallinfo2. `hblks`: how many blocks came from the system one by one."""
+    """glibc's struct mallinfo2. `hblks`: blocks that came from the system one by one; `fordblks`: free bytes."""
 
     _fields_ = (
         ("_above", ctypes.c_size_t * 3),
         ("hblks", ctypes.c_size_t),
-        ("_below", ctypes.c_size_t * 6),
+        ("_between", ctypes.c_size_t * 4),
+        ("fordblks", ctypes.c_size_t),
+        ("_below", ctypes.c_size_t),
     )
 
 
 class Heap:
-    """glibc's. There is one in a process; under another C library nothing changes."""
+    """glibc's. There is one in a process, whoever looks at it; under another C library nothing changes.
+
+    It keeps what is freed unless somebody forbids it, and as long as nobody does.
+    """
 
     def __init__(self) -> None:
-        libc = ctypes.CDLL(None)
-        self._libc = libc if all(hasattr(libc, name) for name in ("malloc_trim", "mallopt", "mallinfo2")) else None
+        self._libc = ctypes.CDLL(None)
         self._plugs: list[int] = []
-        self._keeps: bool | None = None
-        if self._libc is not None:
+        self._forbidding: WeakSet[object] = WeakSet()
+        self._plugged = False
+        self._knows_plugs = hasattr(self._libc, "mallopt") and hasattr(self._libc, "mallinfo2")
+        if self._knows_plugs:
             self._libc.malloc.restype, self._libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
             self._libc.free.restype, self._libc.free.argtypes = None, [ctypes.c_void_p]
             self._libc.mallinfo2.restype, self._libc.mallinfo2.argtypes = _Info, []
+            # Where another allocator was loaded before it, glibc's figures are of a heap that nobody uses.
+            self._knows_plugs = self._take(2 * LARGE_AT_MOST) is None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether freed memory may be kept."""
+        return not self._plugged
 
     def trim(self) -> None:
-        """Give what is kept back to the system."""
-        if self._libc is not None:
+        """Give what is kept back to the system, where the C library knows how."""
+        if hasattr(self._libc, "malloc_trim"):
             self._libc.malloc_trim(0)
 
-    def let_keep(self, allowed: bool) -> None:
-        """Whether blocks of up to 32 MiB may be kept from now on when they are freed, or only those under 128 KiB.
+    def let_keep(self, allowed: bool, who: object) -> None:
+        """Whether, as far as `who` goes, blocks of up to 32 MiB may be kept when they are freed, or none of 128 KiB.
 
         Kept ones make a step faster: the system clears every page that it hands out, which was measured to take 15 to
-        35 % of a step on a CPU.
+        35 % of a step on a CPU. Whoever forbids it and is gone forbids nothing.
         """
-        if self._libc is None or allowed is self._keeps:
+        if allowed:
+            self._forbidding.discard(who)
+        else:
+            self._forbidding.add(who)
+        self.settle()
+
+    def settle(self) -> None:
+        """Do as those who are there want it."""
+        forbidden = len(self._forbidding) > 0
+        if not self._knows_plugs or forbidden is self._plugged:
             return
-        self._keeps = allowed
-        large = LARGE_AT_MOST if allowed else LARGE_AT_FIRST
+        self._plugged = forbidden
+        large = LARGE_AT_FIRST if forbidden else LARGE_AT_MOST
         self._libc.mallopt(_MMAP_THRESHOLD, large)
         # glibc's own rule: what lies free at the heap's end may be twice what is large.
         self._libc.mallopt(_TRIM_THRESHOLD, 2 * large)
-        if allowed:
+        if forbidden:
+            self._plug()
+        else:
             while self._plugs:
                 self._libc.free(self._plugs.pop())
-        else:
-            self._plug()
 
     def _plug(self) -> None:
-        """Take what lies free in the heap, without touching it: a large block would go there, and be kept when freed.
-
-        What the heap has no place for, comes from the system by itself; so it is known when all places are taken.
-        """
-        assert self._libc is not None
+        """Take what lies free in the heap, without touching it: a large block would go there, and be kept."""
         self.trim()
         size = LARGE_AT_MOST
+        room = self._libc.mallinfo2().fordblks
         while size >= LARGE_AT_FIRST:
-            before = self._libc.mallinfo2().hblks
-            block = self._libc.malloc(size)
-            if block and self._libc.mallinfo2().hblks == before:
+            block = self._take(size) if size <= room else None
+            if block is None:
+                size //= 2
+            else:
                 self._plugs.append(block)
-                continue
-            self._libc.free(block)
-            size //= 2
+                room -= size
+
+    def _take(self, size: int) -> int | None:
+        """A block of the heap; None where it has no place, so that one would come from the system by itself."""
+        before = self._libc.mallinfo2().hblks
+        block: int | None = self._libc.malloc(size)
+        if block is not None and self._libc.mallinfo2().hblks == before:
+            return block
+        self._libc.free(block)
+        return None
 
 
 @cache

@@ -21,8 +21,11 @@ class Meter(Protocol):
     """What is measured, in words."""
     counts_freed: bool
     """Whether memory that was freed, but is kept for reuse, counts as used until `reclaim`."""
-    keeps: bool
-    """Whether there may be such memory, as `let_keep` has it."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there may be such memory, as `let_keep` has it."""
+        ...
 
     def calibrate(self, chunk_bytes: int) -> None:
         """Take what is used now, beyond chunks, as nobody's: the libraries themselves."""
@@ -83,7 +86,6 @@ class ResidentMeter:
 
     source = "resident memory of the process less mapped files, peaks by the kernel's high-water mark"
     counts_freed = True
-    keeps = True
 
     def __init__(self) -> None:
         self.baseline_bytes = 0
@@ -114,12 +116,15 @@ class ResidentMeter:
     def restart(self) -> None:
         os.pwrite(self._clear, _RESET_PEAK, 0)
 
+    @property
+    def keeps(self) -> bool:
+        return process_heap().keeps
+
     def reclaim(self) -> None:
         process_heap().trim()
 
     def let_keep(self, allowed: bool) -> None:
-        process_heap().let_keep(allowed)
-        self.keeps = allowed
+        process_heap().let_keep(allowed, self)
 
 
 def _kib(status: bytes, key: bytes) -> int:
@@ -132,7 +137,6 @@ class SampledMeter:
 
     source = "resident memory of the process, sampled at operator boundaries (peaks inside operators are missed)"
     counts_freed = True
-    keeps = True
 
     def __init__(self) -> None:
         self.baseline_bytes = 0
@@ -149,12 +153,15 @@ class SampledMeter:
     def restart(self) -> None:
         """A sample has no past."""
 
+    @property
+    def keeps(self) -> bool:
+        return process_heap().keeps
+
     def reclaim(self) -> None:
         process_heap().trim()
 
     def let_keep(self, allowed: bool) -> None:
-        process_heap().let_keep(allowed)
-        self.keeps = allowed
+        process_heap().let_keep(allowed, self)
 
 
 def default_meter(device: torch.device) -> Meter:

@@ -118,8 +118,15 @@ class RehearsedHardware(Hardware):
         self.read = Lane("disk read", machine.disk.read if machine.disk is not None else 1.0, self.clock)
         self.write = Lane("disk write", machine.disk.write if machine.disk is not None else 1.0, self.clock)
         self.update = Lane("update on the host", machine.host.update_bandwidth(1, machine.host.cores), self.clock)
+        self.computed_s = 0.0
+        """What the device has computed for since somebody set it to zero."""
         self._meter = meter
         self._host_storages: set[int] = set()
+
+    def compute(self, seconds: float) -> None:
+        """The device is busy for so long."""
+        self.computed_s += seconds
+        self.clock.now += seconds
 
     @property
     def lanes(self) -> tuple[Lane, ...]:

@@ -20,12 +20,11 @@ from patrickstar.schedule.workload import PARAM_BYTES, STATE_BYTES, UPDATE_BYTES
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Sequences per process that are tried."""
 
-_KEPT, _RESIDENT, _ON_HOST, _STREAMED, _IN_RAM, _ON_DISK, _PAGED, _LONGEST, _MORE = range(9)
-_OF = Variables(9)
+_KEPT, _RESIDENT, _ON_HOST, _STREAMED, _LEFT, _IN_RAM, _ON_DISK, _PAGED, _LONGEST, _MORE = range(10)
+_OF = Variables(10)
 
-PAGED_READ_BYTES, PAGED_WRITE_BYTES = 3 * PARAM_BYTES, 2 * PARAM_BYTES
-"""Of a parameter that lies on disk: read for forward, for backward, and as a gradient for its update; written as a
-gradient, and updated."""
+PAGED_READ_BYTES, PAGED_WRITE_BYTES = 2 * PARAM_BYTES, PARAM_BYTES
+"""Of a parameter that lies on disk: read for forward and for backward, written when it was updated."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def least_moved_bytes(work: Workload, machine: Machine, processes: int = 1) -> t
     """The fewest bytes that any step of one process moves between host and device, and the fewest to and from disk.
 
     Each by itself, and as if non-model data took nothing: at most moments it takes less than at its peak, and a plan
-    may use that. So no plan has less of either. Raises BudgetError where the model fits with no shares.
+    may use that. Lookups on the host aside, no plan has less of either. Raises BudgetError where the model fits with no shares.
     """
     work = replace(work, non_model_bytes=0, working_bytes=0)
     amounts = {name: amount for name, _, amount in _lanes(work, machine, processes)}
@@ -227,7 +226,8 @@ def _used(work: Workload, processes: int) -> dict[Room, Expression]:
     return {
         Room.DEVICE: _OF.one * (work.non_model_bytes + work.working_bytes)
         + part * (PARAM_BYTES * _OF[_KEPT] + (PARAM_BYTES + STATE_BYTES) * _OF[_RESIDENT]),
-        Room.HOST: whole * (PARAM_BYTES * (_OF.one - _OF[_RESIDENT] - _OF[_PAGED]) + STATE_BYTES * _OF[_IN_RAM]),
+        Room.HOST: whole
+        * (PARAM_BYTES * (_OF.one - _OF[_KEPT] - _OF[_RESIDENT] - _OF[_PAGED]) + STATE_BYTES * _OF[_IN_RAM]),
         Room.DISK: whole * (STATE_BYTES * _OF[_ON_DISK] + PARAM_BYTES * _OF[_PAGED]),
     }
 
@@ -241,9 +241,11 @@ def _conditions(used: dict[Room, Expression], machine: Machine) -> list[Expressi
         ]
     else:  # one memory for both tiers
         in_memory = [used[Room.DEVICE] + used[Room.HOST] - _OF.one * machine.host.memory]
-    # What stays on the device has its place on the host, and does not lie on disk.
+    # What stays on the device lies nowhere else.
     above = _OF[_KEPT] + _OF[_RESIDENT] + _OF[_PAGED] - _OF.one
-    return [*in_memory, used[Room.DISK] - _OF.one * disk_bytes, above]
+    # Of what is updated on the device, all that does not stay there comes again for the next forward.
+    left = _OF[_STREAMED] - _OF[_KEPT] - _OF[_LEFT]
+    return [*in_memory, used[Room.DISK] - _OF.one * disk_bytes, above, left]
 
 
 def _lanes(work: Workload, machine: Machine, processes: int) -> list[tuple[str, Expression, Expression]]:
@@ -252,15 +254,21 @@ def _lanes(work: Workload, machine: Machine, processes: int) -> list[tuple[str, 
     below = _OF.one - _OF[_KEPT] - _OF[_RESIDENT]
     disk, rate = machine.disk, machine.matmul_rate(work.matrix_size)
     down = part * (PARAM_BYTES * _OF[_ON_HOST] + STATE_BYTES * _OF[_STREAMED])
-    up = down + part * PARAM_BYTES * below
+    up = down + part * PARAM_BYTES * (below + _OF[_LEFT])
     read = part * (STATE_BYTES * _OF[_ON_DISK] + PAGED_READ_BYTES * _OF[_PAGED])
     written = part * (STATE_BYTES * _OF[_ON_DISK] + PAGED_WRITE_BYTES * _OF[_PAGED])
     updated = UPDATE_BYTES * _OF[_ON_HOST] + 2 * STATE_BYTES * _OF[_STREAMED]
+    above = part * UPDATE_BYTES * (_OF[_RESIDENT] + _OF[_STREAMED])
     ram = part * (updated + PARAM_BYTES * below) + read + written
+    compute = _OF.one * (work.operations / rate)
+    if machine.gpu is not None:
+        compute = compute + above / machine.gpu.memory_bandwidth
+    else:
+        ram = ram + above
     h2d, d2h = machine.crossing_rates(processes)
     memory = machine.host.update_bandwidth(processes, max(1, machine.host.cores // processes))
     lanes = [
-        ("compute", _OF.one * (work.operations / rate), _OF.one * work.operations),
+        ("compute", compute, _OF.one * work.operations),
         ("host to device", up / h2d, up),
         ("device to host", down / d2h, down),
         ("host memory", ram * processes / memory, ram),
@@ -286,7 +294,11 @@ def _does_not_fit(work: Workload, machine: Machine, processes: int) -> BudgetErr
             f"the device's {format_size(memory)} don't hold {format_size(work.non_model_bytes)} of non-model data "
             f"beside {format_size(work.working_bytes)} of parameters that are needed at once"
         )
-        ways = ["a smaller batch", *([] if work.checkpointing else ["activation checkpointing"]), *ways]
+        ways = [
+            *(["a smaller batch"] if work.batch > 1 else []),
+            *([] if work.checkpointing else ["activation checkpointing"]),
+            *ways,
+        ]
     else:
         total = format_size((PARAM_BYTES + STATE_BYTES) * work.params)
         devices = f"{processes} devices" if processes > 1 else "the device"
