@@ -150,6 +150,9 @@ def test_a_plan_reckons_with_what_is_measured_where_that_is_more(clock):
 def test_what_is_freed_is_kept_only_while_the_budget_has_room_for_it(clock):
     iterate(clock, "a", ACCESSES)
     assert clock.meter.kept == [False, True], "a trace is of memory that is needed"
+    clock.meter.kept.clear()
+    iterate(clock, "a", ACCESSES)
+    assert set(clock.meter.kept[:-1]) == {False} and clock.meter.kept[-1], "and is checked by a second iteration"
     clock.begin_iteration("a")
     clock.meter.freed = BUDGET - CHUNKS * 16 - 50
     clock.tick((0,), belongs=True)
@@ -192,6 +195,22 @@ def test_an_iteration_that_ends_before_the_plan_has_its_trace_taken_again(clock)
     iterate(clock, "a", ACCESSES)
     assert iterate(clock, "a", ACCESSES[:-1])
     assert clock.traces == {}
+
+
+def test_a_second_iteration_corrects_the_trace_and_makes_a_new_plan(clock):
+    iterate(clock, "a", ACCESSES)
+    trace = clock.traces["a"]
+    assert (trace.checked, trace.peak_non_model_bytes, clock.peak_non_model_bytes) == (False, 300, 300)
+    clock.begin_iteration("a")
+    with clock.iterating():
+        clock.meter.use(30)  # what libraries have kept since the trace was taken
+        for chunks, transient, kept in ACCESSES:
+            access(clock, chunks, transient=30 + transient, kept=30 + kept)
+    assert clock.end_iteration(), "more is needed than the plan says"
+    assert [moment.non_model_bytes for moment in trace.moments[:3]] == [80, 40, 330]
+    assert (trace.checked, trace.peak_non_model_bytes, clock.peak_non_model_bytes) == (True, 330, 330)
+    clock.meter.use(0)
+    assert iterate(clock, "a", ACCESSES) and clock.peak_non_model_bytes == 330, "a third changes nothing"
 
 
 def test_every_kind_has_its_trace(clock):

@@ -37,6 +37,8 @@ class Clock:
         self.trace = Trace()
         self.traces: dict[Hashable, Trace] = {}
         self._policies: dict[int, Prefetch] = {}
+        self._checking = False
+        """Whether the trace that is followed has yet to be compared with what a second iteration needs."""
         self.open_key: Hashable | None = None
         self.inside = 0
         self.peak_non_model_bytes = 0
@@ -62,9 +64,11 @@ class Clock:
             if key in self.traces:
                 self.mode, self.trace = Mode.PLAN, self.traces[key]
                 self.manager.policy = self.manager.prefetch = self._prefetch(self.trace)
+                self._checking = not self.trace.checked
             else:
                 self.mode, self.trace = Mode.WATCH, Trace()
                 self.manager.policy = ListOrder()
+            if self.mode is Mode.WATCH or self._checking:
                 # What is kept of freed memory would be taken for memory that is needed.
                 self.meter.let_keep(False)
                 self.meter.reclaim()
@@ -72,7 +76,7 @@ class Clock:
         return self.mode is Mode.PLAN
 
     def end_iteration(self) -> bool:
-        """Close the iteration; True if a new trace came of it."""
+        """Close the iteration; True if a trace came of it, or one was found to need more than it says."""
         key, mode = self.open_key, self.mode
         traced = key is not None and mode is Mode.WATCH and bool(self.trace.moments)
         if traced:
@@ -83,6 +87,10 @@ class Clock:
                 self.traces.pop(next(iter(self.traces)))
         elif mode is Mode.PLAN and self.manager.now != len(self.trace.moments) - 1:
             self.traces.pop(key, None)
+        elif self._checking:
+            self.trace.settle()
+            traced = self.trace.peak_non_model_bytes > self.peak_non_model_bytes
+            self.peak_non_model_bytes = max(self.peak_non_model_bytes, self.trace.peak_non_model_bytes)
         self._rest()
         return traced
 
@@ -92,7 +100,7 @@ class Clock:
         self._rest()
 
     def _rest(self) -> None:
-        self.open_key, self.mode = None, Mode.DEMAND
+        self.open_key, self.mode, self._checking = None, Mode.DEMAND, False
         self.manager.policy = ListOrder()
         self.manager.forget_ahead()
         self.meter.let_keep(True)
@@ -146,11 +154,13 @@ class Clock:
                 self._note_peak()
             self._measure_moment()
             return
+        if self._checking and self.manager.now >= 0:
+            self._check_peak()
         self.manager.now += 1
         if self.mode is Mode.PLAN:
             if self._as_planned(chunks):
                 return
-            self.mode = Mode.DEMAND
+            self.mode, self._checking = Mode.DEMAND, False
             self.traces.pop(self.open_key, None)
             self.manager.policy = ListOrder()
             self.manager.forget_ahead()
@@ -166,7 +176,7 @@ class Clock:
 
     def settled(self) -> None:
         """The chunks a tick asked for have moved; what is used from here on is not theirs."""
-        if self.mode is Mode.WATCH:
+        if self.mode is Mode.WATCH or self._checking:
             # Else what an earlier operator freed would hide what the next one takes.
             self.meter.reclaim()
             self.meter.restart()
@@ -192,12 +202,12 @@ class Clock:
         What the heap keeps stays where the budget has room for that, too.
         """
         found = self.non_model_now() + moment.growth_bytes
-        tight = found + chunk_bytes > self.manager.compute.budget_bytes
+        tight = self._checking or found + chunk_bytes > self.manager.compute.budget_bytes
         self.meter.let_keep(not tight)
         if tight:
             self.meter.reclaim()
             found = self.non_model_now() + moment.growth_bytes
-        if not self.meter.keeps:
+        if not self.meter.keeps and not self._checking:
             self.non_model_peak = max(self.non_model_peak, found)
         return found
 
@@ -207,6 +217,15 @@ class Clock:
         if self.trace.moments:
             last = self.trace.moments[-1]
             last.non_model_bytes = max(last.non_model_bytes, peak)
+
+    def _check_peak(self) -> None:
+        """Note what a second iteration needs: what libraries came to keep in the first is there from its start."""
+        peak = self.meter.peak(self._bytes())
+        moment = self.trace.moments[self.manager.now]
+        if peak > moment.non_model_bytes:
+            moment.entered_bytes += peak - moment.non_model_bytes
+            moment.non_model_bytes = peak
+        self.non_model_peak = max(self.non_model_peak, peak)
 
     def _bytes(self) -> int:
         """What the meter sees and must not count: chunks, and on a CPU the host tier."""

@@ -134,7 +134,8 @@ def least_moved_bytes(work: Workload, machine: Machine, processes: int = 1) -> t
     """The fewest bytes that any step of one process moves between host and device, and the fewest to and from disk.
 
     Each by itself, and as if non-model data took nothing: at most moments it takes less than at its peak, and a plan
-    may use that. Lookups on the host aside, no plan has less of either. Raises BudgetError where the model fits with no shares.
+    may use that. Lookups on the host aside, no plan has less of either. Raises BudgetError where the model fits with
+    no shares.
     """
     work = replace(work, non_model_bytes=0, working_bytes=0)
     amounts = {name: amount for name, _, amount in _lanes(work, machine, processes)}
@@ -223,11 +224,11 @@ _WHOLE = [
 def _used(work: Workload, processes: int) -> dict[Room, Expression]:
     """Bytes that one process takes of its device, and all of the host and its disk."""
     part, whole = work.params / processes, float(work.params)
+    below = _OF.one - _OF[_KEPT] - _OF[_RESIDENT] - _OF[_PAGED]
     return {
         Room.DEVICE: _OF.one * (work.non_model_bytes + work.working_bytes)
         + part * (PARAM_BYTES * _OF[_KEPT] + (PARAM_BYTES + STATE_BYTES) * _OF[_RESIDENT]),
-        Room.HOST: whole
-        * (PARAM_BYTES * (_OF.one - _OF[_KEPT] - _OF[_RESIDENT] - _OF[_PAGED]) + STATE_BYTES * _OF[_IN_RAM]),
+        Room.HOST: whole * (PARAM_BYTES * below + STATE_BYTES * _OF[_IN_RAM]),
         Room.DISK: whole * (STATE_BYTES * _OF[_ON_DISK] + PARAM_BYTES * _OF[_PAGED]),
     }
 

@@ -31,6 +31,13 @@ class Trace:
     """The moments of one iteration, in order. Chunks are named by index: only `param16` is accessed by operators."""
 
     moments: list[Moment] = field(default_factory=list)
+    checked: bool = field(default=False, compare=False)
+    """Whether a second iteration was seen to need no more."""
+
+    def settle(self) -> None:
+        """A second iteration was seen, and is reckoned with."""
+        self.checked = True
+        self.__dict__.pop("peak_non_model_bytes", None)
 
     @cached_property
     def uses(self) -> dict[int, list[int]]:
