@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from patrickstar import testing
 from patrickstar.engine.engine import Engine
 from patrickstar.engine.rehearsal import rehearse
-from patrickstar.schedule.machine import DiskDrive, Host, Machine
+from patrickstar.schedule.estimate import least_moved_bytes
+from patrickstar.schedule.machine import DiskDrive, Gpu, Host, Links, Machine
+from patrickstar.schedule.workload import Workload
 
 from . import models
 from .models import batches, config, shapes, smallest_device_bytes
@@ -98,6 +100,35 @@ def test_no_tier_is_over_its_budget_at_any_time_and_no_byte_comes_from_nowhere(s
     assert moved["device to host"].nbytes <= forecast.stats.d2h_bytes
     assert all(lane.busy_s <= forecast.seconds * (1 + 1e-9) for lane in forecast.lanes)
     assert forecast.compute_s <= forecast.seconds * (1 + 1e-9)
+
+
+@settings(max_examples=15, deadline=None, print_blob=True)
+@given(st.integers(4, 12), st.floats(0.5, 1.5), st.floats(1.0, 2.0), st.booleans())
+def test_no_plan_moves_less_than_the_fewest_bytes_there_can_be(layers, device, host, beside_backward):
+    """A chain of layers on a GPU that is only described, with and without updates beside backward."""
+    width = 256
+
+    def build():
+        return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+    def step(engine):
+        engine.backward(engine(torch.empty(8, width, device="meta")).float().mean(), update=beside_backward)
+        engine.optimizer.step()
+
+    params = layers * width * width
+    gpu = Gpu(count=1, memory=int(4 * params * device) + (1 << 20), matmul_tflops=10, memory_bandwidth="1TB")
+    machine = Machine(
+        name="small GPU",
+        source="made up",
+        gpu=gpu,
+        host=Host(memory=int(14 * params * host) + (1 << 20), memory_bandwidth="20GB", cores=2),
+        links=Links(h2d="1GB", d2h="1GB"),
+    )
+    forecast = rehearse(build, config("bf16", width * width), step, machine)
+    work = Workload(params, 8, 8, False, 6.0 * params * 8, width, 0, 0)
+    fewest, _ = least_moved_bytes(work, machine)
+    assert forecast.stats.h2d_bytes + forecast.stats.d2h_bytes >= fewest * (1 - 1e-6)
+    assert forecast.seconds >= forecast.bound_s
 
 
 def test_it_takes_no_memory_for_weights():

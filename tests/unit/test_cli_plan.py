@@ -50,11 +50,25 @@ def test_the_largest_model_is_larger_on_more_gpus_and_smaller_at_a_higher_bar():
     assert params("--gpus", "1") >= params("--gpus", "1", "--least-tflops", "30")
 
 
-def test_any_configuration_is_traced_and_comes_to_what_counting_says(tmp_path):
+LAPTOP = """
+name = "laptop"
+source = "a guess"
+[host]
+memory = "64GB"
+memory_bandwidth = "40GB"
+cores = 8
+matmul_tflops = 1.0
+"""
+
+
+@pytest.mark.parametrize("machine", ["RTX4090-desktop", "laptop.toml"])
+def test_any_configuration_is_traced_and_comes_to_what_counting_says(tmp_path, monkeypatch, machine):
     """GPT-2's work by its operators, and a GPT's by formulas: the same model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "laptop.toml").write_text(LAPTOP)
     path = tmp_path / "config.json"
     path.write_text(PRESETS["gpt-10m"].config().to_json_string())
-    arguments = ["--machine", "RTX4090-desktop", "--sequence", "256", "--batch", "4", "--json"]
+    arguments = ["--machine", machine, "--sequence", "256", "--batch", "4", "--json"]
     arguments += ["--activation-checkpointing"]
     traced, counted = (run("plan", "--model", model, *arguments) for model in (str(path), "gpt-10m"))
     assert traced.exit_code == counted.exit_code == 0, traced.output

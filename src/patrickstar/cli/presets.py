@@ -1,8 +1,10 @@
 """GPT shapes by name."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from transformers import GPT2Config
+if TYPE_CHECKING:
+    from transformers import GPT2Config
 
 # GPT-2's vocabulary and context, which the paper's models have too.
 _GPT2_VOCAB = 50257
@@ -25,8 +27,11 @@ class Preset:
         embeddings = (self.vocab_size + _GPT2_POSITIONS) * self.hidden
         return self.layers * (matrices + biases_and_norms) + embeddings + 2 * self.hidden
 
-    def config(self) -> GPT2Config:
+    def config(self) -> "GPT2Config":
         """The Hugging Face configuration; no dropout, as usual where text is seen once."""
+        # Imported when it is needed: it takes seconds, and plans need shapes alone.
+        from transformers import GPT2Config
+
         return GPT2Config(
             n_layer=self.layers,
             n_embd=self.hidden,
