@@ -1,5 +1,6 @@
 """What the C library keeps of freed memory, on the process's own heap."""
 
+import gc
 import platform
 from types import SimpleNamespace
 
@@ -32,6 +33,7 @@ def heap():
 
 def freed_bytes(meter, sizes):
     """What stays of tensors that were made and freed."""
+    gc.collect()  # what other tests have left is not to go in between
     meter.reclaim()
     before = meter.now(0)
     made = [torch.ones(size, dtype=torch.uint8) for size in sizes]
@@ -57,6 +59,7 @@ def test_places_that_lie_free_in_the_heap_are_not_used_while_nothing_may_be_kept
     made = [(torch.ones(4 * MIB, dtype=torch.uint8), torch.ones(1000, dtype=torch.uint8)) for _ in range(20)]
     small = [pair[1] for pair in made]
     made.clear()
+    gc.collect()
     before = meter.now(0)
     heap.let_keep(False, ME)
     assert before - meter.now(0) > 70 * MIB, "what was kept was not given back"
