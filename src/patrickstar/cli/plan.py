@@ -65,7 +65,11 @@ def plan(options: PlanOptions, console: Console) -> None:
         model, best = found
     else:
         model = find_planned(options.model, options.sequence, machine)
-        best = _best(model, machine, processes, options)
+        try:
+            best = _best(model, machine, processes, options)
+        except BudgetError as error:
+            hint = _smaller_batch(model, machine, processes, options)
+            raise BudgetError(f"{error}{hint}", error.short_bytes) from None
     most = largest_batch(model.work_of, machine, processes, best.workload.checkpointing)
     if options.as_json:
         console.print_json(json.dumps(as_dict(model, machine, best, most)))
@@ -131,25 +135,26 @@ def _planned_gpt(name: str, gpt: Gpt) -> Planned:
     return Planned(f"{name}, {gpt.layers} layers x {gpt.hidden}", gpt.sequence, partial(gpt_workload, gpt))
 
 
-def _best(model: Planned, machine: Machine, processes: int, options: PlanOptions) -> Estimate:
-    batches = (options.batch,) if options.batch is not None else BATCHES
+def _tried(options: PlanOptions) -> tuple[Sequence[bool], Sequence[int]]:
+    """With and without checkpointing, and batches."""
     again = options.activation_checkpointing
-    checkpointing = (True, False) if again is None else (again,)
-    try:
-        return best_estimate(model.work_of, machine, processes, checkpointing, batches)
-    except BudgetError as error:
-        hint = _smaller_batch(model, machine, processes, checkpointing, min(batches))
-        raise BudgetError(f"{error}{hint}", error.short_bytes) from None
+    return (True, False) if again is None else (again,), BATCHES if options.batch is None else (options.batch,)
 
 
-def _smaller_batch(model: Planned, machine: Machine, processes: int, checkpointing: Sequence[bool], batch: int) -> str:
+def _best(model: Planned, machine: Machine, processes: int, options: PlanOptions) -> Estimate:
+    checkpointing, batches = _tried(options)
+    return best_estimate(model.work_of, machine, processes, checkpointing, batches)
+
+
+def _smaller_batch(model: Planned, machine: Machine, processes: int, options: PlanOptions) -> str:
     """What to say of batches that do fit, if there are any."""
-    hints = []
-    for again in (False, True):
-        # What was asked for and does not fit may do so if activations are computed again.
+    checkpointing, batches = _tried(options)
+    batch, hints = min(batches), []
+    # What was asked for and does not fit may do so if activations are computed again.
+    for again in sorted({*checkpointing, True}):
         limit = batch if again in checkpointing else batch + 1
         most = largest_batch(model.work_of, machine, processes, again, limit)
-        if most and (again or again in checkpointing):
+        if most:
             hints.append(f"--batch {most}" + (" --activation-checkpointing" if again else ""))
     return f"; {' or '.join(hints)} fits" if hints else ""
 

@@ -211,21 +211,24 @@ class Clock:
             self.non_model_peak = max(self.non_model_peak, found)
         return found
 
-    def _note_peak(self) -> None:
+    def _peak(self) -> int:
         peak = self.meter.peak(self._bytes())
         self.non_model_peak = max(self.non_model_peak, peak)
+        return peak
+
+    def _note_peak(self) -> None:
+        peak = self._peak()
         if self.trace.moments:
             last = self.trace.moments[-1]
             last.non_model_bytes = max(last.non_model_bytes, peak)
 
     def _check_peak(self) -> None:
         """Note what a second iteration needs: what libraries came to keep in the first is there from its start."""
-        peak = self.meter.peak(self._bytes())
+        peak = self._peak()
         moment = self.trace.moments[self.manager.now]
         if peak > moment.non_model_bytes:
             moment.entered_bytes += peak - moment.non_model_bytes
             moment.non_model_bytes = peak
-        self.non_model_peak = max(self.non_model_peak, peak)
 
     def _bytes(self) -> int:
         """What the meter sees and must not count: chunks, and on a CPU the host tier."""

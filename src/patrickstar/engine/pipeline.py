@@ -12,6 +12,7 @@ from patrickstar.kernels.rule import Gradient, Rule, Span
 from patrickstar.layout.lists import GRAD32
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.interrupts import uninterrupted
+from patrickstar.memory.manager import Manager
 
 # [Note: updating after the step has returned]
 # A parameter must be new when it is used, and not before. So `optimizer.step()` says what is to be done, and returns.
@@ -206,7 +207,8 @@ class Pipeline:
                 part = _overlap(slot, there.first, there.first + there.numel)
                 if part is not None:
                     spans.append(self._span(slot, rule, part, there.first, pages))
-                    self._count_moves(slot, part)
+                    if slot.chunk.device_valid:  # states are on the host
+                        count_crossing(self.data.manager, slot, part.stop - part.start)
             self.start(spans, job.scales)
             self.data.manager.mark_written(job.param16, on_device=job.param16.device_valid)
             self.ring.write(there, [chunk for chunk in there.lists if chunk.kind != GRAD32])
@@ -219,13 +221,6 @@ class Pipeline:
             # Wherever Ctrl-C or a failure struck: what lies on disk is whole, page by page, and parameters follow it.
             self._give_up(error)
             raise
-
-    def _count_moves(self, slot: Slot, part: slice) -> None:
-        """States are on the host: where the parameter is above, its gradient comes down, and it goes up again."""
-        if slot.chunk.device_valid:
-            nbytes = (part.stop - part.start) * slot.chunk.dtype.itemsize
-            for to_device in (False, True) if slot.over_param else (True,):
-                self.data.manager.count_move(nbytes, to_device=to_device)
 
     def _span(self, slot: Slot, rule: Rule, part: slice, first: int, pages: Mapping[str, torch.Tensor]) -> Span:
         """What the update of a part of a parameter reads and writes."""
@@ -244,6 +239,15 @@ class Pipeline:
             grad = Gradient(earlier, None, dtype)
         master, *states = (pages[spec.kind][on_page] for spec in slot.scheme.optimizer_lists)
         return Span(param, grad, master, tuple(states), rule)
+
+
+def count_crossing(manager: Manager, slot: Slot, numel: int) -> int:
+    """Count the bytes with which a part of a parameter is updated below: its gradient comes down, and it goes up."""
+    nbytes = numel * slot.chunk.dtype.itemsize
+    directions = (False, True) if slot.over_param else (True,)
+    for to_device in directions:
+        manager.count_move(nbytes, to_device=to_device)
+    return nbytes * len(directions)
 
 
 def _overlap(slot: Slot, first: int, end: int) -> slice | None:

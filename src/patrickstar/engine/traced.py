@@ -69,8 +69,8 @@ def traced_workloads(
             with META:
                 model = model()
         # No chunk can be smaller than the largest parameter, and none need be larger.
-        largest = max((param.numel() for param in model.parameters()), default=1)
-        numel = sum(param.numel() for param in model.parameters())
+        sizes = [param.numel() for param in model.parameters()]
+        largest, numel = max(sizes, default=1), sum(sizes)
         config = Config(
             device="cpu",
             device_memory=PLENTY * numel + OF_ACTIVATIONS,

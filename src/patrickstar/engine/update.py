@@ -8,7 +8,7 @@ import torch
 
 from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.optimizers import Optimizer
-from patrickstar.engine.pipeline import Pipeline
+from patrickstar.engine.pipeline import Pipeline, count_crossing
 from patrickstar.engine.ring import Ring, RingSize
 from patrickstar.engine.slot import Slot
 from patrickstar.kernels.choice import Kernels
@@ -116,10 +116,7 @@ class Update:
         """Where the parameter lies above its master, its gradient comes down, and it goes up again."""
         manager = self.data.manager
         if slot.chunk.device_valid and not manager[PARAM32, slot.place.chunk].device_valid:
-            nbytes = slot.place.numel * slot.chunk.dtype.itemsize
-            for to_device in (False, True) if slot.over_param else (True,):
-                manager.count_move(nbytes, to_device=to_device)
-                slot.chunk.moved_bytes += nbytes
+            slot.chunk.moved_bytes += count_crossing(manager, slot, slot.place.numel)
 
     def span(self, slot: Slot, rule: Rule) -> Span:
         """What an update of one parameter reads and writes, where it lies."""

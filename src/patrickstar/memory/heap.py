@@ -61,16 +61,12 @@ class Heap:
         """Whether, as far as `who` goes, blocks of up to 32 MiB may be kept when they are freed, or none of 128 KiB.
 
         Kept ones make a step faster: the system clears every page that it hands out, which was measured to take 15 to
-        35 % of a step on a CPU. Whoever forbids it and is gone forbids nothing.
+        35 % of a step on a CPU. Whoever forbade it and is gone no longer counts when somebody next says so.
         """
         if allowed:
             self._forbidding.discard(who)
         else:
             self._forbidding.add(who)
-        self.settle()
-
-    def settle(self) -> None:
-        """Do as those who are there want it."""
         forbidden = len(self._forbidding) > 0
         if not self._knows_plugs or forbidden is self._plugged:
             return

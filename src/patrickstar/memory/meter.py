@@ -81,11 +81,26 @@ class CudaMeter:
         """Nor does it matter what is cached from now on."""
 
 
-class ResidentMeter:
+class _HeapMeter:
+    """Sees what the process's heap keeps of freed memory, and has it given back."""
+
+    counts_freed = True
+
+    @property
+    def keeps(self) -> bool:
+        return process_heap().keeps
+
+    def reclaim(self) -> None:
+        process_heap().trim()
+
+    def let_keep(self, allowed: bool) -> None:
+        process_heap().let_keep(allowed, self)
+
+
+class ResidentMeter(_HeapMeter):
     """Resident memory of the process as the kernel counts it, peaks included, above what it was at calibration."""
 
     source = "resident memory of the process less mapped files, peaks by the kernel's high-water mark"
-    counts_freed = True
 
     def __init__(self) -> None:
         self.baseline_bytes = 0
@@ -116,27 +131,16 @@ class ResidentMeter:
     def restart(self) -> None:
         os.pwrite(self._clear, _RESET_PEAK, 0)
 
-    @property
-    def keeps(self) -> bool:
-        return process_heap().keeps
-
-    def reclaim(self) -> None:
-        process_heap().trim()
-
-    def let_keep(self, allowed: bool) -> None:
-        process_heap().let_keep(allowed, self)
-
 
 def _kib(status: bytes, key: bytes) -> int:
     start = status.index(key) + len(key)
     return int(status[start : status.index(b"kB", start)])
 
 
-class SampledMeter:
+class SampledMeter(_HeapMeter):
     """Resident memory sampled at operator boundaries: what is left where the kernel keeps no resettable peak."""
 
     source = "resident memory of the process, sampled at operator boundaries (peaks inside operators are missed)"
-    counts_freed = True
 
     def __init__(self) -> None:
         self.baseline_bytes = 0
@@ -152,16 +156,6 @@ class SampledMeter:
 
     def restart(self) -> None:
         """A sample has no past."""
-
-    @property
-    def keeps(self) -> bool:
-        return process_heap().keeps
-
-    def reclaim(self) -> None:
-        process_heap().trim()
-
-    def let_keep(self, allowed: bool) -> None:
-        process_heap().let_keep(allowed, self)
 
 
 def default_meter(device: torch.device) -> Meter:

@@ -20,9 +20,6 @@ class Variables:
 
     count: int
 
-    def __post_init__(self) -> None:
-        assert self.count > 0
-
     @property
     def one(self) -> Expression:
         """The constant."""
