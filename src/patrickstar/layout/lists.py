@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 PARAM16 = "param16"
 """What operators read: the parameter in its compute dtype (16 bits in mixed precision), later its gradient."""
+SHARD16 = "shard16"
+"""With several processes, the part of a chunk of `param16` that one of them owns; later its averaged gradient."""
 PARAM32 = "param32"
 """The master copy that the optimizer updates."""
 EXP_AVG = "exp_avg"

@@ -31,13 +31,18 @@ def largest_useful_numel(params: Sequence[ParamSpec], device_budget_bytes: int, 
     return max(ALIGN_NUMEL, min(bound, total) // ALIGN_NUMEL * ALIGN_NUMEL)
 
 
-def search_layout(params: Sequence[ParamSpec], device_budget_bytes: int, with_disk: bool = False) -> Layout:
+def search_layout(
+    params: Sequence[ParamSpec], device_budget_bytes: int, with_disk: bool = False, nproc: int = 1, rank: int = 0
+) -> Layout:
     """The layout with the least padding over chunk sizes from half the largest useful size up to it.
 
+    With several processes it is a group that has this size, since groups are what the device holds.
     Of two sizes that waste the same, the larger is taken: fewer moves. A range of a factor of two keeps the search
     from the trivial answer, a private chunk for every parameter.
     """
-    upper = largest_useful_numel(params, device_budget_bytes, with_disk)
+    upper = align(-(-largest_useful_numel(params, device_budget_bytes, with_disk) // nproc))
     step = max(ALIGN_NUMEL, align(upper // (2 * CANDIDATES)))
     sizes = range(upper, max(ALIGN_NUMEL, upper // 2) - 1, -step)
-    return min((build_layout(params, size) for size in sizes), key=lambda layout: layout.padding_bytes)
+    layouts = (build_layout(params, size, nproc, rank) for size in sizes)
+    # Of all processes' parts together, so that all find the same.
+    return min(layouts, key=lambda layout: sum(chunk.numel * chunk.scheme.bytes_per_param for chunk in layout.chunks))

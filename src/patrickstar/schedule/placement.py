@@ -68,14 +68,16 @@ def _with_disk(chunks: Sequence[ChunkSpec], budgets: Budgets) -> dict[int, Tiers
     for the disk. The host's room is all theirs at first: how much of it they need shows in the first step, and what
     they leave goes to optimizer chunks then (`homes`).
     """
-    param16 = sum(chunk.compute_bytes for chunk in chunks)
-    room = budgets.host - param16
+    param16 = sum(chunk.spill_bytes for chunk in chunks)
+    room = budgets.host - param16 - sum(chunk.shard_bytes for chunk in chunks)
     placement = {}
     for chunk in chunks:
         fits = chunk.scheme.trained and chunk.optimizer_bytes <= room
         room -= chunk.optimizer_bytes if fits else 0
         placement[chunk.index] = Tiers(Tier.DEVICE, Tier.HOST if fits else Tier.DISK)
     enough = disk_bytes(chunks, placement) <= budgets.disk
+    # What processes own of `param16` is read at every gather, and stays on the host.
+    enough = enough and sum(chunk.shard_bytes for chunk in chunks) <= budgets.host
     return placement if enough and max(chunk.compute_bytes for chunk in chunks) <= budgets.device else None
 
 
@@ -84,7 +86,9 @@ def disk_bytes(chunks: Sequence[ChunkSpec], placement: Mapping[int, Tiers]) -> i
     blocks = 0
     for chunk in chunks:
         lists = chunk.scheme.lists if placement[chunk.index].optimizer is Tier.DISK else chunk.scheme.lists[:1]
-        blocks += sum(-(-chunk.numel * spec.itemsize // DISK_BLOCK_BYTES) for spec in lists)
+        if chunk.shared:
+            lists = lists[1:]
+        blocks += sum(-(-chunk.own_numel * spec.itemsize // DISK_BLOCK_BYTES) for spec in lists)
     return blocks * DISK_BLOCK_BYTES
 
 
@@ -97,12 +101,12 @@ def _in_memory(
     hold and beside what changes places. The others live on the device, and `param16` has what they leave:
     while the host can take the rest, no more than the warm-up may fill.
     """
-    param16 = sum(chunk.compute_bytes for chunk in chunks)
+    param16 = sum(chunk.spill_bytes for chunk in chunks)
     largest = max(chunk.compute_bytes for chunk in chunks)
     # What evicting whole chunks can overshoot by, and the chunk that comes: with both free somewhere, no order of
     # evictions gets stuck. Nor does any where the host can take all of `param16`.
-    exchange = 2 * largest
-    below = sum(chunk.optimizer_bytes for chunk in chunks)
+    exchange = 2 * max(chunk.spill_bytes for chunk in chunks)
+    below = sum(chunk.optimizer_bytes + chunk.shard_bytes for chunk in chunks)
     above: set[int] = set()
     forced = 0
     waiting = [chunk for chunk in chunks if chunk.scheme.trained]
@@ -124,7 +128,7 @@ def _in_memory(
         for chunk in chunks:
             stays = chunk.compute_bytes <= room
             room -= chunk.compute_bytes if stays else 0
-            spilled += 0 if stays else chunk.compute_bytes
+            spilled += 0 if stays else chunk.spill_bytes
             placement[chunk.index] = Tiers(
                 Tier.DEVICE if stays else Tier.HOST, Tier.DEVICE if chunk.index in above else Tier.HOST
             )
