@@ -39,3 +39,7 @@ class DiskError(PatrickStarError):
 
 class MoveError(PatrickStarError):
     """A thread that moves bytes ended, or its transfer was cancelled, before the bytes had moved."""
+
+
+class PeerError(MoveError):
+    """Another process has ended, fails to answer, or does not do as the others do."""

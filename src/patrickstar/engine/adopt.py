@@ -12,7 +12,7 @@ from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.precision import compute_dtypes
 from patrickstar.engine.slot import Slot
 from patrickstar.errors import ModelError
-from patrickstar.layout.lists import PARAM16, PARAM32, scheme_for
+from patrickstar.layout.lists import PARAM16, PARAM32, SHARD16, scheme_for
 from patrickstar.layout.mapping import ChunkSpec, Layout, ParamSpec, build_layout
 from patrickstar.layout.search import search_layout
 from patrickstar.memory.chunk import Chunk, Region
@@ -75,12 +75,21 @@ def param_specs(module: nn.Module, config: Config) -> list[ParamSpec]:
     ]
 
 
-def make_layout(params: list[ParamSpec], config: Config, device_budget_bytes: int) -> Layout:
-    """The layout with the chunk size asked for, or the one that wastes least."""
+def make_layout(
+    params: list[ParamSpec], config: Config, device_budget_bytes: int, nproc: int = 1, rank: int = 0
+) -> Layout:
+    """The layout with the chunk size asked for, or the one that wastes least.
+
+    Where a group of chunks of the size asked for is more than half the device, chunks are not grouped.
+    """
     if config.chunk_size == "auto":
-        return search_layout(params, device_budget_bytes, config.disk is not None)
+        return search_layout(params, device_budget_bytes, config.disk is not None, nproc, rank)
     itemsize = max(param.scheme.compute.itemsize for param in params)
-    return build_layout(params, max(1, int(config.chunk_size) // itemsize))
+    layout = build_layout(params, max(1, int(config.chunk_size) // itemsize), nproc, rank)
+    shared = max((chunk.compute_bytes for chunk in layout.chunks if not chunk.private), default=0)
+    if nproc > 1 and 2 * shared > device_budget_bytes:
+        return build_layout(params, layout.chunk_numel, nproc, rank, grouped=False)
+    return layout
 
 
 def used_together(module: nn.Module) -> list[set[str]]:
@@ -99,9 +108,13 @@ def create_chunks(spec: ChunkSpec, tiers: Tiers, manager: Manager) -> Chunk:
     """Make all chunks of one index, zeroed, or none."""
     made = []
     try:
-        for item in spec.scheme.lists:
+        if spec.shared:
+            compute = spec.scheme.compute
+            made.append(manager.new_shared_chunk(PARAM16, spec.index, spec.numel, compute.dtype))
+            made.append(manager.new_chunk(SHARD16, spec.index, spec.own_numel, compute.dtype, Tier.HOST))
+        for item in spec.scheme.optimizer_lists if spec.shared else spec.scheme.lists:
             tier = tiers.compute if item.kind == PARAM16 else tiers.optimizer
-            made.append(manager.new_chunk(item.kind, spec.index, spec.numel, item.dtype, tier))
+            made.append(manager.new_chunk(item.kind, spec.index, spec.own_numel, item.dtype, tier))
     except BaseException:
         for chunk in made:
             manager.remove(chunk)
@@ -120,7 +133,9 @@ def adopt(
 ) -> None:
     """Move every parameter into its slot, one at a time, its old memory freed before the next is looked at."""
     schemes = {param.name: param.scheme for param in params}
-    lookups = lookup_weights(module)
+    shared = any(chunk.shared for chunk in layout.chunks)
+    # Of a weight that several processes share none has all on its host.
+    lookups = set() if shared else lookup_weights(module)
     by_name = dict(module.named_parameters())
     creation = {name: position for position, name in enumerate(by_name)}
     manager = data.manager
@@ -137,13 +152,19 @@ def adopt(
                     raise ModelError(
                         f"weights give {tuple(value.shape)} for parameter {name!r} of {tuple(param.shape)}"
                     )
-            place = layout.places[name]
+            place, first = layout.own_place(name)
             # Strides are kept: kernels sum in memory order, and their bits depend on it.
-            region = Region(place.offset, tuple(param.shape), torch.empty_like(param, device="meta").stride())
-            slot = Slot(name, param, schemes[name], place, chunk, region, name in lookups)
-            slot.payload().copy_(value)
+            region = Region(
+                layout.places[name].offset, tuple(param.shape), torch.empty_like(param, device="meta").stride()
+            )
+            own = manager[SHARD16, spec.index] if spec.shared else chunk
+            slot = Slot(name, param, schemes[name], place, chunk, region, own, first, name in lookups)
+            if spec.shared:
+                slot.flat(own).copy_(slot.flattened(value)[slot.part])
+            else:
+                slot.payload().copy_(value)
             if slot.scheme.trained:
-                flat = slot.flattened(value)
+                flat = slot.flattened(value)[slot.part]
                 for where, part in data.parts(slot, PARAM32, write=True):
                     part.copy_(flat[where])
             # A meta Parameter can't be pointed at real memory: only a tensor of another kind takes its identity.
@@ -180,21 +201,25 @@ def promote(
     for slot, spec in zip(slots, specs, strict=True):
         data.have(slot)
         value = slot.payload().clone()
-        old = slot.place.chunk
+        old = slot.chunk.index
         data.by_chunk[old].remove(slot)
-        slot.place, slot.scheme = grown.places[slot.name], spec.scheme
+        slot.place, slot.first = grown.own_place(slot.name)
+        slot.scheme = spec.scheme
         slot.chunk, slot.device_view = data.manager[PARAM16, slot.place.chunk], None
-        slot.region = replace(slot.region, offset=slot.place.offset)
+        slot.own = data.manager[SHARD16, slot.place.chunk] if slot.chunk.shared else slot.chunk
+        slot.region = replace(slot.region, offset=grown.places[slot.name].offset)
         data.by_chunk.setdefault(slot.place.chunk, []).append(slot)
-        data.have(slot)
-        slot.payload().copy_(value)
-        data.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
-        flat = slot.flattened(value)
+        data.have_own(slot)
+        flat = slot.flattened(value)[slot.part]
+        slot.flat(slot.own).copy_(flat)
+        data.manager.mark_written(slot.own, on_device=slot.own.device_valid)
         for where, part in data.parts(slot, PARAM32, write=True):
             part.copy_(flat[where])
         data.point([slot.chunk])
         interceptor.watch_gradient(slot)
         if not data.by_chunk[old]:
-            data.manager.remove(data.manager[PARAM16, old])
+            for kind in (PARAM16, SHARD16):
+                if (kind, old) in data.manager.chunks:
+                    data.manager.remove(data.manager[kind, old])
             del data.by_chunk[old]
     return grown

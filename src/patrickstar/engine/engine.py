@@ -24,6 +24,8 @@ from patrickstar.engine.optimizer import ChunkOptimizer
 from patrickstar.engine.out_of_memory import explain, is_out_of_memory
 from patrickstar.engine.parameters import slot_of
 from patrickstar.engine.precision import LossScaler, cast_inputs
+from patrickstar.engine.shared_data import SharedModelData
+from patrickstar.engine.sharing import agreed_layout, share_buffers, shared_data
 from patrickstar.engine.slot import Slot
 from patrickstar.engine.state import ModelState
 from patrickstar.engine.stats import Stats
@@ -37,8 +39,10 @@ from patrickstar.memory.manager import Manager
 from patrickstar.memory.meter import Meter
 from patrickstar.memory.movers import THREAD_NAME
 from patrickstar.memory.scratch import PAGE_BYTES
+from patrickstar.parallel.world import World
 from patrickstar.schedule.placement import WARM_UP_PERCENT, Tier, homes, margin_chunks
 from patrickstar.schedule.prefetch import OnDemand, Prefetch
+from patrickstar.schedule.rounds import Want
 
 if TYPE_CHECKING:
     from patrickstar.engine.forecast import Forecast
@@ -66,17 +70,23 @@ class Engine:
         policy: type[Prefetch] | None = None,
         page_bytes: int = PAGE_BYTES,
         hardware: Hardware | None = None,
+        world: World | None = None,
     ) -> None:
         self.config = config
+        self.world = world
         hardware = hardware if hardware is not None else Hardware(config.find_device())
         self.device = hardware.device
-        self.device_budget_bytes, self.host_budget_bytes = budgets(config, hardware)
+        sharing = 1 if world is None else len(world.on_this_host)
+        self.device_budget_bytes, self.host_budget_bytes = budgets(config, hardware, sharing)
         self.module = model if isinstance(model, nn.Module) else model()
         check_model(self.module, self.device)
         params = param_specs(self.module, config)
-        self.layout: Layout = make_layout(params, config, self.device_budget_bytes)
+        if world is None:
+            self.layout: Layout = make_layout(params, config, self.device_budget_bytes)
+        else:
+            self.layout = agreed_layout(world, self.module, params, config, self.device_budget_bytes)
         memory = self.device_budget_bytes, self.host_budget_bytes
-        tiers = plan_tiers(config, self.layout, used_together(self.module), memory, hardware, page_bytes)
+        tiers = plan_tiers(config, self.layout, used_together(self.module), memory, hardware, page_bytes, sharing)
         meter = meter if meter is not None else hardware.meter()
         # A GPU's host slab is locked as a whole, so it begins no larger than what is sure to be in it.
         needed = self.layout.model_data_bytes + tiers.staging_bytes
@@ -94,6 +104,8 @@ class Engine:
         )
         self._clock = Clock(self._manager, meter, policy)
         self._data = ModelData(self._manager, self._clock)
+        if world is not None:
+            self._data = shared_data(world, self.layout, self._manager, self._clock)
         self._scaler = LossScaler(config.precision == "fp16")
         self._kernels = kernels if kernels is not None else Kernels.best(self.device)
         self._gradients = Gradients(self._data, self._scaler, self._kernels)
@@ -101,6 +113,8 @@ class Engine:
         self._update = Update(self._data, config.optimizer, self._kernels, tiers.ring)
         if self._update.pipeline is not None:
             self._update.pipeline.ahead = policy is not OnDemand
+        if isinstance(self._data, SharedModelData):
+            self._data.complete = self._update.complete
         self._early = EarlyUpdate(self._data, self._update)
         self._interceptor = Interceptor(self._data, self._early, self._scaler.enabled)
         self._offload = ActivationOffload(self._manager) if config.activation_offload else None
@@ -111,6 +125,8 @@ class Engine:
             self._interceptor.close()
             self._state.release()
             raise
+        if world is not None:
+            share_buffers(world, self.module)
         self._move_buffers()
         self._clock.calibrate()
         self._update.homes = {index: place.optimizer for index, place in tiers.placement.items()}
@@ -175,7 +191,8 @@ class Engine:
                 "update=True out, or use precision='bf16'"
             )
         self._interceptor.abandon()
-        groups = self.optimizer.group_by_slot() if update else None
+        # Gradients of several processes are complete when all have met, at the step.
+        groups = self.optimizer.group_by_slot() if update and self.world is None else None
         self._interceptor.backward_depth += 1
         self._data.begin_backward()
         if groups is not None:
@@ -209,7 +226,19 @@ class Engine:
             raise ModelError(f"the model has no parameter {name!r}")
         self._early.check("reading a gradient")
         with self._stopping_on_loss():
+            self._data.meet_gradients(Want.STATE)
             return self._gradients.read(self._by_name[name])
+
+    def average(self, value: float | torch.Tensor) -> float:
+        """The mean of a number over all processes, added up in the order of ranks in fp64; with one process itself."""
+        self._check_open()
+        number = float(value)
+        if self.world is None:
+            return number
+        with self._stopping_on_loss():
+            self._data.meet(Want.AVERAGE)
+            found = self.world.collect(torch.tensor([number], dtype=torch.float64))
+            return sum(found[:, 0].tolist()) / self.world.size
 
     def plan(self, *args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> "Forecast":
         """What a step on such inputs will take, rehearsed without computing anything: seconds, bytes per tier, moves.
@@ -228,6 +257,12 @@ class Engine:
         Raises DiskError or MoveError, when all is given back, if the disk fails under it and parameters are lost.
         """
         self._state.keep = keep
+        if self._release.alive and self.world is not None and keep:
+            with self._stopping_on_loss():
+                self._complete()
+                self._drop_gradients()
+                self._data.meet(Want.CLOSE)
+                self._state.complete = True
         lost = self._release()
         if lost and keep and (failed := self._manager.transit.failed) is not None:
             failed.add_note(f"{len(lost)} parameters could not be read back and are NaN: {', '.join(lost)}.")
@@ -244,6 +279,7 @@ class Engine:
         self._check_open()
         with self._stopping_on_loss():
             self._complete()
+            self._data.meet(Want.STATE)
             return self._state.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
@@ -266,9 +302,11 @@ class Engine:
         manager.compute.comfort_bytes = manager.compute.budget_bytes
         with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._early.finish(groups)
+            self._data.meet_gradients(Want.STEP)
             overflow = self._gradients.overflowed()
             if not overflow:
                 self._update.run(groups.get, self._gradients.scales)
+            self._data.close_step(None if overflow else groups)
             self._gradients.drop()
             self._data.settle_embeddings()
         if self._data.end_step():
@@ -409,6 +447,8 @@ def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list
         interceptor.early.abandon()
         blocks.close()
         state.data.drop_uses()
+        if state.data.peers is not None and not state.complete:
+            state.data.peers.leave()
         try:
             if state.keep:
                 interceptor.early.update.complete()
@@ -421,6 +461,8 @@ def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list
             state.data.manager.transit.salvaging = True
             interceptor.close()
             lost = state.release()
+            if state.data.peers is not None:
+                state.data.peers.close()
         return lost
 
 
@@ -430,7 +472,10 @@ def initialize(
     """Put a model under management: returns the engine to call in its place, and the optimizer.
 
     model: what builds the `nn.Module`, or the module itself. weights: gives values by parameter name for parameters
-    on the meta device. Raises ConfigError, DeviceError, ModelError or BudgetError before the first step.
+    on the meta device. Where torchrun has started several processes, or the script has joined them by
+    `torch.distributed.init_process_group`, each gets a part of the model data, and all have to come here. Raises
+    ConfigError, DeviceError, ModelError or BudgetError before the first step.
     """
-    engine = Engine(model, config if config is not None else Config(), weights)
+    config = config if config is not None else Config()
+    engine = Engine(model, config, weights, world=World.find(config.find_device()))
     return engine, engine.optimizer

@@ -7,6 +7,7 @@ from patrickstar.engine.precision import LossScaler, clip_coefficient
 from patrickstar.engine.slot import Slot
 from patrickstar.kernels.choice import Kernels
 from patrickstar.kernels.survey import Survey, survey_of_parts
+from patrickstar.schedule.rounds import Want
 
 
 class Gradients:
@@ -22,8 +23,9 @@ class Gradients:
     @property
     def scales(self) -> tuple[float, ...]:
         """What the update multiplies gradients by, one factor after the other, each product rounded."""
+        average = (1.0 / self.data.peers.world.size,) if self.data.peers is not None else ()
         unscale = (1.0 / self.scaler.scale,) if self.scaler.enabled else ()
-        return (*unscale, *self._clips)
+        return (*average, *unscale, *self._clips)
 
     @property
     def clipped(self) -> bool:
@@ -32,6 +34,7 @@ class Gradients:
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Have the step scale gradients to a global norm of at most `max_norm`; returns the norm before."""
+        self.data.meet_gradients(Want.NORM)
         self._survey = self._look()
         total, factor = clip_coefficient(self._survey.norm, max_norm)
         if self._survey.sums:
@@ -43,7 +46,7 @@ class Gradients:
         if not slot.has_gradient:
             return None
         with torch.no_grad():
-            self.data.have(slot)
+            self.data.have_own(slot)
             if not self.data.gradient_on_disk(slot):
                 grad = self.data.gradient(slot).together().scaled(self.scales)
             else:
@@ -74,7 +77,7 @@ class Gradients:
             for slots in self.data.by_chunk.values():
                 some = [slot for slot in slots if slot.has_gradient]
                 for slot in some:
-                    self.data.have(slot)
+                    self.data.have_own(slot)
                 on_disk = [slot for slot in some if self.data.gradient_on_disk(slot)]
                 here = [slot for slot in some if slot not in on_disk]
                 found = self.kernels.survey([self.data.gradient(slot).together() for slot in here], self.scales)
@@ -85,4 +88,4 @@ class Gradients:
                     one = survey_of_parts(parts)
                     sums[slot] = one.sums[0]
                     not_finite += one.not_finite
-        return Survey(tuple(sums[slot] for slot in self.data.slots if slot in sums), not_finite)
+        return Survey(*self.data.all_sums(sums, not_finite))

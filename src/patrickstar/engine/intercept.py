@@ -443,5 +443,6 @@ class Interceptor:
         if self.window is not None:
             self.data.release(self.window.slots, TensorState.HOLD)
             self.window = None
+            self.data.proceed()
             self.early.proceed()
             self.early.update.proceed()

@@ -14,7 +14,9 @@ from patrickstar.layout.lists import GRAD32, PARAM16, PARAM32
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.interrupts import uninterrupted
 from patrickstar.memory.manager import Manager
+from patrickstar.parallel.peers import Peers
 from patrickstar.schedule.placement import Tier, embedding_runs_on_host
+from patrickstar.schedule.rounds import Want
 from patrickstar.schedule.states import TensorState, chunk_state
 
 # [Note: what a Parameter is while its chunk is away]
@@ -45,6 +47,8 @@ class ModelData:
         self.clock = clock
         self.slots: list[Slot] = []
         self.by_chunk: dict[int, list[Slot]] = {}
+        self.peers: Peers | None = None
+        """The other processes."""
         self.closed = False
         self.in_backward = False
         self.backward = 0
@@ -114,6 +118,30 @@ class ModelData:
         slot.on_host = False
         self.clock.forget()
         self.point([slot.chunk])
+
+    # Other processes, if there are any
+
+    def meet(self, want: Want) -> None:
+        """Wait until all processes have come for the same, and gradients are with their owners."""
+
+    def meet_gradients(self, want: Want) -> None:
+        """The same; from then on it is known which parameters have gradients."""
+
+    def close_step(self, updated: Iterable[Slot] | None) -> None:
+        """After an update. updated: those with a param group; None if none was."""
+
+    def complete_parts(self, slot: Slot, flat: torch.Tensor) -> None:
+        """Fill a parameter's elements, of which each process has put its own in place, from the others."""
+
+    def forget_gathered(self) -> None:
+        """Drop what was gathered from other processes, which have other values now."""
+
+    def all_sums(self, sums: dict[Slot, float], not_finite: int) -> tuple[tuple[float, ...], int]:
+        """Sums of squares of all parameters that have a gradient, in creation order."""
+        return tuple(sums[slot] for slot in self.slots if slot in sums), not_finite
+
+    def proceed(self) -> None:
+        """Between two operators of a backward: go on with what needs no parameter of theirs."""
 
     def begin_backward(self) -> None:
         """Gradients that come from here on belong to a new backward."""
@@ -344,11 +372,11 @@ class ModelData:
         """A parameter's gradient where it lies. Its two parts, if there are two, may lie on two tiers."""
         dtype = getattr(torch, slot.scheme.master_dtype)
         if not slot.in_list:
-            return Gradient(slot.flat(slot.chunk), None, dtype)
+            return Gradient(slot.flat(slot.own), None, dtype)
         earlier = slot.flat(self.manager[GRAD32, slot.place.chunk])
-        if not slot.over_param:
+        if not slot.over_own:
             return Gradient(earlier, None, dtype)
-        return Gradient(slot.flat(slot.chunk), earlier, dtype)
+        return Gradient(slot.flat(slot.own), earlier, dtype)
 
     @uninterrupted
     def updated(self, slots: Iterable[Slot]) -> None:
@@ -357,15 +385,17 @@ class ModelData:
             slot.steps += 1
             slot.watched = True
             torch.autograd.graph.increment_version(slot.param)
-            slot.over_param = slot.in_list = slot.pending = False
+            slot.over_param = slot.reduced = slot.in_list = slot.pending = False
             slot.move_to(TensorState.HOLD)
 
     @uninterrupted
     def give_up(self, slot: Slot) -> None:
         """An update failed on the way: what lies over the parameter may be anything, and becomes the rounded master."""
         self._round_master(slot)
-        self._note_write(slot)
+        torch.autograd.graph.increment_version(slot.param)
+        self.manager.mark_written(slot.own, on_device=slot.own.device_valid)
         slot.over_param, slot.in_list, slot.unfinished, slot.pending = False, False, None, False
+        slot.reduced = False
         if slot.uses == 0:
             slot.move_to(TensorState.HOLD)
 
@@ -384,6 +414,12 @@ class ModelData:
         self.manager.have(slot.chunk)
         self.follow_moves()
 
+    @uninterrupted
+    def have_own(self, slot: Slot) -> None:
+        """The same of the chunk that has this process's part."""
+        self.manager.have(slot.own)
+        self.follow_moves()
+
     def gradient_on_disk(self, slot: Slot) -> bool:
         """Whether a part of a parameter's gradient has to be read from disk, as `gradient_parts` does."""
         return slot.in_list and not self.manager[GRAD32, slot.place.chunk].in_memory
@@ -392,20 +428,24 @@ class ModelData:
         """A parameter's gradient, part by part: what was accumulated may lie on disk."""
         dtype = getattr(torch, slot.scheme.master_dtype)
         for where, earlier in self.parts(slot, GRAD32):
-            last = slot.flat(slot.chunk)[where] if slot.over_param else None
+            last = slot.flat(slot.own)[where] if slot.over_own else None
             yield where, Gradient(earlier, None, dtype) if last is None else Gradient(last, earlier, dtype)
 
     def _round_master(self, slot: Slot) -> None:
         """Put the rounded master over whatever lies there."""
-        payload = slot.flat(slot.chunk)
+        payload = slot.flat(slot.own)
         for where, part in self.parts(slot, PARAM32):
             copy_rounded(part, payload[where])
 
-    def _restore(self, slot: Slot) -> None:
+    def _restore_own(self, slot: Slot) -> None:
+        """Have the parameter again where a gradient lies over this process's part."""
         master = self.manager[PARAM32, slot.place.chunk]
         self._round_master(slot)
-        self._count(master, slot.chunk, slot.place.numel * slot.chunk.dtype.itemsize)
-        self.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
+        self._count(master, slot.own, slot.place.numel * slot.own.dtype.itemsize)
+        self.manager.mark_written(slot.own, on_device=slot.own.device_valid)
+
+    def _restore(self, slot: Slot) -> None:
+        self._restore_own(slot)
         torch._C._autograd._unsafe_set_version_counter((slot.param,), (slot.version_before_gradient,))
         slot.over_param = False
         if slot.uses == 0:
@@ -420,8 +460,8 @@ class ModelData:
             if tier is Tier.HOST and self.manager.disk is not None and beside.nbytes > self.manager.host.free_bytes:
                 tier = Tier.DISK
             self.manager.new_chunk(GRAD32, index, beside.numel, slot.scheme.master_dtype, tier)
-        self._count(slot.chunk, self.manager[GRAD32, index], slot.place.numel * slot.chunk.dtype.itemsize)
-        grad = slot.flat(slot.chunk)
+        self._count(slot.own, self.manager[GRAD32, index], slot.place.numel * slot.own.dtype.itemsize)
+        grad = slot.flat(slot.own)
         for where, total in self.parts(slot, GRAD32, write=True):
             if slot.in_list:
                 total.add_(grad[where].to(total.device, total.dtype))

@@ -10,6 +10,7 @@ from patrickstar.engine.optimizers import Optimizer
 from patrickstar.engine.parameters import slot_of
 from patrickstar.engine.slot import Slot
 from patrickstar.errors import ConfigError, ModelError
+from patrickstar.schedule.rounds import Want
 
 if TYPE_CHECKING:
     from patrickstar.engine.engine import Engine
@@ -61,6 +62,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
 
     def _state_dict(self) -> dict[str, Any]:
         self._engine._complete()
+        self._engine._data.meet(Want.STATE)
         positions = self._positions()
         groups = []
         for group in self.param_groups:

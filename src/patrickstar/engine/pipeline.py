@@ -41,7 +41,7 @@ class Job:
     @property
     def param16(self) -> Chunk:
         """The chunk whose gradients become parameters."""
-        return next(iter(self.rules)).chunk
+        return next(iter(self.rules)).own
 
 
 class Pipeline:
@@ -132,7 +132,7 @@ class Pipeline:
         for there in list(self.ring.live):
             self.ring.drop(there)
         for slot in slots:
-            self.data.have(slot)
+            self.data.have_own(slot)
             self.data.give_up(slot)
         error.add_note(
             f"The update of {', '.join(slot.name for slot in slots)} failed on the way: these parameters may be "
@@ -207,7 +207,7 @@ class Pipeline:
                 part = _overlap(slot, there.first, there.first + there.numel)
                 if part is not None:
                     spans.append(self._span(slot, rule, part, there.first, pages))
-                    if slot.chunk.device_valid:  # states are on the host
+                    if slot.own.device_valid:  # states are on the host
                         count_crossing(self.data.manager, slot, part.stop - part.start)
             self.start(spans, job.scales)
             self.data.manager.mark_written(job.param16, on_device=job.param16.device_valid)
@@ -225,14 +225,14 @@ class Pipeline:
     def _span(self, slot: Slot, rule: Rule, part: slice, first: int, pages: Mapping[str, torch.Tensor]) -> Span:
         """What the update of a part of a parameter reads and writes."""
         on_page = slice(slot.place.offset + part.start - first, slot.place.offset + part.stop - first)
-        param = slot.flat(slot.chunk)[part]
+        param = slot.flat(slot.own)[part]
         earlier = None
         if slot.in_list:
             kept = pages.get(GRAD32)
             chunk = self.data.manager[GRAD32, slot.place.chunk]
             earlier = kept[on_page] if kept is not None else slot.flat(chunk)[part]
         dtype = getattr(torch, slot.scheme.master_dtype)
-        if slot.over_param:
+        if slot.over_own:
             grad = Gradient(param, earlier, dtype)
         else:
             assert earlier is not None, f"{slot.name} has no gradient"
@@ -243,8 +243,8 @@ class Pipeline:
 
 def count_crossing(manager: Manager, slot: Slot, numel: int) -> int:
     """Count the bytes with which a part of a parameter is updated below: its gradient comes down, and it goes up."""
-    nbytes = numel * slot.chunk.dtype.itemsize
-    directions = (False, True) if slot.over_param else (True,)
+    nbytes = numel * slot.own.dtype.itemsize
+    directions = (False, True) if slot.over_own else (True,)
     for to_device in directions:
         manager.count_move(nbytes, to_device=to_device)
     return nbytes * len(directions)

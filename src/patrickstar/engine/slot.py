@@ -1,5 +1,6 @@
 """A slot: one parameter of the user's model and its place in the chunks."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,12 @@ from patrickstar.schedule.states import TensorState, check_transition
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter, its place, and what is going on with it. Identity is the parameter's."""
+    """A parameter, its place, and what is going on with it. Identity is the parameter's.
+
+    `chunk` and `region` say where operators find it. `own` and `place` say where the part lies that this process has
+    in its lists: all of it, and in the same chunk, unless there are several processes. That part begins at element
+    `first` of the parameter.
+    """
 
     name: str
     param: nn.Parameter
@@ -22,6 +28,8 @@ class Slot:
     place: Place
     chunk: Chunk
     region: Region
+    own: Chunk
+    first: int = 0
     embedding: bool = False
     """Only embedding lookups read it, and its chunk is its own."""
     on_host: bool = False
@@ -34,6 +42,12 @@ class Slot:
     uses: int = 0
     over_param: bool = False
     """A gradient lies over the parameter, in its `param16` chunk."""
+    reduced: bool = False
+    """With several processes: the sum of their gradients lies over this one's part."""
+    came: bool = False
+    """With several processes: a gradient has come since the last step, here or, once they have met, anywhere."""
+    handed_over: bool = False
+    """With several processes: a gradient lay over the parameter, and has left for its owners."""
     in_list: bool = False
     """Earlier gradients of this step are summed in the gradient list."""
     unfinished: torch.Tensor | None = None
@@ -63,7 +77,22 @@ class Slot:
     @property
     def has_gradient(self) -> bool:
         """Whether the next step has something to do here."""
-        return (self.over_param or self.in_list) and not self.pending
+        return (self.over_own or self.in_list) and not self.pending
+
+    @property
+    def over_own(self) -> bool:
+        """Whether a gradient that the update can take lies over this process's part."""
+        return self.reduced if self.chunk.shared else self.over_param
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def part(self) -> slice:
+        """Which of them this process has in its lists."""
+        return slice(self.first, self.first + self.place.numel)
 
     def move_to(self, state: TensorState) -> None:
         """Change state, along legal transitions only."""
@@ -81,18 +110,14 @@ class Slot:
         return self.chunk.current(self.region)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
-        """This parameter's elements of a parallel chunk, in a row as they lie in memory."""
+        """This parameter's elements in one of this process's lists, in a row as they lie in memory."""
         return chunk.current(Region(self.place.offset, (self.place.numel,), (1,)))
 
     def flattened(self, value: torch.Tensor) -> torch.Tensor:
         """A value of the parameter's shape, its elements in a row as the parameter's lie in memory."""
         value = value.expand(self.shape)
-        if value.stride() != self.region.strides or value.numel() != self.place.numel:
+        if value.stride() != self.region.strides or value.numel() != self.numel:
             value = torch.empty_strided(self.shape, self.region.strides, dtype=value.dtype, device=value.device).copy_(
                 value
             )
-        return value.as_strided((self.place.numel,), (1,))
-
-    def in_chunk(self, chunk: Chunk) -> torch.Tensor:
-        """This parameter's part of a parallel chunk, where that one is current."""
-        return chunk.current(self.region)
+        return value.as_strided((self.numel,), (1,))

@@ -11,7 +11,7 @@ from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.parameters import release_parameter, slot_of
 from patrickstar.engine.slot import Slot
 from patrickstar.errors import DiskError, ModelError, MoveError, TrainingError
-from patrickstar.layout.lists import PARAM16, PARAM32
+from patrickstar.layout.lists import PARAM16, PARAM32, SHARD16
 from patrickstar.memory.manager import Manager
 
 
@@ -23,19 +23,27 @@ class ModelState:
         self.data = data
         self.keep = True
         """Whether `release` leaves parameters their values."""
+        self.complete = False
+        """Whether all processes are here for that, if there are several."""
 
     def read(self, slot: Slot, kind: str) -> torch.Tensor:
-        """A copy, on the host, of a parameter's part of a list."""
+        """A copy, on the host, of a parameter in a list; of several processes each gives its part."""
+        kind = slot.own.kind if kind == PARAM16 else kind
         chunk = self.data.manager[kind, slot.place.chunk]
         found = torch.empty_strided(slot.shape, slot.region.strides, dtype=chunk.dtype)
-        flat = found.as_strided((slot.place.numel,), (1,))
-        for where, part in self.data.parts(slot, kind):
-            flat[where].copy_(part)
+        flat = found.as_strided((slot.numel,), (1,))
+        own = flat[slot.part]
+        for where, part in self.data.parts(slot, kind) if slot.place.numel else ():
+            own[where].copy_(part)
+        self.data.complete_parts(slot, flat)
         return found
 
     def write(self, slot: Slot, kind: str, value: torch.Tensor) -> None:
-        """Set a parameter's part of a list."""
-        flat = slot.flattened(value)
+        """Set this process's part of a parameter in a list."""
+        if not slot.place.numel:
+            return
+        kind = slot.own.kind if kind == PARAM16 else kind
+        flat = slot.flattened(value)[slot.part]
         for where, part in self.data.parts(slot, kind, write=True):
             part.copy_(flat[where])
 
@@ -79,6 +87,7 @@ class ModelState:
                     tensor.copy_(state_dict[name])
                 else:
                     self._assign(slot, state_dict[name])
+        self.data.forget_gathered()
 
     def release(self) -> list[str]:
         """Give every chunk back; parameters become ordinary ones on the host, in full precision.
@@ -98,7 +107,7 @@ class ModelState:
         for slot in self.data.slots:
             release_parameter(slot)
         for chunk in list(manager.chunks.values()):
-            if chunk.kind not in (PARAM16, PARAM32):
+            if chunk.kind not in (PARAM16, SHARD16, PARAM32):
                 manager.remove(chunk)
         for index, slots in self.data.by_chunk.items():
             for slot in slots:
@@ -108,13 +117,15 @@ class ModelState:
                     value = self.data.absent(slot.chunk.dtype).expand(slot.shape)
                 slot.param.data = value
                 slot.device_view = None
-            for kind in (PARAM16, PARAM32):
+            for kind in (PARAM16, SHARD16, PARAM32):
                 if (kind, index) in manager.chunks:
                     manager.remove(manager[kind, index])
         return lost
 
     def _salvage(self, slot: Slot) -> torch.Tensor | None:
         """A parameter's value, unless it is lost."""
+        if self.data.peers is not None and not self.complete:
+            return None
         try:
             return self.full_precision(slot)
         except (DiskError, MoveError, TrainingError):

@@ -22,6 +22,12 @@ class StepStats:
     d2h_bytes: int = 0
     disk_read_bytes: int = 0
     disk_write_bytes: int = 0
+    gathered_bytes: int = 0
+    """Bytes of parameters that this process sent to others."""
+    reduced_bytes: int = 0
+    """Bytes of gradients that this process sent to others."""
+    rounds: int = 0
+    """How often the processes agreed on what to communicate."""
     evictions: int = 0
     stall_s: float = 0.0
 
@@ -39,6 +45,9 @@ class StepStats:
             d2h_bytes=self.d2h_bytes + later.d2h_bytes,
             disk_read_bytes=self.disk_read_bytes + later.disk_read_bytes,
             disk_write_bytes=self.disk_write_bytes + later.disk_write_bytes,
+            gathered_bytes=self.gathered_bytes + later.gathered_bytes,
+            reduced_bytes=self.reduced_bytes + later.reduced_bytes,
+            rounds=self.rounds + later.rounds,
             evictions=self.evictions + later.evictions,
             stall_s=self.stall_s + later.stall_s,
         )
@@ -68,6 +77,9 @@ class Stats:
             d2h_bytes=moved.d2h_bytes,
             disk_read_bytes=moved.disk_read_bytes,
             disk_write_bytes=moved.disk_write_bytes,
+            gathered_bytes=moved.gathered_bytes,
+            reduced_bytes=moved.reduced_bytes,
+            rounds=moved.rounds,
             evictions=moved.evictions,
             stall_s=moved.stall_s,
         )

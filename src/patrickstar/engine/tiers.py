@@ -30,11 +30,14 @@ class TierPlan:
     """Host memory that pages on their way take."""
 
 
-def budgets(config: Config, hardware: Hardware) -> tuple[int, int]:
-    """The bytes of device and host. On a CPU they share one RAM: what one is not given is the other's, or half each."""
+def budgets(config: Config, hardware: Hardware, sharing: int = 1) -> tuple[int, int]:
+    """The bytes of device and host. On a CPU they share one RAM: what one is not given is the other's, or half each.
+
+    sharing: how many processes share this machine's RAM; each has its own device, but for a CPU.
+    """
     device_memory = int(config.device_memory) if config.device_memory is not None else None
-    host_memory = int(config.host_memory) if config.host_memory is not None else None
-    ram = hardware.host_bytes()
+    host_memory = int(config.host_memory) // sharing if config.host_memory is not None else None
+    ram = hardware.host_bytes() // sharing
     if hardware.beside:
         return device_memory or hardware.device_bytes(), host_memory or ram
     if device_memory is None:
@@ -51,24 +54,25 @@ def plan_tiers(
     memory: tuple[int, int],
     hardware: Hardware,
     page_bytes: int = PAGE_BYTES,
+    sharing: int = 1,
 ) -> TierPlan:
     """Decide where chunks begin, and make the scratch file if memory can't hold them and a disk may be used.
 
-    memory: budgets of device and host. Raises BudgetError when all tiers together are too small, DiskError when the
+    memory: budgets of device and host. sharing: how many processes share the disk. Raises BudgetError when all tiers together are too small, DiskError when the
     directory can't be used.
     """
     device, host = memory
     working_set = working_set_bytes(layout, together)
     in_memory = initial_placement(layout.chunks, Budgets(device, host), working_set)
-    free = hardware.free_disk_bytes(Path(config.disk.directory)) if config.disk is not None else 0
+    free = hardware.free_disk_bytes(Path(config.disk.directory)) // sharing if config.disk is not None else 0
     if config.disk is None or in_memory is not None:
         check_budgets(layout, together, Budgets(device, host))
         assert in_memory is not None, "budgets were checked"
         return TierPlan(in_memory)
     folder = Path(config.disk.directory)
-    capacity = int(config.disk.capacity) if config.disk.capacity is not None else None
+    capacity = int(config.disk.capacity) // sharing if config.disk.capacity is not None else None
     # Frozen parameters may be unfrozen: then they get masters, in chunks as large as others.
-    numel = max(layout.chunk_numel, *(chunk.numel for chunk in layout.chunks))
+    numel = max(layout.chunk_numel, *(chunk.own_numel for chunk in layout.chunks))
     largest = numel * max(MASTER_BYTES, *(spec.itemsize for chunk in layout.chunks for spec in chunk.scheme.lists))
     page_bytes = min(page_bytes, round_up(largest))
     pages_bytes = page_bytes * (STAGES + 1)
@@ -92,6 +96,7 @@ def optimizer_room_bytes(layout: Layout, host_bytes: int, device_param_bytes: in
     on_host: indices of those that stay on the host, whose lookups run there.
     """
     stays = sum(chunk.compute_bytes for chunk in layout.chunks if chunk.index in on_host)
-    others = [chunk.compute_bytes for chunk in layout.chunks if chunk.index not in on_host]
+    stays += sum(chunk.shard_bytes for chunk in layout.chunks)
+    others = [chunk.spill_bytes for chunk in layout.chunks if chunk.index not in on_host]
     spilled = sum(others) - device_param_bytes
     return host_bytes - stays - (min(sum(others), spilled + max(others)) if spilled > 0 else 0)

@@ -96,7 +96,7 @@ class Update:
             )
             raise
         self.data.updated(rules)
-        for chunk in (slots[0].chunk, *self._optimizer_chunks(index, slots)):
+        for chunk in (slots[0].own, *self._optimizer_chunks(index, slots)):
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
         return running
 
@@ -115,14 +115,14 @@ class Update:
     def _count_moves(self, slot: Slot) -> None:
         """Where the parameter lies above its master, its gradient comes down, and it goes up again."""
         manager = self.data.manager
-        if slot.chunk.device_valid and not manager[PARAM32, slot.place.chunk].device_valid:
+        if slot.own.device_valid and not manager[PARAM32, slot.place.chunk].device_valid:
             slot.chunk.moved_bytes += count_crossing(manager, slot, slot.place.numel)
 
     def span(self, slot: Slot, rule: Rule) -> Span:
         """What an update of one parameter reads and writes, where it lies."""
         manager, index = self.data.manager, slot.place.chunk
         master, *states = (slot.flat(manager[spec.kind, index]) for spec in slot.scheme.optimizer_lists)
-        return Span(slot.flat(slot.chunk), self.data.gradient(slot), master, tuple(states), rule)
+        return Span(slot.flat(slot.own), self.data.gradient(slot), master, tuple(states), rule)
 
     def _stream(self, span: Span, scales: Sequence[float]) -> None:
         """Update below what lies above: gradients come down and parameters go up, some pages at a time.
@@ -176,7 +176,8 @@ class Update:
         Going down must leave the host what `param16` needs to change places.
         """
         manager = self.data.manager
-        exchange = 2 * max(slots[0].chunk.nbytes for slots in self.data.by_chunk.values())
+        read = [slots[0].chunk for slots in self.data.by_chunk.values()]
+        exchange = 2 * max(0 if chunk.shared else chunk.nbytes for chunk in read)
         free = manager.host.free_bytes - exchange
         found = set()
         for index, slots in self.data.by_chunk.items():
@@ -215,7 +216,7 @@ class Update:
         if (GRAD32, index) in manager.chunks:
             chunks.append(manager[GRAD32, index])
         home = self._home_now(index, chunks)
-        read = slots[0].chunk
+        read = slots[0].own
         if any(slot.has_gradient for slot in slots):
             manager.moves.settle(read)
             has_place = read.host_bytes > 0 or manager.host.has_room(read.nbytes)

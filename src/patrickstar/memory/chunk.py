@@ -27,6 +27,10 @@ class Chunk:
     def __init__(
         self, kind: str, index: int, numel: int, dtype: str, device: torch.device, bank: PageBank | None = None
     ) -> None:
+        self.shared = False
+        """Whether its bytes lie in parts with several processes, and here on the device only while they are needed."""
+        self.owners_valid = False
+        """Whether these have the current bytes. If not, gradients lie over the parameters here."""
         self.kind = kind
         self.index = index
         self.numel = numel

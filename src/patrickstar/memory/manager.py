@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from patrickstar.errors import BudgetError
-from patrickstar.layout.lists import PARAM16
+from patrickstar.layout.lists import PARAM16, SHARD16
 from patrickstar.layout.sizes import format_size
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.compute import ComputeTier
@@ -110,6 +110,13 @@ class Manager:
             self.param16[chunk.index] = chunk
         return chunk
 
+    def new_shared_chunk(self, kind: str, index: int, numel: int, dtype: str) -> Chunk:
+        """Make a chunk whose bytes several processes have, each a part. It takes no memory yet."""
+        chunk = self.compute.new(kind, index, numel, dtype)
+        chunk.shared = chunk.owners_valid = True
+        self.chunks[chunk.kind, chunk.index] = self.param16[chunk.index] = chunk
+        return chunk
+
     @uninterrupted
     def remove(self, chunk: Chunk) -> None:
         """Forget a chunk and give its memory back."""
@@ -144,6 +151,35 @@ class Manager:
         """Drop what is on its way: chunks stay where they were."""
         self._line.clear()
         self.moves.abandon()
+
+    @uninterrupted
+    def hand_over(self, chunk: Chunk) -> None:
+        """Have the gradients over a shared chunk averaged by its owners; it leaves the device when that has ended."""
+        self.moves.hand_over(chunk)
+
+    @uninterrupted
+    def take_back(self, chunk: Chunk) -> None:
+        """Have gradients that were handed over not averaged after all, unless that has begun; they are gone."""
+        self.moves.take_back(chunk)
+
+    @uninterrupted
+    def refresh(self, chunk: Chunk) -> None:
+        """Gather a shared chunk again, into the memory that it has."""
+        chunk.owners_valid = True
+        self.moves.refresh(chunk)
+
+    @uninterrupted
+    def forget_gathered(self, indices: Iterable[int]) -> None:
+        """Drop what was gathered of these chunks: the owners have changed it."""
+        self.forget_ahead()
+        for index in indices:
+            chunk = self.param16[index]
+            if chunk.shared:
+                if chunk in self.moves.in_flight:
+                    self.moves.land(chunk)
+                if chunk.on_device_now:
+                    self.compute.give(chunk)
+                chunk.owners_valid = True
 
     def close(self) -> None:
         """Stop what moves bytes; chunks in memory stay."""
@@ -199,7 +235,12 @@ class Manager:
         movable = [
             chunk
             for chunk in self.chunks.values()
-            if chunk.on_device_now and not chunk.pins and chunk.leaving is None and chunk not in protected
+            if chunk.on_device_now
+            and not chunk.pins
+            and chunk.leaving is None
+            and chunk not in protected
+            # Gradients leave for their owners when they are complete.
+            and (not chunk.shared or chunk.owners_valid)
         ]
         by_index = {chunk.index: chunk for chunk in movable if chunk.kind == PARAM16}
         for index in self.policy.order(by_index, self.now):
@@ -233,6 +274,7 @@ class Manager:
     def mark_written(self, chunk: Chunk, on_device: bool) -> None:
         """Say that one copy was written: it is the authoritative one, copies on the other tiers are stale."""
         assert chunk.coming is None and chunk.leaving is None, f"{chunk} was written while it was on its way"
+        chunk.owners_valid = False
         chunk.device_valid = on_device
         chunk.host_valid = not on_device
         chunk.disk_valid = False
@@ -306,6 +348,11 @@ class Manager:
             self._evict(self.param16[index])
             present.discard(index)
         for move in prefetch.ahead(self.now, present, held, self.compute.budget_bytes):
+            # What the next iteration reads is new after the update.
+            if self.param16[move.fetch].shared and prefetch.trace.next_use(move.fetch, self.now) >= len(
+                prefetch.trace.moments
+            ):
+                break
             self._line.append(self.param16[move.fetch])
             for index in move.leave:
                 self._evict(self.param16[index])
@@ -331,7 +378,7 @@ class Manager:
             below = [
                 chunk
                 for chunk in self.chunks.values()
-                if chunk.host_valid and not chunk.device_bytes and not chunk.pins
+                if chunk.host_valid and not chunk.device_bytes and not chunk.pins and chunk.kind != SHARD16
             ]
             # Optimizer chunks first: they save the least, and the last of them have the most time to come back.
             for chunk in sorted(below, key=lambda chunk: (chunk.kind == PARAM16, -chunk.index)):
@@ -367,9 +414,11 @@ class Manager:
 
         With a disk nobody loses a place on the host: a chunk goes where it has one, or finds room, else to disk.
         """
-        if chunk.host_valid or chunk.disk_valid:
+        if chunk.host_valid or chunk.disk_valid or chunk.owners_valid:
             self.compute.give(chunk)
             return True
+        if chunk.shared:
+            return False
         if self.disk is not None and chunk.host is None and self.host.free_bytes < chunk.nbytes:
             self.moves.leave(chunk, Tier.DISK)
             return True

@@ -58,12 +58,14 @@ class Moves:
         self._count_up(chunk)
 
     def _count_up(self, chunk: Chunk) -> None:
+        if chunk.shared:
+            return  # of which its own part came from the host, and was counted
         self.transit.traffic.h2d_bytes += chunk.nbytes
         chunk.moved_bytes += chunk.nbytes
 
     def arrive(self, chunk: Chunk) -> None:
         """Wait for a chunk that is coming; on a GPU those who compute wait, and not the training thread."""
-        if isinstance(chunk.coming, StreamTransfer) and self.keep_duplicates:
+        if isinstance(chunk.coming, StreamTransfer) and (self.keep_duplicates or chunk.shared):
             chunk.coming.order()
             chunk.host_reader, chunk.coming = chunk.coming, None
             self._landed(chunk)
@@ -91,6 +93,25 @@ class Moves:
             chunk.leaving = self.transit.write(chunk, 0, chunk.device_bytes_view())
         self._count_down(chunk)
 
+    def refresh(self, chunk: Chunk) -> None:
+        """Have a shared chunk's bytes again where others lie over them."""
+        self.in_flight[chunk] = None
+        chunk.coming = self.transit.up(chunk, urgent=True)
+        self.land(chunk)
+
+    def hand_over(self, chunk: Chunk) -> None:
+        """Begin to average the gradients over a shared chunk; it leaves the device when they are with its owners."""
+        self.in_flight[chunk] = None
+        chunk.leaving = self.transit.to_owners(chunk)
+
+    def take_back(self, chunk: Chunk) -> None:
+        """What has not begun to leave for its owners never does."""
+        assert chunk.leaving is not None
+        chunk.leaving.cancel()
+        chunk.leaving, chunk.owners_valid = None, True
+        self.compute.give(chunk)
+        del self.in_flight[chunk]
+
     def _count_down(self, chunk: Chunk) -> None:
         self.transit.traffic.d2h_bytes += chunk.nbytes
         chunk.moved_bytes += chunk.nbytes
@@ -110,7 +131,9 @@ class Moves:
             chunk.coming = None
             self._landed(chunk)
             return
-        if chunk.leaving_to is Tier.HOST:
+        if chunk.shared:
+            chunk.owners_valid = True
+        elif chunk.leaving_to is Tier.HOST:
             chunk.host_valid = True
         else:
             chunk.disk_valid = True

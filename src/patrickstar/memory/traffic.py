@@ -13,6 +13,12 @@ class Traffic:
     """Bytes that left the device, to the host or to disk."""
     disk_read_bytes: int = 0
     disk_write_bytes: int = 0
+    gathered_bytes: int = 0
+    """Bytes of parameters sent to other processes."""
+    reduced_bytes: int = 0
+    """Bytes of gradients sent to other processes."""
+    rounds: int = 0
+    """How often processes have agreed on what to communicate."""
     evictions: int = 0
     stall_s: float = 0.0
 

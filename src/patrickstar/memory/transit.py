@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -11,6 +12,18 @@ from patrickstar.memory.disk import DiskTier
 from patrickstar.memory.hardware import Hardware
 from patrickstar.memory.movers import Transfer
 from patrickstar.memory.traffic import Traffic
+
+
+class Peers(Protocol):
+    """Other processes that have parts of chunks."""
+
+    def gather(self, chunk: Chunk) -> Transfer:
+        """Begin to have all of a chunk in device memory that it has taken."""
+        ...
+
+    def reduce(self, chunk: Chunk) -> Transfer:
+        """Begin to add up the gradients over a chunk, each part at its owner's."""
+        ...
 
 
 class Transit:
@@ -23,16 +36,30 @@ class Transit:
         self.traffic = Traffic()
         self.failed: BaseException | None = None
         """The error after which nothing is known to be whole."""
+        self.peers: Peers | None = None
+        """Other processes that have parts of chunks."""
         self.salvaging = False
         """Whether the engine is being closed, and reads what can still be read."""
         self._page = page
 
     def up(self, chunk: Chunk, urgent: bool) -> Transfer:
-        """Begin to move a chunk to device memory that it has taken, from the host or from disk."""
+        """Begin to move a chunk to device memory that it has taken, from the host, from disk, or from its owners."""
+        if chunk.shared:
+            assert self.peers is not None and chunk.owners_valid, f"{chunk} is nowhere"
+            self.check()
+            with self.stalled():
+                return self.peers.gather(chunk)
         if chunk.host_valid:
             return self.copies.up(chunk)
         assert chunk.disk_valid, f"{chunk} is nowhere"
         return self.read(chunk, 0, chunk.device_bytes_view(), urgent)
+
+    def to_owners(self, chunk: Chunk) -> Transfer:
+        """Begin to add up the gradients over a shared chunk, with those of the other processes."""
+        assert self.peers is not None, f"{chunk} has no owners"
+        self.check()
+        with self.stalled():
+            return self.peers.reduce(chunk)
 
     def read(self, chunk: Chunk, start: int, target: torch.Tensor, urgent: bool = False) -> Transfer:
         """Begin to read whole pages of a chunk, from byte `start` on, into a flat tensor of bytes."""

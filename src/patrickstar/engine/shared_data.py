@@ -1,0 +1,254 @@
+"""Model data that several processes share: each owns a part of every chunk, and updates that (§7, Algorithms 3 and 4)."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from patrickstar.engine.clock import Clock
+from patrickstar.engine.model_data import ModelData, follow_rounded
+from patrickstar.engine.slot import Slot
+from patrickstar.layout.lists import PARAM16, PARAM32, SHARD16
+from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.interrupts import uninterrupted
+from patrickstar.memory.manager import Manager
+from patrickstar.parallel.peers import Peers
+from patrickstar.schedule.rounds import Want
+from patrickstar.schedule.states import TensorState
+
+# [Note: gradients of several processes]
+# A gradient is written over its parameter in the gathered chunk, as with one process. When the chunk has all that it
+# will get, it is handed over: the gradients of all processes are added up, each part goes over its owner's own part of
+# the parameters, and the gathered chunk leaves the device. From then on the owner has "the gradient over the
+# parameter", and whoever wants the parameter has it put back first, by the owner, from its master. If more gradient
+# comes for the same chunk, it is reduced too, and added in fp32 by the owner.
+#
+# Whether a parameter has a gradient at all is known only when all have met: one process may have none, and counts as
+# zero. Where none has any, the parameter is not updated, as with one process.
+
+
+class SharedModelData(ModelData):
+    """The slots of one process over its parts of the chunks."""
+
+    def __init__(self, manager: Manager, clock: Clock, peers: Peers) -> None:
+        super().__init__(manager, clock)
+        self.peers: Peers = peers
+        self.complete: Callable[[Sequence[Slot]], None] = lambda slots: None
+        """Has these parameters updated, where that was asked for and has not ended."""
+        self._unused: set[Slot] = set()
+        """Those that had no gradient here in the last step."""
+
+    # What the other processes ask for
+
+    def parameters(self, index: int) -> torch.Tensor:
+        """The part of a chunk that this process owns, parameters in it, where it lies."""
+        slots = self._mine(index)
+        self.complete(slots)
+        own = self.manager[SHARD16, index]
+        self.manager.moves.settle(own)
+        for slot in slots:
+            if slot.reduced:
+                self._accumulate(slot)
+                self._restore_own(slot)
+                slot.reduced = False
+        self._have_in_memory(own)
+        return own.current(own.whole)
+
+    def begin_sum(self, index: int, ranks: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
+        """Gradients of these ranks will be added up: this process's own, and where the sum of its part goes."""
+        self.parameters(index)  # and an earlier sum is out of the way
+        own = self.manager[SHARD16, index]
+        self.manager.mark_written(own, on_device=own.device_valid)
+        for slot in self._mine(index):
+            slot.reduced = True
+        chunk = self.manager[PARAM16, index]
+        mine = chunk.on_device(chunk.whole) if self.peers.world.rank in ranks else None
+        return mine, own.current(own.whole), own
+
+    def _have_in_memory(self, chunk: Chunk) -> None:
+        if not chunk.in_memory:
+            self.manager.have(chunk)
+            self.follow_moves()
+
+    def _mine(self, index: int) -> list[Slot]:
+        return [slot for slot in self.by_chunk[index] if slot.place.numel]
+
+    # Operators
+
+    def uncover(self, slots: Sequence[Slot]) -> None:
+        """Have parameters where gradients lie over them, or did."""
+        super().uncover(slots)
+        for slot in slots:
+            if slot.handed_over:
+                # What comes back is what was there, so what autograd saved of it is true again.
+                torch._C._autograd._unsafe_set_version_counter((slot.param,), (slot.version_before_gradient,))
+                slot.handed_over = False
+
+    def give_way(self, slot: Slot) -> None:
+        """Move the gradients that lie over a chunk off it, until backward ends, and gather it again."""
+        self.manager.have(slot.chunk)
+        for other in self.by_chunk[slot.chunk.index]:
+            if other.over_param:
+                other.unfinished, other.grows = other.payload().clone(), True
+                self._uncovered(other)
+        self.manager.refresh(slot.chunk)
+        self.follow_moves()
+
+    def _uncovered(self, slot: Slot) -> None:
+        slot.over_param, slot.handed_over = False, True
+        if slot.uses == 0:
+            slot.move_to(TensorState.HOLD)
+
+    @uninterrupted
+    def written(self, slot: Slot) -> None:
+        """The user wrote to a parameter in place, in every process: its owner takes it over."""
+        part = slot.flattened(slot.payload())[slot.part]
+        if not slot.place.numel:
+            return
+        self._have_in_memory(slot.own)
+        slot.flat(slot.own).copy_(part)
+        self.manager.mark_written(slot.own, on_device=slot.own.device_valid)
+        if slot.scheme.trained:
+            for where, master in self.parts(slot, PARAM32, write=True):
+                follow_rounded(master, part[where])
+
+    # Gradients
+
+    @uninterrupted
+    def put_gradient(self, slot: Slot, grad: torch.Tensor) -> None:
+        """Write a complete gradient over its parameter. See [Note: gradients of several processes]."""
+        slot.came = True
+        if slot.unfinished is not None:
+            slot.unfinished.add_(grad)
+            return
+        self.have(slot)
+        if slot.over_param:
+            slot.grows = True
+            slot.payload().add_(grad)
+        else:
+            if not slot.handed_over:
+                slot.version_before_gradient = slot.param._version
+            slot.payload().copy_(grad)
+        self._note_write(slot)
+        slot.over_param, slot.backward = True, self.backward
+        if slot.uses == 0:
+            slot.move_to(TensorState.HOLD_AFTER_BWD)
+
+    def proceed(self) -> None:
+        """Hand over the chunks that have all the gradients they will get, and that no operator uses."""
+        if not self.in_backward:
+            return
+        for index, slots in self.by_chunk.items():
+            if slots[0].chunk.pins or not any(slot.over_param for slot in slots):
+                continue
+            expected = [slot for slot in slots if slot.param.requires_grad and slot not in self._unused]
+            if all(slot.over_param for slot in expected):
+                self._hand_over(index)
+
+    @uninterrupted
+    def finish_gradients(self) -> None:
+        """Backward has ended: no gradient will grow any more, and all are handed over."""
+        super().finish_gradients()
+        for index, slots in self.by_chunk.items():
+            if any(slot.over_param for slot in slots):
+                self._hand_over(index)
+
+    @uninterrupted
+    def _hand_over(self, index: int) -> None:
+        slots = self.by_chunk[index]
+        chunk = slots[0].chunk
+        for slot in slots:
+            if slot.over_param:
+                self._uncovered(slot)
+            else:
+                slot.payload().zero_()
+        self.manager.hand_over(chunk)
+        self.follow_moves()
+
+    def discard_gradients(self) -> None:
+        """Forget all gradients; parts that lie under one are put back."""
+        for chunk in list(self.manager.moves.in_flight):
+            if chunk.shared and chunk.leaving is not None:
+                self.manager.take_back(chunk)
+        super().discard_gradients()
+        self.follow_moves()
+
+    @uninterrupted
+    def discard_gradient(self, slot: Slot) -> None:
+        """Forget one, unless its update is under way."""
+        if slot.pending:
+            return
+        if slot.over_param:
+            self._uncovered(slot)
+            slot.chunk.owners_valid = not any(one.over_param for one in self.by_chunk[slot.chunk.index])
+            if slot.chunk.owners_valid:
+                self.manager.refresh(slot.chunk)
+        if slot.reduced:
+            self.manager.moves.settle(slot.own)
+            self._have_in_memory(slot.own)
+            self._restore_own(slot)
+        slot.reduced = slot.in_list = slot.came = False
+        slot.unfinished = None
+
+    # All processes together
+
+    def meet(self, want: Want) -> None:
+        """Wait until all processes have come for the same, and gradients are with their owners."""
+        self.peers.meet(want)
+        for chunk in list(self.manager.moves.in_flight):
+            if chunk.shared and chunk.leaving is not None:
+                self.manager.moves.land(chunk)
+        for index in self.by_chunk:
+            self.manager.moves.settle(self.manager[SHARD16, index])
+        self.follow_moves()
+
+    def meet_gradients(self, want: Want) -> None:
+        """The same; from then on it is known which parameters have gradients."""
+        self.meet(want)
+        here = torch.tensor([slot.came for slot in self.slots], dtype=torch.uint8)
+        for slot, came in zip(self.slots, self.peers.world.collect(here).any(0).tolist(), strict=True):
+            if slot.came and not came:
+                raise AssertionError("what came here came somewhere")
+            if not came and (slot.reduced or slot.in_list):
+                self.discard_gradient(slot)
+            if slot.scheme.trained:
+                (self._unused.discard if slot.came else self._unused.add)(slot)
+            slot.came = came
+
+    def close_step(self, updated: Iterable[Slot] | None) -> None:
+        """After an update: what was gathered is old. updated: those with a param group; None if none was."""
+        belongs = set() if updated is None else set(updated)
+        for slot in self.slots:
+            if slot.came and slot in belongs and not slot.place.numel:
+                self.updated((slot,))
+            slot.came = slot.handed_over = False
+        self._forget(index for index, slots in self.by_chunk.items() if slots[0].scheme.trained)
+
+    def forget_gathered(self) -> None:
+        """Drop what was gathered from other processes, which have other values now."""
+        self._forget(self.by_chunk)
+
+    def _forget(self, indices: Iterable[int]) -> None:
+        self.manager.forget_gathered(indices)
+        self.follow_moves()
+
+    def complete_parts(self, slot: Slot, flat: torch.Tensor) -> None:
+        """Fill a parameter's elements, of which each process has put its own in place, from the others."""
+        begin, end = slot.region.offset, slot.region.offset + slot.numel
+        cuts = self.peers.cuts[slot.chunk.index]
+        for rank, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
+            if max(first, begin) < min(last, end):
+                self.peers.world.spread(flat[max(first, begin) - begin : min(last, end) - begin], rank)
+
+    def all_sums(self, sums: dict[Slot, float], not_finite: int) -> tuple[tuple[float, ...], int]:
+        """Sums of squares of all parameters that have a gradient, in creation order, of all processes' parts.
+
+        Parts of one parameter are added in the order of ranks.
+        """
+        row = torch.tensor([*(sums.get(slot, 0.0) for slot in self.slots), float(not_finite)], dtype=torch.float64)
+        rows = self.peers.world.collect(row)
+        total = torch.zeros_like(row)
+        for one in rows:
+            total += one
+        came = [slot.came for slot in self.slots]
+        values = total.tolist()
+        return tuple(value for value, has in zip(values, came, strict=False) if has), int(values[-1])

@@ -1,0 +1,63 @@
+"""What several processes agree on before they share a model."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+import patrickstar
+from patrickstar.engine.adopt import make_layout
+from patrickstar.engine.clock import Clock
+from patrickstar.engine.config import Config
+from patrickstar.engine.shared_data import SharedModelData
+from patrickstar.layout.mapping import Layout, ParamSpec
+from patrickstar.memory.manager import Manager
+from patrickstar.parallel.collectives import collectives
+from patrickstar.parallel.peers import Peers
+from patrickstar.parallel.world import World
+
+
+def agreed_layout(
+    world: World, module: nn.Module, params: Sequence[ParamSpec], config: Config, device_budget_bytes: int
+) -> Layout:
+    """The layout that all processes have, each with its own part.
+
+    Chunks are as large as suits the smallest device. Raises ConfigError, naming the first difference, if versions,
+    models or options differ.
+    """
+    facts = {
+        "the version of PyTorch": torch.__version__,
+        "the version of PatrickStar": patrickstar.__version__,
+        "the number of processes": world.size,
+        "precision": config.precision,
+        "chunk_size": config.chunk_size,
+        "whether there is a disk": config.disk is not None,
+        "optimizer": type(config.optimizer).__name__,
+        "the optimizer's states": list(config.optimizer.states),
+        "parameters": [
+            [name, list(param.shape), str(param.dtype), param.requires_grad]
+            for name, param in module.named_parameters()
+        ],
+        "buffers": [[name, list(buffer.shape), str(buffer.dtype)] for name, buffer in module.named_buffers()],
+    }
+    world.check_agreement(facts)
+    smallest = min(world.tell(device_budget_bytes))
+    return make_layout(list(params), config, smallest, world.size, world.rank)
+
+
+def share_buffers(world: World, module: nn.Module) -> None:
+    """Have the buffers of rank 0 everywhere. Parameters need no such thing: each part has one owner."""
+    for buffer in module.buffers():
+        value = buffer.detach().cpu().contiguous()
+        world.spread(value.view(torch.uint8) if value.dim() else value.reshape(1).view(torch.uint8), 0)
+        buffer.copy_(value)
+
+
+def shared_data(world: World, layout: Layout, manager: Manager, clock: Clock) -> SharedModelData:
+    """Model data that the processes share."""
+    peers = Peers(world, collectives(world, manager.device), {chunk.index: chunk.cuts for chunk in layout.chunks})
+    peers.traffic = manager.traffic
+    manager.transit.peers = peers
+    data = SharedModelData(manager, clock, peers)
+    peers.owner = data
+    return data

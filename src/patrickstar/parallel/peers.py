@@ -1,0 +1,174 @@
+"""What one process has to do with the others: gathers and reductions of chunks, in rounds."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from patrickstar.errors import PeerError
+from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.movers import Transfer
+from patrickstar.memory.traffic import Traffic
+from patrickstar.parallel.collectives import Collectives
+from patrickstar.parallel.world import World
+from patrickstar.schedule.rounds import Outcome, Want, Word, outcome
+
+_HEAD = 5  # bytes of a word before its bitmap: what is wanted, and of which chunk
+
+
+class Owner(Protocol):
+    """Has this process's parts of chunks."""
+
+    def parameters(self, index: int) -> torch.Tensor:
+        """The part of a chunk that this process owns, parameters in it, where it lies."""
+        ...
+
+    def begin_sum(self, index: int, ranks: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
+        """Gradients of these ranks will be added up.
+
+        Returns this process's own, of the whole chunk and zero where there are none, if it is one of them; where the
+        sum of its part goes; and the chunk that this lies in.
+        """
+        ...
+
+
+class Reduction(Transfer):
+    """Gradients of a chunk on their way to its owners: first the processes have to agree on it."""
+
+    def __init__(self, peers: "Peers", chunk: Chunk) -> None:
+        self.what = f"gradients of {chunk}"
+        self.peers = peers
+        self.chunk = chunk
+        self.begun: Transfer | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.begun is not None and self.begun.done
+
+    def wait(self) -> None:
+        while self.begun is None:
+            self.peers.come(Want.ROOM)
+        self.begun.wait()
+
+    def hasten(self) -> None:
+        """Who waits comes for it."""
+
+    def cancel(self) -> None:
+        """It is not asked for any more, or ends."""
+        if self.begun is None:
+            self.peers.ready.pop(self.chunk.index, None)
+        else:
+            self.begun.cancel()
+
+
+class Peers:
+    """The other processes. See [Note: rounds]."""
+
+    def __init__(self, world: World, collectives: Collectives, cuts: dict[int, tuple[int, ...]]) -> None:
+        self.world = world
+        self.collectives = collectives
+        self.cuts = cuts
+        """Of each chunk where its owners' parts begin."""
+        self.traffic = Traffic()
+        """Where bytes are counted."""
+        self.owner: Owner | None = None
+        self.ready: dict[int, Reduction] = {}
+        """Gradients that wait for the others'."""
+        self._word_bytes = _HEAD + -(-(2 * len(cuts) + 64) // 8)  # unfreezing moves parameters to new chunks, once
+        self._left = False
+        self._wanted: Chunk | None = None
+        self._gathering: Transfer | None = None
+
+    def gather(self, chunk: Chunk) -> Transfer:
+        """Begin to have a whole chunk on the device, whose memory it has taken."""
+        self._wanted, self._gathering = chunk, None
+        try:
+            while self._gathering is None:
+                self.come(Want.GATHER, chunk.index)
+            return self._gathering
+        finally:
+            self._wanted = self._gathering = None
+
+    def reduce(self, chunk: Chunk) -> Transfer:
+        """Have the gradients over a chunk averaged, as soon as the others have theirs."""
+        found = self.ready[chunk.index] = Reduction(self, chunk)
+        self.come(Want.NOTHING)
+        return found
+
+    def meet(self, want: Want) -> None:
+        """Wait until all have come for the same; whatever gradients there are is being reduced then."""
+        while not self.come(want).met:
+            pass
+
+    def come(self, want: Want, index: int = -1) -> Outcome:
+        """Take part in one round."""
+        if self._left:
+            raise PeerError("this engine is being closed, and waits for no other process any more")
+        words = [self._decoded(row) for row in self.world.collect(self._encoded(want, index))]
+        self.traffic.rounds += 1
+        if any(word.want is Want.CLOSE for word in words) and not all(word.want is Want.CLOSE for word in words):
+            gone = [rank for rank, word in enumerate(words) if word.want is Want.CLOSE]
+            raise PeerError(f"rank {', '.join(map(str, gone))} closed its engine, and the others go on training")
+        found = outcome(words)
+        for chunk, ranks in found.reduces:
+            self._reduce(chunk, ranks)
+        for chunk, ranks in found.gathers:
+            self._gather(chunk, ranks)
+        return found
+
+    def leave(self) -> None:
+        """Take part in nothing any more: what waits for the others waits in vain."""
+        self._left = True
+
+    def close(self) -> None:
+        """Give what was made for it back."""
+        self.collectives.close()
+        self.world.close()
+
+    # One round
+
+    def _encoded(self, want: Want, index: int) -> torch.Tensor:
+        said = bytearray(self._word_bytes)
+        said[0] = want
+        said[1:_HEAD] = (index + 1).to_bytes(_HEAD - 1, "little")
+        for chunk in self.ready:
+            said[_HEAD + chunk // 8] |= 1 << chunk % 8
+        return torch.frombuffer(said, dtype=torch.uint8)
+
+    @staticmethod
+    def _decoded(row: torch.Tensor) -> Word:
+        said = bytes(row.tolist())
+        bits = int.from_bytes(said[_HEAD:], "little")
+        ready = frozenset(k for k in range(bits.bit_length()) if bits >> k & 1)
+        return Word(Want(said[0]), int.from_bytes(said[1:_HEAD], "little") - 1, ready)
+
+    def _reduce(self, index: int, ranks: Sequence[int]) -> None:
+        assert self.owner is not None
+        mine = self.ready.pop(index, None)
+        whole, target, chunk = self.owner.begin_sum(index, ranks)
+        transfer = self.collectives.reduce(whole, target, self.cuts[index], ranks)
+        chunk.host_reader = transfer
+        if mine is not None:
+            mine.begun = transfer
+        if whole is not None:
+            self.traffic.reduced_bytes += (whole.numel() - target.numel()) * whole.dtype.itemsize
+
+    def _gather(self, index: int, ranks: Sequence[int]) -> None:
+        assert self.owner is not None
+        me, cuts = self.world.rank, self.cuts[index]
+        own = self.owner.parameters(index)
+        whole = None
+        if me in ranks:
+            assert self._wanted is not None
+            whole = self._wanted.on_device(self._wanted.whole)
+            self.collectives.part(whole, cuts).copy_(own)
+            self.traffic.h2d_bytes += own.nbytes
+        if len(ranks) == self.world.size:
+            assert whole is not None
+            self._gathering = self.collectives.gather(whole, cuts)
+        else:
+            sending = self.collectives.send(own, whole, cuts, ranks)
+            if whole is not None:
+                self._gathering = sending
+            sending.wait()  # its source may change as soon as this process goes on
+        self.traffic.gathered_bytes += own.nbytes * (len(ranks) - (me in ranks))

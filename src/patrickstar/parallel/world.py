@@ -1,0 +1,177 @@
+"""The processes that train together: who they are, what they have to agree on, and which of them has ended."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from patrickstar.errors import ConfigError, PeerError
+
+ROLL_CALL_S = 10.0
+"""How long those on other machines have to answer, once one process was found to be gone."""
+POLL_S = 0.1
+
+
+class World:
+    """One process among several, as torch.distributed knows it."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Make groups of its own for words and for bytes; all processes have to come."""
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.control = dist.new_group(backend="gloo")
+        self.data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo")
+        self._store = dist.PrefixStore("patrickstar", dist.distributed_c10d._get_default_store())
+        self._number = self._store.add("worlds", 1) if self.rank == 0 else 0
+        self._closed = False
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+        self.members = self.tell(me)
+        self._number = self.tell(self._number)[0]
+
+    @classmethod
+    def find(cls, device: torch.device) -> "World | None":
+        """The processes that torchrun started, or the script joined by itself; None where there is just this one.
+
+        Raises ConfigError where torch.distributed and the environment disagree on how many there are.
+        """
+        said = os.environ.get("WORLD_SIZE")
+        if not dist.is_available() or (not dist.is_initialized() and (said is None or "RANK" not in os.environ)):
+            return None
+        if not dist.is_initialized():
+            if said == "1":
+                return None
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        size = dist.get_world_size()
+        if said is not None and int(said) != size:
+            raise ConfigError(
+                f"torch.distributed was initialised with {size} processes, and WORLD_SIZE says {said}: start all of "
+                f"them with one torchrun, and leave world_size out of init_process_group"
+            )
+        return cls(device) if size > 1 else None
+
+    @property
+    def on_this_host(self) -> list[int]:
+        """The ranks of those on the same machine."""
+        here = self.members[self.rank]["host"]
+        return [rank for rank, member in enumerate(self.members) if member["host"] == here]
+
+    def collect(self, word: torch.Tensor) -> torch.Tensor:
+        """What all say: flat tensors of one size, by rank. Raises PeerError if one has ended."""
+        words = torch.empty(self.size * word.numel(), dtype=word.dtype)
+        try:
+            gather_into(words, word, self.control)
+        except (RuntimeError, dist.DistError) as error:
+            raise self.explain(error) from error
+        return words.view(self.size, -1)
+
+    def spread(self, tensor: torch.Tensor, rank: int) -> None:
+        """Have what one process has everywhere, in a tensor on the host."""
+        try:
+            dist.broadcast(tensor, group_src=rank, group=self.control)
+        except (RuntimeError, dist.DistError) as error:
+            raise self.explain(error) from error
+
+    def tell(self, value: Any) -> list[Any]:
+        """Plain data (what JSON can say) of all, by rank."""
+        said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = self.collect(torch.tensor([said.numel()]))[:, 0]
+        padded = torch.nn.functional.pad(said, (0, int(sizes.max()) - said.numel()))
+        found = self.collect(padded)
+        return [json.loads(bytes(row[: int(size)].tolist()).decode()) for row, size in zip(found, sizes, strict=True)]
+
+    def check_agreement(self, facts: Mapping[str, Any]) -> None:
+        """Raise ConfigError, naming the first difference, unless all processes say the same."""
+        everybody = self.tell([[name, value] for name, value in facts.items()])
+        for rank, said in enumerate(everybody[1:], start=1):
+            for ours, theirs in zip(everybody[0], said, strict=False):
+                if ours != theirs:
+                    raise ConfigError(
+                        f"processes differ in {ours[0]}: rank 0 has {_short(ours[1], theirs[1])}, "
+                        f"rank {rank} has {_short(theirs[1], ours[1])}; all have to build the same model with the "
+                        f"same options"
+                    )
+
+    # Those that have ended
+
+    def explain(self, error: BaseException) -> PeerError:
+        """Who has ended, told by a collective that failed."""
+        gone = self._roll_call()
+        if gone:
+            names = ", ".join(f"rank {rank} ({self._name(rank)})" for rank in gone)
+            what = f"{names} ended or does not answer" if len(gone) == 1 else f"{names} ended or do not answer"
+        else:
+            what = "a collective failed, though all processes answer"
+        return PeerError(
+            f"{what}; rank {self.rank} can't go on without: {_first_line(error)}. Nothing was tried again: look at that "
+            f"process's own error, and start all of them anew from a saved state"
+        )
+
+    def _name(self, rank: int) -> str:
+        member = self.members[rank]
+        return f"process {member['pid']} on {member['host']}"
+
+    def _roll_call(self) -> list[int]:
+        """The ranks that have ended, as far as can be known. The first to find out tells the others."""
+        if not hasattr(self, "members"):
+            return []
+        prefix = f"{self._number}/"
+        try:
+            self._store.set(f"{prefix}alive/{self.rank}", "1")
+            here = self.on_this_host
+            deadline = time.monotonic() + ROLL_CALL_S
+            while True:
+                if self._store.check([f"{prefix}gone"]):
+                    found: list[int] = json.loads(self._store.get(f"{prefix}gone"))
+                    return found
+                silent = [r for r in range(self.size) if not self._store.check([f"{prefix}alive/{r}"])]
+                gone = [rank for rank in silent if rank in here and not self._lives(rank)]
+                if not silent or gone or time.monotonic() > deadline:
+                    gone = gone or silent
+                    if gone:
+                        self._store.compare_set(f"{prefix}gone", "", json.dumps(gone))
+                    return gone
+                time.sleep(POLL_S)
+        except (RuntimeError, dist.DistError):
+            # Whoever held the store: without torchrun that is rank 0.
+            return [0] if self.rank else []
+
+    def _lives(self, rank: int) -> bool:
+        member = self.members[rank]
+        try:
+            process = psutil.Process(member["pid"])
+            same = abs(process.create_time() - member["started"]) < 1
+            return same and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def close(self) -> None:
+        """Give the groups back. The process group that they are part of is whoever's made it."""
+        if not self._closed and dist.is_initialized():
+            self._closed = True
+            for group in (self.control, self.data):
+                dist.destroy_process_group(group)
+
+
+def gather_into(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """`all_gather_into_tensor`, by the name that this PyTorch gives it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, part, group=group)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _short(value: Any, other: Any) -> str:
+    """A value for a message; of lists their first difference."""
+    if isinstance(value, Sequence) and isinstance(other, Sequence) and not isinstance(value, str):
+        for ours, theirs in zip(value, other, strict=False):
+            if ours != theirs:
+                return _short(ours, theirs) if isinstance(ours, list) and isinstance(theirs, list) else repr(ours)
+        return f"{len(value)} of them"
+    return repr(value)
