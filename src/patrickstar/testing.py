@@ -170,7 +170,9 @@ class ReferenceTrainer:
         """Set the model's evaluation mode."""
         return self.train(False)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, *, update: bool = False) -> None:
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, *, update: bool = False, accumulate: bool = False
+    ) -> None:
         """Gradients, added to the masters' in fp32. When the engine updates makes no difference to results."""
         scaled = loss * self.scaler.scale if self.scaler.enabled else loss
         try:

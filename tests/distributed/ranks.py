@@ -44,7 +44,7 @@ def start(
     port = free_port()
     processes = []
     for rank in range(size):
-        logs = tempfile.TemporaryFile()
+        logs = tempfile.TemporaryFile()  # noqa: SIM115 (`wait` closes it)
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, function.__module__, function.__name__, json.dumps(options or {})],
             cwd=TESTS,
@@ -62,7 +62,7 @@ def start(
                 "PYTHONPATH": str(TESTS),
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             }
-            | (env or {}),
+            | env(rank),
         )
         process.logs = logs  # type: ignore[attr-defined]
         processes.append(process)

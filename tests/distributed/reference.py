@@ -4,51 +4,57 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from patrickstar import testing
 
 
 class AveragingTrainer(testing.ReferenceTrainer):
-    """Plain PyTorch under the mixed-precision protocol; before a step the gradients of all processes are averaged.
+    """Plain PyTorch under the mixed-precision protocol, with gradients that are averaged over all processes.
 
-    Each process's gradient has its own dtype (after accumulation fp32, rounded to it). They are added up in fp32, rank
-    after rank, from +0, and rounded to that dtype, or with `full` not; a process without one counts as zero.
+    What a process has, added up in fp32 over the backwards it accumulates, is rounded to the parameter's dtype, unless
+    `reduce_dtype` is fp32. Processes are added up in fp32, rank after rank, from +0; one that has no gradient counts as
+    zero. The sum is rounded likewise. Sums of several backwards are added in fp32, and the step divides them.
     """
-
-    full = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.averaged = False
+        self.sums: dict[nn.Parameter, torch.Tensor] = {}
 
-    def average(self) -> None:
-        """Have the averages in place of the gradients, once per step."""
-        if self.averaged:
-            return
-        self.averaged = True
+    def backward(self, loss: torch.Tensor, *args: Any, accumulate: bool = False, **options: Any) -> None:
+        super().backward(loss, *args, **options)
+        if not accumulate:
+            self.add_up()
+
+    def add_up(self) -> None:
+        """Add what all processes have to the sums; they have nothing then."""
         size = dist.get_world_size()
-        for param, master in self.masters.items():
-            if not param.requires_grad and param not in self.trained:
+        has = torch.tensor([float(master.grad is not None) for master in self.masters.values()])
+        dist.all_reduce(has)
+        for (param, master), any_has in zip(self.masters.items(), has.tolist(), strict=True):
+            if not any_has:
                 continue
-            has = torch.tensor([0.0 if master.grad is None else 1.0])
-            everybody = [torch.zeros(1) for _ in range(size)]
-            dist.all_gather(everybody, has)
-            if not any(one.item() for one in everybody):
-                continue
-            mine = torch.zeros_like(param, memory_format=torch.contiguous_format)
+            dtype = master.dtype if self.config.reduce_dtype == "fp32" else param.dtype
+            mine = torch.zeros(param.shape, dtype=dtype)
             if master.grad is not None:
                 mine.copy_(master.grad)
             found = [torch.empty_like(mine) for _ in range(size)]
             dist.all_gather(found, mine)
-            total = torch.zeros_like(mine, dtype=master.dtype)
+            total = torch.zeros(param.shape, dtype=master.dtype)
             for one in found:
                 total += one
-            if not self.full:
-                total = total.to(param.dtype).to(master.dtype)
-            master.grad = total * (1.0 / size)
+            total = total.to(dtype).to(master.dtype)
+            self.sums[param] = self.sums[param] + total if param in self.sums else total
+            master.grad = None
 
     def unscale(self) -> None:
-        self.average()
+        if not self.averaged:
+            self.averaged = True
+            self.add_up()
+            for param, total in self.sums.items():
+                self.masters[param].grad = total * (1.0 / dist.get_world_size())
+            self.sums.clear()
         super().unscale()
 
 
@@ -58,19 +64,26 @@ class Loop:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def run(self, batches: list[Any], *, accumulation: int = 1, max_norm: float | None = None) -> list[torch.Tensor]:
-        """Train on these; returns losses, norms and gradients."""
+    def run(
+        self, batches: list[Any], *, accumulation: int = 1, once: bool = False, max_norm: float | None = None
+    ) -> list[torch.Tensor]:
+        """Train on these; returns losses and norms. once: gradients are averaged in the last backward of a step."""
         trainer, seen = self.trainer, []
         for number, batch in enumerate(batches, start=1):
+            last = number % accumulation == 0 or number == len(batches)
             loss = trainer(*batch)
-            trainer.backward(loss / accumulation)
+            trainer.backward(loss / accumulation, accumulate=once and not last)
             seen.append(loss.detach().clone())
-            if number % accumulation and number < len(batches):
+            if not last:
                 continue
             if max_norm is not None:
                 seen.append(trainer.clip_grad_norm_(max_norm).clone())
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
-            if isinstance(trainer, AveragingTrainer):
-                trainer.averaged = False
+            self.step()
         return seen
+
+    def step(self) -> None:
+        """Update, and drop gradients."""
+        self.trainer.optimizer.step()
+        self.trainer.optimizer.zero_grad()
+        if isinstance(self.trainer, AveragingTrainer):
+            self.trainer.averaged = False

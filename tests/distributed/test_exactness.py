@@ -1,11 +1,14 @@
 """Law 1 for several processes: the bits are those of plain PyTorch in each, averaged in the stated order."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from laws.models import Shape
+from laws.models import Shape, Waves, smallest_device_bytes
+from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
@@ -15,19 +18,42 @@ from patrickstar.parallel.world import World
 from . import ranks
 from .reference import AveragingTrainer, Loop
 
+CPU = torch.device("cpu")
+
 
 def random_shape(draw: random.Random) -> Shape:
     blocks = tuple(draw.choice(["mlp", "attention", "plain"]) for _ in range(draw.randint(1, 4)))
     return Shape(blocks, draw.random() < 0.5, draw.random() < 0.3, draw.random() < 0.5)
 
 
-def batches(count: int, rank: int, seed: int):
-    """Token ids of one process; each has its own, and lengths differ."""
+def random_config(draw: random.Random, **options: Any) -> ps.Config:
+    return ps.Config(
+        device="cpu",
+        precision=draw.choice(["bf16", "bf16", "fp16", "fp32"]),
+        chunk_size=draw.choice([64, 256, 700, 4096, "auto"]),
+        optimizer=ps.AdamW(lr=1e-2, weight_decay=0.1),
+        reduce_dtype=draw.choice(["16-bit", "fp32"]),
+        **options,
+    )
+
+
+def random_script(draw: random.Random, rank: int, seed: int) -> Callable[[Any], list[torch.Tensor]]:
+    """A loop; processes have tokens of their own, in lengths of their own."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return [(torch.randint(0, 11, (2, 3 + (seed + rank + k) % 4), generator=generator),) for k in range(count)]
+    data = [(torch.randint(0, 11, (2, 3 + (seed + rank + k) % 4), generator=generator),) for k in range(4)]
+    options = {"accumulation": draw.choice([1, 1, 2, 4]), "once": draw.random() < 0.5}
+    max_norm = draw.choice([None, 0.1])
+    return lambda trainer: Loop(trainer).run(data, max_norm=max_norm, **options)
 
 
-def compare(world: World, build, config: ps.Config, script, *, seed: int, **options) -> None:
+def compare(
+    world: World,
+    build: Callable[[], nn.Module],
+    config: ps.Config,
+    script: Callable[[Any], Any],
+    seed: int,
+    **options: Any,
+) -> None:
     """Run `script` over the reference and over an engine; all bits have to agree."""
     torch.manual_seed(seed)
     reference = AveragingTrainer(build, config)
@@ -41,11 +67,8 @@ def compare(world: World, build, config: ps.Config, script, *, seed: int, **opti
     testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters and buffers")
     testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
     engine.close()
-    testing.assert_same_bits(
-        {name: value for name, value in reference.state_dict().items()},
-        {name: value.detach() for name, value in engine.module.state_dict().items()},
-        "what is left after closing",
-    )
+    left = {name: value.detach() for name, value in engine.module.state_dict().items()}
+    testing.assert_same_bits(reference.state_dict(), left, "what is left after closing")
 
 
 def everything_evicted(seeds: list[int]) -> None:
@@ -53,23 +76,89 @@ def everything_evicted(seeds: list[int]) -> None:
     dist.init_process_group("gloo")
     for seed in seeds:
         draw = random.Random(seed)
-        shape, chunk_size = random_shape(draw), draw.choice([64, 256, 700, 4096, "auto"])
-        precision, accumulation = draw.choice(["bf16", "fp16", "fp32"]), 1
-        max_norm = draw.choice([None, 0.1])
-        print(f"seed {seed}: {shape}, {chunk_size}, {precision}, clip {max_norm}", flush=True)
-        config = ps.Config(
-            device="cpu", precision=precision, chunk_size=chunk_size, optimizer=ps.AdamW(lr=1e-2, weight_decay=0.1)
-        )
-        world = World(torch.device("cpu"))
-        data = batches(4, world.rank, seed)
-
-        def script(trainer):
-            return Loop(trainer).run(data, accumulation=accumulation, max_norm=max_norm)
-
-        compare(world, shape.build, config, script, seed=seed, meter=testing.NoMeter(), evict_everything=True)
+        shape, config = random_shape(draw), random_config(draw)
+        print(f"seed {seed}: {shape}, {config!r}", flush=True)
+        world = World(CPU)
+        script = random_script(draw, world.rank, seed)
+        compare(world, shape.build, config, script, seed, meter=testing.NoMeter(), evict_everything=True)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_everything_evicted_at_every_access(size):
-    ranks.run(size, everything_evicted, seeds=list(range(6)))
+    ranks.run(size, everything_evicted, seeds=list(range(12 // size * 2)))
+
+
+def any_budget(seeds: list[int]) -> None:
+    """In each process, under a budget of its own, while non-model data comes and goes."""
+    dist.init_process_group("gloo")
+    for seed in seeds:
+        draw = random.Random(seed)
+        shape, config = random_shape(draw), random_config(draw)
+        world = World(CPU)
+        script = random_script(draw, world.rank, seed)
+        own = random.Random(100 * seed + world.rank)
+        wave_bytes, spare_bytes = own.randint(0, 3000), own.randint(0, 4000)
+        # Groups of chunks are as large as so many chunks.
+        group = config.chunk_size if config.chunk_size == "auto" else config.chunk_size * world.size
+        least = smallest_device_bytes(shape, group, config.precision) + 256 * world.size
+        config = config.model_copy(update={"device_memory": 2 * least + spare_bytes + wave_bytes})
+        print(f"seed {seed}: {shape}, {config!r}, waves of {wave_bytes}", flush=True)
+        compare(world, shape.build, config, script, seed, meter=Waves(wave_bytes))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_any_budget_of_each_process(size):
+    ranks.run(size, any_budget, seeds=list(range(100, 100 + 12 // size * 2)))
+
+
+class Branches(nn.Module):
+    """Blocks of which each process takes some, in an order of its own; perhaps none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, ids: torch.Tensor, path: list[int]) -> torch.Tensor:
+        hidden = self.words(ids)
+        for number in path:
+            hidden = hidden + self.blocks[number](hidden).tanh()
+        return self.head(hidden).float().pow(2).mean()
+
+
+def branches(seeds: list[int]) -> None:
+    """In each process: other parameters, another order, another number of batches, looks without gradients."""
+    dist.init_process_group("gloo")
+    for seed in seeds:
+        draw = random.Random(seed)
+        config = random_config(draw)
+        world = World(CPU)
+        own = random.Random(100 * seed + world.rank)
+        evict = own.random() < 0.5
+        print(f"seed {seed}: {config!r}, evict {evict}", flush=True)
+
+        def script(trainer: Any, own_seed: int = 100 * seed + world.rank) -> list[torch.Tensor]:
+            own, seen = random.Random(own_seed), []
+            for _ in range(4):
+                for _ in range(own.choice([0, 0, 1])):
+                    with torch.no_grad():
+                        path = [own.randrange(5) for _ in range(own.randint(0, 3))]
+                        seen.append(trainer(torch.arange(6).view(2, 3), path))
+                for _ in range(own.choice([0, 1, 1, 2])):
+                    path = [own.randrange(5) for _ in range(own.randint(0, 6))]
+                    loss = trainer(torch.tensor([[own.randrange(11) for _ in range(3)]]), path)
+                    trainer.backward(loss, accumulate=True)
+                    seen.append(loss.detach().clone())
+                Loop(trainer).step()
+            return seen
+
+        compare(world, Branches, config, script, seed, meter=testing.NoMeter(), evict_everything=evict)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_that_do_not_do_the_same(size):
+    ranks.run(size, branches, seeds=list(range(200, 200 + 12 // size * 2)))

@@ -44,7 +44,10 @@ class Config(Options):
     size of a `param16` chunk. precision: the dtype operators compute in, with fp32 masters; "fp16" scales the loss.
     optimizer: one of this package's, or an element-wise class of `torch.optim`,
     by itself or as a `functools.partial` with its options. activation_offload: keep saved activations on the host
-    between forward and backward. Raises ConfigError for options that don't exist or values out of range.
+    between forward and backward. reduce_dtype: what gradients are sent and summed in when several processes average
+    them: 16 bits, or "fp32", which sends twice as much. Of several processes on one machine each has `device_memory`,
+    and an even part of `host_memory` and of the disk's capacity. Raises ConfigError for options that don't exist or
+    values out of range.
     """
 
     device: str = "auto"
@@ -55,6 +58,7 @@ class Config(Options):
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     optimizer: Optimizer = AdamW()
     activation_offload: bool = False
+    reduce_dtype: Literal["16-bit", "fp32"] = "16-bit"
 
     @field_validator("device_memory", "host_memory", "chunk_size")
     @classmethod

@@ -41,7 +41,7 @@ from patrickstar.memory.movers import THREAD_NAME
 from patrickstar.memory.scratch import PAGE_BYTES
 from patrickstar.parallel.world import World
 from patrickstar.schedule.placement import WARM_UP_PERCENT, Tier, homes, margin_chunks
-from patrickstar.schedule.prefetch import OnDemand, Prefetch
+from patrickstar.schedule.prefetch import NextUseAhead, OnDemand, Prefetch
 from patrickstar.schedule.rounds import Want
 
 if TYPE_CHECKING:
@@ -102,10 +102,10 @@ class Engine:
         self._manager.moves.keep_duplicates = tiers.disk is not None or not self._parameters_fit(
             self.device_budget_bytes * (100 - WARM_UP_PERCENT) // 100
         )
-        self._clock = Clock(self._manager, meter, policy)
+        self._clock = Clock(self._manager, meter, policy or (NextUseAhead if world is not None else None))
         self._data = ModelData(self._manager, self._clock)
         if world is not None:
-            self._data = shared_data(world, self.layout, self._manager, self._clock)
+            self._data = shared_data(world, self.layout, self._manager, self._clock, config)
         self._scaler = LossScaler(config.precision == "fp16")
         self._kernels = kernels if kernels is not None else Kernels.best(self.device)
         self._gradients = Gradients(self._data, self._scaler, self._kernels)
@@ -170,11 +170,16 @@ class Engine:
         """Set the model's evaluation mode."""
         return self.train(False)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, *, update: bool = False) -> None:
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, *, update: bool = False, accumulate: bool = False
+    ) -> None:
         """Compute gradients of a scalar loss, scaled for fp16. Several calls before a step accumulate.
 
         update: the step comes next, with nothing before it: no clipping, no look at gradients, no change of the
         learning rate. Then chunks are updated while backward goes on, as soon as their gradients are there.
+        accumulate: another backward comes before the step. It makes a difference with several processes alone: each
+        adds up its own gradients in fp32, in 4 bytes per parameter on the host, and they are averaged once, in the
+        backward without it. Left out, they are averaged in every backward, and take 4 bytes per parameter of them all.
         """
         self._check_open()
         if loss.numel() != 1 or not loss.requires_grad:
@@ -185,6 +190,8 @@ class Engine:
         if self._gradients.clipped:
             raise TrainingError("gradients were clipped and are final: call clip_grad_norm_ after the last backward")
         self._early.check("another backward")
+        if update and accumulate:
+            raise TrainingError("update=True says that the step comes next, and accumulate=True that it does not")
         if update and self._scaler.enabled:
             raise TrainingError(
                 "with fp16 no parameter can be updated before all gradients are known not to overflow: leave "
@@ -194,7 +201,7 @@ class Engine:
         # Gradients of several processes are complete when all have met, at the step.
         groups = self.optimizer.group_by_slot() if update and self.world is None else None
         self._interceptor.backward_depth += 1
-        self._data.begin_backward()
+        self._data.begin_backward(accumulate)
         if groups is not None:
             self._early.begin(groups)
         with self._unwound_on_error():
@@ -238,7 +245,8 @@ class Engine:
         with self._stopping_on_loss():
             self._data.meet(Want.AVERAGE)
             found = self.world.collect(torch.tensor([number], dtype=torch.float64))
-            return sum(found[:, 0].tolist()) / self.world.size
+            total: float = sum(found[:, 0].tolist())
+            return total / self.world.size
 
     def plan(self, *args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> "Forecast":
         """What a step on such inputs will take, rehearsed without computing anything: seconds, bytes per tier, moves.

@@ -43,17 +43,22 @@ class Gradients:
 
     def read(self, slot: Slot) -> torch.Tensor | None:
         """A copy of a parameter's gradient, unscaled and clipped, in the master's dtype; None if it has none."""
-        if not slot.has_gradient:
+        if not self.data.has_gradient(slot):
             return None
         with torch.no_grad():
-            self.data.have_own(slot)
-            if not self.data.gradient_on_disk(slot):
-                grad = self.data.gradient(slot).together().scaled(self.scales)
-            else:
-                grad = torch.empty(slot.place.numel, dtype=getattr(torch, slot.scheme.master_dtype))
-                for where, part in self.data.gradient_parts(slot):
-                    grad[where] = part.together().scaled(self.scales)
-            return grad.as_strided(slot.region.shape, slot.region.strides)
+            grad = torch.empty(slot.numel, dtype=getattr(torch, slot.scheme.master_dtype))
+            if slot.has_gradient:
+                self._read_own(slot, grad[slot.part])
+            self.data.complete_parts(slot, grad)
+            return grad.as_strided(slot.region.shape, slot.region.strides).to(self.data.manager.device)
+
+    def _read_own(self, slot: Slot, grad: torch.Tensor) -> None:
+        self.data.have_own(slot)
+        if not self.data.gradient_on_disk(slot):
+            grad.copy_(self.data.gradient(slot).together().scaled(self.scales))
+            return
+        for where, part in self.data.gradient_parts(slot):
+            grad[where] = part.together().scaled(self.scales)
 
     def overflowed(self) -> bool:
         """Whether a gradient of the scaled loss holds an infinity or a NaN; where it was clipped, that is known."""

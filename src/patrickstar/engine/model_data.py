@@ -130,6 +130,10 @@ class ModelData:
     def close_step(self, updated: Iterable[Slot] | None) -> None:
         """After an update. updated: those with a param group; None if none was."""
 
+    def has_gradient(self, slot: Slot) -> bool:
+        """Whether the next step will find a gradient of a parameter, here or, once all have met, anywhere."""
+        return slot.has_gradient
+
     def complete_parts(self, slot: Slot, flat: torch.Tensor) -> None:
         """Fill a parameter's elements, of which each process has put its own in place, from the others."""
 
@@ -143,8 +147,8 @@ class ModelData:
     def proceed(self) -> None:
         """Between two operators of a backward: go on with what needs no parameter of theirs."""
 
-    def begin_backward(self) -> None:
-        """Gradients that come from here on belong to a new backward."""
+    def begin_backward(self, accumulate: bool = False) -> None:
+        """Gradients that come from here on belong to a new backward. accumulate: others follow before the step."""
         self.in_backward = True
         self.backward += 1
         self.backwards_in_step += 1
@@ -454,14 +458,23 @@ class ModelData:
     def _accumulate(self, slot: Slot) -> None:
         """Add the gradient over a parameter to the gradient list, whose chunk is made when it is first needed."""
         index = slot.place.chunk
+        self._have_list(slot)
+        self._count(slot.own, self.manager[GRAD32, index], slot.place.numel * slot.own.dtype.itemsize)
+        self._add_to_list(slot, slot.flat(slot.own))
+
+    def _have_list(self, slot: Slot) -> None:
+        """Have a chunk of the gradient list for a parameter."""
+        index = slot.place.chunk
         if (GRAD32, index) not in self.manager.chunks:
             beside = self.manager[PARAM32, index]
             tier = Tier.DEVICE if beside.device_valid else Tier.HOST if beside.host_valid else Tier.DISK
             if tier is Tier.HOST and self.manager.disk is not None and beside.nbytes > self.manager.host.free_bytes:
                 tier = Tier.DISK
             self.manager.new_chunk(GRAD32, index, beside.numel, slot.scheme.master_dtype, tier)
-        self._count(slot.own, self.manager[GRAD32, index], slot.place.numel * slot.own.dtype.itemsize)
-        grad = slot.flat(slot.own)
+
+    def _add_to_list(self, slot: Slot, grad: torch.Tensor) -> None:
+        """Add a gradient to the gradient list."""
+        self._have_list(slot)
         for where, total in self.parts(slot, GRAD32, write=True):
             if slot.in_list:
                 total.add_(grad[where].to(total.device, total.dtype))

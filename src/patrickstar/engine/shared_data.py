@@ -1,17 +1,20 @@
-"""Model data that several processes share: each owns a part of every chunk, and updates that (§7, Algorithms 3 and 4)."""
+"""Model data that several processes share: each owns a part of every chunk and updates that (§7, Algorithms 3, 4)."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 import torch
 
 from patrickstar.engine.clock import Clock
 from patrickstar.engine.model_data import ModelData, follow_rounded
 from patrickstar.engine.slot import Slot
-from patrickstar.layout.lists import PARAM16, PARAM32, SHARD16
+from patrickstar.errors import BudgetError
+from patrickstar.layout.lists import ITEMSIZE, KEPT32, PARAM16, PARAM32, SHARD16, SUM32
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.interrupts import uninterrupted
 from patrickstar.memory.manager import Manager
 from patrickstar.parallel.peers import Peers
+from patrickstar.schedule.placement import Tier
 from patrickstar.schedule.rounds import Want
 from patrickstar.schedule.states import TensorState
 
@@ -29,9 +32,15 @@ from patrickstar.schedule.states import TensorState
 class SharedModelData(ModelData):
     """The slots of one process over its parts of the chunks."""
 
-    def __init__(self, manager: Manager, clock: Clock, peers: Peers) -> None:
+    def __init__(self, manager: Manager, clock: Clock, peers: Peers, *, in_full: bool = False) -> None:
         super().__init__(manager, clock)
         self.peers: Peers = peers
+        self.in_full = in_full
+        """Whether gradients are sent, and their sums kept, in fp32."""
+        self.keeps = False
+        """Whether gradients of this backward stay in this process, since more are to come."""
+        self._sent: set[int] = set()
+        """Chunks of which what was kept is being sent, from where it was kept."""
         self.complete: Callable[[Sequence[Slot]], None] = lambda slots: None
         """Has these parameters updated, where that was asked for and has not ended."""
         self._unused: set[Slot] = set()
@@ -44,7 +53,7 @@ class SharedModelData(ModelData):
         slots = self._mine(index)
         self.complete(slots)
         own = self.manager[SHARD16, index]
-        self.manager.moves.settle(own)
+        self._settle_sum(index)
         for slot in slots:
             if slot.reduced:
                 self._accumulate(slot)
@@ -53,15 +62,30 @@ class SharedModelData(ModelData):
         self._have_in_memory(own)
         return own.current(own.whole)
 
+    def _settle_sum(self, index: int) -> None:
+        """What the processes add up of a chunk is there, in its place."""
+        self.manager.moves.settle(self.manager[SHARD16, index])
+        found = self.manager.chunks.get((SUM32, index))
+        if found is not None:
+            self.manager.moves.settle(found)
+            for slot in self._mine(index):
+                self._add_to_list(slot, slot.flat(found))
+            self.manager.remove(found)
+
     def begin_sum(self, index: int, ranks: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
         """Gradients of these ranks will be added up: this process's own, and where the sum of its part goes."""
         self.parameters(index)  # and an earlier sum is out of the way
         own = self.manager[SHARD16, index]
+        mine = None
+        if self.peers.world.rank in ranks:
+            chunk = self.manager[KEPT32 if index in self._sent else PARAM16, index]
+            mine = chunk.current(chunk.whole) if index in self._sent else chunk.on_device(chunk.whole)
+        if self.in_full and own.dtype.itemsize < ITEMSIZE["float32"]:
+            found = self.manager.new_chunk(SUM32, index, own.numel, "float32", Tier.HOST)
+            return mine, found.current(found.whole), found
         self.manager.mark_written(own, on_device=own.device_valid)
         for slot in self._mine(index):
             slot.reduced = True
-        chunk = self.manager[PARAM16, index]
-        mine = chunk.on_device(chunk.whole) if self.peers.world.rank in ranks else None
         return mine, own.current(own.whole), own
 
     def _have_in_memory(self, chunk: Chunk) -> None:
@@ -133,6 +157,29 @@ class SharedModelData(ModelData):
         if slot.uses == 0:
             slot.move_to(TensorState.HOLD_AFTER_BWD)
 
+    def bring(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:
+        """Move chunks to the device; where gradients take the room, these are handed over as they are."""
+        try:
+            super().bring(chunks, gently=gently)
+        except BudgetError:
+            if not self._hand_over_idle(chunks):
+                raise
+            super().bring(chunks, gently=gently)
+
+    def _hand_over_idle(self, protect: Sequence[Chunk]) -> bool:
+        idle = [
+            chunk.index
+            for chunk in self.manager.param16.values()
+            if chunk.has_gradients and chunk.leaving is None and not chunk.pins and chunk not in protect
+        ]
+        for index in idle:
+            self._hand_over(index)
+        return bool(idle)
+
+    def begin_backward(self, accumulate: bool = False) -> None:
+        super().begin_backward(accumulate)
+        self.keeps = accumulate
+
     def proceed(self) -> None:
         """Hand over the chunks that have all the gradients they will get, and that no operator uses."""
         if not self.in_backward:
@@ -151,6 +198,8 @@ class SharedModelData(ModelData):
         for index, slots in self.by_chunk.items():
             if any(slot.over_param for slot in slots):
                 self._hand_over(index)
+        if not self.keeps:
+            self._hand_over_kept()
 
     @uninterrupted
     def _hand_over(self, index: int) -> None:
@@ -161,16 +210,62 @@ class SharedModelData(ModelData):
                 self._uncovered(slot)
             else:
                 slot.payload().zero_()
-        self.manager.hand_over(chunk)
+        if self.keeps or self._kept(index) is not None:
+            self._keep(chunk)
+            if not self.keeps:
+                self._send_kept(index)
+        else:
+            self.manager.hand_over(chunk)
         self.follow_moves()
+
+    def _keep(self, chunk: Chunk) -> None:
+        """Add the gradients over a chunk to those that this process has kept of it, and let it leave the device."""
+        grads, kept = chunk.on_device(chunk.whole), self._kept(chunk.index)
+        dtype = "float64" if chunk.dtype == torch.float64 else "float32"
+        if kept is None:
+            kept = self.manager.new_chunk(KEPT32, chunk.index, chunk.numel, dtype, Tier.HOST)
+            kept.current(kept.whole).copy_(grads)
+        else:
+            kept.current(kept.whole).add_(grads.to(kept.current(kept.whole).device))
+        self.manager.count_move(chunk.nbytes, to_device=False)
+        self.manager.drop(chunk)
+
+    def _send_kept(self, index: int) -> None:
+        """Hand over what was kept of a chunk, from where it was kept."""
+        self._sent.add(index)
+        kept, chunk = self.manager[KEPT32, index], self.manager[PARAM16, index]
+        kept.host_reader = self.peers.reduce(chunk)
+
+    def _kept(self, index: int) -> Chunk | None:
+        """What was kept of a chunk, unless it has been sent."""
+        kept = self.manager.chunks.get((KEPT32, index))
+        if kept is not None and index in self._sent:
+            self._sent.discard(index)
+            self.manager.remove(kept)
+            return None
+        return kept
+
+    def _hand_over_kept(self) -> None:
+        """What was kept, and has got nothing in the last backward, is handed over too."""
+        for kind, index in list(self.manager.chunks):
+            if kind == KEPT32 and index not in self._sent:
+                self._send_kept(index)
 
     def discard_gradients(self) -> None:
         """Forget all gradients; parts that lie under one are put back."""
         for chunk in list(self.manager.moves.in_flight):
             if chunk.shared and chunk.leaving is not None:
                 self.manager.take_back(chunk)
+        self._forget_kept()
         super().discard_gradients()
         self.follow_moves()
+
+    def _forget_kept(self) -> None:
+        for (kind, index), chunk in list(self.manager.chunks.items()):
+            if kind == KEPT32:
+                self.peers.take_back(index)
+                self.manager.remove(chunk)
+        self._sent.clear()
 
     @uninterrupted
     def discard_gradient(self, slot: Slot) -> None:
@@ -182,8 +277,8 @@ class SharedModelData(ModelData):
             slot.chunk.owners_valid = not any(one.over_param for one in self.by_chunk[slot.chunk.index])
             if slot.chunk.owners_valid:
                 self.manager.refresh(slot.chunk)
+        self._settle_sum(slot.chunk.index)
         if slot.reduced:
-            self.manager.moves.settle(slot.own)
             self._have_in_memory(slot.own)
             self._restore_own(slot)
         slot.reduced = slot.in_list = slot.came = False
@@ -198,12 +293,14 @@ class SharedModelData(ModelData):
             if chunk.shared and chunk.leaving is not None:
                 self.manager.moves.land(chunk)
         for index in self.by_chunk:
-            self.manager.moves.settle(self.manager[SHARD16, index])
+            self._settle_sum(index)
         self.follow_moves()
 
     def meet_gradients(self, want: Want) -> None:
         """The same; from then on it is known which parameters have gradients."""
+        self._hand_over_kept()
         self.meet(want)
+        self._forget_kept()
         here = torch.tensor([slot.came for slot in self.slots], dtype=torch.uint8)
         for slot, came in zip(self.slots, self.peers.world.collect(here).any(0).tolist(), strict=True):
             if slot.came and not came:
@@ -231,11 +328,15 @@ class SharedModelData(ModelData):
         self.manager.forget_gathered(indices)
         self.follow_moves()
 
+    def has_gradient(self, slot: Slot) -> bool:
+        """Whether the next step will find a gradient of a parameter, once all have met anywhere."""
+        return slot.came
+
     def complete_parts(self, slot: Slot, flat: torch.Tensor) -> None:
         """Fill a parameter's elements, of which each process has put its own in place, from the others."""
         begin, end = slot.region.offset, slot.region.offset + slot.numel
         cuts = self.peers.cuts[slot.chunk.index]
-        for rank, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        for rank, (first, last) in enumerate(pairwise(cuts)):
             if max(first, begin) < min(last, end):
                 self.peers.world.spread(flat[max(first, begin) - begin : min(last, end) - begin], rank)
 

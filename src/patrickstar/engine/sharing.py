@@ -1,11 +1,11 @@
 """What several processes agree on before they share a model."""
 
 from collections.abc import Sequence
+from importlib.metadata import version
 
 import torch
 from torch import nn
 
-import patrickstar
 from patrickstar.engine.adopt import make_layout
 from patrickstar.engine.clock import Clock
 from patrickstar.engine.config import Config
@@ -27,9 +27,10 @@ def agreed_layout(
     """
     facts = {
         "the version of PyTorch": torch.__version__,
-        "the version of PatrickStar": patrickstar.__version__,
+        "the version of PatrickStar": version("patrickstar"),
         "the number of processes": world.size,
         "precision": config.precision,
+        "reduce_dtype": config.reduce_dtype,
         "chunk_size": config.chunk_size,
         "whether there is a disk": config.disk is not None,
         "optimizer": type(config.optimizer).__name__,
@@ -53,11 +54,11 @@ def share_buffers(world: World, module: nn.Module) -> None:
         buffer.copy_(value)
 
 
-def shared_data(world: World, layout: Layout, manager: Manager, clock: Clock) -> SharedModelData:
+def shared_data(world: World, layout: Layout, manager: Manager, clock: Clock, config: Config) -> SharedModelData:
     """Model data that the processes share."""
     peers = Peers(world, collectives(world, manager.device), {chunk.index: chunk.cuts for chunk in layout.chunks})
     peers.traffic = manager.traffic
     manager.transit.peers = peers
-    data = SharedModelData(manager, clock, peers)
+    data = SharedModelData(manager, clock, peers, in_full=config.reduce_dtype == "fp32")
     peers.owner = data
     return data

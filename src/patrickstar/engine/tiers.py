@@ -58,8 +58,8 @@ def plan_tiers(
 ) -> TierPlan:
     """Decide where chunks begin, and make the scratch file if memory can't hold them and a disk may be used.
 
-    memory: budgets of device and host. sharing: how many processes share the disk. Raises BudgetError when all tiers together are too small, DiskError when the
-    directory can't be used.
+    memory: budgets of device and host. sharing: how many processes share the disk. Raises BudgetError when all tiers
+    together are too small, DiskError when the directory can't be used.
     """
     device, host = memory
     working_set = working_set_bytes(layout, together)

@@ -16,6 +16,10 @@ EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 GRAD32 = "grad32"
 """Accumulated gradients. It is not in a scheme: a chunk of it is made only when accumulation asks for it."""
+KEPT32 = "kept32"
+"""With several processes, gradients that one of them has added up by itself, of whole chunks."""
+SUM32 = "sum32"
+"""With several processes, a sum of all their gradients in fp32, on its way to `grad32`."""
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1}
 ITEMSIZE |= {"uint8": 1, "bool": 1}

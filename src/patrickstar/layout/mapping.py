@@ -1,13 +1,6 @@
 """The mapping of parameters onto chunks (PatrickStar §6.1): creation order, no straddling, private chunks.
 
 All lists are parallel: a parameter has the same chunk index and the same element offset in each of them.
-
-# [Note: chunks of several processes]
-# With p processes an index stands for a communication group of §7: p chunks in a row, chunk k owned by process k. On the
-# device they are one buffer, gathered by one collective, and what operators read. Of the other lists a process has its
-# own part alone. A parameter lies in one of the p chunks, so its owner updates it alone; one that is larger than a chunk
-# makes a group by itself and is shared out evenly. Where a whole group is more than the device holds, chunks are not
-# grouped: chunk i, owned by process i mod p, comes to the others from there.
 """
 
 from collections.abc import Sequence
@@ -15,6 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from patrickstar.errors import ModelError
 from patrickstar.layout.lists import Scheme
+
+# [Note: chunks of several processes]
+# With p processes an index stands for a communication group of §7: p chunks in a row, chunk k owned by process k. On
+# the device they are one buffer, gathered by one collective, and what operators read. Of the other lists a process has
+# its own part alone. A parameter lies in one of the p chunks, so its owner updates it alone; one that is larger than a
+# chunk makes a group by itself and is shared out evenly. Where a whole group is more than the device holds, chunks are
+# not grouped: chunk i, owned by process i mod p, comes to the others from there.
 
 ALIGN_NUMEL = 32
 """Offsets are multiples of this many elements: 64 bytes, one AVX-512 vector and one cache line, in 16 bits."""
@@ -73,7 +73,8 @@ class ChunkSpec:
     @property
     def own_numel(self) -> int:
         """How many these are."""
-        return self.own.stop - self.own.start
+        numel: int = self.own.stop - self.own.start
+        return numel
 
     def nbytes(self, itemsize: int) -> int:
         """Bytes of this process's part in a list of that item size."""

@@ -78,6 +78,11 @@ class Chunk:
         return self.nbytes if self.on_device_now else 0
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether it holds gradients that have to be added to those of other processes."""
+        return self.shared and not self.owners_valid
+
+    @property
     def being_written(self) -> bool:
         """Whether pages are on their way to its place on disk."""
         return any(not transfer.done for transfer in self.writing)

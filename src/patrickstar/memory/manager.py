@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from patrickstar.errors import BudgetError
-from patrickstar.layout.lists import PARAM16, SHARD16
+from patrickstar.layout.lists import KEPT32, PARAM16, SHARD16, SUM32
 from patrickstar.layout.sizes import format_size
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.compute import ComputeTier
@@ -158,6 +158,15 @@ class Manager:
         self.moves.hand_over(chunk)
 
     @uninterrupted
+    def drop(self, chunk: Chunk) -> None:
+        """Let a shared chunk leave the device; what lay over its parameters was taken."""
+        chunk.owners_valid = True
+        if not chunk.pins:
+            self.compute.give(chunk)
+        else:
+            self.moves.refresh(chunk)
+
+    @uninterrupted
     def take_back(self, chunk: Chunk) -> None:
         """Have gradients that were handed over not averaged after all, unless that has begun; they are gone."""
         self.moves.take_back(chunk)
@@ -239,8 +248,7 @@ class Manager:
             and not chunk.pins
             and chunk.leaving is None
             and chunk not in protected
-            # Gradients leave for their owners when they are complete.
-            and (not chunk.shared or chunk.owners_valid)
+            and not chunk.has_gradients  # which leave for their owners when they are complete
         ]
         by_index = {chunk.index: chunk for chunk in movable if chunk.kind == PARAM16}
         for index in self.policy.order(by_index, self.now):
@@ -343,7 +351,7 @@ class Manager:
         present.update(chunk.index for chunk in self._line)
         if len(present) == len(self.param16):
             return
-        held = {index for index in present if self.param16[index].pins}
+        held = {index for index in present if self.param16[index].pins or self.param16[index].has_gradients}
         for index in prefetch.released(self.now, present, held):
             self._evict(self.param16[index])
             present.discard(index)
@@ -378,7 +386,10 @@ class Manager:
             below = [
                 chunk
                 for chunk in self.chunks.values()
-                if chunk.host_valid and not chunk.device_bytes and not chunk.pins and chunk.kind != SHARD16
+                if chunk.host_valid
+                and not chunk.device_bytes
+                and not chunk.pins
+                and chunk.kind not in (SHARD16, SUM32, KEPT32)
             ]
             # Optimizer chunks first: they save the least, and the last of them have the most time to come back.
             for chunk in sorted(below, key=lambda chunk: (chunk.kind == PARAM16, -chunk.index)):

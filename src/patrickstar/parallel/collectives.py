@@ -1,9 +1,10 @@
 """Collectives on chunks: gather, send, reduce. On a CPU a thread runs them beside what computes, on a GPU a stream."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,12 +56,12 @@ class Collectives(ABC):
     @staticmethod
     def even(cuts: Cuts) -> bool:
         """Whether all parts are of one size."""
-        return len({end - begin for begin, end in zip(cuts, cuts[1:], strict=False)}) == 1
+        return len({end - begin for begin, end in pairwise(cuts)}) == 1
 
     @staticmethod
     def owner(cuts: Cuts) -> int:
         """The rank of the one process whose part is not empty."""
-        return next(rank for rank, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False)) if begin < end)
+        return next(rank for rank, (begin, end) in enumerate(pairwise(cuts)) if begin < end)
 
 
 class OrderedTransfer(Transfer):
@@ -146,9 +147,9 @@ class GlooCollectives(Collectives):
         me, size = self.world.rank, self.world.size
         sources = [rank for rank in ranks if rank != me]
         total = torch.float64 if target.dtype == torch.float64 else torch.float32
-        dtype = whole.dtype if whole is not None else target.dtype
+        dtype = target.dtype
         length = max(1, PAGE_BYTES // max(1, size - 1) // dtype.itemsize // 64 * 64)
-        longest = max(end - begin for begin, end in zip(cuts, cuts[1:], strict=False))
+        longest = max(end - begin for begin, end in pairwise(cuts))
         for first in range(0, longest, length):
             pieces = [slice(min(first, n), min(first + length, n)) for n in _sizes(cuts)]
             works: list[Any] = []
@@ -156,15 +157,15 @@ class GlooCollectives(Collectives):
             room = {rank: stage.view(dtype)[k * length :][:mine] for k, rank in enumerate(sources)}
             works += [self._receive(room[rank], rank) for rank in sources]
             if whole is not None:
-                theirs = ((rank, self.part(whole, cuts, rank)[pieces[rank]]) for rank in range(size) if rank != me)
-                works += [self._give(piece, rank) for rank, piece in theirs]
+                theirs = {rank: self.part(whole, cuts, rank)[pieces[rank]].to(dtype) for rank in range(size)}
+                works += [self._give(theirs[rank], rank) for rank in range(size) if rank != me]
             _finish(works)
             added = torch.zeros(mine, dtype=total)
             for rank in ranks:
                 if rank != me:
                     added += room[rank]
                 elif whole is not None:
-                    added += self.part(whole, cuts)[pieces[me]]
+                    added += theirs[me]
             target[pieces[me]] = added.to(target.dtype)
 
     def _give(self, tensor: torch.Tensor, rank: int) -> Any:
@@ -175,7 +176,7 @@ class GlooCollectives(Collectives):
 
 
 def _sizes(cuts: Cuts) -> list[int]:
-    return [end - begin for begin, end in zip(cuts, cuts[1:], strict=False)]
+    return [end - begin for begin, end in pairwise(cuts)]
 
 
 def _finish(works: Sequence[Any]) -> None:
@@ -208,9 +209,8 @@ class NcclCollectives(Collectives):
                 if rank == self.world.rank:
                     continue
                 if whole is not None and self.part(whole, cuts, rank).numel():
-                    pairs.append(
-                        dist.P2POp(dist.irecv, self.part(whole, cuts, rank), group=self.world.data, group_peer=rank)
-                    )
+                    part = self.part(whole, cuts, rank)
+                    pairs.append(dist.P2POp(dist.irecv, part, group=self.world.data, group_peer=rank))
                 if rank in ranks and own.numel():
                     pairs.append(dist.P2POp(dist.isend, own, group=self.world.data, group_peer=rank))
             if pairs:
@@ -221,8 +221,8 @@ class NcclCollectives(Collectives):
         with self._beside() as done:
             if whole is None:
                 whole = torch.zeros(cuts[-1], dtype=target.dtype, device=self.device)
-            elif target.dtype != whole.dtype:
-                whole = whole.to(target.dtype)
+            else:
+                whole = whole.to(self.device, target.dtype)
             if self.even(cuts):
                 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
                 scatter(self.part(whole, cuts), whole, group=self.world.data)
@@ -245,7 +245,7 @@ class _OnStream:
         self.stream, self.device = stream, device
         self._stack = ExitStack()
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Callable[[], Transfer]:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self._stack.enter_context(torch.cuda.stream(self.stream))
         return lambda: StreamTransfer(self.stream.record_event(), self.device)

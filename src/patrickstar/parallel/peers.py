@@ -56,9 +56,26 @@ class Reduction(Transfer):
     def cancel(self) -> None:
         """It is not asked for any more, or ends."""
         if self.begun is None:
-            self.peers.ready.pop(self.chunk.index, None)
+            self.peers.take_back(self.chunk.index)
         else:
             self.begun.cancel()
+
+
+class _Nothing(Transfer):
+    """What was taken back has ended."""
+
+    def __init__(self) -> None:
+        self.what = "nothing"
+
+    @property
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+NOTHING = _Nothing()
 
 
 class Peers:
@@ -82,11 +99,13 @@ class Peers:
     def gather(self, chunk: Chunk) -> Transfer:
         """Begin to have a whole chunk on the device, whose memory it has taken."""
         self._wanted, self._gathering = chunk, None
+        chunk.pins += 1  # what is done for others meanwhile must not have it leave
         try:
             while self._gathering is None:
                 self.come(Want.GATHER, chunk.index)
             return self._gathering
         finally:
+            chunk.pins -= 1
             self._wanted = self._gathering = None
 
     def reduce(self, chunk: Chunk) -> Transfer:
@@ -94,6 +113,12 @@ class Peers:
         found = self.ready[chunk.index] = Reduction(self, chunk)
         self.come(Want.NOTHING)
         return found
+
+    def take_back(self, index: int) -> None:
+        """Have gradients of a chunk not averaged, unless that has begun."""
+        waiting = self.ready.pop(index, None)
+        if waiting is not None:
+            waiting.begun = NOTHING
 
     def meet(self, want: Want) -> None:
         """Wait until all have come for the same; whatever gradients there are is being reduced then."""
@@ -151,7 +176,7 @@ class Peers:
         if mine is not None:
             mine.begun = transfer
         if whole is not None:
-            self.traffic.reduced_bytes += (whole.numel() - target.numel()) * whole.dtype.itemsize
+            self.traffic.reduced_bytes += (whole.numel() - target.numel()) * target.dtype.itemsize
 
     def _gather(self, index: int, ranks: Sequence[int]) -> None:
         assert self.owner is not None

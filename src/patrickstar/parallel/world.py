@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from patrickstar.errors import ConfigError, PeerError
 
@@ -26,7 +27,7 @@ class World:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.control = dist.new_group(backend="gloo")
         self.data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo")
-        self._store = dist.PrefixStore("patrickstar", dist.distributed_c10d._get_default_store())
+        self._store = distributed_c10d.PrefixStore("patrickstar", distributed_c10d._get_default_store())
         self._number = self._store.add("worlds", 1) if self.rank == 0 else 0
         self._closed = False
         me = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
@@ -107,8 +108,8 @@ class World:
         else:
             what = "a collective failed, though all processes answer"
         return PeerError(
-            f"{what}; rank {self.rank} can't go on without: {_first_line(error)}. Nothing was tried again: look at that "
-            f"process's own error, and start all of them anew from a saved state"
+            f"{what}; rank {self.rank} can't go on without ({_first_line(error)}). Nothing was tried again: look at "
+            f"that process's own error, and start all of them anew from a saved state"
         )
 
     def _name(self, rank: int) -> str:
@@ -164,7 +165,11 @@ def gather_into(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGrou
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """What went wrong, without where in PyTorch's sources that was, and advice."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if not lines[0].startswith("[/"):
+        return lines[0]
+    return lines[0].partition("] ")[2].partition(". ")[0]
 
 
 def _short(value: Any, other: Any) -> str:

@@ -1,0 +1,162 @@
+"""A process that ends, or differs, or does otherwise: the others end soon, and say which one it was."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from laws.models import Shape
+
+import patrickstar as ps
+from patrickstar.errors import ConfigError, PatrickStarError
+
+from . import ranks
+
+SHAPE = Shape(("mlp", "attention", "plain"), tied=False, frozen_norms=False, checkpointing=False)
+WITHIN_S = 30.0
+
+
+def ids(rank: int) -> torch.Tensor:
+    return torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(rank))
+
+
+def build(**options):
+    """An engine over small chunks."""
+    return ps.initialize(SHAPE.build, ps.Config(**{"device": "cpu", "chunk_size": 512, "precision": "fp32"} | options))
+
+
+def step(engine, optimizer) -> None:
+    engine.backward(engine(ids(engine.world.rank)))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(where: str, rank: int, disk: str) -> None:
+    """In each process: `rank` is killed at some point."""
+    me = int(os.environ["RANK"]) == rank
+
+    def dying_build():
+        if me and where == "start":
+            die()
+        return SHAPE.build()
+
+    options = {"device_memory": 3000, "host_memory": 45000, "disk": ps.Disk(disk)} if disk else {}
+    engine, optimizer = ps.initialize(dying_build, ps.Config(device="cpu", chunk_size=512, precision="fp32", **options))
+    step(engine, optimizer)
+    peers = engine._data.peers
+    if me and where in ("gather", "reduce"):
+        setattr(peers.collectives, where, lambda *args: die())
+    engine.backward(engine(ids(rank)))
+    if me and where == "step":
+        die()
+    optimizer.step()
+    while True:
+        step(engine, optimizer)
+
+
+@pytest.mark.parametrize(
+    "where, rank, size, disk",
+    [("start", 1, 2, False), ("gather", 0, 2, False), ("reduce", 2, 4, True), ("step", 1, 2, True)],
+)
+def test_a_process_is_killed(where, rank, size, disk, tmp_path):
+    options = {"where": where, "rank": rank, "disk": str(tmp_path) if disk else ""}
+    processes = ranks.start(size, killed, options)
+    processes[rank].wait(60)
+    died = time.monotonic()
+    ended = ranks.wait(processes, WITHIN_S)
+    assert time.monotonic() - died < WITHIN_S
+    assert ended[rank].code == -signal.SIGKILL
+    for other, one in enumerate(ended):
+        if other != rank:
+            assert one.code == 1, f"rank {other} ended with {one.code}:\n{one.text[-3000:]}"
+            assert f"PeerError: rank {rank} (process" in one.text, one.text[-3000:]
+    assert not list(tmp_path.iterdir()), "a file stays"
+
+
+def different(what: str) -> None:
+    """In each process: rank 1 differs from the others."""
+    other = int(os.environ["RANK"]) == 1
+    shape, options = SHAPE, {}
+    if what == "model" and other:
+        shape = Shape(("mlp", "attention", "mlp"), tied=False, frozen_norms=False, checkpointing=False)
+    if what == "chunk_size" and other:
+        options["chunk_size"] = 1024
+    if what == "version" and other:
+        torch.__version__ = "1.0"
+    if what == "world":
+        dist.init_process_group("gloo")
+        os.environ["WORLD_SIZE"] = "3"
+    try:
+        ps.initialize(shape.build, ps.Config(**{"device": "cpu", "chunk_size": 512} | options))
+    except ConfigError as error:
+        print(error)
+        return
+    sys.exit("it was not refused")
+
+
+@pytest.mark.parametrize(
+    "what, said",
+    [
+        ("model", "processes differ in parameters: rank 0 has 'blocks.2.0.weight', rank 1 has 'blocks.2.0.weight'"),
+        ("chunk_size", "processes differ in chunk_size: rank 0 has 512, rank 1 has 1024"),
+        ("version", "processes differ in the version of PyTorch"),
+        ("world", "initialised with 2 processes, and WORLD_SIZE says 3"),
+    ],
+)
+def test_a_process_that_differs_is_refused(what, said):
+    for one in ranks.run(2, different, what=what):
+        assert said in one.text
+
+
+def apart(what: str) -> None:
+    """In each process: rank 1 does what the others don't."""
+    engine, optimizer = build()
+    step(engine, optimizer)
+    other = engine.world.rank == 1
+    try:
+        if what == "close" and other:
+            engine.close()
+        elif what == "clip" and other:
+            engine.clip_grad_norm_(1.0)
+        step(engine, optimizer)
+    except PatrickStarError as error:
+        print(f"{type(error).__name__}: {error}")
+        return
+    sys.exit("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    "what, said", [("close", "rank 1 closed its engine"), ("clip", "rank 0: a step; rank 1: clipping")]
+)
+def test_processes_that_come_apart_end_with_an_error(what, said):
+    for one in ranks.run(2, apart, what=what):
+        assert said in one.text, one.text
+
+
+def interrupted(scratch: str) -> None:
+    """In each process: rank 1 gets an exception in the middle of a forward, and goes on."""
+    engine, optimizer = build()
+    if engine.world.rank == 1:
+        handle = engine.module.blocks[1].register_forward_hook(lambda *_: 1 / 0)
+        try:
+            engine(ids(1))
+        except ZeroDivisionError:
+            handle.remove()
+    for _ in range(2):
+        step(engine, optimizer)
+    torch.save(engine.state_dict(), Path(scratch) / f"{engine.world.rank}.pt")
+    engine.close()
+
+
+def test_an_exception_in_one_process_leaves_all_usable(tmp_path):
+    ranks.run(2, interrupted, scratch=str(tmp_path))
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)

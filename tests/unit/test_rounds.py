@@ -1,0 +1,104 @@
+"""Rounds: whatever processes do, in whatever order, each gets what it wants, and none waits forever."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar.errors import PeerError
+from patrickstar.schedule.rounds import Want, Word, outcome
+
+CHUNKS = 4
+acts = st.one_of(
+    st.tuples(st.just(Want.GATHER), st.integers(0, CHUNKS - 1)),
+    st.tuples(st.just(Want.NOTHING), st.integers(0, CHUNKS - 1)),  # gradients of a chunk are ready
+    st.tuples(st.just(Want.ROOM), st.integers(0, CHUNKS - 1)),  # and their memory is needed
+)
+programs = st.lists(st.lists(acts, max_size=12), min_size=2, max_size=5)
+
+
+class Process:
+    """What one process does until its step."""
+
+    def __init__(self, program):
+        self.program = [*program, (Want.STEP, -1)]
+        self.at = 0
+        self.ready = set()
+        self.reduced = []
+        self.gathered = []
+        self._begin()
+
+    @property
+    def over(self):
+        return self.at == len(self.program)
+
+    def _begin(self):
+        """Gradients become ready; what has nothing to wait for is passed over."""
+        while not self.over:
+            want, chunk = self.program[self.at]
+            if want is Want.NOTHING and chunk not in self.ready:
+                self.ready.add(chunk)
+                return
+            if want in (Want.GATHER, Want.STEP) or (want is Want.ROOM and chunk in self.ready):
+                return
+            self.at += 1
+
+    def word(self):
+        want, chunk = self.program[self.at]
+        return Word(want, chunk if want is Want.GATHER else -1, frozenset(self.ready))
+
+    def hear(self, rank, found):
+        want, chunk = self.program[self.at]
+        for reduced, ranks in found.reduces:
+            assert (rank in ranks) == (reduced in self.ready)
+            if rank in ranks:
+                self.ready.discard(reduced)
+                self.reduced.append(reduced)
+        if want is Want.GATHER and any(chunk == c and rank in ranks for c, ranks in found.gathers):
+            self.gathered.append(chunk)
+        elif (
+            want is Want.GATHER or (want is Want.ROOM and chunk in self.ready) or (want is Want.STEP and not found.met)
+        ):
+            return
+        self.at += 1
+        self._begin()
+
+
+@settings(max_examples=300, deadline=None)
+@given(programs)
+def test_everybody_comes_to_the_step(program):
+    processes = [Process(one) for one in program]
+    for _ in range(sum(map(len, program)) * CHUNKS + CHUNKS + 2):
+        if all(process.over for process in processes):
+            break
+        assert not any(process.over for process in processes), "one has left the step before the others came"
+        found = outcome([process.word() for process in processes])
+        assert len({chunk for chunk, _ in found.reduces}) == len(found.reduces)
+        for rank, process in enumerate(processes):
+            process.hear(rank, found)
+    assert all(process.over for process in processes), "somebody waits forever"
+    for process, acted in zip(processes, program, strict=True):
+        assert process.gathered == [chunk for want, chunk in acted if want is Want.GATHER]
+        assert not process.ready, "gradients were left behind"
+
+
+def test_all_that_want_the_same_get_it_at_once():
+    found = outcome([Word(Want.GATHER, 3, frozenset({5}))] * 4)
+    assert found.gathers == ((3, (0, 1, 2, 3)),)
+    assert found.reduces == ((5, (0, 1, 2, 3)),)
+
+
+def test_gradients_wait_for_those_that_may_still_have_some():
+    computing, done = Word(Want.GATHER, 1), Word(Want.STEP)
+    ready = Word(Want.ROOM, ready=frozenset({2}))
+    assert outcome([ready, computing]).reduces == ()
+    assert outcome([ready, done]).reduces == ((2, (0,)),)
+
+
+def test_those_who_wait_for_each_other_go_on():
+    found = outcome([Word(Want.ROOM, ready=frozenset({1})), Word(Want.ROOM, ready=frozenset({2}))])
+    assert found.reduces == ((1, (0,)), (2, (1,)))
+
+
+def test_different_meetings_are_refused():
+    with pytest.raises(PeerError, match="rank 0: a step; rank 1: clipping"):
+        outcome([Word(Want.STEP), Word(Want.NORM)])
