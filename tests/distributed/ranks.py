@@ -62,7 +62,7 @@ def start(
                 "PYTHONPATH": str(TESTS),
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             }
-            | env(rank),
+            | (env or {}),
         )
         process.logs = logs  # type: ignore[attr-defined]
         processes.append(process)

@@ -12,11 +12,15 @@ import torch.distributed as dist
 from laws.models import Shape
 
 import patrickstar as ps
+from patrickstar import testing
+from patrickstar.engine.engine import Engine
 from patrickstar.errors import ConfigError, PatrickStarError
+from patrickstar.parallel.world import World
 
 from . import ranks
 
 SHAPE = Shape(("mlp", "attention", "plain"), tied=False, frozen_norms=False, checkpointing=False)
+LARGE = Shape(("mlp",) * 60 * 2, tied=False, frozen_norms=False, checkpointing=False)
 WITHIN_S = 30.0
 
 
@@ -39,17 +43,21 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed(where: str, rank: int, disk: str) -> None:
+def killed(where: str, rank: int, size: int, disk: str) -> None:
     """In each process: `rank` is killed at some point."""
     me = int(os.environ["RANK"]) == rank
 
     def dying_build():
         if me and where == "start":
             die()
-        return SHAPE.build()
+        return (LARGE if disk else SHAPE).build()
 
-    options = {"device_memory": 3000, "host_memory": 45000, "disk": ps.Disk(disk)} if disk else {}
-    engine, optimizer = ps.initialize(dying_build, ps.Config(device="cpu", chunk_size=512, precision="fp32", **options))
+    options = {"device_memory": 20000, "host_memory": 760000, "disk": ps.Disk(disk)} if disk else {}
+    config = ps.Config(device="cpu", chunk_size=512, precision="fp32", **options)
+    world = World.find(torch.device("cpu"))
+    engine = Engine(dying_build, config, meter=testing.NoMeter(), page_bytes=4096, world=world)
+    assert (engine._manager.disk is not None) == bool(disk)
+    optimizer = engine.optimizer
     step(engine, optimizer)
     peers = engine._data.peers
     if me and where in ("gather", "reduce"):
@@ -64,10 +72,10 @@ def killed(where: str, rank: int, disk: str) -> None:
 
 @pytest.mark.parametrize(
     "where, rank, size, disk",
-    [("start", 1, 2, False), ("gather", 0, 2, False), ("reduce", 2, 4, True), ("step", 1, 2, True)],
+    [("start", 1, 2, False), ("gather", 0, 2, False), ("reduce", 2, 4, False), ("step", 1, 2, True)],
 )
 def test_a_process_is_killed(where, rank, size, disk, tmp_path):
-    options = {"where": where, "rank": rank, "disk": str(tmp_path) if disk else ""}
+    options = {"where": where, "rank": rank, "size": size, "disk": str(tmp_path) if disk else ""}
     processes = ranks.start(size, killed, options)
     processes[rank].wait(60)
     died = time.monotonic()
@@ -105,7 +113,7 @@ def different(what: str) -> None:
 @pytest.mark.parametrize(
     "what, said",
     [
-        ("model", "processes differ in parameters: rank 0 has 'blocks.2.0.weight', rank 1 has 'blocks.2.0.weight'"),
+        ("model", "processes differ in parameters: rank 0 has ['blocks.2.0.weight', [8, 8]"),
         ("chunk_size", "processes differ in chunk_size: rank 0 has 512, rank 1 has 1024"),
         ("version", "processes differ in the version of PyTorch"),
         ("world", "initialised with 2 processes, and WORLD_SIZE says 3"),

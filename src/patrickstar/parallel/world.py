@@ -4,7 +4,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
@@ -173,10 +173,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def _short(value: Any, other: Any) -> str:
-    """A value for a message; of lists their first difference."""
-    if isinstance(value, Sequence) and isinstance(other, Sequence) and not isinstance(value, str):
+    """A value for a message; of two lists the first item that differs."""
+    if isinstance(value, list) and isinstance(other, list):
         for ours, theirs in zip(value, other, strict=False):
             if ours != theirs:
-                return _short(ours, theirs) if isinstance(ours, list) and isinstance(theirs, list) else repr(ours)
+                return f"{ours!r}"
         return f"{len(value)} of them"
     return repr(value)

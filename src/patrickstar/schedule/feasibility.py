@@ -56,9 +56,14 @@ def check_budgets(layout: Layout, together: Iterable[set[str]], budgets: Budgets
     if staging_bytes:
         plain = {chunk.index: Tiers(Tier.DEVICE, Tier.DISK) for chunk in layout.chunks}
         disk = disk_bytes(layout.chunks, plain)
+        shards = sum(chunk.shard_bytes for chunk in layout.chunks)
+        least_host = staging_bytes + shards
+        parts = " and this process's part of what operators read" if shards else ""
         short = {
             f"device_memory={working_set} bytes ({format_size(working_set)})": working_set - budgets.device,
-            f"host_memory={staging_bytes} bytes ({format_size(staging_bytes)}), for pages on their way": -budgets.host,
+            f"host_memory={least_host} bytes ({format_size(least_host)}), for pages on their way{parts}": (
+                shards - budgets.host
+            ),
             f"a disk with {disk} bytes ({format_size(disk)}) free, and a capacity of as many": disk - budgets.disk,
         }
         raise BudgetError(
