@@ -13,10 +13,19 @@ class Batches:
     """An endless stream of batches, int64 of shape ``(batch, sequence)``.
 
     The tokens are cut into blocks of ``sequence``; each pass over the blocks takes them in a new order drawn from
-    ``seed``. Raises DataError where the tokens don't fill one block.
+    ``seed``. Of ``processes`` each takes every so many-th batch, beginning with its ``rank``. Raises DataError where
+    the tokens don't fill one block.
     """
 
-    def __init__(self, tokens: NDArray[np.unsignedinteger], sequence: int, batch: int, seed: int) -> None:
+    def __init__(
+        self,
+        tokens: NDArray[np.unsignedinteger],
+        sequence: int,
+        batch: int,
+        seed: int,
+        rank: int = 0,
+        processes: int = 1,
+    ) -> None:
         self._blocks = len(tokens) // sequence
         if self._blocks == 0:
             raise DataError(
@@ -27,12 +36,15 @@ class Batches:
         self._sequence = sequence
         self._batch = batch
         self._seed = seed
+        self._rank = rank
+        self._processes = processes
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         order = self._order()
+        mine = slice(self._rank * self._batch, (self._rank + 1) * self._batch)
         while True:
-            blocks = [self._block(next(order)) for _ in range(self._batch)]
-            yield torch.from_numpy(np.stack(blocks))
+            indices = [next(order) for _ in range(self._batch * self._processes)]
+            yield torch.from_numpy(np.stack([self._block(index) for index in indices[mine]]))
 
     def _order(self) -> Iterator[int]:
         generator = np.random.default_rng(self._seed)

@@ -50,6 +50,7 @@ class Summary:
     device_budget_bytes: int
     host_budget_bytes: int
     stats: StepStats
+    processes: int = 1
 
 
 class RunLog:

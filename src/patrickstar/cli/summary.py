@@ -19,8 +19,10 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     times = summary.model_data_bytes / summary.device_budget_bytes
     stats = summary.stats
     steps = f"{summary.steps}, interrupted" if summary.interrupted else str(summary.steps)
+    shared = summary.processes > 1
     return [
         ("machine", summary.machine),
+        *([("processes", f"{summary.processes}; what follows is of one of them")] if shared else []),
         ("model", f"{summary.model}, {summary.parameters:,} parameters, {summary.precision} on {summary.device}"),
         (
             "model data",
@@ -45,6 +47,17 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
                 )
             ]
             if stats.disk_bytes
+            else []
+        ),
+        *(
+            [
+                (
+                    "sent per step",
+                    f"{format_size(stats.gathered_bytes // stats.steps)} of parameters, "
+                    f"{format_size(stats.reduced_bytes // stats.steps)} of gradients",
+                )
+            ]
+            if shared
             else []
         ),
         ("device peak", _peaks(stats.device_peak_model_bytes, stats.device_peak_non_model_bytes)),

@@ -1,9 +1,10 @@
 """The job of ``patrickstar train``: a causal language model, text, budgets, and a loop as users write it."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -27,6 +28,7 @@ from patrickstar.engine.forecast import Forecast
 from patrickstar.engine.rehearsal import Step, forward_backward_step, on_meta, rehearse, rehearse_here
 from patrickstar.engine.traced import traced_workloads
 from patrickstar.errors import ConfigError, TrainingError
+from patrickstar.parallel.world import World
 from patrickstar.schedule.machine import Machine, find_machine
 from patrickstar.schedule.workload import Workloads
 
@@ -80,17 +82,28 @@ def train(options: TrainOptions, console: Console) -> Summary:
     Raises a PatrickStarError for options, data or a model that can't be used and for a loss that is not finite.
     """
     config = _config(options)
-    config.find_device()
+    world = World.find(config.find_device())
+    rank, processes = (0, 1) if world is None else (world.rank, world.size)
+    if rank:  # one speaks for all
+        console, options = Console(quiet=True), replace(options, log=None, quiet=True)
     source = find_model(options.model, options.vocab_size)
     check_sequence(options.sequence, source)
     corpus = open_corpus(options.data)
     with RunLog(options.log) as log:
         if not options.quiet:
             _print_header(console, source, corpus)
-        batches = Batches(load_tokens(corpus, source.vocabulary), options.sequence, options.batch, options.seed)
+        if world is not None and rank:
+            world.tell(None)  # what the first one makes of the text, the others find
+        tokens = load_tokens(corpus, source.vocabulary)
+        if world is not None and not rank:
+            world.tell(None)
+        batches = Batches(tokens, options.sequence, options.batch, options.seed, rank, processes)
         torch.manual_seed(options.seed)
         model, weights = source.open(options.activation_checkpointing)
-        engine, optimizer = ps.initialize(model, config, weights=weights)
+        engine = ps.Engine(model, config, weights, world=world)
+        optimizer = engine.optimizer
+        if rank:
+            torch.manual_seed(options.seed + rank)  # what is drawn in training differs, as the data does
         try:
             with Progress(console, options.steps, engine.device_budget_bytes, options.quiet) as progress:
                 records, interrupted = _loop(options, engine, optimizer, iter(batches), log, progress)
@@ -120,6 +133,8 @@ def rehearse_training(options: TrainOptions, console: Console, machine: str | No
 
     Raises what a run would, BudgetError among them where the model does not fit.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("--dry-run rehearses one process; for several use patrickstar plan --gpus")
     config = _config(options)
     source = find_model(options.model, options.vocab_size)
     check_sequence(options.sequence, source)
@@ -193,7 +208,8 @@ def _loop(
 ) -> tuple[list[StepRecord], bool]:
     """The steps that were finished, and whether Ctrl-C ended them."""
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, options.warmup_steps, options.steps))
-    tokens = options.batch * options.sequence * options.accumulation
+    processes = 1 if engine.world is None else engine.world.size
+    tokens = options.batch * options.sequence * options.accumulation * processes
     records: list[StepRecord] = []
     try:
         for step in range(1, options.steps + 1):
@@ -218,16 +234,16 @@ def _step(
 ) -> tuple[float, float | None]:
     """One optimizer step: its mean loss, and its gradients' norm where they are clipped."""
     losses = []
-    for _ in range(options.accumulation):
+    for number in range(options.accumulation):
         ids = next(batches)
         loss = engine(input_ids=ids, labels=ids).loss
-        losses.append(loss.item())
+        losses.append(engine.average(loss.item()))
         if not math.isfinite(losses[-1]):
             raise TrainingError(
                 f"the loss is {losses[-1]} in step {step}; try a lower --lr than {options.lr:g}, "
                 "more --warmup-steps or --precision bf16"
             )
-        engine.backward(loss / options.accumulation)
+        engine.backward(loss / options.accumulation, accumulate=number < options.accumulation - 1)
     norm = engine.clip_grad_norm_(options.max_norm).item() if options.max_norm > 0 else None
     optimizer.step()
     optimizer.zero_grad()
@@ -256,5 +272,6 @@ def _summary(options: TrainOptions, engine: ps.Engine, records: list[StepRecord]
         chunk_numel=layout.chunk_numel,
         device_budget_bytes=engine.device_budget_bytes,
         host_budget_bytes=engine.host_budget_bytes,
+        processes=1 if engine.world is None else engine.world.size,
         stats=engine.stats.total,
     )

@@ -31,7 +31,7 @@ from patrickstar.engine.state import ModelState
 from patrickstar.engine.stats import Stats
 from patrickstar.engine.tiers import budgets, optimizer_room_bytes, plan_tiers
 from patrickstar.engine.update import Update
-from patrickstar.errors import DiskError, ModelError, MoveError, TrainingError
+from patrickstar.errors import ConfigError, DiskError, ModelError, MoveError, TrainingError
 from patrickstar.kernels.choice import Kernels
 from patrickstar.layout.mapping import Layout
 from patrickstar.memory.hardware import Hardware
@@ -256,6 +256,8 @@ class Engine:
         """
         from patrickstar.engine.rehearsal import forecast, forward_backward_step
 
+        if self.world is not None:
+            raise ConfigError("a rehearsal is of one process; for several use patrickstar plan --gpus")
         return forecast(self, forward_backward_step(loss or _loss_of, args, kwargs))
 
     def close(self, *, keep: bool = True) -> None:

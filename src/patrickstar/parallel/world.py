@@ -53,13 +53,27 @@ class World:
                 f"torch.distributed was initialised with {size} processes, and WORLD_SIZE says {said}: start all of "
                 f"them with one torchrun, and leave world_size out of init_process_group"
             )
-        return cls(device) if size > 1 else None
+        if size == 1:
+            return None
+        world = cls(device)
+        world.share_cores()
+        return world
 
     @property
     def on_this_host(self) -> list[int]:
         """The ranks of those on the same machine."""
         here = self.members[self.rank]["host"]
         return [rank for rank, member in enumerate(self.members) if member["host"] == here]
+
+    def share_cores(self) -> None:
+        """Have PyTorch's threads of all processes on this machine fit its cores.
+
+        A number that was asked for by OMP_NUM_THREADS stays, if it fits; the 1 that torchrun sets by itself does not.
+        """
+        fair = max(1, len(os.sched_getaffinity(0)) // len(self.on_this_host))
+        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+        if torch.get_num_threads() > fair or by_torchrun:
+            torch.set_num_threads(fair)
 
     def collect(self, word: torch.Tensor) -> torch.Tensor:
         """What all say: flat tensors of one size, by rank. Raises PeerError if one has ended."""

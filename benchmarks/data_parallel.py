@@ -1,0 +1,264 @@
+"""Several processes over gloo: bytes on the wire, model data per process, and step time against FSDP2.
+
+python benchmarks/data_parallel.py [--model gpt-40m] [--batch 1] [--sequence 512] [--rounds 7] [--processes 1 2 4]
+Steps of the engine and of PyTorch's `fully_shard` (the same blocks, bf16 for operators and reductions, fp32 parameters,
+its fused AdamW) take turns in the same processes; the ratio is the median over pairs. Bytes on the wire are counted
+twice: by the engine, and by the kernel on the loopback device, TCP's headers and the processes' agreement included.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from report import publish
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import GPT2LMHeadModel
+
+import patrickstar as ps
+from patrickstar.cli.presets import PRESETS
+
+
+def build(name: str) -> GPT2LMHeadModel:
+    config = PRESETS[name].config()
+    config.use_cache = False
+    return GPT2LMHeadModel(config).train()
+
+
+def loopback_bytes() -> int:
+    """What the loopback device has sent since the machine started."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[8])
+    raise SystemExit("this machine has no loopback device")
+
+
+def together() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+class Ours:
+    """The engine."""
+
+    def __init__(self, options: argparse.Namespace, device_memory: str | None) -> None:
+        torch.manual_seed(0)
+        config = ps.Config(device="cpu", device_memory=device_memory, optimizer=ps.AdamW(lr=1e-4))
+        self.engine, self.optimizer = ps.initialize(partial(build, options.model), config)
+
+    def step(self, ids: torch.Tensor) -> float:
+        loss = self.engine(input_ids=ids, labels=ids).loss
+        self.engine.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+class Fsdp:
+    """PyTorch's own."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        self.model = build(options.model)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for block in self.model.transformer.h:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def step(self, ids: torch.Tensor) -> float:
+        loss = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+def timed(trainer: Any, ids: torch.Tensor) -> tuple[float, int, float]:
+    """Seconds, bytes on the loopback device, loss."""
+    together()
+    wire, start = loopback_bytes(), time.perf_counter()
+    loss = trainer.step(ids)
+    together()
+    return time.perf_counter() - start, loopback_bytes() - wire, loss
+
+
+def worker(options: argparse.Namespace) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size > 1:
+        dist.init_process_group("gloo")
+    generator = torch.Generator().manual_seed(rank)
+    vocabulary = PRESETS[options.model].config().vocab_size
+    ids = torch.randint(0, vocabulary, (options.batch, options.sequence), generator=generator)
+    found: dict[str, Any] = {}
+    for name, memory in (("room", None), ("tight", options.device_memory)):
+        ours = Ours(options, memory)
+        layout = ours.engine.layout
+        for _ in range(3):
+            timed(ours, ids)
+        _, wire, _ = timed(ours, ids)
+        last = ours.engine.stats.last
+        found[name] = {
+            "sent": last.gathered_bytes + last.reduced_bytes,
+            "gathered": last.gathered_bytes,
+            "reduced": last.reduced_bytes,
+            "wire": wire / size,
+            "rounds": last.rounds,
+            "device": ours.engine.stats.total.device_peak_model_bytes,
+            "host": ours.engine.stats.total.host_peak_model_bytes,
+            "parameters": layout.numel,
+            "padding": layout.padding_bytes,
+            "groups": layout.chunk_count,
+            "group": max(chunk.compute_bytes for chunk in layout.chunks),
+        }
+        if name == "room" and size > 1 and options.rounds:
+            theirs = Fsdp(options)
+            for _ in range(2):
+                timed(theirs, ids)
+            pairs = []
+            for _ in range(options.rounds):
+                pairs.append((timed(theirs, ids), timed(ours, ids)))
+            found["pairs"] = pairs
+            del theirs
+        ours.engine.close(keep=False)
+    print(json.dumps(found))
+
+
+def launch(size: int) -> list[dict[str, Any]]:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // size))
+    processes = []
+    for rank in range(size):
+        env = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env |= {"OMP_NUM_THREADS": threads, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+        out = tempfile.TemporaryFile("w+")
+        command = [sys.executable, __file__, "--worker", *sys.argv[1:]]
+        processes.append((subprocess.Popen(command, env=os.environ | env, stdout=out), out))
+    found = []
+    for process, out in processes:
+        if process.wait():
+            raise SystemExit(f"a process ended with {process.returncode}")
+        out.seek(0)
+        found.append(json.loads(out.read().splitlines()[-1]))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt-40m")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device-memory", default="150MiB", help="the budget under which little stays gathered")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--worker", action="store_true")
+    options = parser.parse_args()
+    if options.worker:
+        worker(options)
+        return
+    memory, wire, seconds = [], [], []
+    for size in options.processes:
+        found = launch(size)
+        for name in ("room", "tight"):
+            rows = [one[name] for one in found]
+            first = rows[0]
+            count = first["parameters"]
+            peak = max(row["host"] + row["device"] for row in rows)
+            bound = 14 * count / size + 2 * first["group"] + first["padding"]
+            memory.append(
+                [
+                    str(size),
+                    "all" if name == "room" else options.device_memory,
+                    f"{14 * count / size:,.0f}",
+                    f"{first['group']:,}",
+                    f"{max(row['padding'] for row in rows):,}",
+                    f"{max(row['host'] for row in rows):,}",
+                    f"{max(row['device'] for row in rows):,}",
+                    f"{peak / bound:.3f}",
+                ]
+            )
+            if size > 1:
+                sent = sum(row["sent"] for row in rows) / size
+                ideal = 6 * (size - 1) / size * count
+                wire.append(
+                    [
+                        str(size),
+                        "all" if name == "room" else options.device_memory,
+                        f"{sum(row['gathered'] for row in rows) / size:,.0f}",
+                        f"{sum(row['reduced'] for row in rows) / size:,.0f}",
+                        f"{sent / (count * (size - 1) / size):.3f}",
+                        f"{sum(row['wire'] for row in rows) / size / (count * (size - 1) / size):.3f}",
+                        f"{sent / ideal:.3f}",
+                        str(first["rounds"]),
+                    ]
+                )
+        if "pairs" in found[0]:
+            pairs = found[0]["pairs"]
+            ratios = sorted(theirs[0] / ours[0] for theirs, ours in pairs)
+            count = found[0]["room"]["parameters"]
+            seconds.append(
+                [
+                    str(size),
+                    f"{median(theirs[0] for theirs, _ in pairs):.3f}",
+                    f"{median(ours[0] for _, ours in pairs):.3f}",
+                    f"{median(ratios):.3f}",
+                    f"{ratios[0]:.3f} - {ratios[-1]:.3f}",
+                    f"{median(theirs[1] for theirs, _ in pairs) / (count * (size - 1)):.3f}",
+                    f"{median(ours[1] for _, ours in pairs) / (count * (size - 1)):.3f}",
+                ]
+            )
+    shape = f"{options.model}, bf16, {options.batch} x {options.sequence} tokens per process and step, gloo"
+    publish(
+        "data_parallel_memory",
+        "cpu",
+        f"{shape}. Bytes of model data per process: what lies on host and device at most, over 14 M/p + two groups + "
+        f"padding, in bytes for M parameters on p processes.",
+        ["p", "device budget", "14 M/p", "a group", "padding", "host at most", "device at most", "all, over the bound"],
+        memory,
+    )
+    publish(
+        "data_parallel_wire",
+        "cpu",
+        f"{shape}. Bytes that a process sends in a step. The limit is 6 (p-1)/p M where nothing stays gathered: two "
+        f"gathers and a reduction in 16 bit, padding beside; 4 (p-1)/p M where all stays gathered from forward to "
+        f"backward. Broadcast-based schemes send 10 (p-1)/p M.",
+        [
+            "p",
+            "device budget",
+            "parameters",
+            "gradients",
+            "sent, in (p-1)/p M bytes",
+            "on the loopback device, in the same",
+            "sent, over 6 (p-1)/p M",
+            "rounds",
+        ],
+        wire,
+    )
+    if seconds:
+        publish(
+            "data_parallel_time",
+            "cpu",
+            f"{shape}. Seconds of a step where all fits, against FSDP2 (`fully_shard`) in the same processes, in "
+            f"turns. Bytes are those of the loopback device.",
+            ["p", "FSDP2 s", "engine s", "ratio (median of pairs)", "range", "FSDP2 (p-1)/p M bytes", "engine's"],
+            seconds,
+        )
+
+
+if __name__ == "__main__":
+    main()
