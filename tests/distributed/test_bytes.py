@@ -1,0 +1,100 @@
+"""What crosses the wire, and what each process holds, to the byte."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from laws.models import Shape
+from torch import nn
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar.engine.engine import Engine
+from patrickstar.parallel.world import World
+
+from . import ranks
+from .test_exactness import CPU, compare, random_script
+
+WIDTH = 32
+
+
+class Chain(nn.Module):
+    """Layers used one after the other, each of 1024 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(12))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return hidden.float().pow(2).mean()
+
+
+def traffic(stays: bool) -> None:
+    """In each process: a step's bytes, counted."""
+    world = World.find(CPU)
+    size, count = world.size, 12 * WIDTH * WIDTH
+    group = 2 * WIDTH * WIDTH * size
+    config = ps.Config(device="cpu", chunk_size=2 * WIDTH * WIDTH, device_memory=None if stays else 2 * group + 64)
+    engine = Engine(Chain, config, meter=testing.NoMeter(), poison=True, world=world)
+    assert engine.layout.chunk_count == 12 // size
+    assert engine.layout.model_data_bytes == 14 * count // size
+    assert engine.layout.padding_bytes == 0
+    assert engine.layout.chunks[0].compute_bytes == group
+    most = 0
+    take = engine._manager.compute.take
+
+    def watch(chunk):
+        nonlocal most
+        take(chunk)
+        most = max(most, engine._manager.compute.used + engine._manager.host.used)
+
+    engine._manager.compute.take = watch
+    for _ in range(3):
+        loss = engine(torch.randn(4, WIDTH))
+        if not stays:
+            engine._data.forget_gathered()
+        engine.backward(loss)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    last = engine.stats.last
+    # Of M parameters in 16 bit each process sends its part to the p - 1 others in a gather, and of its gradients all
+    # but its own part.
+    part = 2 * count * (size - 1) // size
+    assert last.gathered_bytes == (1 if stays else 2) * part, (last, part)
+    assert last.reduced_bytes == part
+    assert last.gathered_bytes + last.reduced_bytes == (4 if stays else 6) * count * (size - 1) // size
+    if not stays:
+        assert most <= 14 * count // size + 2 * group, (most, 14 * count // size, group)
+    engine.close()
+
+
+@pytest.mark.parametrize("size, stays", [(2, False), (2, True), (4, False), (4, True)])
+def test_a_step_sends_what_the_formula_says(size, stays):
+    ranks.run(size, traffic, stays=stays)
+
+
+def one_owner(seeds: list[int]) -> None:
+    """In each process: a group of chunks is more than the device holds."""
+    dist.init_process_group("gloo")
+    shape = Shape(("mlp", "plain", "mlp"), tied=False, frozen_norms=False, checkpointing=False)
+    for seed in seeds:
+        world = World(CPU)
+        config = ps.Config(device="cpu", precision="fp32", chunk_size=1000, device_memory=2 * world.size * 1000 - 200)
+        script = random_script(random.Random(seed), world.rank, seed)
+        torch.manual_seed(0)
+        engine = Engine(shape.build, config, meter=testing.NoMeter(), world=world)
+        owners = [{rank for rank in range(world.size) if c.cuts[rank] < c.cuts[rank + 1]} for c in engine.layout.chunks]
+        assert owners == [{index % world.size} for index in range(len(owners))]
+        assert max(chunk.compute_bytes for chunk in engine.layout.chunks) <= 1024
+        engine.close(keep=False)
+        world = World(CPU)
+        compare(world, shape.build, config, script, seed, meter=testing.NoMeter())
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_chunks_come_one_by_one_where_a_group_does_not_fit(size):
+    ranks.run(size, one_owner, seeds=[0, 1, 2])
