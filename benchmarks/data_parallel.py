@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device-memory", default="150MiB", help="the budget under which little stays gathered")
+    parser.add_argument("--device-memory", default="260MiB", help="the budget under which little stays gathered")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--worker", action="store_true")
     options = parser.parse_args()
