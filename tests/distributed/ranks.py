@@ -38,15 +38,24 @@ def start(
     function: Callable[..., None],
     options: dict[str, Any] | None = None,
     *,
-    env: dict[str, str] | None = None,
+    env: Sequence[dict[str, str]] = (),
+    before: Sequence[list[str]] = (),
+    port: int | None = None,
 ) -> list[subprocess.Popen[bytes]]:
-    """Start `function(**options)` in each of `size` processes, as torchrun would."""
-    port = free_port()
+    """Start `function(**options)` in each of `size` processes, as torchrun would.
+
+    env, before: of each process its own variables, and what its command begins with.
+    """
+    port = port or free_port()
     processes = []
     for rank in range(size):
         logs = tempfile.TemporaryFile()  # noqa: SIM115 (`wait` closes it)
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, function.__module__, function.__name__, json.dumps(options or {})],
+            [
+                *(before[rank] if before else []),
+                *(sys.executable, "-m", __name__),
+                *(function.__module__, function.__name__, json.dumps(options or {})),
+            ],
             cwd=TESTS,
             stdout=logs,
             stderr=subprocess.STDOUT,
@@ -62,7 +71,7 @@ def start(
                 "PYTHONPATH": str(TESTS),
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             }
-            | (env or {}),
+            | (env[rank] if env else {}),
         )
         process.logs = logs  # type: ignore[attr-defined]
         processes.append(process)

@@ -85,7 +85,10 @@ def train(
         typer.Option("--activation-offload", help="Keep activations on the host between forward and backward."),
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Fixes the initial values and the order of the batches.")] = 0,
-    log: Annotated[Path | None, typer.Option(help="Write one JSON line for each step, and one at the end.")] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option("--log", "--log-file", help="Write one JSON line for each step, and one at the end."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the summary.")] = False,
     dry_run: Annotated[
         bool,

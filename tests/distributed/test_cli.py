@@ -1,0 +1,45 @@
+"""`torchrun -m patrickstar train`: the run of one process with the same batches, from several."""
+
+import json
+import os
+import subprocess
+import sys
+
+
+def run(folder, log, *words, processes=1):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    command = [sys.executable, *torchrun, "-m", "patrickstar", "train", "--model", "gpt-1m", "--vocab-size", "300"]
+    command += ["--data", str(folder / "text.txt"), "--sequence", "16", "--steps", "3", "--precision", "fp32"]
+    command += ["--device", "cpu", "--log-file", str(log), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"HOME": str(folder)})
+
+
+def records(log):
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_train_on_two_processes(tmp_path):
+    (tmp_path / "text.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 200)
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    done = run(tmp_path, one, "--batch", "4")
+    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, two, "--batch", "2", processes=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 3/3") == 1, "one speaks for all"
+    (*alone, whole), (*shared, part) = records(one), records(two)
+    for a, b in zip(alone, shared, strict=True):
+        assert a["tokens"] == b["tokens"]
+        assert abs(a["loss"] - b["loss"]) < 1e-4
+    assert part["processes"] == 2
+    assert abs(part["model_data_bytes"] * 2 - whole["model_data_bytes"]) < 0.05 * whole["model_data_bytes"]
+    assert part["gathered_bytes"] > 0 and part["reduced_bytes"] > 0
+
+
+def test_an_error_is_told_by_each_process(tmp_path):
+    (tmp_path / "text.txt").write_text("Hello. " * 500)
+    done = run(tmp_path, tmp_path / "log", "--device-memory", "64KiB", processes=2)
+    assert done.returncode != 0
+    assert (
+        done.stderr.count("error: the model data of") == 2
+        and 'Traceback (most recent call last):\n  File "/' in done.stderr
+    )

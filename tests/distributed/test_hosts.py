@@ -1,0 +1,80 @@
+"""Two hosts: processes in network namespaces of their own, with a wire between them."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import patrickstar as ps
+
+from . import ranks
+from .test_faults import SHAPE, WITHIN_S, ids, step
+
+PORT = 29400
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[list[str]]]:
+    """What a command begins with that shall run on the first, or on the second."""
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
+        pytest.skip("network namespaces need root, and the commands ip and unshare")
+    names = [f"ps{os.getpid()}a", f"ps{os.getpid()}b"]
+    try:
+        try:
+            for name in names:
+                _ip("netns", "add", name)
+            _ip("link", "add", "psa", "netns", names[0], "type", "veth", "peer", "name", "psb", "netns", names[1])
+            for name, wire, address in zip(names, ("psa", "psb"), ("10.213.0.1/24", "10.213.0.2/24"), strict=True):
+                _ip("-n", name, "address", "add", address, "dev", wire)
+                _ip("-n", name, "link", "set", wire, "up")
+                _ip("-n", name, "link", "set", "lo", "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this machine makes no network namespaces: {error.stderr.decode().strip()}")
+        named = 'hostname $0 && exec "$@"'
+        yield [["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", named, name] for name in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+ENV = [{"MASTER_ADDR": "10.213.0.1", "GLOO_SOCKET_IFNAME": wire} for wire in ("psa", "psb")]
+
+
+def two_hosts(die: bool) -> None:
+    """In each process: some steps; then the second is killed, if it shall be."""
+    engine, optimizer = ps.initialize(SHAPE.build, ps.Config(device="cpu", chunk_size=512, host_memory="1MiB"))
+    assert engine.world.on_this_host == [engine.world.rank]
+    assert engine.host_budget_bytes == 1 << 20, "the other process has a host of its own"
+    for _ in range(2):
+        step(engine, optimizer)
+    loss = engine.average(engine(ids(engine.world.rank)).item())
+    print(f"on {socket.gethostname()}: {loss:.9g}")
+    if die and engine.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if die:
+        step(engine, optimizer)
+    engine.close()
+    assert all(torch.isfinite(param).all() for param in engine.module.parameters())
+
+
+def test_training_over_two_hosts(hosts):
+    ended = ranks.wait(ranks.start(2, two_hosts, {"die": False}, env=ENV, before=hosts, port=PORT), 60)
+    assert [one.code for one in ended] == [0, 0], ended[0].text + ended[1].text
+    said = [one.text.splitlines()[-1].split() for one in ended]
+    assert said[0][1] != said[1][1] and said[0][2] == said[1][2]
+
+
+def test_a_process_on_another_host_is_killed(hosts):
+    ended = ranks.wait(ranks.start(2, two_hosts, {"die": True}, env=ENV, before=hosts, port=PORT), 30 + WITHIN_S)
+    assert ended[1].code == -signal.SIGKILL
+    assert ended[0].code == 1 and "PeerError: rank 1 (process" in ended[0].text, ended[0].text[-3000:]
+    assert ended[0].seconds - ended[1].seconds < WITHIN_S
