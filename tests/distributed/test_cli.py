@@ -39,7 +39,4 @@ def test_an_error_is_told_by_each_process(tmp_path):
     (tmp_path / "text.txt").write_text("Hello. " * 500)
     done = run(tmp_path, tmp_path / "log", "--device-memory", "64KiB", processes=2)
     assert done.returncode != 0
-    assert (
-        done.stderr.count("error: the model data of") == 2
-        and 'Traceback (most recent call last):\n  File "/' in done.stderr
-    )
+    assert done.stderr.count("error: the model data of") == 2
