@@ -146,7 +146,7 @@ def launch(size: int) -> list[dict[str, Any]]:
     for rank in range(size):
         env = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         env |= {"OMP_NUM_THREADS": threads, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-        out = tempfile.TemporaryFile("w+")
+        out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it outlives this function's processes)
         command = [sys.executable, __file__, "--worker", *sys.argv[1:]]
         processes.append((subprocess.Popen(command, env=os.environ | env, stdout=out), out))
     found = []

@@ -190,7 +190,7 @@ def promote(
 ) -> Layout:
     """Give parameters that were frozen, and no longer are, the lists of trained ones: in new chunks, at the end."""
     specs = [
-        ParamSpec(slot.name, slot.place.numel, scheme_for(dtype_name(slot.chunk.dtype), True, states), slot.embedding)
+        ParamSpec(slot.name, slot.numel, scheme_for(dtype_name(slot.chunk.dtype), True, states), slot.embedding)
         for slot in slots
     ]
     grown = layout.extended(specs)

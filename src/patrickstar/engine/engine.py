@@ -390,6 +390,7 @@ class Engine:
                 with managing():
                     states = self.config.optimizer.states
                     self.layout = promote(thawed, self.layout, self._data, self._interceptor, states)
+                    self._data.take_cuts(self.layout)
                 self._clock.forget()
 
     def _signature(self, args: Any, kwargs: Any) -> Hashable:

@@ -11,6 +11,7 @@ from patrickstar.errors import BudgetError, TrainingError
 from patrickstar.kernels.rounding import canonical_nan_, round_into
 from patrickstar.kernels.rule import Gradient
 from patrickstar.layout.lists import GRAD32, PARAM16, PARAM32
+from patrickstar.layout.mapping import Layout
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.interrupts import uninterrupted
 from patrickstar.memory.manager import Manager
@@ -120,6 +121,9 @@ class ModelData:
         self.point([slot.chunk])
 
     # Other processes, if there are any
+
+    def take_cuts(self, layout: Layout) -> None:
+        """Take note of which process has which part of chunks that are new."""
 
     def meet(self, want: Want) -> None:
         """Wait until all processes have come for the same, and gradients are with their owners."""

@@ -10,6 +10,7 @@ from patrickstar.engine.model_data import ModelData, follow_rounded
 from patrickstar.engine.slot import Slot
 from patrickstar.errors import BudgetError
 from patrickstar.layout.lists import ITEMSIZE, KEPT32, PARAM16, PARAM32, SHARD16, SUM32
+from patrickstar.layout.mapping import Layout
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.interrupts import uninterrupted
 from patrickstar.memory.manager import Manager
@@ -285,6 +286,10 @@ class SharedModelData(ModelData):
         slot.unfinished = None
 
     # All processes together
+
+    def take_cuts(self, layout: Layout) -> None:
+        """Take note of which process has which part of chunks that are new."""
+        self.peers.cuts |= {chunk.index: chunk.cuts for chunk in layout.chunks}
 
     def meet(self, want: Want) -> None:
         """Wait until all processes have come for the same, and gradients are with their owners."""

@@ -79,7 +79,8 @@ def plan_tiers(
     rule = config.optimizer.rule(config.optimizer.defaults(), 1, {})
     # The lists of a trained parameter, and that of accumulated gradients.
     lists = 2 + len(config.optimizer.states)
-    ring = RingSize.suited(lists, largest, page_bytes, rule.by_pages, host - pages_bytes)
+    room = host - pages_bytes - sum(chunk.shard_bytes for chunk in layout.chunks)
+    ring = RingSize.suited(lists, largest, page_bytes, rule.by_pages, room)
     staging = pages_bytes + ring.nbytes
     budget = Budgets(device, host - staging, capacity if capacity is not None else free)
     check_budgets(layout, together, budget, staging)

@@ -1,0 +1,170 @@
+"""What users do beside the usual loop, on several processes: each bit for bit the reference's."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from laws.models import Shape
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar.engine.engine import Engine
+from patrickstar.parallel.world import World
+
+from . import ranks
+from .reference import AveragingTrainer, Loop
+from .test_exactness import CPU, compare
+
+
+class Odd(nn.Module):
+    """Tied weights, running statistics, a parameter without elements, one in fp64, reentrant checkpointing."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.words = nn.Embedding(11, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.words.weight
+        self.unused = nn.Parameter(torch.ones(7))
+        self.empty = nn.Parameter(torch.ones(0))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.words(ids).flatten(0, 1).float()).to(self.first.weight.dtype)
+        body = lambda value: self.second(self.first(value).tanh()) + value  # noqa: E731
+        hidden = checkpoint(body, hidden, use_reentrant=True) if self.reentrant else body(hidden)
+        return self.head(hidden).float().pow(2).mean()
+
+
+def ids(trainer: Any, number: int = 0) -> torch.Tensor:
+    rank = dist.get_rank()
+    return torch.randint(0, 11, (2, 4 + rank), generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def usual(trainer: Any) -> list[torch.Tensor]:
+    return Loop(trainer).run([(ids(trainer, number),) for number in range(3)])
+
+
+def writes(trainer: Any) -> list[torch.Tensor]:
+    """Parameters are written in place, between steps and between forward and backward's end."""
+    seen = []
+    for number in range(3):
+        with torch.no_grad():
+            for param in trainer.module.parameters():
+                param.mul_(0.5)
+        seen += Loop(trainer).run([(ids(trainer, number),)])
+    return seen
+
+
+def dropped(trainer: Any) -> list[torch.Tensor]:
+    """Gradients that are dropped, once in all processes, change nothing."""
+    seen = usual(trainer)
+    trainer.backward(trainer(ids(trainer, 7)), accumulate=True)
+    if isinstance(trainer, AveragingTrainer):
+        trainer.sums.clear()
+        for master in trainer.masters.values():
+            master.grad = None
+    trainer.optimizer.zero_grad()
+    return seen + usual(trainer)
+
+
+def twice(trainer: Any) -> list[torch.Tensor]:
+    """Two backwards through one graph."""
+    loss = trainer(ids(trainer))
+    trainer.backward(loss, retain_graph=True)
+    trainer.backward(loss)
+    Loop(trainer).step()
+    return usual(trainer)
+
+
+def thaws(trainer: Any) -> list[torch.Tensor]:
+    """Parameters are frozen from the start, then not."""
+    seen = usual(trainer)
+    trainer.module.first.requires_grad_(True)
+    return seen + usual(trainer)
+
+
+def saves(trainer: Any) -> list[torch.Tensor]:
+    """A state is read, and taken back later."""
+    seen = usual(trainer)
+    state = {name: value.clone() for name, value in trainer.state_dict().items()}
+    seen += usual(trainer)
+    trainer.load_state_dict(state)
+    if isinstance(trainer, AveragingTrainer):
+        trainer.follow_writes()
+    return seen + usual(trainer)
+
+
+def frozen_first() -> nn.Module:
+    model = Odd()
+    model.first.requires_grad_(False)
+    return model
+
+
+SCRIPTS = {
+    "usual": (Odd, usual),
+    "reentrant": (lambda: Odd(reentrant=True), usual),
+    "writes": (Odd, writes),
+    "dropped": (Odd, dropped),
+    "twice": (Odd, twice),
+    "thaws": (frozen_first, thaws),
+    "saves": (Odd, saves),
+}
+
+
+def scripts(names: list[str]) -> None:
+    """In each process, one after the other."""
+    dist.init_process_group("gloo")
+    for seed, name in enumerate(names):
+        build, script = SCRIPTS[name]
+        for precision, evict in (("bf16", True), ("fp32", False)):
+            print(name, precision, evict, flush=True)
+            config = ps.Config(device="cpu", precision=precision, chunk_size=300, optimizer=ps.AdamW(lr=1e-2))
+            compare(World(CPU), build, config, script, seed, meter=testing.NoMeter(), evict_everything=evict)
+    dist.destroy_process_group()
+
+
+def test_what_users_do():
+    ranks.run(2, scripts, names=list(SCRIPTS))
+
+
+def from_disk(seeds: list[int]) -> None:
+    """In each process: memory holds a part of the model data, the disk the rest."""
+    dist.init_process_group("gloo")
+    for seed in seeds:
+        draw = random.Random(seed)
+        shape = Shape(("mlp",) * 80, tied=draw.random() < 0.5, frozen_norms=False, checkpointing=draw.random() < 0.5)
+        world = World(CPU)
+        own = random.Random(10 * seed + world.rank)
+        config = ps.Config(
+            device="cpu",
+            precision=draw.choice(["bf16", "fp32"]),
+            chunk_size=draw.choice([1000, 3000]),
+            device_memory=own.randint(30_000, 60_000),
+            host_memory=world.size * own.randint(260_000, 270_000),
+            disk=ps.Disk("/tmp"),
+        )
+        print(f"seed {seed}: {shape}, {config!r}", flush=True)
+        tokens = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(own.randint(0, 99)))
+        engines = []
+
+        def script(trainer: Any, tokens: torch.Tensor = tokens, engines: list[Any] = engines) -> list[torch.Tensor]:
+            seen = Loop(trainer).run([(tokens,)] * 3, max_norm=0.1)
+            if isinstance(trainer, Engine):
+                assert trainer.stats.total.disk_write_bytes > 0
+                engines.append(trainer)
+            return seen
+
+        compare(world, shape.build, config, script, seed, meter=testing.NoMeter(), page_bytes=4096)
+        assert engines
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [2])
+def test_masters_and_states_on_disk(size):
+    ranks.run(size, from_disk, seeds=[0, 1, 2])
