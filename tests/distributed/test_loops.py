@@ -3,7 +3,6 @@
 import random
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from laws.models import Shape
@@ -122,10 +121,10 @@ def scripts(names: list[str]) -> None:
     dist.init_process_group("gloo")
     for seed, name in enumerate(names):
         build, script = SCRIPTS[name]
-        for precision, evict in (("bf16", True), ("fp32", False)):
-            print(name, precision, evict, flush=True)
-            config = ps.Config(device="cpu", precision=precision, chunk_size=300, optimizer=ps.AdamW(lr=1e-2))
-            compare(World(CPU), build, config, script, seed, meter=testing.NoMeter(), evict_everything=evict)
+        precision, evict = ("bf16", "fp32")[seed % 2], seed % 3 > 0
+        print(name, precision, evict, flush=True)
+        config = ps.Config(device="cpu", precision=precision, chunk_size=300, optimizer=ps.AdamW(lr=1e-2))
+        compare(World(CPU), build, config, script, seed, meter=testing.NoMeter(), evict_everything=evict)
     dist.destroy_process_group()
 
 
@@ -133,21 +132,21 @@ def test_what_users_do():
     ranks.run(2, scripts, names=list(SCRIPTS))
 
 
-def from_disk(seeds: list[int]) -> None:
+def from_disk(seeds: list[int], folder: str) -> None:
     """In each process: memory holds a part of the model data, the disk the rest."""
     dist.init_process_group("gloo")
     for seed in seeds:
         draw = random.Random(seed)
-        shape = Shape(("mlp",) * 80, tied=draw.random() < 0.5, frozen_norms=False, checkpointing=draw.random() < 0.5)
+        shape = Shape(("mlp",) * 48, tied=draw.random() < 0.5, frozen_norms=False, checkpointing=draw.random() < 0.5)
         world = World(CPU)
         own = random.Random(10 * seed + world.rank)
         config = ps.Config(
             device="cpu",
-            precision=draw.choice(["bf16", "fp32"]),
+            precision="fp32",
             chunk_size=draw.choice([1000, 3000]),
-            device_memory=own.randint(30_000, 60_000),
-            host_memory=world.size * own.randint(260_000, 270_000),
-            disk=ps.Disk("/tmp"),
+            device_memory=own.randint(10_000, 20_000),
+            host_memory=world.size * own.randint(150_000, 170_000),
+            disk=ps.Disk(folder),
         )
         print(f"seed {seed}: {shape}, {config!r}", flush=True)
         tokens = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(own.randint(0, 99)))
@@ -165,6 +164,5 @@ def from_disk(seeds: list[int]) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [2])
-def test_masters_and_states_on_disk(size):
-    ranks.run(size, from_disk, seeds=[0, 1, 2])
+def test_masters_and_states_on_disk(tmp_path):
+    ranks.run(2, from_disk, seeds=[0, 1], folder=str(tmp_path))
