@@ -18,6 +18,7 @@ from patrickstar.layout.search import search_layout
 from patrickstar.memory.chunk import Chunk, Region
 from patrickstar.memory.manager import Manager
 from patrickstar.schedule.placement import HOST, Tier, Tiers
+from patrickstar.schedule.rounds import Want
 
 WeightSource = Callable[[str], torch.Tensor]
 """Gives a parameter's value by its name, for parameters that were built on the meta device."""
@@ -198,6 +199,8 @@ def promote(
         if (PARAM16, chunk.index) not in data.manager.chunks:
             on_disk = data.manager.disk is not None
             create_chunks(chunk, Tiers(Tier.DEVICE, Tier.DISK) if on_disk else HOST, data.manager)
+    data.take_cuts(grown)
+    left = set()
     for slot, spec in zip(slots, specs, strict=True):
         data.have(slot)
         value = slot.payload().clone()
@@ -218,6 +221,10 @@ def promote(
         data.point([slot.chunk])
         interceptor.watch_gradient(slot)
         if not data.by_chunk[old]:
+            left.add(old)
+    data.meet(Want.STATE)  # others may have asked for what lay there
+    for old in sorted(left):
+        if (PARAM16, old) in data.manager.chunks:
             for kind in (PARAM16, SHARD16):
                 if (kind, old) in data.manager.chunks:
                     data.manager.remove(data.manager[kind, old])

@@ -1,5 +1,6 @@
 """What a user may choose. The one dial is the budget; the rest is what can't be derived from it."""
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,7 +110,9 @@ class Config(Options):
         if device.type == "cuda":
             count = torch.cuda.device_count() if torch.cuda.is_available() else 0
             if device.index is None and count:
-                device = torch.device("cuda", torch.cuda.current_device())
+                # Of several processes on a machine, as torchrun numbers them, each has a device of its own.
+                local = os.environ.get("LOCAL_RANK")
+                device = torch.device("cuda", int(local) if local is not None else torch.cuda.current_device())
             if not count or device.index is None or device.index >= count:
                 raise DeviceError(f"device {name!r} is not there: this machine offers {count} CUDA devices; use 'cpu'")
         return device

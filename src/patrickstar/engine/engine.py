@@ -1,5 +1,6 @@
 """The engine: what a user calls instead of the model and of `loss.backward()`."""
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -270,8 +271,8 @@ class Engine:
         if self._release.alive and self.world is not None and keep:
             with self._stopping_on_loss():
                 self._complete()
-                self._drop_gradients()
                 self._data.meet(Want.CLOSE)
+                self._gradients.drop()
                 self._state.complete = True
         lost = self._release()
         if lost and keep and (failed := self._manager.transit.failed) is not None:
@@ -298,7 +299,8 @@ class Engine:
         self._early.check("loading a state")
         with self._stopping_on_loss():
             self._complete()
-            self._drop_gradients()
+            self._data.meet(Want.STATE)  # nobody gathers a part of the old one from here on
+            self._gradients.drop()
             self._state.load_state_dict(state_dict)
 
     # What the optimizer asks for
@@ -330,6 +332,7 @@ class Engine:
         self._check_open()
         self._early.check("dropping gradients")
         with self._stopping_on_loss():
+            self._data.meet_to_drop()
             self._gradients.drop()
 
     def _complete(self) -> None:
@@ -390,7 +393,6 @@ class Engine:
                 with managing():
                     states = self.config.optimizer.states
                     self.layout = promote(thawed, self.layout, self._data, self._interceptor, states)
-                    self._data.take_cuts(self.layout)
                 self._clock.forget()
 
     def _signature(self, args: Any, kwargs: Any) -> Hashable:
@@ -459,7 +461,9 @@ def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list
         blocks.close()
         state.data.drop_uses()
         if state.data.peers is not None and not state.complete:
-            state.data.peers.leave()
+            cause = sys.exc_info()[1] or state.data.manager.transit.failed
+            why = "" if cause is None else f", after {type(cause).__name__}: {cause}"
+            state.data.peers.leave(f"closed its engine{why}")
         try:
             if state.keep:
                 interceptor.early.update.complete()
@@ -488,5 +492,11 @@ def initialize(
     ConfigError, DeviceError, ModelError or BudgetError before the first step.
     """
     config = config if config is not None else Config()
-    engine = Engine(model, config, weights, world=World.find(config.find_device()))
+    world = World.find(config.find_device())
+    try:
+        engine = Engine(model, config, weights, world=world)
+    except BaseException as error:
+        if world is not None:
+            world.give_up(error)
+        raise
     return engine, engine.optimizer

@@ -131,8 +131,14 @@ class ModelData:
     def meet_gradients(self, want: Want) -> None:
         """The same; from then on it is known which parameters have gradients."""
 
+    def meet_to_drop(self) -> None:
+        """The same, if there may be gradients to forget anywhere."""
+
     def close_step(self, updated: Iterable[Slot] | None) -> None:
         """After an update. updated: those with a param group; None if none was."""
+
+    def share_memory(self) -> None:
+        """Have what optimizers keep of parameters beside the lists, where another process has it."""
 
     def has_gradient(self, slot: Slot) -> bool:
         """Whether the next step will find a gradient of a parameter, here or, once all have met, anywhere."""
@@ -183,11 +189,15 @@ class ModelData:
         """An operator has ended: keep the budget for what comes until the next."""
         self.clock.tick((), belongs)
         try:
-            self.manager.make_room(0, protect=())
+            self._keep_budget()
             self.manager.advance()
         finally:
             self.follow_moves()
         self.clock.settled()
+
+    def _keep_budget(self) -> None:
+        """Have room for what non-model data has come to."""
+        self.manager.make_room(0, protect=())
 
     def reset_after_forward(self) -> None:
         """Forward is over: whoever was held after it is plainly held."""

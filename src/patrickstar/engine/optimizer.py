@@ -69,6 +69,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
             packed = {key: value for key, value in group.items() if key != "params"}
             groups.append(packed | {"params": [positions[self._slot(p)] for p in group["params"]]})
         state = {}
+        self._engine._data.share_memory()
         for slot, position in positions.items():
             if slot.steps:
                 lists = {kind: self._engine._state.read(slot, kind) for kind in self._kinds}

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from patrickstar.engine.clock import Clock
 from patrickstar.engine.model_data import ModelData, follow_rounded
 from patrickstar.engine.slot import Slot
-from patrickstar.errors import BudgetError
+from patrickstar.errors import BudgetError, TrainingError
 from patrickstar.layout.lists import ITEMSIZE, KEPT32, PARAM16, PARAM32, SHARD16, SUM32
 from patrickstar.layout.mapping import Layout
 from patrickstar.memory.chunk import Chunk
@@ -30,6 +31,23 @@ from patrickstar.schedule.states import TensorState
 # zero. Where none has any, the parameter is not updated, as with one process.
 
 
+def _plain(memory: dict[str, Any]) -> dict[str, Any]:
+    """Numbers, and tensors of one, as JSON can say them."""
+    return {
+        key: {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
+        if isinstance(value, torch.Tensor)
+        else value
+        for key, value in memory.items()
+    }
+
+
+def _with_tensors(memory: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: torch.tensor(value["value"], dtype=getattr(torch, value["dtype"])) if isinstance(value, dict) else value
+        for key, value in memory.items()
+    }
+
+
 class SharedModelData(ModelData):
     """The slots of one process over its parts of the chunks."""
 
@@ -40,6 +58,12 @@ class SharedModelData(ModelData):
         """Whether gradients are sent, and their sums kept, in fp32."""
         self.keeps = False
         """Whether gradients of this backward stay in this process, since more are to come."""
+        self._dropping = False
+        """Whether gradients are being forgotten, in all processes."""
+        self._fresh = False
+        """Whether no process has had anything to forget since the last step."""
+        self._written: set[Chunk] = set()
+        """Gathered chunks that were written to here, and perhaps otherwise elsewhere."""
         self._sent: set[int] = set()
         """Chunks of which what was kept is being sent, from where it was kept."""
         self.complete: Callable[[Sequence[Slot]], None] = lambda slots: None
@@ -125,11 +149,16 @@ class SharedModelData(ModelData):
 
     @uninterrupted
     def written(self, slot: Slot) -> None:
-        """The user wrote to a parameter in place, in every process: its owner takes it over."""
-        part = slot.flattened(slot.payload())[slot.part]
+        """The user wrote to a parameter in place, in every process: its owner takes it over.
+
+        Not before all have written: who comes later must find what was there before.
+        """
+        part = slot.flattened(slot.payload())[slot.part].clone()
+        self.meet(Want.WRITE)
+        self._written.add(slot.chunk)
         if not slot.place.numel:
             return
-        self._have_in_memory(slot.own)
+        self.parameters(slot.chunk.index)  # a gradient that lies over the old one makes way
         slot.flat(slot.own).copy_(part)
         self.manager.mark_written(slot.own, on_device=slot.own.device_valid)
         if slot.scheme.trained:
@@ -166,6 +195,19 @@ class SharedModelData(ModelData):
             if not self._hand_over_idle(chunks):
                 raise
             super().bring(chunks, gently=gently)
+
+    def _keep_budget(self) -> None:
+        """Have room for what non-model data has come to; what was written to is gathered again when it is needed."""
+        for chunk in [chunk for chunk in self._written if not chunk.pins]:
+            self._written.discard(chunk)
+            if chunk.device_valid and not chunk.has_gradients and chunk.leaving is None:
+                self.manager.drop(chunk)
+        try:
+            super()._keep_budget()
+        except BudgetError:
+            if not self._hand_over_idle(()):
+                raise
+            super()._keep_budget()
 
     def _hand_over_idle(self, protect: Sequence[Chunk]) -> bool:
         idle = [
@@ -252,13 +294,21 @@ class SharedModelData(ModelData):
             if kind == KEPT32 and index not in self._sent:
                 self._send_kept(index)
 
+    def meet_to_drop(self) -> None:
+        """Wait until all processes have come to drop gradients, unless they have just come from a step."""
+        fresh, self._fresh = self._fresh, False
+        if not fresh or any(slot.came for slot in self.slots):
+            self._forget_kept()
+            self.meet(Want.DROP)
+
     def discard_gradients(self) -> None:
-        """Forget all gradients; parts that lie under one are put back."""
-        for chunk in list(self.manager.moves.in_flight):
-            if chunk.shared and chunk.leaving is not None:
-                self.manager.take_back(chunk)
+        """Forget all gradients, which all processes do now; parts that lie under one are put back."""
         self._forget_kept()
-        super().discard_gradients()
+        self._dropping = True
+        try:
+            super().discard_gradients()
+        finally:
+            self._dropping = False
         self.follow_moves()
 
     def _forget_kept(self) -> None:
@@ -270,14 +320,25 @@ class SharedModelData(ModelData):
 
     @uninterrupted
     def discard_gradient(self, slot: Slot) -> None:
-        """Forget one, unless its update is under way."""
+        """Forget one, unless its update is under way; all processes have met for that."""
         if slot.pending:
+            return
+        if not self._dropping:
+            if slot.came:
+                raise TrainingError(
+                    f"the gradient of {slot.name!r} is on its way to other processes, and can't be dropped by itself: "
+                    f"call optimizer.zero_grad() in all of them"
+                )
             return
         if slot.over_param:
             self._uncovered(slot)
             slot.chunk.owners_valid = not any(one.over_param for one in self.by_chunk[slot.chunk.index])
             if slot.chunk.owners_valid:
                 self.manager.refresh(slot.chunk)
+        self._forget(slot)
+
+    def _forget(self, slot: Slot) -> None:
+        """Have this process's part of the parameter again, whatever lies over it."""
         self._settle_sum(slot.chunk.index)
         if slot.reduced:
             self._have_in_memory(slot.own)
@@ -308,10 +369,8 @@ class SharedModelData(ModelData):
         self._forget_kept()
         here = torch.tensor([slot.came for slot in self.slots], dtype=torch.uint8)
         for slot, came in zip(self.slots, self.peers.world.collect(here).any(0).tolist(), strict=True):
-            if slot.came and not came:
-                raise AssertionError("what came here came somewhere")
             if not came and (slot.reduced or slot.in_list):
-                self.discard_gradient(slot)
+                self._forget(slot)
             if slot.scheme.trained:
                 (self._unused.discard if slot.came else self._unused.add)(slot)
             slot.came = came
@@ -323,15 +382,27 @@ class SharedModelData(ModelData):
             if slot.came and slot in belongs and not slot.place.numel:
                 self.updated((slot,))
             slot.came = slot.handed_over = False
-        self._forget(index for index, slots in self.by_chunk.items() if slots[0].scheme.trained)
+        self._drop_gathered(index for index, slots in self.by_chunk.items() if slots[0].scheme.trained)
+        self._fresh = True
 
     def forget_gathered(self) -> None:
         """Drop what was gathered from other processes, which have other values now."""
-        self._forget(self.by_chunk)
+        self._drop_gathered(self.by_chunk)
 
-    def _forget(self, indices: Iterable[int]) -> None:
+    def _drop_gathered(self, indices: Iterable[int]) -> None:
+        self._written.clear()
         self.manager.forget_gathered(indices)
         self.follow_moves()
+
+    def share_memory(self) -> None:
+        """Have what optimizers keep of parameters beside the lists from those that have a part of them."""
+        mine = {slot.name: _plain(slot.memory) for slot in self.slots if slot.place.numel and slot.memory}
+        known: dict[str, Any] = {}
+        for said in reversed(self.peers.world.tell(mine)):
+            known |= said
+        for slot in self.slots:
+            if not slot.place.numel and slot.name in known:
+                slot.memory = _with_tensors(known[slot.name])
 
     def has_gradient(self, slot: Slot) -> bool:
         """Whether the next step will find a gradient of a parameter, once all have met anywhere."""

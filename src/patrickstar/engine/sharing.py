@@ -12,8 +12,8 @@ from patrickstar.engine.config import Config
 from patrickstar.engine.shared_data import SharedModelData
 from patrickstar.layout.mapping import Layout, ParamSpec
 from patrickstar.memory.manager import Manager
-from patrickstar.parallel.collectives import collectives
 from patrickstar.parallel.peers import Peers
+from patrickstar.parallel.rounds import Rounds
 from patrickstar.parallel.world import World
 
 
@@ -48,15 +48,19 @@ def agreed_layout(
 
 def share_buffers(world: World, module: nn.Module) -> None:
     """Have the buffers of rank 0 everywhere. Parameters need no such thing: each part has one owner."""
-    for buffer in module.buffers():
-        value = buffer.detach().cpu().contiguous()
-        world.spread(value.view(torch.uint8) if value.dim() else value.reshape(1).view(torch.uint8), 0)
-        buffer.copy_(value)
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None or not buffer.numel():
+                continue
+            value = buffer.detach().to("cpu", copy=True).contiguous()
+            world.spread(value.view(-1).view(torch.uint8), 0)
+            if not torch.equal(value.view(-1).view(torch.uint8), buffer.detach().cpu().reshape(-1).view(torch.uint8)):
+                owner._buffers[name] = value.to(buffer.device)
 
 
 def shared_data(world: World, layout: Layout, manager: Manager, clock: Clock, config: Config) -> SharedModelData:
     """Model data that the processes share."""
-    peers = Peers(world, collectives(world, manager.device), {chunk.index: chunk.cuts for chunk in layout.chunks})
+    peers = Peers(Rounds.of(world, manager.device), {chunk.index: chunk.cuts for chunk in layout.chunks})
     peers.traffic = manager.traffic
     manager.transit.peers = peers
     data = SharedModelData(manager, clock, peers, in_full=config.reduce_dtype == "fp32")

@@ -33,8 +33,13 @@ class ModelState:
         found = torch.empty_strided(slot.shape, slot.region.strides, dtype=chunk.dtype)
         flat = found.as_strided((slot.numel,), (1,))
         own = flat[slot.part]
-        for where, part in self.data.parts(slot, kind) if slot.place.numel else ():
-            own[where].copy_(part)
+        try:
+            for where, part in self.data.parts(slot, kind) if slot.place.numel else ():
+                own[where].copy_(part)
+        except (DiskError, MoveError, TrainingError):
+            own.fill_(float("nan"))
+            self.data.complete_parts(slot, flat)  # the others have come for it
+            raise
         self.data.complete_parts(slot, flat)
         return found
 
@@ -120,7 +125,18 @@ class ModelState:
             for kind in (PARAM16, SHARD16, PARAM32):
                 if (kind, index) in manager.chunks:
                     manager.remove(manager[kind, index])
+        if self.complete and self.data.peers is not None:
+            lost = self._lost_anywhere(lost)
         return lost
+
+    def _lost_anywhere(self, lost: list[str]) -> list[str]:
+        """The names of parameters of which any process has lost its part; all are NaN here too."""
+        assert self.data.peers is not None
+        names = set().union(*self.data.peers.world.tell(lost))
+        for slot in self.data.slots:
+            if slot.name in names and slot.name not in lost:
+                slot.param.data = self.data.absent(slot.chunk.dtype).expand(slot.shape)
+        return [slot.name for slot in self.data.slots if slot.name in names]
 
     def _salvage(self, slot: Slot) -> torch.Tensor | None:
         """A parameter's value, unless it is lost."""

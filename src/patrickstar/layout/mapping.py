@@ -113,6 +113,7 @@ class Layout:
     chunk_numel: int
     chunks: tuple[ChunkSpec, ...]
     places: dict[str, Place]
+    grouped: bool = True
 
     @property
     def numel(self) -> int:
@@ -153,15 +154,13 @@ class Layout:
 
     def extended(self, params: Sequence[ParamSpec]) -> "Layout":
         """This layout with `params` moved to new chunks behind the last; chunks left empty are dropped."""
-        cuts = self.chunks[0].cuts
-        nproc, rank = max(1, len(cuts) - 1), self.chunks[0].rank
-        more = build_layout(params, self.chunk_numel, nproc, rank)
-        moved = set(more.places)
+        nproc, rank = max(1, len(self.chunks[0].cuts) - 1), self.chunks[0].rank
         first = max(chunk.index for chunk in self.chunks) + 1
+        more = build_layout(params, self.chunk_numel, nproc, rank, grouped=self.grouped, first=first)
+        moved = set(more.places)
         kept = (replace(c, params=tuple(name for name in c.params if name not in moved)) for c in self.chunks)
-        added = tuple(replace(chunk, index=chunk.index + first) for chunk in more.chunks)
-        places = {name: replace(place, chunk=place.chunk + first) for name, place in more.places.items()}
-        return Layout(self.chunk_numel, tuple(c for c in kept if c.params) + added, self.places | places)
+        chunks = (*(chunk for chunk in kept if chunk.params), *more.chunks)
+        return Layout(self.chunk_numel, chunks, self.places | more.places, self.grouped)
 
     @property
     def chunk_count(self) -> int:
@@ -179,13 +178,20 @@ class _OpenChunk:
 
 
 def build_layout(
-    params: Sequence[ParamSpec], chunk_numel: int, nproc: int = 1, rank: int = 0, *, grouped: bool = True
+    params: Sequence[ParamSpec],
+    chunk_numel: int,
+    nproc: int = 1,
+    rank: int = 0,
+    *,
+    grouped: bool = True,
+    first: int = 0,
 ) -> Layout:
     """Place `params`, in the order given, into chunks of `chunk_numel` elements (rounded up to the alignment).
 
     Parameters of one scheme share chunks. One larger than a chunk gets a private chunk of its own size, and so
     does one that asks to be alone; the last chunk of a scheme ends with its last parameter. With `nproc` processes
-    chunks come in groups of as many, unless not `grouped`. See [Note: chunks of several processes].
+    chunks come in groups of as many, unless not `grouped`. See [Note: chunks of several processes]. Indices begin
+    with `first`.
     """
     chunk_numel = align(chunk_numel)
     at_once = nproc if grouped else 1
@@ -199,11 +205,11 @@ def build_layout(
         item = param.name, param.numel
         target = open_chunks.get(param.scheme)
         if param.alone or align(param.numel) > chunk_numel:
-            chunks.append(_OpenChunk(len(chunks), param.scheme, True, params=[item]))
+            chunks.append(_OpenChunk(first + len(chunks), param.scheme, True, params=[item]))
             continue
         offset = None if target is None else _offset(target.end, param.numel, chunk_numel, at_once)
         if target is None or offset is None:
-            target, offset = _OpenChunk(len(chunks), param.scheme, False), 0
+            target, offset = _OpenChunk(first + len(chunks), param.scheme, False), 0
             chunks.append(target)
             open_chunks[param.scheme] = target
         target.params.append(item)
@@ -228,7 +234,7 @@ def build_layout(
             cuts = tuple(k * part if grouped else part * (k > owner) for k in range(nproc + 1))
         names = tuple(name for name, _ in one.params)
         specs.append(ChunkSpec(one.index, one.scheme, part * at_once, used, names, one.private, cuts, rank))
-    return Layout(chunk_numel, tuple(specs), {param.name: places[param.name] for param in params})
+    return Layout(chunk_numel, tuple(specs), {param.name: places[param.name] for param in params}, grouped)
 
 
 def _pack(params: Sequence[tuple[str, int]], part: int, count: int) -> list[int] | None:

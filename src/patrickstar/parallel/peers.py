@@ -9,11 +9,8 @@ from patrickstar.errors import PeerError
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.movers import Transfer
 from patrickstar.memory.traffic import Traffic
-from patrickstar.parallel.collectives import Collectives
-from patrickstar.parallel.world import World
-from patrickstar.schedule.rounds import Outcome, Want, Word, outcome
-
-_HEAD = 5  # bytes of a word before its bitmap: what is wanted, and of which chunk
+from patrickstar.parallel.rounds import CHUNKS_PER_ENGINE, Rounds
+from patrickstar.schedule.rounds import Outcome, Want
 
 
 class Owner(Protocol):
@@ -79,19 +76,21 @@ NOTHING = _Nothing()
 
 
 class Peers:
-    """The other processes. See [Note: rounds]."""
+    """The other processes, as one engine sees them."""
 
-    def __init__(self, world: World, collectives: Collectives, cuts: dict[int, tuple[int, ...]]) -> None:
-        self.world = world
-        self.collectives = collectives
+    def __init__(self, rounds: Rounds, cuts: dict[int, tuple[int, ...]]) -> None:
+        self.rounds = rounds
+        self.world = rounds.world
+        self.collectives = rounds.collectives
         self.cuts = cuts
         """Of each chunk where its owners' parts begin."""
         self.traffic = Traffic()
         """Where bytes are counted."""
         self.owner: Owner | None = None
-        self.ready: dict[int, Reduction] = {}
+        self.number = rounds.join(self)
+        self.world.users += 1
+        self._ready: dict[int, Reduction] = {}
         """Gradients that wait for the others'."""
-        self._word_bytes = _HEAD + -(-(2 * len(cuts) + 64) // 8)  # unfreezing moves parameters to new chunks, once
         self._left = False
         self._wanted: Chunk | None = None
         self._gathering: Transfer | None = None
@@ -110,13 +109,14 @@ class Peers:
 
     def reduce(self, chunk: Chunk) -> Transfer:
         """Have the gradients over a chunk averaged, as soon as the others have theirs."""
-        found = self.ready[chunk.index] = Reduction(self, chunk)
+        found = self._ready[chunk.index] = Reduction(self, chunk)
+        self.rounds.ready.add(self._numbered(chunk.index))
         self.come(Want.NOTHING)
         return found
 
     def take_back(self, index: int) -> None:
         """Have gradients of a chunk not averaged, unless that has begun."""
-        waiting = self.ready.pop(index, None)
+        waiting = self._no_longer_ready(index)
         if waiting is not None:
             waiting.begun = NOTHING
 
@@ -129,47 +129,35 @@ class Peers:
         """Take part in one round."""
         if self._left:
             raise PeerError("this engine is being closed, and waits for no other process any more")
-        words = [self._decoded(row) for row in self.world.collect(self._encoded(want, index))]
         self.traffic.rounds += 1
-        if any(word.want is Want.CLOSE for word in words) and not all(word.want is Want.CLOSE for word in words):
-            gone = [rank for rank, word in enumerate(words) if word.want is Want.CLOSE]
-            raise PeerError(f"rank {', '.join(map(str, gone))} closed its engine, and the others go on training")
-        found = outcome(words)
-        for chunk, ranks in found.reduces:
-            self._reduce(chunk, ranks)
-        for chunk, ranks in found.gathers:
-            self._gather(chunk, ranks)
-        return found
+        return self.rounds.come(want, self.number, index)
 
-    def leave(self) -> None:
+    def leave(self, why: str) -> None:
         """Take part in nothing any more: what waits for the others waits in vain."""
-        self._left = True
+        if not self._left:
+            self._left = True
+            self.world.say(why)
 
     def close(self) -> None:
         """Give what was made for it back."""
-        self.collectives.close()
+        for index in list(self._ready):
+            self.take_back(index)
+        self.world.users -= 1
         self.world.close()
 
-    # One round
+    def _numbered(self, index: int) -> int:
+        return self.number * CHUNKS_PER_ENGINE + index
 
-    def _encoded(self, want: Want, index: int) -> torch.Tensor:
-        said = bytearray(self._word_bytes)
-        said[0] = want
-        said[1:_HEAD] = (index + 1).to_bytes(_HEAD - 1, "little")
-        for chunk in self.ready:
-            said[_HEAD + chunk // 8] |= 1 << chunk % 8
-        return torch.frombuffer(said, dtype=torch.uint8)
+    def _no_longer_ready(self, index: int) -> Reduction | None:
+        self.rounds.ready.discard(self._numbered(index))
+        return self._ready.pop(index, None)
 
-    @staticmethod
-    def _decoded(row: torch.Tensor) -> Word:
-        said = bytes(row.tolist())
-        bits = int.from_bytes(said[_HEAD:], "little")
-        ready = frozenset(k for k in range(bits.bit_length()) if bits >> k & 1)
-        return Word(Want(said[0]), int.from_bytes(said[1:_HEAD], "little") - 1, ready)
+    # What a round has agreed on
 
-    def _reduce(self, index: int, ranks: Sequence[int]) -> None:
+    def reduce_now(self, index: int, ranks: tuple[int, ...]) -> None:
+        """Begin to add up the gradients that these ranks have."""
         assert self.owner is not None
-        mine = self.ready.pop(index, None)
+        mine = self._no_longer_ready(index)
         whole, target, chunk = self.owner.begin_sum(index, ranks)
         transfer = self.collectives.reduce(whole, target, self.cuts[index], ranks)
         chunk.host_reader = transfer
@@ -178,7 +166,8 @@ class Peers:
         if whole is not None:
             self.traffic.reduced_bytes += (whole.numel() - target.numel()) * target.dtype.itemsize
 
-    def _gather(self, index: int, ranks: Sequence[int]) -> None:
+    def gather_now(self, index: int, ranks: tuple[int, ...]) -> None:
+        """Begin to give these ranks all of a chunk."""
         assert self.owner is not None
         me, cuts = self.world.rank, self.cuts[index]
         own = self.owner.parameters(index)

@@ -1,11 +1,14 @@
 """The processes that train together: who they are, what they have to agree on, and which of them has ended."""
 
+import atexit
 import json
 import os
 import socket
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import psutil
 import torch
@@ -14,9 +17,18 @@ from torch.distributed import distributed_c10d
 
 from patrickstar.errors import ConfigError, PeerError
 
+if TYPE_CHECKING:
+    from patrickstar.parallel.rounds import Rounds
+
 ROLL_CALL_S = 10.0
 """How long those on other machines have to answer, once one process was found to be gone."""
 POLL_S = 0.1
+LOOK_S = 50e-6
+"""Between two looks for what the others say."""
+
+
+_worlds: "WeakKeyDictionary[dist.ProcessGroup, World]" = WeakKeyDictionary()
+"""One for each of torch's process groups: its rounds are one sequence, whichever engine speaks."""
 
 
 class World:
@@ -25,14 +37,21 @@ class World:
     def __init__(self, device: torch.device) -> None:
         """Make groups of its own for words and for bytes; all processes have to come."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.closed = False
+        self.users = 0
+        """Engines that were made in it, and have not been closed."""
+        self.rounds: Rounds | None = None
+        """Where these meet those of the others, once there is one."""
         self.control = dist.new_group(backend="gloo")
         self.data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            dist.all_reduce(torch.zeros(1, device=device), group=self.data)  # point to point can't be the first call
         self._store = distributed_c10d.PrefixStore("patrickstar", distributed_c10d._get_default_store())
-        self._number = self._store.add("worlds", 1) if self.rank == 0 else 0
-        self._closed = False
         me = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
         self.members = self.tell(me)
-        self._number = self.tell(self._number)[0]
+        number = self._store.add("worlds", 1) if self.rank == 0 else 0
+        self._prefix = f"{self.tell(number)[0]}/"
 
     @classmethod
     def find(cls, device: torch.device) -> "World | None":
@@ -47,6 +66,7 @@ class World:
             if said == "1":
                 return None
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            atexit.register(_leave_torch)
         size = dist.get_world_size()
         if said is not None and int(said) != size:
             raise ConfigError(
@@ -55,9 +75,13 @@ class World:
             )
         if size == 1:
             return None
-        world = cls(device)
-        world.share_cores()
-        return world
+        everybody = dist.group.WORLD
+        assert everybody is not None
+        found = _worlds.get(everybody)
+        if found is None or found.closed:
+            found = _worlds[everybody] = cls(device)
+            found.share_cores()
+        return found
 
     @property
     def on_this_host(self) -> list[int]:
@@ -76,10 +100,16 @@ class World:
             torch.set_num_threads(fair)
 
     def collect(self, word: torch.Tensor) -> torch.Tensor:
-        """What all say: flat tensors of one size, by rank. Raises PeerError if one has ended."""
+        """What all say: flat tensors of one size, by rank. Raises PeerError if one has ended.
+
+        Waits in Python, where Ctrl-C is heard.
+        """
         words = torch.empty(self.size * word.numel(), dtype=word.dtype)
         try:
-            gather_into(words, word, self.control)
+            work = gather_into(words, word, self.control, async_op=True)
+            while not work.is_completed():
+                time.sleep(LOOK_S)
+            work.wait()
         except (RuntimeError, dist.DistError) as error:
             raise self.explain(error) from error
         return words.view(self.size, -1)
@@ -113,47 +143,50 @@ class World:
 
     # Those that have ended
 
+    def say(self, why: str) -> None:
+        """Tell those who will miss this process why it does not take part any more."""
+        with suppress(RuntimeError, dist.DistError):  # the store may be gone too
+            self._store.compare_set(f"{self._prefix}why", "", f"{self._name(self.rank)} {why}")
+
     def explain(self, error: BaseException) -> PeerError:
         """Who has ended, told by a collective that failed."""
-        gone = self._roll_call()
-        if gone:
-            names = ", ".join(f"rank {rank} ({self._name(rank)})" for rank in gone)
-            what = f"{names} ended or does not answer" if len(gone) == 1 else f"{names} ended or do not answer"
-        else:
-            what = "a collective failed, though all processes answer"
         return PeerError(
-            f"{what}; rank {self.rank} can't go on without ({_first_line(error)}). Nothing was tried again: look at "
-            f"that process's own error, and start all of them anew from a saved state"
+            f"{self._who_ended()}; rank {self.rank} can't go on alone ({_first_line(error)}). Nothing was tried again: "
+            f"start all processes anew from a saved state"
         )
 
     def _name(self, rank: int) -> str:
         member = self.members[rank]
-        return f"process {member['pid']} on {member['host']}"
+        return f"rank {rank} (process {member['pid']} on {member['host']})"
 
-    def _roll_call(self) -> list[int]:
-        """The ranks that have ended, as far as can be known. The first to find out tells the others."""
-        if not hasattr(self, "members"):
-            return []
-        prefix = f"{self._number}/"
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(self._name(rank) for rank in ranks)
+
+    def _who_ended(self) -> str:
+        """What is known of it. The first to find out tells the others."""
+        if not hasattr(self, "_prefix"):
+            return "another process ended at the start"
+        here = self.on_this_host
+        deadline = time.monotonic() + ROLL_CALL_S
         try:
-            self._store.set(f"{prefix}alive/{self.rank}", "1")
-            here = self.on_this_host
-            deadline = time.monotonic() + ROLL_CALL_S
+            self._store.set(f"{self._prefix}alive/{self.rank}", "1")
             while True:
-                if self._store.check([f"{prefix}gone"]):
-                    found: list[int] = json.loads(self._store.get(f"{prefix}gone"))
-                    return found
-                silent = [r for r in range(self.size) if not self._store.check([f"{prefix}alive/{r}"])]
+                for key, text in (("gone", "{} ended or does not answer"), ("why", "{}")):
+                    if self._store.check([self._prefix + key]):
+                        return text.format(self._store.get(self._prefix + key).decode())
+                silent = [r for r in range(self.size) if not self._store.check([f"{self._prefix}alive/{r}"])]
+                if not silent:
+                    return "a collective failed, though all processes answer"
                 gone = [rank for rank in silent if rank in here and not self._lives(rank)]
-                if not silent or gone or time.monotonic() > deadline:
-                    gone = gone or silent
-                    if gone:
-                        self._store.compare_set(f"{prefix}gone", "", json.dumps(gone))
-                    return gone
+                if gone or time.monotonic() > deadline:
+                    self._store.compare_set(f"{self._prefix}gone", "", self._names(gone or silent))
                 time.sleep(POLL_S)
         except (RuntimeError, dist.DistError):
-            # Whoever held the store: without torchrun that is rank 0.
-            return [0] if self.rank else []
+            # Without torchrun the store is rank 0's.
+            gone = [rank for rank in here if not self._lives(rank)]
+            if len(gone) > 1:
+                return f"{self._names(gone)} ended, one after the other"
+            return f"{self._names(gone or [0])} ended or does not answer"
 
     def _lives(self, rank: int) -> bool:
         member = self.members[rank]
@@ -164,18 +197,33 @@ class World:
         except psutil.Error:
             return False
 
+    def give_up(self, error: BaseException) -> None:
+        """An engine could not be made here: the others need not wait for it."""
+        self.say(f"could not begin: {type(error).__name__}: {error}")
+        self.close()
+
     def close(self) -> None:
-        """Give the groups back. The process group that they are part of is whoever's made it."""
-        if not self._closed and dist.is_initialized():
-            self._closed = True
+        """Give the groups back, once no engine uses them."""
+        if self.users or self.closed:
+            return
+        self.closed = True
+        if self.rounds is not None:
+            self.rounds.collectives.close()
+        if dist.is_initialized():
             for group in (self.control, self.data):
                 dist.destroy_process_group(group)
 
 
-def gather_into(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _leave_torch() -> None:
+    """At the end of a process that was not in torch's process group before."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def gather_into(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
     """`all_gather_into_tensor`, by the name that this PyTorch gives it."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, part, group=group)
+    return gather(whole, part, group=group, async_op=async_op)
 
 
 def _first_line(error: BaseException) -> str:

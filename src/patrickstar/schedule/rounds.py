@@ -16,7 +16,10 @@ from patrickstar.errors import PeerError
 #
 # A process goes on once it has what it wanted. Nobody waits forever: in every round either something moves, or somebody
 # goes on who wanted nothing, or all wait for room that their gradients take; then these are reduced as they are, and
-# what comes later is added. What a process waits for can't depend on one that is gone: `collect` fails then.
+# what comes later is added. What a process waits for can't depend on one that is gone: the exchange fails then.
+#
+# All engines of a process share its rounds: with rounds of their own, one process could wait in those of one engine and
+# another in those of the other.
 
 
 class Want(IntEnum):
@@ -38,6 +41,10 @@ class Want(IntEnum):
     """The mean of a number."""
     CLOSE = 7
     """To end."""
+    DROP = 8
+    """To forget gradients: it has no more of those."""
+    WRITE = 9
+    """To take over what was written to a parameter in place."""
 
     @property
     def is_meeting(self) -> bool:
@@ -47,11 +54,15 @@ class Want(IntEnum):
 
 @dataclass(frozen=True)
 class Word:
-    """What one process says in a round: what it wants, of which chunk, and of which chunks its gradients are ready."""
+    """What one process says in a round: what it wants, of which chunk, and of which chunks its gradients are ready.
+
+    Chunks of all engines of a process are numbered as one; `engine` says whose meeting it is.
+    """
 
     want: Want
     chunk: int = -1
     ready: frozenset[int] = frozenset()
+    engine: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,13 +79,17 @@ class Outcome:
 
 def outcome(words: Sequence[Word]) -> Outcome:
     """What follows from the words of all processes. Raises PeerError where they have come for different meetings."""
-    meetings = {word.want for word in words if word.want.is_meeting}
+    meetings = {(word.want, word.engine) for word in words if word.want.is_meeting}
     met = all(word.want.is_meeting for word in words)
     if met and len(meetings) > 1:
-        said = "; ".join(f"rank {rank}: {_SAID[word.want]}" for rank, word in enumerate(words))
+        several = len({word.engine for word in words}) > 1
+        said = "; ".join(
+            f"rank {rank}: {_SAID[word.want]}{f' of engine {word.engine}' if several else ''}"
+            for rank, word in enumerate(words)
+        )
         raise PeerError(
             f"processes have come apart, and can't go on together ({said}): all have to call optimizer.step(), "
-            f"engine.clip_grad_norm_, engine.state_dict() and the like in the same order"
+            f"optimizer.zero_grad(), engine.clip_grad_norm_, engine.state_dict() and the like in the same order"
         )
     ready = sorted(set().union(*(word.ready for word in words)))
     reduces = [chunk for chunk in ready if all(chunk in word.ready or word.want.is_meeting for word in words)]
@@ -98,4 +113,6 @@ _SAID = {
     Want.STATE: "reading the state or a gradient",
     Want.AVERAGE: "an average",
     Want.CLOSE: "closing the engine",
+    Want.DROP: "dropping gradients",
+    Want.WRITE: "writing to a parameter in place",
 }
