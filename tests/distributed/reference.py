@@ -48,6 +48,11 @@ class AveragingTrainer(testing.ReferenceTrainer):
             self.sums[param] = self.sums[param] + total if param in self.sums else total
             master.grad = None
 
+    def drop(self) -> None:
+        """Forget gradients."""
+        self.sums.clear()
+        self.optimizer.zero_grad()
+
     def unscale(self) -> None:
         if not self.averaged:
             self.averaged = True
@@ -80,6 +85,10 @@ class Loop:
                 seen.append(trainer.clip_grad_norm_(max_norm).clone())
             self.step()
         return seen
+
+    def drop(self) -> None:
+        """Forget gradients."""
+        (self.trainer.optimizer.zero_grad if not isinstance(self.trainer, AveragingTrainer) else self.trainer.drop)()
 
     def step(self) -> None:
         """Update, and drop gradients."""

@@ -130,7 +130,10 @@ class Branches(nn.Module):
 
 
 def branches(seeds: list[int]) -> None:
-    """In each process: other parameters, another order, another number of batches, looks without gradients."""
+    """In each process: other parameters, another order, another number of batches, looks without gradients.
+
+    All drop gradients, write to parameters and step, but come to it from different places.
+    """
     dist.init_process_group("gloo")
     for seed in seeds:
         draw = random.Random(seed)
@@ -142,7 +145,8 @@ def branches(seeds: list[int]) -> None:
 
         def script(trainer: Any, own_seed: int = 100 * seed + world.rank) -> list[torch.Tensor]:
             own, seen = random.Random(own_seed), []
-            for _ in range(4):
+            together = random.Random(own_seed // 100)
+            for _ in range(5):
                 for _ in range(own.choice([0, 0, 1])):
                     with torch.no_grad():
                         path = [own.randrange(5) for _ in range(own.randint(0, 3))]
@@ -152,7 +156,15 @@ def branches(seeds: list[int]) -> None:
                     loss = trainer(torch.tensor([[own.randrange(11) for _ in range(3)]]), path)
                     trainer.backward(loss, accumulate=True)
                     seen.append(loss.detach().clone())
-                Loop(trainer).step()
+                # What all do, though they come to it from different places.
+                if together.random() < 0.3:
+                    Loop(trainer).drop()
+                if together.random() < 0.3:
+                    with torch.no_grad():
+                        for param in trainer.module.parameters():
+                            param.mul_(0.5)
+                if together.random() < 0.8:
+                    Loop(trainer).step()
             return seen
 
         compare(world, Branches, config, script, seed, meter=testing.NoMeter(), evict_everything=evict)

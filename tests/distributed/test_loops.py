@@ -64,11 +64,7 @@ def dropped(trainer: Any) -> list[torch.Tensor]:
     """Gradients that are dropped, once in all processes, change nothing."""
     seen = usual(trainer)
     trainer.backward(trainer(ids(trainer, 7)), accumulate=True)
-    if isinstance(trainer, AveragingTrainer):
-        trainer.sums.clear()
-        for master in trainer.masters.values():
-            master.grad = None
-    trainer.optimizer.zero_grad()
+    Loop(trainer).drop()
     return seen + usual(trainer)
 
 
@@ -130,6 +126,43 @@ def scripts(names: list[str]) -> None:
 
 def test_what_users_do():
     ranks.run(2, scripts, names=list(SCRIPTS))
+
+
+def two_engines() -> None:
+    """In each process: a teacher without gradients, of which one process keeps what the other drops, and a student."""
+    dist.init_process_group("gloo")
+    world = World(CPU)
+    config = ps.Config(device="cpu", chunk_size=300, optimizer=ps.AdamW(lr=1e-2))
+    torch.manual_seed(1)
+    plain_teacher = Odd().to(torch.bfloat16).eval()
+    plain_teacher.norm.float()
+    torch.manual_seed(1)
+    teacher = Engine(Odd, config, meter=testing.NoMeter(), evict_everything=world.rank == 0, world=world).eval()
+
+    def script(trainer: Any) -> list[torch.Tensor]:
+        seen = []
+        for number in range(3):
+            tokens = ids(trainer, number)
+            ours = isinstance(trainer, Engine)
+            with torch.no_grad():
+                wanted = (teacher if ours else plain_teacher)(tokens)
+            trainer.backward((trainer(tokens) - wanted).pow(2))
+            Loop(trainer).step()
+            seen.append(wanted)
+        return seen
+
+    compare(world, Odd, config, script, 0, meter=testing.NoMeter(), evict_everything=world.rank == 1)
+    assert not world.closed, "the teacher still uses it"
+    if world.rank == 0:
+        with torch.no_grad():
+            teacher(ids(teacher))  # while the other one waits for it, closing
+    teacher.close()
+    assert world.closed
+    dist.destroy_process_group()
+
+
+def test_two_engines():
+    ranks.run(2, two_engines)
 
 
 def from_disk(seeds: list[int], folder: str) -> None:

@@ -481,10 +481,14 @@ class ModelData:
         index = slot.place.chunk
         if (GRAD32, index) not in self.manager.chunks:
             beside = self.manager[PARAM32, index]
-            tier = Tier.DEVICE if beside.device_valid else Tier.HOST if beside.host_valid else Tier.DISK
-            if tier is Tier.HOST and self.manager.disk is not None and beside.nbytes > self.manager.host.free_bytes:
-                tier = Tier.DISK
-            self.manager.new_chunk(GRAD32, index, beside.numel, slot.scheme.master_dtype, tier)
+            self.manager.new_chunk(GRAD32, index, beside.numel, slot.scheme.master_dtype, self._list_tier(beside))
+
+    def _list_tier(self, beside: Chunk) -> Tier:
+        """Where a chunk of the gradient list is made: where the masters lie."""
+        tier = Tier.DEVICE if beside.device_valid else Tier.HOST if beside.host_valid else Tier.DISK
+        if tier is Tier.HOST and self.manager.disk is not None and beside.nbytes > self.manager.host.free_bytes:
+            tier = Tier.DISK
+        return tier
 
     def _add_to_list(self, slot: Slot, grad: torch.Tensor) -> None:
         """Add a gradient to the gradient list."""

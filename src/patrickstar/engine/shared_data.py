@@ -113,6 +113,13 @@ class SharedModelData(ModelData):
             slot.reduced = True
         return mine, own.current(own.whole), own
 
+    def _list_tier(self, beside: Chunk) -> Tier:
+        """Where a chunk of the gradient list is made: where nothing has to make way, which could wait for others."""
+        tier, compute = super()._list_tier(beside), self.manager.compute
+        if tier is Tier.DEVICE and compute.used + beside.nbytes > compute.chunkable_bytes:
+            return Tier.HOST
+        return tier
+
     def _have_in_memory(self, chunk: Chunk) -> None:
         if not chunk.in_memory:
             self.manager.have(chunk)

@@ -264,7 +264,8 @@ class Manager:
         for chunk in list(self.moves.in_flight):
             if self.compute.used + nbytes <= limit:
                 break
-            if chunk.leaving is not None and chunk not in protected:
+            waits = chunk.shared and self.transit.peers is not None and self.transit.peers.serving
+            if chunk.leaving is not None and chunk not in protected and not waits:
                 self.moves.land(chunk)
         if self.compute.used + nbytes > self.compute.chunkable_bytes:
             self._fail_device(nbytes + later_bytes, protected)

@@ -17,6 +17,11 @@ from patrickstar.memory.traffic import Traffic
 class Peers(Protocol):
     """Other processes that have parts of chunks."""
 
+    @property
+    def serving(self) -> bool:
+        """Whether something is being done for them, which can't wait for them."""
+        ...
+
     def gather(self, chunk: Chunk) -> Transfer:
         """Begin to have all of a chunk in device memory that it has taken."""
         ...

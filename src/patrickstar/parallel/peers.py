@@ -95,6 +95,11 @@ class Peers:
         self._wanted: Chunk | None = None
         self._gathering: Transfer | None = None
 
+    @property
+    def serving(self) -> bool:
+        """Whether something is being done for other processes, which can't wait for them."""
+        return self.rounds.serving
+
     def gather(self, chunk: Chunk) -> Transfer:
         """Begin to have a whole chunk on the device, whose memory it has taken."""
         self._wanted, self._gathering = chunk, None

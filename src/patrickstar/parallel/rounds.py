@@ -38,7 +38,8 @@ class Rounds:
         self.members: list[Member] = []
         self.ready: set[int] = set()
         """Chunks of all engines with gradients that wait for the others'."""
-        self._inside = False
+        self.serving = False
+        """Whether what a round has agreed on is being done."""
         self._broken = False
 
     @classmethod
@@ -55,7 +56,7 @@ class Rounds:
 
     def come(self, want: Want, number: int, index: int = -1) -> Outcome:
         """Take part in one round, for the engine of this number."""
-        if self._broken or self._inside:
+        if self._broken or self.serving:
             raise PeerError(
                 "this process can't speak to the others any more, since a collective failed on its way here"
                 if self._broken
@@ -63,7 +64,7 @@ class Rounds:
             )
         chunk = index if index < 0 else number * CHUNKS_PER_ENGINE + index
         found = outcome(self._exchange(Word(want, chunk, frozenset(self.ready), number)))
-        self._inside = True
+        self.serving = True
         try:
             for one, ranks in found.reduces:
                 self.members[one // CHUNKS_PER_ENGINE].reduce_now(one % CHUNKS_PER_ENGINE, ranks)
@@ -77,7 +78,7 @@ class Rounds:
                 raise
             raise PeerError(f"rank {self.world.rank} can't do its part of a collective: {error}") from error
         finally:
-            self._inside = False
+            self.serving = False
         return found
 
     def _exchange(self, word: Word) -> list[Word]:
