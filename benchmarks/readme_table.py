@@ -36,6 +36,9 @@ def main() -> None:
     for row in read("disk_training_plain")[1]:
         what = f"124M trained from disk within 2.00 GiB, {row['']}: step against the plain loop's in {row[PLAIN_RSS]}"
         rows.append([what, row["ratio (range)"].split(" (")[0], row["limit"], "as the reference's, in tests"])
+    for row in read("data_parallel_time")[1]:
+        what = f"40M, {row['p']} processes over gloo, everything fits: speed against FSDP2"
+        rows.append([what, row["ratio (median of pairs)"], "1, wire and update aside", "yes, averaged in rank order"])
     largest = read("adam")[1][-1]
     size = f"{largest['parameters']} parameters, {largest['threads']} threads"
     what = f"{size}: update against PyTorch's fused AdamW and casts"

@@ -203,6 +203,11 @@ class SharedModelData(ModelData):
                 raise
             super().bring(chunks, gently=gently)
 
+    def have(self, slot: Slot) -> None:
+        """Have a parameter's chunk gathered, to be written."""
+        if not slot.chunk.in_memory:
+            self.bring([slot.chunk])
+
     def _keep_budget(self) -> None:
         """Have room for what non-model data has come to; what was written to is gathered again when it is needed."""
         for chunk in [chunk for chunk in self._written if not chunk.pins]:

@@ -467,7 +467,8 @@ class Manager:
         compute = self.compute
         short = compute.used + nbytes - compute.chunkable_bytes
         pinned = [chunk for chunk in self.chunks.values() if chunk.pins]
-        stuck = {chunk for chunk in self.chunks.values() if chunk.device_bytes and not chunk.pins} - protected
+        idle = {chunk for chunk in self.chunks.values() if chunk.device_bytes and not chunk.pins} - protected
+        stuck = {chunk for chunk in idle if not chunk.shared}
         if compute.non_model_bytes > compute.budget_bytes:
             what = "activations alone exceed the device budget"
         elif stuck and self.disk is None:
