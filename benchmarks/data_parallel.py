@@ -269,8 +269,8 @@ def main() -> None:
         "cpu",
         f"{shape}. Bytes that a process sends in a step. The limit is 6 (p-1)/p M where nothing stays gathered: two "
         f"gathers and a reduction in 16 bit, padding beside; 4 (p-1)/p M where all stays gathered from forward to "
-        f"backward. Broadcast-based schemes send 10 (p-1)/p M. The embedding is tied to the head, and so wanted at both "
-        f"ends of forward; with room for two groups it is gathered again where another is as large.",
+        f"backward. Broadcast-based schemes send 10 (p-1)/p M. The embedding is tied to the head, and so wanted at "
+        f"both ends of forward; with room for two groups it is gathered again where another is as large.",
         [
             "p",
             "device budget",

@@ -8,8 +8,8 @@ from torch import nn
 
 from patrickstar.engine.config import Config
 from patrickstar.engine.engine import Engine
-from patrickstar.engine.model_data import follow_rounded
 from patrickstar.engine.optimizers import Optimizer, TorchOptimizer
+from patrickstar.engine.own_lists import follow_rounded
 from patrickstar.engine.precision import LossScaler, cast_inputs, clip_coefficient, compute_dtypes
 from patrickstar.kernels.rounding import canonical_nan_, round_into
 from patrickstar.kernels.survey import Survey, block_sums, fold

@@ -1,15 +1,14 @@
 """Model data in use: access, release, and the gradient that takes its parameter's place (§6.2, Figure 7)."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch
 
 from patrickstar.engine.clock import Clock
+from patrickstar.engine.own_lists import OwnLists, follow_rounded
 from patrickstar.engine.slot import Slot
 from patrickstar.errors import BudgetError, TrainingError
-from patrickstar.kernels.rounding import canonical_nan_, round_into
-from patrickstar.kernels.rule import Gradient
 from patrickstar.layout.lists import GRAD32, PARAM16, PARAM32
 from patrickstar.layout.mapping import Layout
 from patrickstar.memory.chunk import Chunk
@@ -26,25 +25,11 @@ from patrickstar.schedule.states import TensorState, chunk_state
 # gets past that (native code handed the tensor directly) computes NaN instead of reading freed memory.
 
 
-def follow_rounded(master: torch.Tensor, written: torch.Tensor) -> None:
-    """Take over what was written to a rounded copy of `master`; elements left alone keep their full precision."""
-    written = written.to(master.device)
-    master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
-
-
-def copy_rounded(master: torch.Tensor, payload: torch.Tensor) -> None:
-    """Write `master` into `payload` in its dtype, with the bits of an update; what crosses devices is rounded first."""
-    if master.device == payload.device:
-        round_into(payload, master)
-    else:
-        payload.copy_(canonical_nan_(master.to(payload.dtype, copy=True)))
-
-
-class ModelData:
+class ModelData(OwnLists):
     """The slots of one engine over its manager's chunks."""
 
     def __init__(self, manager: Manager, clock: Clock) -> None:
-        self.manager = manager
+        super().__init__(manager)
         self.clock = clock
         self.slots: list[Slot] = []
         self.by_chunk: dict[int, list[Slot]] = {}
@@ -252,25 +237,6 @@ class ModelData:
             self._stand_ins[dtype] = torch.full((), fill, dtype=dtype, device=self.manager.device)
         return self._stand_ins[dtype]
 
-    # Lists that may lie on disk
-
-    def parts(self, slot: Slot, kind: str, *, write: bool = False) -> Iterator[tuple[slice, torch.Tensor]]:
-        """A parameter's elements of one list, in a row: in memory all at once, of what lies on disk a page at a time.
-
-        Each part comes with its place among the parameter's elements. With `write` parts are written back.
-        """
-        chunk = self.manager[kind, slot.place.chunk]
-        self.manager.moves.settle(chunk)
-        self.follow_moves()
-        if chunk.in_memory:
-            yield slice(0, slot.place.numel), slot.flat(chunk)
-            if write:
-                self.manager.mark_written(chunk, on_device=chunk.device_valid)
-            return
-        for first, page in self.manager.transit.pages_of(chunk, slot.place.offset, slot.place.numel, write):
-            begin, end = max(first, slot.place.offset), min(first + page.numel(), slot.place.offset + slot.place.numel)
-            yield slice(begin - slot.place.offset, end - slot.place.offset), page[begin - first : end - first]
-
     # Writing
 
     @uninterrupted
@@ -386,16 +352,6 @@ class ModelData:
         self.accumulates = accumulated
         return changed
 
-    def gradient(self, slot: Slot) -> Gradient:
-        """A parameter's gradient where it lies. Its two parts, if there are two, may lie on two tiers."""
-        dtype = getattr(torch, slot.scheme.master_dtype)
-        if not slot.in_list:
-            return Gradient(slot.flat(slot.own), None, dtype)
-        earlier = slot.flat(self.manager[GRAD32, slot.place.chunk])
-        if not slot.over_own:
-            return Gradient(earlier, None, dtype)
-        return Gradient(slot.flat(slot.own), earlier, dtype)
-
     @uninterrupted
     def updated(self, slots: Iterable[Slot]) -> None:
         """An update has made parameters of what lay over these."""
@@ -405,21 +361,6 @@ class ModelData:
             torch.autograd.graph.increment_version(slot.param)
             slot.over_param = slot.reduced = slot.in_list = slot.pending = False
             slot.move_to(TensorState.HOLD)
-
-    @uninterrupted
-    def give_up(self, slot: Slot) -> None:
-        """An update failed on the way: what lies over the parameter may be anything, and becomes the rounded master."""
-        self._round_master(slot)
-        torch.autograd.graph.increment_version(slot.param)
-        self.manager.mark_written(slot.own, on_device=slot.own.device_valid)
-        slot.over_param, slot.in_list, slot.unfinished, slot.pending = False, False, None, False
-        slot.reduced = False
-        if slot.uses == 0:
-            slot.move_to(TensorState.HOLD)
-
-    def _count(self, source: Chunk, target: Chunk, nbytes: int) -> None:
-        if source.device_valid != target.device_valid and source.in_memory and target.in_memory:
-            self.manager.count_move(nbytes, to_device=target.device_valid)
 
     def _note_write(self, slot: Slot) -> None:
         """A payload was written: autograd must catch whoever still wants what was there."""
@@ -432,70 +373,9 @@ class ModelData:
         self.manager.have(slot.chunk)
         self.follow_moves()
 
-    @uninterrupted
-    def have_own(self, slot: Slot) -> None:
-        """The same of the chunk that has this process's part."""
-        self.manager.have(slot.own)
-        self.follow_moves()
-
-    def gradient_on_disk(self, slot: Slot) -> bool:
-        """Whether a part of a parameter's gradient has to be read from disk, as `gradient_parts` does."""
-        return slot.in_list and not self.manager[GRAD32, slot.place.chunk].in_memory
-
-    def gradient_parts(self, slot: Slot) -> Iterator[tuple[slice, Gradient]]:
-        """A parameter's gradient, part by part: what was accumulated may lie on disk."""
-        dtype = getattr(torch, slot.scheme.master_dtype)
-        for where, earlier in self.parts(slot, GRAD32):
-            last = slot.flat(slot.own)[where] if slot.over_own else None
-            yield where, Gradient(earlier, None, dtype) if last is None else Gradient(last, earlier, dtype)
-
-    def _round_master(self, slot: Slot) -> None:
-        """Put the rounded master over whatever lies there."""
-        payload = slot.flat(slot.own)
-        for where, part in self.parts(slot, PARAM32):
-            copy_rounded(part, payload[where])
-
-    def _restore_own(self, slot: Slot) -> None:
-        """Have the parameter again where a gradient lies over this process's part."""
-        master = self.manager[PARAM32, slot.place.chunk]
-        self._round_master(slot)
-        self._count(master, slot.own, slot.place.numel * slot.own.dtype.itemsize)
-        self.manager.mark_written(slot.own, on_device=slot.own.device_valid)
-
     def _restore(self, slot: Slot) -> None:
         self._restore_own(slot)
         torch._C._autograd._unsafe_set_version_counter((slot.param,), (slot.version_before_gradient,))
         slot.over_param = False
         if slot.uses == 0:
             slot.move_to(TensorState.HOLD)
-
-    def _accumulate(self, slot: Slot) -> None:
-        """Add the gradient over a parameter to the gradient list, whose chunk is made when it is first needed."""
-        index = slot.place.chunk
-        self._have_list(slot)
-        self._count(slot.own, self.manager[GRAD32, index], slot.place.numel * slot.own.dtype.itemsize)
-        self._add_to_list(slot, slot.flat(slot.own))
-
-    def _have_list(self, slot: Slot) -> None:
-        """Have a chunk of the gradient list for a parameter."""
-        index = slot.place.chunk
-        if (GRAD32, index) not in self.manager.chunks:
-            beside = self.manager[PARAM32, index]
-            self.manager.new_chunk(GRAD32, index, beside.numel, slot.scheme.master_dtype, self._list_tier(beside))
-
-    def _list_tier(self, beside: Chunk) -> Tier:
-        """Where a chunk of the gradient list is made: where the masters lie."""
-        tier = Tier.DEVICE if beside.device_valid else Tier.HOST if beside.host_valid else Tier.DISK
-        if tier is Tier.HOST and self.manager.disk is not None and beside.nbytes > self.manager.host.free_bytes:
-            tier = Tier.DISK
-        return tier
-
-    def _add_to_list(self, slot: Slot, grad: torch.Tensor) -> None:
-        """Add a gradient to the gradient list."""
-        self._have_list(slot)
-        for where, total in self.parts(slot, GRAD32, write=True):
-            if slot.in_list:
-                total.add_(grad[where].to(total.device, total.dtype))
-            else:
-                total.copy_(grad[where])
-        slot.in_list = True

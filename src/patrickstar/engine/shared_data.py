@@ -7,10 +7,12 @@ from typing import Any
 import torch
 
 from patrickstar.engine.clock import Clock
-from patrickstar.engine.model_data import ModelData, follow_rounded
+from patrickstar.engine.kept import Kept
+from patrickstar.engine.model_data import ModelData
+from patrickstar.engine.own_lists import follow_rounded
 from patrickstar.engine.slot import Slot
 from patrickstar.errors import BudgetError, TrainingError
-from patrickstar.layout.lists import ITEMSIZE, KEPT32, PARAM16, PARAM32, SHARD16, SUM32
+from patrickstar.layout.lists import ITEMSIZE, PARAM16, PARAM32, SHARD16, SUM32
 from patrickstar.layout.mapping import Layout
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.interrupts import uninterrupted
@@ -64,8 +66,8 @@ class SharedModelData(ModelData):
         """Whether no process has had anything to forget since the last step."""
         self._written: set[Chunk] = set()
         """Gathered chunks that were written to here, and perhaps otherwise elsewhere."""
-        self._sent: set[int] = set()
-        """Chunks of which what was kept is being sent, from where it was kept."""
+        self.kept = Kept(manager, peers)
+        """Gradients that have not been averaged since more were to come."""
         self.complete: Callable[[Sequence[Slot]], None] = lambda slots: None
         """Has these parameters updated, where that was asked for and has not ended."""
         self._unused: set[Slot] = set()
@@ -103,8 +105,8 @@ class SharedModelData(ModelData):
         own = self.manager[SHARD16, index]
         mine = None
         if self.peers.world.rank in ranks:
-            chunk = self.manager[KEPT32 if index in self._sent else PARAM16, index]
-            mine = chunk.current(chunk.whole) if index in self._sent else chunk.on_device(chunk.whole)
+            chunk, kept = self.manager[PARAM16, index], self.kept.handed_over(index)
+            mine = kept if kept is not None else chunk.on_device(chunk.whole)
         if self.in_full and own.dtype.itemsize < ITEMSIZE["float32"]:
             found = self.manager.new_chunk(SUM32, index, own.numel, "float32", Tier.HOST)
             return mine, found.current(found.whole), found
@@ -254,7 +256,7 @@ class SharedModelData(ModelData):
             if any(slot.over_param for slot in slots):
                 self._hand_over(index)
         if not self.keeps:
-            self._hand_over_kept()
+            self.kept.hand_over_rest()
 
     @uninterrupted
     def _hand_over(self, index: int) -> None:
@@ -265,70 +267,30 @@ class SharedModelData(ModelData):
                 self._uncovered(slot)
             else:
                 slot.payload().zero_()
-        if self.keeps or self._kept(index) is not None:
-            self._keep(chunk)
+        if self.keeps or self.kept.has(index):
+            self.kept.add(chunk)
             if not self.keeps:
-                self._send_kept(index)
+                self.kept.hand_over(index)
         else:
             self.manager.hand_over(chunk)
         self.follow_moves()
-
-    def _keep(self, chunk: Chunk) -> None:
-        """Add the gradients over a chunk to those that this process has kept of it, and let it leave the device."""
-        grads, kept = chunk.on_device(chunk.whole), self._kept(chunk.index)
-        dtype = "float64" if chunk.dtype == torch.float64 else "float32"
-        if kept is None:
-            kept = self.manager.new_chunk(KEPT32, chunk.index, chunk.numel, dtype, Tier.HOST)
-            kept.current(kept.whole).copy_(grads)
-        else:
-            kept.current(kept.whole).add_(grads.to(kept.current(kept.whole).device))
-        self.manager.count_move(chunk.nbytes, to_device=False)
-        self.manager.drop(chunk)
-
-    def _send_kept(self, index: int) -> None:
-        """Hand over what was kept of a chunk, from where it was kept."""
-        self._sent.add(index)
-        kept, chunk = self.manager[KEPT32, index], self.manager[PARAM16, index]
-        kept.host_reader = self.peers.reduce(chunk)
-
-    def _kept(self, index: int) -> Chunk | None:
-        """What was kept of a chunk, unless it has been sent."""
-        kept = self.manager.chunks.get((KEPT32, index))
-        if kept is not None and index in self._sent:
-            self._sent.discard(index)
-            self.manager.remove(kept)
-            return None
-        return kept
-
-    def _hand_over_kept(self) -> None:
-        """What was kept, and has got nothing in the last backward, is handed over too."""
-        for kind, index in list(self.manager.chunks):
-            if kind == KEPT32 and index not in self._sent:
-                self._send_kept(index)
 
     def meet_to_drop(self) -> None:
         """Wait until all processes have come to drop gradients, unless they have just come from a step."""
         fresh, self._fresh = self._fresh, False
         if not fresh or any(slot.came for slot in self.slots):
-            self._forget_kept()
+            self.kept.forget()
             self.meet(Want.DROP)
 
     def discard_gradients(self) -> None:
         """Forget all gradients, which all processes do now; parts that lie under one are put back."""
-        self._forget_kept()
+        self.kept.forget()
         self._dropping = True
         try:
             super().discard_gradients()
         finally:
             self._dropping = False
         self.follow_moves()
-
-    def _forget_kept(self) -> None:
-        for (kind, index), chunk in list(self.manager.chunks.items()):
-            if kind == KEPT32:
-                self.peers.take_back(index)
-                self.manager.remove(chunk)
-        self._sent.clear()
 
     @uninterrupted
     def discard_gradient(self, slot: Slot) -> None:
@@ -376,9 +338,9 @@ class SharedModelData(ModelData):
 
     def meet_gradients(self, want: Want) -> None:
         """The same; from then on it is known which parameters have gradients."""
-        self._hand_over_kept()
+        self.kept.hand_over_rest()
         self.meet(want)
-        self._forget_kept()
+        self.kept.forget()
         here = torch.tensor([slot.came for slot in self.slots], dtype=torch.uint8)
         for slot, came in zip(self.slots, self.peers.world.collect(here).any(0).tolist(), strict=True):
             if not came and (slot.reduced or slot.in_list):
