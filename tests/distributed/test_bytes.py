@@ -52,7 +52,16 @@ def traffic(stays: bool) -> None:
         most = max(most, engine._manager.compute.used + engine._manager.host.used)
 
     engine._manager.compute.take = watch
+    ahead = []
+    come = engine._manager.moves.come
+
+    def watch_coming(chunk, urgent):
+        ahead.append(not urgent)
+        come(chunk, urgent)
+
+    engine._manager.moves.come = watch_coming
     for _ in range(3):
+        ahead.clear()
         loss = engine(torch.randn(4, WIDTH))
         if not stays:
             engine._data.forget_gathered()
@@ -66,6 +75,8 @@ def traffic(stays: bool) -> None:
     assert last.gathered_bytes == (1 if stays else 2) * part, (last, part)
     assert last.reduced_bytes == part
     assert last.gathered_bytes + last.reduced_bytes == (4 if stays else 6) * count * (size - 1) // size
+    assert len(ahead) == engine.layout.chunk_count * (1 if stays else 2)
+    assert sum(ahead) >= engine.layout.chunk_count - 2, "by the trace chunks are gathered before they are needed"
     if not stays:
         assert most <= 14 * count // size + 2 * group, (most, 14 * count // size, group)
     engine.close()

@@ -55,7 +55,8 @@ class Engine:
     Raises BudgetError before anything moves when the model data can't fit, ModelError naming a parameter that can't be
     managed. `evict_everything` and `poison` are for tests: evict whatever may leave at every access, and fill what is
     freed with NaN; `meter` replaces the measurement of non-model data, `kernels` what updates, `policy` what comes
-    ahead of need; `page_bytes` is what moves to and from a disk at once; `hardware` is what tiers are made of.
+    ahead of need; `page_bytes` is what moves to and from a disk at once; `hardware` is what tiers are made of;
+    `world` is the processes that share the model, which `initialize` finds.
     """
 
     def __init__(

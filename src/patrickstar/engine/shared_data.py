@@ -60,6 +60,8 @@ class SharedModelData(ModelData):
         """Whether gradients are sent, and their sums kept, in fp32."""
         self.keeps = False
         """Whether gradients of this backward stay in this process, since more are to come."""
+        self._lying: set[int] = set()
+        """Chunks with gradients over their parameters."""
         self._dropping = False
         """Whether gradients are being forgotten, in all processes."""
         self._fresh = False
@@ -148,6 +150,7 @@ class SharedModelData(ModelData):
             if other.over_param:
                 other.unfinished, other.grows = other.payload().clone(), True
                 self._uncovered(other)
+        self._lying.discard(slot.chunk.index)
         self.manager.refresh(slot.chunk)
         self.follow_moves()
 
@@ -193,6 +196,7 @@ class SharedModelData(ModelData):
             slot.payload().copy_(grad)
         self._note_write(slot)
         slot.over_param, slot.backward = True, self.backward
+        self._lying.add(slot.chunk.index)
         if slot.uses == 0:
             slot.move_to(TensorState.HOLD_AFTER_BWD)
 
@@ -241,8 +245,9 @@ class SharedModelData(ModelData):
         """Hand over the chunks that have all the gradients they will get, and that no operator uses."""
         if not self.in_backward:
             return
-        for index, slots in self.by_chunk.items():
-            if slots[0].chunk.pins or not any(slot.over_param for slot in slots):
+        for index in sorted(self._lying):
+            slots = self.by_chunk[index]
+            if slots[0].chunk.pins:
                 continue
             expected = [slot for slot in slots if slot.param.requires_grad and slot not in self._unused]
             if all(slot.over_param for slot in expected):
@@ -252,9 +257,8 @@ class SharedModelData(ModelData):
     def finish_gradients(self) -> None:
         """Backward has ended: no gradient will grow any more, and all are handed over."""
         super().finish_gradients()
-        for index, slots in self.by_chunk.items():
-            if any(slot.over_param for slot in slots):
-                self._hand_over(index)
+        for index in sorted(self._lying):
+            self._hand_over(index)
         if not self.keeps:
             self.kept.hand_over_rest()
 
@@ -262,6 +266,7 @@ class SharedModelData(ModelData):
     def _hand_over(self, index: int) -> None:
         slots = self.by_chunk[index]
         chunk = slots[0].chunk
+        self._lying.discard(index)
         for slot in slots:
             if slot.over_param:
                 self._uncovered(slot)
@@ -308,6 +313,7 @@ class SharedModelData(ModelData):
             self._uncovered(slot)
             slot.chunk.owners_valid = not any(one.over_param for one in self.by_chunk[slot.chunk.index])
             if slot.chunk.owners_valid:
+                self._lying.discard(slot.chunk.index)
                 self.manager.refresh(slot.chunk)
         self._forget(slot)
 
