@@ -35,6 +35,17 @@ def test_train_on_two_processes(tmp_path):
     assert part["gathered_bytes"] > 0 and part["reduced_bytes"] > 0
 
 
+def test_what_looks_like_one_of_several_but_has_no_others(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("Hello. " * 500)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    done = run(tmp_path, tmp_path / "log")
+    assert done.returncode == 2
+    assert "error: RANK and WORLD_SIZE say that this is one of 2 processes" in done.stderr
+    assert "MASTER_ADDR" in done.stderr and "torchrun" in done.stderr
+
+
 def test_an_error_is_told_by_each_process(tmp_path):
     (tmp_path / "text.txt").write_text("Hello. " * 500)
     done = run(tmp_path, tmp_path / "log", "--device-memory", "64KiB", processes=2)

@@ -57,7 +57,8 @@ class World:
     def find(cls, device: torch.device) -> "World | None":
         """The processes that torchrun started, or the script joined by itself; None where there is just this one.
 
-        Raises ConfigError where torch.distributed and the environment disagree on how many there are.
+        Raises ConfigError where torch.distributed and the environment disagree on how many there are, or where the
+        others can't be joined.
         """
         said = os.environ.get("WORLD_SIZE")
         if not dist.is_available() or (not dist.is_initialized() and (said is None or "RANK" not in os.environ)):
@@ -65,7 +66,13 @@ class World:
         if not dist.is_initialized():
             if said == "1":
                 return None
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            try:
+                dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            except (RuntimeError, ValueError, dist.DistError) as error:
+                raise ConfigError(
+                    f"RANK and WORLD_SIZE say that this is one of {said} processes, but it can't join the others "
+                    f"({_first_line(error)}); start all of them with torchrun, or unset both for one process"
+                ) from error
             atexit.register(_leave_torch)
         size = dist.get_world_size()
         if said is not None and int(said) != size:
