@@ -236,7 +236,8 @@ class Engine:
         self._early.check("reading a gradient")
         with self._stopping_on_loss():
             self._data.meet_gradients(Want.STATE)
-            return self._gradients.read(self._by_name[name])
+            with self._data.together():
+                return self._gradients.read(self._by_name[name])
 
     def average(self, value: float | torch.Tensor) -> float:
         """The mean of a number over all processes, added up in the order of ranks in fp64; with one process itself."""
@@ -292,7 +293,8 @@ class Engine:
         with self._stopping_on_loss():
             self._complete()
             self._data.meet(Want.STATE)
-            return self._state.state_dict()
+            with self._data.together():
+                return self._state.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Take parameters and buffers back. Raises ModelError, before anything changes, when names or shapes differ."""

@@ -35,7 +35,8 @@ class Gradients:
     def clip(self, max_norm: float) -> torch.Tensor:
         """Have the step scale gradients to a global norm of at most `max_norm`; returns the norm before."""
         self.data.meet_gradients(Want.NORM)
-        self._survey = self._look()
+        with self.data.together():
+            self._survey = self._look()
         total, factor = clip_coefficient(self._survey.norm, max_norm)
         if self._survey.sums:
             self._clips.append(factor)
@@ -64,7 +65,8 @@ class Gradients:
         """Whether a gradient of the scaled loss holds an infinity or a NaN; where it was clipped, that is known."""
         if not self.scaler.enabled:
             return False
-        survey = self._survey if self._survey is not None else self._look()
+        with self.data.together():
+            survey = self._survey if self._survey is not None else self._look()
         return survey.not_finite > 0
 
     def drop(self) -> None:

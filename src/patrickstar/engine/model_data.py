@@ -1,7 +1,7 @@
 """Model data in use: access, release, and the gradient that takes its parameter's place (§6.2, Figure 7)."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
@@ -115,6 +115,10 @@ class ModelData(OwnLists):
 
     def meet_gradients(self, want: Want) -> None:
         """The same; from then on it is known which parameters have gradients."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """After having met: what all processes do now, and none may leave out."""
+        return nullcontext()
 
     def meet_to_drop(self) -> None:
         """The same, if there may be gradients to forget anywhere."""

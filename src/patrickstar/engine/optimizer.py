@@ -58,11 +58,12 @@ class ChunkOptimizer(torch.optim.Optimizer):
         """As `torch.optim` writes it: states by position, full precision, param groups with positions."""
         self._engine._check_open()
         with self._engine._stopping_on_loss():
-            return self._state_dict()
+            self._engine._complete()
+            self._engine._data.meet(Want.STATE)
+            with self._engine._data.together():
+                return self._state_dict()
 
     def _state_dict(self) -> dict[str, Any]:
-        self._engine._complete()
-        self._engine._data.meet(Want.STATE)
         positions = self._positions()
         groups = []
         for group in self.param_groups:

@@ -1,6 +1,7 @@
 """Model data that several processes share: each owns a part of every chunk and updates that (§7, Algorithms 3, 4)."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -279,6 +280,10 @@ class SharedModelData(ModelData):
         else:
             self.manager.hand_over(chunk)
         self.follow_moves()
+
+    def together(self) -> AbstractContextManager[None]:
+        """After having met: what all processes do now, and none may leave out."""
+        return self.peers.rounds.together()
 
     def meet_to_drop(self) -> None:
         """Wait until all processes have come to drop gradients, unless they have just come from a step."""

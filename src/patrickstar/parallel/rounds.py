@@ -1,5 +1,7 @@
 """The rounds of one process: it says what it wants, hears the others, and does its part of what follows."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -66,20 +68,26 @@ class Rounds:
         found = outcome(self._exchange(Word(want, chunk, frozenset(self.ready), number)))
         self.serving = True
         try:
-            for one, ranks in found.reduces:
-                self.members[one // CHUNKS_PER_ENGINE].reduce_now(one % CHUNKS_PER_ENGINE, ranks)
-            for one, ranks in found.gathers:
-                self.members[one // CHUNKS_PER_ENGINE].gather_now(one % CHUNKS_PER_ENGINE, ranks)
+            with self.together():
+                for one, ranks in found.reduces:
+                    self.members[one // CHUNKS_PER_ENGINE].reduce_now(one % CHUNKS_PER_ENGINE, ranks)
+                for one, ranks in found.gathers:
+                    self.members[one // CHUNKS_PER_ENGINE].gather_now(one % CHUNKS_PER_ENGINE, ranks)
+        finally:
+            self.serving = False
+        return found
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What happens inside was agreed on, and the others have begun it: an error here ends it for all."""
+        try:
+            yield
         except Exception as error:
-            # The others have begun what was agreed on.
             self._broken = True
             self.world.say(f"stopped in the middle of a collective: {type(error).__name__}: {error}")
             if isinstance(error, PeerError):
                 raise
             raise PeerError(f"rank {self.world.rank} can't do its part of a collective: {error}") from error
-        finally:
-            self.serving = False
-        return found
 
     def _exchange(self, word: Word) -> list[Word]:
         ready = sorted(word.ready)
