@@ -73,6 +73,8 @@ class SharedModelData(ModelData):
         """Gradients that have not been averaged since more were to come."""
         self.complete: Callable[[Sequence[Slot]], None] = lambda slots: None
         """Has these parameters updated, where that was asked for and has not ended."""
+        self._came_here: set[Slot] = set()
+        """Those that have had a gradient here since the last step."""
         self._unused: set[Slot] = set()
         """Those that had no gradient here in the last step."""
 
@@ -184,6 +186,7 @@ class SharedModelData(ModelData):
     def put_gradient(self, slot: Slot, grad: torch.Tensor) -> None:
         """Write a complete gradient over its parameter. See [Note: gradients of several processes]."""
         slot.came = True
+        self._came_here.add(slot)
         if slot.unfinished is not None:
             slot.unfinished.add_(grad)
             return
@@ -295,6 +298,7 @@ class SharedModelData(ModelData):
     def discard_gradients(self) -> None:
         """Forget all gradients, which all processes do now; parts that lie under one are put back."""
         self.kept.forget()
+        self._came_here.clear()
         self._dropping = True
         try:
             super().discard_gradients()
@@ -356,9 +360,8 @@ class SharedModelData(ModelData):
         for slot, came in zip(self.slots, self.peers.world.collect(here).any(0).tolist(), strict=True):
             if not came and (slot.reduced or slot.in_list):
                 self._forget(slot)
-            if slot.scheme.trained:
-                (self._unused.discard if slot.came else self._unused.add)(slot)
             slot.came = came
+        self._unused = {slot for slot in self.slots if slot.scheme.trained and slot not in self._came_here}
 
     def close_step(self, updated: Iterable[Slot] | None) -> None:
         """After an update: what was gathered is old. updated: those with a param group; None if none was."""
@@ -367,6 +370,7 @@ class SharedModelData(ModelData):
             if slot.came and slot in belongs and not slot.place.numel:
                 self.updated((slot,))
             slot.came = slot.handed_over = False
+        self._came_here.clear()
         self._drop_gathered(index for index, slots in self.by_chunk.items() if slots[0].scheme.trained)
         self._fresh = True
 

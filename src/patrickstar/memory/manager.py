@@ -167,11 +167,6 @@ class Manager:
             self.moves.refresh(chunk)
 
     @uninterrupted
-    def take_back(self, chunk: Chunk) -> None:
-        """Have gradients that were handed over not averaged after all, unless that has begun; they are gone."""
-        self.moves.take_back(chunk)
-
-    @uninterrupted
     def refresh(self, chunk: Chunk) -> None:
         """Gather a shared chunk again, into the memory that it has."""
         chunk.owners_valid = True

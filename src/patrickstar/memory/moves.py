@@ -104,14 +104,6 @@ class Moves:
         self.in_flight[chunk] = None
         chunk.leaving = self.transit.to_owners(chunk)
 
-    def take_back(self, chunk: Chunk) -> None:
-        """What has not begun to leave for its owners never does."""
-        assert chunk.leaving is not None
-        chunk.leaving.cancel()
-        chunk.leaving, chunk.owners_valid = None, True
-        self.compute.give(chunk)
-        del self.in_flight[chunk]
-
     def _count_down(self, chunk: Chunk) -> None:
         self.transit.traffic.d2h_bytes += chunk.nbytes
         chunk.moved_bytes += chunk.nbytes
