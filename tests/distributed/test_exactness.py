@@ -174,3 +174,10 @@ def branches(seeds: list[int]) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes_that_do_not_do_the_same(size):
     ranks.run(size, branches, seeds=list(range(200, 200 + 12 // size * 2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("function", [everything_evicted, any_budget, branches])
+def test_many_more_draws(function, size):
+    ranks.run(size, function, 600, seeds=list(range(10_000 * size, 10_000 * size + 30)))
