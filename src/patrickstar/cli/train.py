@@ -208,8 +208,7 @@ def _loop(
 ) -> tuple[list[StepRecord], bool]:
     """The steps that were finished, and whether Ctrl-C ended them."""
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, options.warmup_steps, options.steps))
-    processes = 1 if engine.world is None else engine.world.size
-    tokens = options.batch * options.sequence * options.accumulation * processes
+    tokens = options.batch * options.sequence * options.accumulation * _processes(engine)
     records: list[StepRecord] = []
     try:
         for step in range(1, options.steps + 1):
@@ -250,6 +249,10 @@ def _step(
     return sum(losses) / len(losses), norm
 
 
+def _processes(engine: ps.Engine) -> int:
+    return 1 if engine.world is None else engine.world.size
+
+
 def _summary(options: TrainOptions, engine: ps.Engine, records: list[StepRecord], interrupted: bool) -> Summary:
     layout = engine.layout
     losses = [record.loss for record in records]
@@ -272,6 +275,6 @@ def _summary(options: TrainOptions, engine: ps.Engine, records: list[StepRecord]
         chunk_numel=layout.chunk_numel,
         device_budget_bytes=engine.device_budget_bytes,
         host_budget_bytes=engine.host_budget_bytes,
-        processes=1 if engine.world is None else engine.world.size,
+        processes=_processes(engine),
         stats=engine.stats.total,
     )

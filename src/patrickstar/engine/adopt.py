@@ -160,18 +160,15 @@ def adopt(
             )
             own = manager[SHARD16, spec.index] if spec.shared else chunk
             slot = Slot(name, param, schemes[name], place, chunk, region, own, first, name in lookups)
-            if spec.shared:
-                slot.flat(own).copy_(slot.flattened(value)[slot.part])
-            else:
-                slot.payload().copy_(value)
+            flat = slot.flattened(value)[slot.part]
+            slot.flat(own).copy_(flat)
             if slot.scheme.trained:
-                flat = slot.flattened(value)[slot.part]
                 for where, part in data.parts(slot, PARAM32, write=True):
                     part.copy_(flat[where])
             # A meta Parameter can't be pointed at real memory: only a tensor of another kind takes its identity.
             if param.is_meta or param.device.type != data.manager.device.type or param.dtype != chunk.dtype:
                 replace_data(param, torch.empty(0, dtype=chunk.dtype, device=chunk.device))
-            del value
+            del value, flat
             data.add(slot)
             interceptor.adopt(slot)
     data.slots.sort(key=lambda slot: creation[slot.name])
@@ -200,12 +197,10 @@ def promote(
             on_disk = data.manager.disk is not None
             create_chunks(chunk, Tiers(Tier.DEVICE, Tier.DISK) if on_disk else HOST, data.manager)
     data.take_cuts(grown)
-    left = set()
     for slot, spec in zip(slots, specs, strict=True):
         data.have(slot)
         value = slot.payload().clone()
-        old = slot.chunk.index
-        data.by_chunk[old].remove(slot)
+        data.by_chunk[slot.chunk.index].remove(slot)
         slot.place, slot.first = grown.own_place(slot.name)
         slot.scheme = spec.scheme
         slot.chunk, slot.device_view = data.manager[PARAM16, slot.place.chunk], None
@@ -220,13 +215,10 @@ def promote(
             part.copy_(flat[where])
         data.point([slot.chunk])
         interceptor.watch_gradient(slot)
-        if not data.by_chunk[old]:
-            left.add(old)
     data.meet(Want.STATE)  # others may have asked for what lay there
-    for old in sorted(left):
-        if (PARAM16, old) in data.manager.chunks:
-            for kind in (PARAM16, SHARD16):
-                if (kind, old) in data.manager.chunks:
-                    data.manager.remove(data.manager[kind, old])
-            del data.by_chunk[old]
+    for old in [index for index, left in data.by_chunk.items() if not left]:
+        for kind in (PARAM16, SHARD16):
+            if (kind, old) in data.manager.chunks:
+                data.manager.remove(data.manager[kind, old])
+        del data.by_chunk[old]
     return grown

@@ -321,7 +321,7 @@ class Engine:
             overflow = self._gradients.overflowed()
             if not overflow:
                 self._update.run(groups.get, self._gradients.scales)
-            self._data.close_step(None if overflow else groups)
+            self._data.close_step(() if overflow else groups)
             self._gradients.drop()
             self._data.settle_embeddings()
         if self._data.end_step():

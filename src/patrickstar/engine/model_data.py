@@ -123,8 +123,8 @@ class ModelData(OwnLists):
     def meet_to_drop(self) -> None:
         """The same, if there may be gradients to forget anywhere."""
 
-    def close_step(self, updated: Iterable[Slot] | None) -> None:
-        """After an update. updated: those with a param group; None if none was."""
+    def close_step(self, updated: Iterable[Slot]) -> None:
+        """After an update. updated: those with a param group; nobody if there was none."""
 
     def share_memory(self) -> None:
         """Have what optimizers keep of parameters beside the lists, where another process has it."""

@@ -363,9 +363,9 @@ class SharedModelData(ModelData):
             slot.came = came
         self._unused = {slot for slot in self.slots if slot.scheme.trained and slot not in self._came_here}
 
-    def close_step(self, updated: Iterable[Slot] | None) -> None:
-        """After an update: what was gathered is old. updated: those with a param group; None if none was."""
-        belongs = set() if updated is None else set(updated)
+    def close_step(self, updated: Iterable[Slot]) -> None:
+        """After an update: what was gathered is old. updated: those with a param group; nobody if there was none."""
+        belongs = set(updated)
         for slot in self.slots:
             if slot.came and slot in belongs and not slot.place.numel:
                 self.updated((slot,))

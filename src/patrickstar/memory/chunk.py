@@ -27,10 +27,6 @@ class Chunk:
     def __init__(
         self, kind: str, index: int, numel: int, dtype: str, device: torch.device, bank: PageBank | None = None
     ) -> None:
-        self.shared = False
-        """Whether its bytes lie in parts with several processes, and here on the device only while they are needed."""
-        self.owners_valid = False
-        """Whether these have the current bytes. If not, gradients lie over the parameters here."""
         self.kind = kind
         self.index = index
         self.numel = numel
@@ -48,6 +44,10 @@ class Chunk:
         self.device_valid = False
         self.host_valid = False
         self.disk_valid = False
+        self.shared = False
+        """Whether its bytes lie in parts with several processes, and here on the device only while they are needed."""
+        self.owners_valid = False
+        """Whether these have the current bytes. If not, gradients lie over the parameters here."""
         self.coming: Transfer | None = None
         """Its bytes are on their way to device memory that it has already taken."""
         self.leaving: Transfer | None = None

@@ -1,8 +1,8 @@
 """Collectives on chunks: gather, send, reduce. On a CPU a thread runs them beside what computes, on a GPU a stream."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -56,12 +56,12 @@ class Collectives(ABC):
     @staticmethod
     def even(cuts: Cuts) -> bool:
         """Whether all parts are of one size."""
-        return len({end - begin for begin, end in pairwise(cuts)}) == 1
+        return len(set(_sizes(cuts))) == 1
 
     @staticmethod
     def owner(cuts: Cuts) -> int:
         """The rank of the one process whose part is not empty."""
-        return next(rank for rank, (begin, end) in enumerate(pairwise(cuts)) if begin < end)
+        return next(rank for rank, size in enumerate(_sizes(cuts)) if size)
 
 
 class OrderedTransfer(Transfer):
@@ -149,9 +149,9 @@ class GlooCollectives(Collectives):
         total = torch.float64 if target.dtype == torch.float64 else torch.float32
         dtype = target.dtype
         length = max(1, PAGE_BYTES // max(1, size - 1) // dtype.itemsize // 64 * 64)
-        longest = max(end - begin for begin, end in pairwise(cuts))
-        for first in range(0, longest, length):
-            pieces = [slice(min(first, n), min(first + length, n)) for n in _sizes(cuts)]
+        sizes = _sizes(cuts)
+        for first in range(0, max(sizes), length):
+            pieces = [slice(min(first, n), min(first + length, n)) for n in sizes]
             works: list[Any] = []
             mine = pieces[me].stop - pieces[me].start
             room = {rank: stage.view(dtype)[k * length :][:mine] for k, rank in enumerate(sources)}
@@ -234,24 +234,12 @@ class NcclCollectives(Collectives):
     def close(self) -> None:
         self.stream.synchronize()
 
-    def _beside(self) -> "_OnStream":
-        return _OnStream(self.stream, self.device)
-
-
-class _OnStream:
-    """Inside, what is launched comes after what computes now, on a stream of its own."""
-
-    def __init__(self, stream: torch.cuda.Stream, device: torch.device) -> None:
-        self.stream, self.device = stream, device
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Callable[[], Transfer]:
+    @contextmanager
+    def _beside(self) -> Iterator[Callable[[], Transfer]]:
+        """Inside, what is launched comes after what computes now, on the stream. Gives what says when it has ended."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._stack.enter_context(torch.cuda.stream(self.stream))
-        return lambda: StreamTransfer(self.stream.record_event(), self.device)
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        with torch.cuda.stream(self.stream):
+            yield lambda: StreamTransfer(self.stream.record_event(), self.device)
 
 
 def collectives(world: World, device: torch.device) -> Collectives:

@@ -69,15 +69,15 @@ def _with_disk(chunks: Sequence[ChunkSpec], budgets: Budgets) -> dict[int, Tiers
     they leave goes to optimizer chunks then (`homes`).
     """
     param16 = sum(chunk.spill_bytes for chunk in chunks)
-    room = budgets.host - param16 - sum(chunk.shard_bytes for chunk in chunks)
+    # What processes own of `param16` is read at every gather, and stays on the host.
+    shards = sum(chunk.shard_bytes for chunk in chunks)
+    room = budgets.host - param16 - shards
     placement = {}
     for chunk in chunks:
         fits = chunk.scheme.trained and chunk.optimizer_bytes <= room
         room -= chunk.optimizer_bytes if fits else 0
         placement[chunk.index] = Tiers(Tier.DEVICE, Tier.HOST if fits else Tier.DISK)
-    enough = disk_bytes(chunks, placement) <= budgets.disk
-    # What processes own of `param16` is read at every gather, and stays on the host.
-    enough = enough and sum(chunk.shard_bytes for chunk in chunks) <= budgets.host
+    enough = disk_bytes(chunks, placement) <= budgets.disk and shards <= budgets.host
     return placement if enough and max(chunk.compute_bytes for chunk in chunks) <= budgets.device else None
 
 
