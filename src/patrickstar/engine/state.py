@@ -61,7 +61,7 @@ class ModelState:
         """As `nn.Module.state_dict` names it; tied names share one tensor."""
         values: dict[Slot, torch.Tensor] = {}
         state = {}
-        for name, tensor in self._entries().items():
+        for name, tensor in self.entries().items():
             slot = slot_of(tensor)
             if slot is None:
                 plain = isinstance(tensor, torch.Tensor)
@@ -74,7 +74,7 @@ class ModelState:
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Take it back; nothing changes unless all names and shapes fit."""
-        own = self._entries()
+        own = self.entries()
         missing, unknown = own.keys() - state_dict.keys(), state_dict.keys() - own.keys()
         tensors = {name for name, value in own.items() if isinstance(value, torch.Tensor)} & state_dict.keys()
         shapes = [name for name in tensors if own[name].shape != state_dict[name].shape]
@@ -147,7 +147,8 @@ class ModelState:
         except (DiskError, MoveError, TrainingError):
             return None
 
-    def _entries(self) -> dict[str, Any]:
+    def entries(self) -> dict[str, Any]:
+        """What `nn.Module.state_dict` names: parameters, persistent buffers, extra state."""
         entries: dict[str, Any] = self.module.state_dict(keep_vars=True)
         return entries
 
