@@ -59,11 +59,7 @@ def live(folder: Path, rank: int, size: int) -> None:
     engine, optimizer = ps.initialize(Model, config)
     checkpoints = ps.Checkpoints(folder / "run", keep=2)
     torch.manual_seed(100 + rank)
-    place = {"step": 0}
-    if checkpoints.newest() is not None:
-        path = checkpoints.newest()
-        assert path is not None
-        place = engine.load(path)
+    place = checkpoints.load(engine) or {"step": 0}
     with (folder / f"losses-{rank}").open("a") as log:
         for step in range(place["step"] + 1, STEPS + 1):
             loss = engine(torch.randn(4, 256))
@@ -75,7 +71,7 @@ def live(folder: Path, rank: int, size: int) -> None:
     states = optimizer.state_dict()["state"]
     values = [*engine.state_dict().values(), *(one[key] for one in states.values() for key in sorted(one))]
     engine.close()
-    digest = xxh3_64_hexdigest(b"".join(value.contiguous().view(torch.uint8).numpy().tobytes() for value in values))
+    digest = xxh3_64_hexdigest(b"".join(value.reshape(-1).view(torch.uint8).numpy().tobytes() for value in values))
     (folder / f"end-{rank}").write_text(digest)
     if size > 1:
         dist.destroy_process_group()
@@ -161,9 +157,12 @@ def undisturbed(folder: Path, size: int) -> Expected:
     assert codes == [0] * size, f"{codes}: {(folder / 'said-0').read_text()}"
     seen = losses(folder, size)
     assert all([step for step, _ in one] == list(range(1, STEPS + 1)) for one in seen)
-    return Expected(
-        [dict(one) for one in seen], [(folder / f"end-{rank}").read_text() for rank in range(size)], seconds
-    )
+    return Expected([dict(one) for one in seen], ends(folder, size), seconds)
+
+
+def ends(folder: Path, size: int) -> list[str]:
+    """What each process has come to."""
+    return [(folder / f"end-{rank}").read_text() for rank in range(size)]
 
 
 def strike(count: int, size: int, seed: int, say: Callable[[str], None]) -> None:
@@ -190,13 +189,11 @@ def strike(count: int, size: int, seed: int, say: Callable[[str], None]) -> None
                 for step, bits in one:
                     assert bits == expected.losses[rank][step], f"kill {kills}, rank {rank}, step {step}: {bits}"
             if codes == [0] * size:
-                found = [(folder / f"end-{rank}").read_text() for rank in range(size)]
-                assert found == expected.ends, f"after {kills} kills the end is another"
+                assert ends(folder, size) == expected.ends, f"after {kills} kills the end is another"
                 folder = _fresh(folder)
         while end(begin(folder, size), PATIENCE_S) != [0] * size:
             raise AssertionError((folder / "said-0").read_text())
-        found = [(folder / f"end-{rank}").read_text() for rank in range(size)]
-        assert found == expected.ends, f"after {kills} kills the end is another"
+        assert ends(folder, size) == expected.ends, f"after {kills} kills the end is another"
         say(f"{kills} kills in {lives} lives, {resumed} of them resumed: every step and every end had its bits")
 
 

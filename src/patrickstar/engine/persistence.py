@@ -1,7 +1,8 @@
 """An engine's state as a checkpoint, and back: all that a run needs to go on with the same bits."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -90,7 +91,8 @@ class Persistence:
         saving, self.saving = self.saving, None
         if saving is not None:
             try:
-                saving.finish()
+                with self._explaining():
+                    saving.finish()
             finally:
                 self.engine._data.saving = None
 
@@ -185,8 +187,8 @@ class Persistence:
             assert reader is not None
             engine._gradients.drop()
             group: dist.ProcessGroup | None = None if engine.world is None else engine.world.checkpoints
-            tensors = self._targets(reader)
-            orchestra.load(reader, LoadingPlanner(data, tensors), group)
+            with self._explaining():
+                orchestra.load(reader, LoadingPlanner(data, self._targets(reader)), group)
             self._restore(reader, common)
         restore_random_states(own["random"], engine.device)
         found_state: dict[str, Any] = own["user"]
@@ -288,6 +290,16 @@ class Persistence:
                 raise CheckpointError("; ".join(wrong))
         if error is not None:
             raise error
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """What PyTorch raises when another process is gone names it."""
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            if self.engine.world is None:
+                raise
+            raise self.engine.world.explain(error) from error
 
     def tell(self, value: Any) -> Any:
         """What the first process says."""
