@@ -185,14 +185,11 @@ def _own_elements(slot: Slot, weights: WeightSource | None) -> torch.Tensor:
     if value.is_meta:
         if weights is None:
             raise ModelError(f"parameter {slot.name!r} is on the meta device and no `weights` were given to fill it")
-        row_major = torch.empty(slot.shape, device="meta").stride() == slot.region.strides
-        if isinstance(weights, PartSource) and (row_major or not slot.place.numel):
+        if isinstance(weights, PartSource) and (slot.row_major or not slot.place.numel):
             return weights.part(slot.name, slot.first, slot.place.numel)
         value = weights(slot.name)
         if value.shape != slot.shape:
-            raise ModelError(
-                f"weights give {tuple(value.shape)} for parameter {slot.name!r} of {tuple(slot.param.shape)}"
-            )
+            raise ModelError(f"weights give {tuple(value.shape)} for parameter {slot.name!r} of {slot.shape}")
     return slot.flattened(value)[slot.part]
 
 
