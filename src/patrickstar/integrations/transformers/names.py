@@ -20,6 +20,7 @@ from transformers.core_model_loading import (
 )
 
 from patrickstar.errors import ModelError
+from patrickstar.integrations.transformers.folder import listed
 from patrickstar.integrations.transformers.stored import Source, Stored
 
 # [Note: names in files]
@@ -96,10 +97,16 @@ def _joined(name: str, rule: WeightConverter, found: Mapping[str, list[Stored]],
             return Source(turns, (len(stacks[0]), rows // len(stacks[0]), *first.shape[1:]))
         if operations == [(Concatenate, 0)]:
             return Source(tuple(tensors), (rows, *first.shape[1:]))
-    raise ModelError(
-        f"parameter {name!r} is {len(tensors)} tensors in the files ({first.key}, ...), which only transformers can "
-        f"put together ({', '.join(kind.__name__ for kind, _ in operations)}); convert the folder once: "
+    # Written by a rule that keeps the name, a folder would look the same after it.
+    keeps_name = first.key.endswith(name) or name.endswith(first.key)
+    converted = (
         f"{type(model).__name__}.from_pretrained(folder).save_pretrained(new_folder, save_original_format=False)"
+    )
+    raise ModelError(
+        f"parameter {name!r} lies in the files as {listed([one.key for one in tensors], 2)}, and only transformers can "
+        f"make it of that ({', '.join(kind.__name__ for kind, _ in operations)}); "
+        + ("" if keeps_name else f"convert the folder once: {converted}; or ")
+        + "give patrickstar.initialize the model that transformers' own from_pretrained returns"
     )
 
 
