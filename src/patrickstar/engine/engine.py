@@ -18,7 +18,7 @@ from patrickstar.engine.blocks import Blocks
 from patrickstar.engine.clock import Clock
 from patrickstar.engine.config import Config
 from patrickstar.engine.early import EarlyUpdate
-from patrickstar.engine.export import save_folder
+from patrickstar.engine.export import Export
 from patrickstar.engine.gradients import Gradients
 from patrickstar.engine.intercept import Interceptor, managing
 from patrickstar.engine.model_data import ModelData
@@ -321,11 +321,14 @@ class Engine:
         behind, for one that is there and not empty, or if the disk is full; the engine goes on.
         """
         self._check_open()
+        export = Export(self._state, dtype, max_shard_bytes)
         with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._complete()
             self._data.meet(Want.STATE)
             with self._data.together():
-                save_folder(self._state, Path(directory), dtype, max_shard_bytes)
+                failed = export.write(Path(directory))
+        if failed is not None:
+            raise failed
 
     # What the optimizer asks for
 

@@ -19,6 +19,7 @@ from patrickstar.engine.state import ModelState
 from patrickstar.errors import CheckpointError, ConfigError, ModelError
 from patrickstar.kernels.rounding import round_into
 from patrickstar.layout.sizes import parse_size
+from patrickstar.parallel.world import World
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ROUNDED_NUMEL = 1 << 20
@@ -39,45 +40,48 @@ class Item:
     held: Slot | torch.Tensor
 
 
-def save_folder(state: ModelState, directory: Path, dtype: str | None, max_shard_bytes: int | str) -> None:
-    """What `Engine.save_pretrained` does, once all processes have met. See [Note: several processes write one folder].
+class Export:
+    """A model on its way into a folder. Raises ConfigError or ModelError, before anything is read, if it can't be."""
 
-    Raises CheckpointError, with nothing left behind, where the folder can't be written.
-    """
-    if dtype is not None and dtype not in _PRECISIONS:
-        raise ConfigError(
-            f"dtype {dtype!r} is none to save in; use one of {', '.join(map(repr, _PRECISIONS))}, or None"
-        )
-    items = _items(state, None if dtype is None else _PRECISIONS[dtype])
-    shards = _shards(items, parse_size(max_shard_bytes))
-    texts = _configurations(state, items)
-    values = (piece for shard in shards.values() for item in shard for piece in _values(state, item))
-    world = None if state.data.peers is None else state.data.peers.world
-    hidden, failed = None, None
-    try:
-        if world is None or world.rank == 0:
-            try:
-                hidden = _hidden_beside(directory)
-                _write(hidden, shards, values, texts)
-            except CheckpointError as error:
-                failed = error
-        if world is not None:
-            for _ in values:
-                pass
-            _raise_if_any(world.tell(str(failed or "")), failed)
-        if hidden is not None and failed is None:
-            try:
-                _publish(hidden, directory)
-                hidden = None
-            except OSError as error:
-                failed = cant_write(directory, error, 0)
-        if world is not None:
-            _raise_if_any(world.tell(str(failed or "")), failed)
-        if failed is not None:
-            raise failed
-    finally:
-        if hidden is not None:
-            shutil.rmtree(hidden, ignore_errors=True)
+    def __init__(self, state: ModelState, dtype: str | None, max_shard_bytes: int | str) -> None:
+        if dtype is not None and dtype not in _PRECISIONS:
+            names = ", ".join(map(repr, _PRECISIONS))
+            raise ConfigError(f"dtype {dtype!r} is none to save in; use one of {names}, or None")
+        items = _items(state, None if dtype is None else _PRECISIONS[dtype])
+        self._state = state
+        self._shards = _shards(items, parse_size(max_shard_bytes))
+        self._texts = _configurations(state, items)
+
+    def write(self, target: Path) -> CheckpointError | None:
+        """Write the folder, which all processes do together; returns what went wrong, of which all know then.
+
+        Nothing is left behind if it did. See [Note: several processes write one folder].
+        """
+        world = None if self._state.data.peers is None else self._state.data.peers.world
+        values = (piece for shard in self._shards.values() for item in shard for piece in _values(self._state, item))
+        writes = world is None or world.rank == 0
+        hidden, failed = None, None
+        try:
+            if writes:
+                try:
+                    hidden = _hidden_beside(target)
+                    _write(hidden, self._shards, values, self._texts)
+                except CheckpointError as error:
+                    failed = error
+            if world is not None:
+                for _ in values:
+                    pass
+                failed = _first_told(world, failed)
+            if hidden is not None and failed is None:
+                try:
+                    _publish(hidden, target)
+                    hidden = None
+                except OSError as error:
+                    failed = cant_write(target, error, 0)
+            return failed if world is None else _first_told(world, failed)
+        finally:
+            if hidden is not None:
+                shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _items(state: ModelState, dtype: torch.dtype | None) -> list[Item]:
@@ -213,9 +217,7 @@ def _synchronise(folder: Path) -> None:
         os.close(fd)
 
 
-def _raise_if_any(told: Sequence[str], own: CheckpointError | None) -> None:
-    """Raise what any process has told of: all come to the same."""
-    if own is not None:
-        raise own
-    if any(told):
-        raise CheckpointError(next(f"rank {rank}: {text}" for rank, text in enumerate(told) if text))
+def _first_told(world: World, own: CheckpointError | None) -> CheckpointError | None:
+    """What went wrong in any process, as all are told."""
+    told = [text for text in world.tell("" if own is None else str(own)) if text]
+    return own if own is not None or not told else CheckpointError(told[0])
