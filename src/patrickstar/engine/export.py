@@ -2,9 +2,7 @@
 
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -12,8 +10,10 @@ from typing import Any
 
 import torch
 
+from patrickstar.checkpoint.folder import Partial
 from patrickstar.checkpoint.page_file import cant_write
 from patrickstar.checkpoint.safetensors import DTYPES, Entry, SafetensorsFile
+from patrickstar.engine.parameters import slot_of
 from patrickstar.engine.slot import Slot
 from patrickstar.engine.state import ModelState
 from patrickstar.errors import CheckpointError, ConfigError, ModelError
@@ -60,47 +60,46 @@ class Export:
         world = None if self._state.data.peers is None else self._state.data.peers.world
         values = (piece for shard in self._shards.values() for item in shard for piece in _values(self._state, item))
         writes = world is None or world.rank == 0
-        hidden, failed = None, None
+        partial, failed = None, None
         try:
             if writes:
                 try:
-                    hidden = _hidden_beside(target)
-                    _write(hidden, self._shards, values, self._texts)
+                    partial = Partial(target, over_empty=True)
+                    _write(partial.path, self._shards, values, self._texts)
                 except CheckpointError as error:
                     failed = error
             if world is not None:
                 for _ in values:
                     pass
                 failed = _first_told(world, failed)
-            if hidden is not None and failed is None:
+            if partial is not None and failed is None:
                 try:
-                    _publish(hidden, target)
-                    hidden = None
-                except OSError as error:
-                    failed = cant_write(target, error, 0)
+                    partial.appear()
+                    partial = None
+                except CheckpointError as error:
+                    failed = error
             return failed if world is None else _first_told(world, failed)
         finally:
-            if hidden is not None:
-                shutil.rmtree(hidden, ignore_errors=True)
+            if partial is not None:
+                partial.abandon()
 
 
 def _items(state: ModelState, dtype: torch.dtype | None) -> list[Item]:
     """Parameters, each once, under their first names, and persistent buffers."""
     items: list[Item] = []
     seen: set[Slot] = set()
-    for name, held in state.entries():
-        if isinstance(held, Slot):
-            if held in seen:
-                continue
-            seen.add(held)
-            found = dtype if dtype is not None and held.full_dtype.is_floating_point else held.full_dtype
-        elif isinstance(held, torch.Tensor):
-            found = held.dtype
-        else:
+    for name, held in state.entries().items():
+        if not isinstance(held, torch.Tensor):
             raise ModelError(f"{name!r} is a module's extra state, which no safetensors file holds; use state_dict()")
+        slot, found = slot_of(held), held.dtype
+        if slot is not None:
+            if slot in seen:
+                continue
+            seen.add(slot)
+            found = dtype if dtype is not None and slot.full_dtype.is_floating_point else slot.full_dtype
         if found not in DTYPES:
             raise ModelError(f"{name!r} is of {found}, which no safetensors file holds")
-        items.append(Item(Entry(name, found, tuple(held.shape)), held))
+        items.append(Item(Entry(name, found, tuple(held.shape)), slot if slot is not None else held))
     return items
 
 
@@ -154,20 +153,9 @@ def _values(state: ModelState, item: Item) -> Iterator[torch.Tensor]:
                 yield rounded
 
 
-def _hidden_beside(target: Path) -> Path:
-    """A new folder beside the one to be, under a name that nobody looks for."""
-    try:
-        if target.exists() and not (target.is_dir() and next(target.iterdir(), None) is None):
-            raise CheckpointError(f"{target} exists and is not empty, and is left as it is; save under another name")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        hidden = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-        hidden.chmod(0o755)
-        return hidden
-    except OSError as error:
-        raise cant_write(target, error, 0) from error
-
-
-def _write(folder: Path, shards: dict[str, list[Item]], values: Iterator[torch.Tensor], texts: dict[str, str]) -> None:
+def _write(
+    folder: Path, shards: Mapping[str, Sequence[Item]], values: Iterator[torch.Tensor], texts: Mapping[str, str]
+) -> None:
     for name, shard in shards.items():
         file = SafetensorsFile(folder / name, [item.entry for item in shard], {"format": "pt"})
         try:
@@ -186,7 +174,7 @@ def _write(folder: Path, shards: dict[str, list[Item]], values: Iterator[torch.T
             "metadata": {"total_size": sum(entry.nbytes for entry, _ in entries)},
             "weight_map": {entry.name: name for entry, name in sorted(entries, key=lambda one: one[0].name)},
         }
-        texts = texts | {"model.safetensors.index.json": json.dumps(index, indent=2) + "\n"}
+        texts = {**texts, "model.safetensors.index.json": json.dumps(index, indent=2) + "\n"}
     for name, text in texts.items():
         _write_text(folder / name, text)
 
@@ -200,21 +188,6 @@ def _write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise cant_write(path, error, len(data)) from error
-
-
-def _publish(hidden: Path, target: Path) -> None:
-    """Give a folder whose files are on the disk its name. An empty one makes way."""
-    _synchronise(hidden)
-    hidden.rename(target)
-    _synchronise(target.parent)
-
-
-def _synchronise(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _first_told(world: World, own: CheckpointError | None) -> CheckpointError | None:

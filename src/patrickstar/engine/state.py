@@ -72,25 +72,20 @@ class ModelState:
         """As `nn.Module.state_dict` names it; tied names share one tensor."""
         values: dict[Slot, torch.Tensor] = {}
         state = {}
-        for name, held in self.entries():
-            if not isinstance(held, Slot):
-                plain = isinstance(held, torch.Tensor)
-                state[name] = held.detach().cpu().clone() if plain else copy.deepcopy(held)
+        for name, tensor in self.entries().items():
+            slot = slot_of(tensor)
+            if slot is None:
+                plain = isinstance(tensor, torch.Tensor)
+                state[name] = tensor.detach().cpu().clone() if plain else copy.deepcopy(tensor)
                 continue
-            if held not in values:
-                values[held] = self.full_precision(held)
-            state[name] = values[held]
+            if slot not in values:
+                values[slot] = self.full_precision(slot)
+            state[name] = values[slot]
         return state
-
-    def entries(self) -> Iterator[tuple[str, Any]]:
-        """As `nn.Module.state_dict` names it: slots of parameters, buffers, and what modules keep besides."""
-        for name, value in self._entries().items():
-            slot = slot_of(value)
-            yield name, value if slot is None else slot
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Take it back; nothing changes unless all names and shapes fit."""
-        own = self._entries()
+        own = self.entries()
         missing, unknown = own.keys() - state_dict.keys(), state_dict.keys() - own.keys()
         tensors = {name for name, value in own.items() if isinstance(value, torch.Tensor)} & state_dict.keys()
         shapes = [name for name in tensors if own[name].shape != state_dict[name].shape]
@@ -163,7 +158,8 @@ class ModelState:
         except (DiskError, MoveError, TrainingError):
             return None
 
-    def _entries(self) -> dict[str, Any]:
+    def entries(self) -> dict[str, Any]:
+        """What `nn.Module.state_dict` names: parameters, persistent buffers, extra state."""
         entries: dict[str, Any] = self.module.state_dict(keep_vars=True)
         return entries
 
