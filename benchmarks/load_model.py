@@ -32,7 +32,7 @@ from patrickstar.layout.sizes import format_size
 
 SLACK_BYTES = 300 * 1000**2
 OPTIMIZERS = {"SGD": ps.SGD(lr=1e-3), "AdamW": ps.AdamW()}
-WAYS = [("straight into chunks", "SGD"), ("straight into chunks", "AdamW"), ("transformers, then initialize", "SGD")]
+WAYS = [("transformers, then initialize", "SGD"), ("straight into chunks", "SGD"), ("straight into chunks", "AdamW")]
 
 
 def resident_bytes(field: str) -> int:
