@@ -199,22 +199,13 @@ class Persistence:
         """What all have in common, and what is this process's own: the first one's, if there were others."""
         rank, size = self._place
         same = reader.document.processes == size
-        common = self._loads(reader, COMMON)
-        own = self._loads(reader, of_rank(rank if same else 0))
+        common = _plain_dict(reader, COMMON)
+        own = _plain_dict(reader, of_rank(rank if same else 0))
         if not same and rank:
             # Its own generators are where a process of this rank was, if there was one; else they go on.
             there = rank < reader.document.processes
-            own["random"] = self._loads(reader, of_rank(rank))["random"] if there else random_states(self.engine.device)
+            own["random"] = _plain_dict(reader, of_rank(rank))["random"] if there else random_states(self.engine.device)
         return common, own
-
-    def _loads(self, reader: CheckpointReader, name: str) -> dict[str, Any]:
-        text = reader.plain(name)
-        if text is None:
-            raise CheckpointError(f"{reader.folder} has no {name}, so it is none of an engine")
-        found = plain.loads(text, f"{name} in {reader.folder}")
-        if not isinstance(found, dict):
-            raise CheckpointError(f"{name} in {reader.folder} is not what a checkpoint holds")
-        return found
 
     def _check(self, reader: CheckpointReader, common: dict[str, Any]) -> None:
         """Raise CheckpointError if it is of another model or optimizer, all differences by name."""
@@ -301,6 +292,22 @@ class Persistence:
     def tell(self, value: Any) -> Any:
         """What the first process says."""
         return value if self.engine.world is None else self.engine.world.tell(value)[0]
+
+
+def stored_state(reader: CheckpointReader) -> dict[str, Any]:
+    """What the user's first process gave when the checkpoint was written, as plain data."""
+    found: dict[str, Any] = _plain_dict(reader, of_rank(0)).get("user", {})
+    return found
+
+
+def _plain_dict(reader: CheckpointReader, name: str) -> dict[str, Any]:
+    text = reader.plain(name)
+    if text is None:
+        raise CheckpointError(f"{reader.folder} has no {name}, so it is none of an engine")
+    found = plain.loads(text, f"{name} in {reader.folder}")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{name} in {reader.folder} is not what a checkpoint holds")
+    return found
 
 
 def _of_rank(name: str, rank: int) -> str:
