@@ -1,7 +1,7 @@
 """Parameters, buffers and optimizer states by name, in full precision."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,7 +55,18 @@ class ModelState:
     def full_precision(self, slot: Slot) -> torch.Tensor:
         """A copy of a parameter on the host: of its master, or of itself if it is frozen."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            return self.read(slot, PARAM32 if slot.scheme.trained else PARAM16)
+            return self.read(slot, slot.full_kind)
+
+    def pieces(self, slot: Slot) -> Iterator[torch.Tensor]:
+        """The same, its elements in a row in the order of its shape, without a copy where none is needed.
+
+        What lies on disk comes a page at a time; of several processes' parts one parameter is put together.
+        """
+        if slot.row_major and self.data.peers is None:
+            for _, part in self.data.parts(slot, slot.full_kind) if slot.numel else ():
+                yield part
+        else:
+            yield self.full_precision(slot).contiguous().view(-1)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """As `nn.Module.state_dict` names it; tied names share one tensor."""

@@ -1,0 +1,1 @@
+"""What other libraries need to work with patrickstar; each package here is named after its library."""

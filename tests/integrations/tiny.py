@@ -1,0 +1,109 @@
+"""Tiny models of transformers, and what they are fed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import patrickstar as ps
+from patrickstar.engine.engine import Engine
+from patrickstar.integrations.transformers.build import build_model, parameters_on_meta, read_config
+from patrickstar.integrations.transformers.weights import FolderWeights
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts_per_tok": 2, "num_key_value_heads": 2}
+VOCABULARY = SIZES["vocab_size"]
+CAUSAL = transformers.AutoModelForCausalLM
+MASKED = transformers.AutoModelForMaskedLM
+
+
+def gpt2() -> PreTrainedModel:
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": VOCABULARY}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def llama(tied: bool = False) -> PreTrainedModel:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied))
+
+
+def mixtral() -> PreTrainedModel:
+    # More than ten experts: their order is that of numbers, not of names.
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **EXPERTS, num_local_experts=11))
+
+
+def qwen2_moe() -> PreTrainedModel:
+    sizes = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+    return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, **sizes))
+
+
+def bert() -> PreTrainedModel:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
+
+
+def nomic_bert() -> PreTrainedModel:
+    model: PreTrainedModel = MASKED.from_config(transformers.CONFIG_MAPPING["nomic_bert"](**SIZES))
+    return model
+
+
+def t5() -> PreTrainedModel:
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+
+
+MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
+    "gpt2": (gpt2, CAUSAL),
+    "llama": (llama, CAUSAL),
+    "llama tied": (lambda: llama(tied=True), CAUSAL),
+    "mixtral": (mixtral, CAUSAL),
+    "qwen2_moe": (qwen2_moe, CAUSAL),
+    "bert": (bert, MASKED),
+    "t5": (t5, transformers.AutoModelForSeq2SeqLM),
+    "a class of its own": (gpt2, transformers.GPT2LMHeadModel),
+}
+
+
+def plain(name: str, seed: int = 0) -> tuple[PreTrainedModel, Any]:
+    """A model with random weights, and the class to load it with."""
+    build, model_class = MODELS[name]
+    torch.manual_seed(seed)
+    return build().eval(), model_class
+
+
+def batch(model: Any, seed: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(seed))
+    more = {"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {}
+    return {"input_ids": ids, **more}
+
+
+def logits(model: Any, fed: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(**fed).logits
+    return found
+
+
+def step(engine: Engine, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    """One update, by which masters and what operators read come to differ."""
+    engine.backward(engine(**batch(engine.module, seed)).logits.float().pow(2).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def engine_of(folder: Path, config: ps.Config, model_class: Any = CAUSAL, **options: Any) -> Engine:
+    """As `from_pretrained`, with the engine's options for tests."""
+    with parameters_on_meta():
+        model = build_model(read_config(folder / "config.json"), model_class)
+    return Engine(model, config, FolderWeights(folder, model), **options)
+
+
+def small_chunks(precision: str = "fp32", **options: Any) -> ps.Config:
+    return ps.Config(device="cpu", precision=precision, chunk_size=4096, optimizer=ps.AdamW(lr=1e-2), **options)
