@@ -139,6 +139,7 @@ class Persistence:
             "groups": groups,
             "steps": {slot.name: slot.steps for slot in engine._data.slots if slot.steps},
             "memory": {slot.name: slot.memory for slot in engine._data.slots if slot.memory},
+            "buffers": sorted(self._buffers()),
             "loss_scale": engine._scaler.state_dict(),
             "extra": {
                 name: value for name, value in engine._state.entries().items() if not isinstance(value, torch.Tensor)
@@ -307,6 +308,13 @@ def stored_state(reader: CheckpointReader) -> dict[str, Any]:
     """What the user's first process gave when the checkpoint was written, as plain data."""
     found: dict[str, Any] = _plain_dict(reader, of_rank(0)).get("user", {})
     return found
+
+
+def stored_values(reader: CheckpointReader) -> dict[str, bool]:
+    """The model's tensors by their names there, and whether each is a parameter, not a buffer."""
+    buffers = set(_plain_dict(reader, COMMON)["buffers"])
+    names = (name.removeprefix("model.") for name in reader.document.tensors if name.startswith("model."))
+    return {name: name not in buffers for name in names}
 
 
 def _plain_dict(reader: CheckpointReader, name: str) -> dict[str, Any]:
