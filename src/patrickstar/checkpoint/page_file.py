@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 from collections import deque
 from collections.abc import Hashable
@@ -17,7 +18,9 @@ from patrickstar.memory.movers import Movers, Transfer
 from patrickstar.memory.scratch import BLOCK_BYTES, NO_SPACE, PAGE_BYTES, REFUSED
 
 WRITERS = 4
-"""Threads that each have one page on its way to the disk. That is all the memory a file takes."""
+"""Threads that each have one page on its way to the disk."""
+PAGES = 2 * WRITERS + 1
+"""All the memory a file takes: each writer's own page, what was copied for each, and what is being put together."""
 
 # [Note: bytes that stay where they are]
 # Who hands bytes in may leave them where they are, and say whose they are: then a writer copies them to its page when
@@ -28,7 +31,7 @@ WRITERS = 4
 class PageFile:
     """A new file of exactly `nbytes`, which are reserved at once, past the page cache where the file system can.
 
-    It takes `WRITERS` pages of `page_bytes` as memory. Every page has its checksum, XXH3 of 64 bits in hex. Raises
+    It takes `PAGES` pages of `page_bytes` as memory. Every page has its checksum, XXH3 of 64 bits in hex. Raises
     CheckpointError if the file can't be made, or the disk is full.
     """
 
@@ -39,6 +42,9 @@ class PageFile:
         self.taken = 0
         """Bytes that were handed in."""
         self._movers = Movers(WRITERS, "save", page_bytes)
+        self._memory = mmap.mmap(-1, (WRITERS + 1) * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._buffers = torch.frombuffer(self._memory, dtype=torch.uint8).view(-1, page_bytes)
+        self._buffers.zero_()  # what was never written is not there yet, and a meter would miss it
         self._parts: list[tuple[int, torch.Tensor, Hashable]] = []
         """Of the page that is not full yet: where in it, what, and whose it is."""
         self._under_way: deque[Transfer] = deque()
@@ -56,11 +62,6 @@ class PageFile:
             raise self._failure(error) from error
 
     @property
-    def memory_bytes(self) -> int:
-        """What its pages take."""
-        return WRITERS * self.page_bytes
-
-    @property
     def has_room(self) -> bool:
         """Whether a page can be handed in without waiting for the disk."""
         return sum(not transfer.done for transfer in self._under_way) < WRITERS
@@ -76,7 +77,7 @@ class PageFile:
             number, begin = divmod(self.taken, self.page_bytes)
             length = min(source.numel() - first, self.page_bytes - begin)
             part = source[first : first + length]
-            self._parts.append((begin, part.to("cpu", copy=True) if owner is None else part, owner))
+            self._parts.append((begin, part if owner is not None else self._copied(number, begin, part), owner))
             self.taken += length
             first += length
             if begin + length == self.page_bytes or self.taken == self.nbytes:
@@ -84,10 +85,10 @@ class PageFile:
 
     def release(self, owner: Hashable) -> None:
         """Read nothing more of an owner's memory when this returns; what goes wrong is told by the next call."""
-        self._parts = [
-            (begin, part.clone() if whose == owner else part, None if whose == owner else whose)
-            for begin, part, whose in self._parts
-        ]
+        number = self.taken // self.page_bytes
+        for place, (begin, part, whose) in enumerate(self._parts):
+            if whose == owner:
+                self._parts[place] = begin, self._copied(number, begin, part), None
         for transfer in self._read_by.pop(owner, ()):
             try:
                 transfer.wait()
@@ -133,6 +134,15 @@ class PageFile:
             return False
         return True
 
+    def _copied(self, number: int, begin: int, part: torch.Tensor) -> torch.Tensor:
+        """A part of a page, copied to where the page is put together; of the pages before no more are under way."""
+        place = self._buffers[number % (WRITERS + 1)][begin : begin + part.numel()]
+        if part.is_cuda:
+            place.copy_(part)
+        else:
+            ctypes.memmove(place.data_ptr(), part.data_ptr(), part.numel())
+        return place
+
     def _wait_for(self, most: int) -> None:
         """Have at most so many pages under way."""
         try:
@@ -146,7 +156,7 @@ class PageFile:
 
     def _send(self, number: int, length: int) -> None:
         """Begin to write the page that is full."""
-        self._wait_for(2 * WRITERS - 1)
+        self._wait_for(WRITERS - 1)
         parts = [(begin, part) for begin, part, _ in self._parts]
         fd, sums, at = self._fd, self.sums, number * self.page_bytes
         whole = -(-length // BLOCK_BYTES) * BLOCK_BYTES if self._direct else length

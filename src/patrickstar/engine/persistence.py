@@ -13,7 +13,7 @@ import torch.distributed as dist
 from xxhash import xxh3_64_hexdigest
 
 from patrickstar.checkpoint import orchestra, plain
-from patrickstar.checkpoint.page_file import WRITERS
+from patrickstar.checkpoint.page_file import PAGES
 from patrickstar.checkpoint.reader import CheckpointReader
 from patrickstar.engine.loading import LoadingPlanner
 from patrickstar.engine.parameters import slot_of
@@ -47,6 +47,8 @@ class Persistence:
         self.engine = engine
         self.saving: Saving | None = None
         """The checkpoint that is being written."""
+        self._reserved_bytes = 0
+        """Host memory that it takes."""
 
     # Saving
 
@@ -72,16 +74,28 @@ class Persistence:
                 error = found
             self._agree(error)
             pieces = self._with_other_buffers(pieces)
+            page_bytes = self._page_bytes()
             target = Path(self.tell(str(target.absolute())))
             group = None if engine.world is None else engine.world.checkpoints
-            data.saving = self.saving = Saving(target, pieces, data, group, page_bytes=self.page_bytes, done=done)
+            data.saving = self.saving = Saving(target, pieces, data, group, page_bytes=page_bytes, done=done)
             self.saving.copy_what_is_at_hand()
 
-    @property
-    def page_bytes(self) -> int:
-        """What is written at once: a page, or as much as all writers have at a time of two of the largest chunks."""
-        largest = max(chunk.compute_bytes // max(1, len(chunk.cuts) - 1) for chunk in self.engine.layout.chunks)
-        return min(PAGE_BYTES, max(1, 2 * largest // WRITERS // BLOCK_BYTES) * BLOCK_BYTES)
+    def _page_bytes(self) -> int:
+        """What is written at once, and the memory for it: all that is on its way together is two chunks at most.
+
+        It is less where the host has not as much. Where it has not even room for the smallest pages, 36 KiB, these are
+        beyond its budget.
+        """
+        engine, manager = self.engine, self.engine._manager
+        largest = max(chunk.compute_bytes // max(1, len(chunk.cuts) - 1) for chunk in engine.layout.chunks)
+        page_bytes = min(PAGE_BYTES, max(1, 2 * largest // PAGES // BLOCK_BYTES) * BLOCK_BYTES)
+        while not manager.clear_host(page_bytes * PAGES) and page_bytes > BLOCK_BYTES:
+            page_bytes = max(1, page_bytes // 2 // BLOCK_BYTES) * BLOCK_BYTES
+        engine._data.follow_moves()
+        agreed: int = min(self._tell_all(page_bytes))
+        self._reserved_bytes = agreed * PAGES if manager.host.has_room(agreed * PAGES) else 0
+        manager.host.reserve(self._reserved_bytes, "a checkpoint on its way")
+        return agreed
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one. Raises CheckpointError if it failed."""
@@ -92,6 +106,7 @@ class Persistence:
                     saving.finish()
             finally:
                 self.engine._data.saving = None
+                self.engine._manager.host.unreserve(self._reserved_bytes)
 
     def look(self) -> None:
         """Take note of a checkpoint that has ended meanwhile: a failure is a warning, and training goes on."""
@@ -301,7 +316,11 @@ class Persistence:
 
     def tell(self, value: Any) -> Any:
         """What the first process says."""
-        return value if self.engine.world is None else self.engine.world.tell(value)[0]
+        return self._tell_all(value)[0]
+
+    def _tell_all(self, value: Any) -> list[Any]:
+        """What all say."""
+        return [value] if self.engine.world is None else self.engine.world.tell(value)
 
 
 def stored_state(reader: CheckpointReader) -> dict[str, Any]:

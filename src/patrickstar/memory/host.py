@@ -24,6 +24,8 @@ class HostTier:
         """Bytes of chunks."""
         self.other_bytes = 0
         """Bytes of everything else."""
+        self.outside_bytes = 0
+        """Those of it that lie outside of the slabs."""
         self.peak = 0
         self.other_peak = 0
         self.busy = 0
@@ -100,6 +102,18 @@ class HostTier:
         place.slab.give(place)
         self.other_bytes -= place.nbytes
 
+    def reserve(self, nbytes: int, what: str) -> None:
+        """Count bytes that lie elsewhere, and are written to at once, until they are given up by `unreserve`."""
+        self.make_room(nbytes, what)
+        self.other_bytes += nbytes
+        self.outside_bytes += nbytes
+        self.other_peak = max(self.other_peak, self.other_bytes)
+
+    def unreserve(self, nbytes: int) -> None:
+        """They are not there any more."""
+        self.other_bytes -= nbytes
+        self.outside_bytes -= nbytes
+
     @property
     def slab_bytes(self) -> int:
         """Bytes of all slabs."""
@@ -108,7 +122,7 @@ class HostTier:
     @property
     def touched_bytes(self) -> int:
         """What the tier takes of the machine's memory."""
-        return sum(slab.touched_bytes for slab in self.slabs)
+        return sum(slab.touched_bytes for slab in self.slabs) + self.outside_bytes
 
     @staticmethod
     def view(place: Place, dtype: torch.dtype) -> torch.Tensor:

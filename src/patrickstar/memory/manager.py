@@ -377,7 +377,12 @@ class Manager:
     @uninterrupted
     def borrow_host(self, nbytes: int, what: str) -> Place:
         """Host memory for something that is no chunk. Where there is a disk, chunks on the host make room for it."""
-        nbytes = round_up(nbytes, ALIGN_BYTES)
+        self.clear_host(round_up(nbytes, ALIGN_BYTES))
+        return self.host.borrow(nbytes, what)
+
+    @uninterrupted
+    def clear_host(self, nbytes: int) -> bool:
+        """Have chunks on the host make room for something else, if there is a disk. Returns whether there is room."""
         if self.disk is not None and not self.host.busy:
             below = [
                 chunk
@@ -393,7 +398,7 @@ class Manager:
                     break
                 self.settle(chunk, Tier.DISK)
                 self.compute.moved.add(chunk)
-        return self.host.borrow(nbytes, what)
+        return self.host.has_room(nbytes)
 
     def _lift(self, newcomer: Chunk) -> None:
         """Where the host has no room for `newcomer`, take chunks of `param16` up to where the device has."""

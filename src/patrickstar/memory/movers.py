@@ -271,6 +271,7 @@ class Movers:
                 try:
                     memory = mmap.mmap(-1, self._stage_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                     stage = torch.frombuffer(memory, dtype=torch.uint8)
+                    stage.zero_()  # what was never written is not there yet, and a meter would miss it
                     thread = threading.Thread(target=_work, args=(self._board, stage), name=name, daemon=True)
                     thread.start()
                 except (OSError, RuntimeError) as error:
