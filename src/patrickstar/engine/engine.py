@@ -3,7 +3,7 @@
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -283,28 +283,33 @@ class Engine:
 
     # State
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers under the model's own names, in full precision, on the host.
 
         Trained parameters are their fp32 masters; a frozen one has the precision it computes in. Tied names are there
         each, as in `nn.Module.state_dict`, over one tensor.
+        names: those wanted, if not all; nothing else is read. Raises ModelError for a name that the model hasn't.
         """
         self._check_open()
         with self._stopping_on_loss():
             self._complete()
             self._data.meet(Want.STATE)
             with self._data.together():
-                return self._state.state_dict()
+                return self._state.state_dict(names)
 
-    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Take parameters and buffers back. Raises ModelError, before anything changes, when names or shapes differ."""
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Take parameters and buffers back, one after the other.
+
+        strict: without it, what is missing keeps its value. Raises ModelError, before anything changes, when other
+        names or shapes differ.
+        """
         self._check_open()
         self._early.check("loading a state")
         with self._stopping_on_loss():
             self._complete()
             self._data.meet(Want.STATE)  # nobody gathers a part of the old one from here on
             self._gradients.drop()
-            self._state.load_state_dict(state_dict)
+            self._state.load_state_dict(state_dict, strict)
 
     # What the optimizer asks for
 
@@ -328,7 +333,7 @@ class Engine:
             self._plan()
         self._scaler.update(overflow)
         peak = max(self._clock.non_model_peak, self._clock.trace.peak_non_model_bytes)
-        self.stats.close_step(manager, self._scaler.scale, peak)
+        self.stats.close_step(manager, overflow, self._scaler.scale, peak)
         self._clock.non_model_peak = 0
 
     def _drop_gradients(self) -> None:
