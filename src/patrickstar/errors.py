@@ -43,3 +43,7 @@ class MoveError(PatrickStarError):
 
 class PeerError(MoveError):
     """Another process has ended, fails to answer, or does not do as the others do."""
+
+
+class CheckpointError(PatrickStarError):
+    """A checkpoint can't be written, is damaged, or does not fit the model; what was there before is as it was."""

@@ -8,10 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn.modules import module as torch_module
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from patrickstar.cli.models import find_model, parameters_on_meta
+from patrickstar.cli.models import find_model
 from patrickstar.cli.presets import PRESETS
 from patrickstar.errors import ConfigError, ModelError
 
@@ -162,11 +161,10 @@ def test_a_tied_weight_is_found_under_its_other_name(tmp_path: Path) -> None:
     assert_loads(tmp_path / "m", model)
 
 
-def test_a_buffer_in_the_file_is_read(tmp_path: Path) -> None:
+def test_a_buffer_that_the_model_computes_is_passed_over(tmp_path: Path) -> None:
     model = llama(tied=True)
     name, buffer = next(iter(model.named_buffers()))
     save(tmp_path / "m", model, {**dict(model.named_parameters()), name: buffer + 1})
-    buffer += 1
     assert_loads(tmp_path / "m", model)
 
 
@@ -187,7 +185,7 @@ def test_a_missing_weight_is_named(tmp_path: Path) -> None:
     tensors = dict(model.named_parameters())
     del tensors["transformer.h.1.ln_1.bias"], tensors["transformer.ln_f.bias"]
     save(tmp_path / "m", model, tensors)
-    with pytest.raises(ModelError, match=r"transformer\.h\.1\.ln_1\.bias and 1 more"):
+    with pytest.raises(ModelError, match=r"missing: transformer\.h\.1\.ln_1\.bias, transformer\.ln_f\.bias$"):
         find_model(str(tmp_path / "m")).open(activation_checkpointing=False)
 
 
@@ -195,10 +193,8 @@ def test_a_weight_of_another_shape_is_named(tmp_path: Path) -> None:
     model = gpt2()
     tensors = {**dict(model.named_parameters()), "transformer.wpe.weight": torch.zeros(65, 32)}
     save(tmp_path / "m", model, tensors)
-    _, weights = find_model(str(tmp_path / "m")).open(activation_checkpointing=False)
-    assert weights is not None
-    with pytest.raises(ModelError, match=r"transformer\.wpe\.weight with shape \(65, 32\)"):
-        weights("transformer.wpe.weight")
+    with pytest.raises(ModelError, match=r"transformer\.wpe\.weight \(F32, \[65, 32\]\) for .* \[64, 32\]"):
+        find_model(str(tmp_path / "m")).open(activation_checkpointing=False)
 
 
 @pytest.mark.parametrize(
@@ -206,11 +202,11 @@ def test_a_weight_of_another_shape_is_named(tmp_path: Path) -> None:
     [
         ({}, "has neither model.safetensors nor"),
         ({"pytorch_model.bin": b"pickle"}, "can run code"),
-        ({"model.safetensors": b"broken"}, "can't be read"),
+        ({"model.safetensors": b"broken"}, "is truncated"),
         ({"model.safetensors.index.json": b"{}"}, "weight_map"),
         (
             {"model.safetensors.index.json": b'{"weight_map": {"a": "shard.safetensors"}}'},
-            "shard.safetensors, which is not",
+            "'shard.safetensors', which is not",
         ),
     ],
 )
@@ -226,26 +222,3 @@ def test_bad_weights_are_named(tmp_path: Path, files: dict[str, bytes], message:
 def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json can't be read"):
         find_model(str(tmp_path))
-
-
-def test_parameters_on_meta_keeps_buffers_sharing_and_flags() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            weight = nn.Parameter(torch.ones(3), requires_grad=False)
-            self.first, self.second = weight, weight
-            self.none = None
-            self.register_parameter("absent", None)
-            self.register_buffer("buffer", torch.ones(2))
-
-    with parameters_on_meta():
-        model = Shared()
-    assert model.first is model.second
-    assert model.first.is_meta
-    assert not model.first.requires_grad
-    assert torch.equal(model.buffer, torch.ones(2))
-    assert not torch_module._global_parameter_registration_hooks
-
-    with pytest.raises(RuntimeError, match="in the middle"), parameters_on_meta():
-        raise RuntimeError("in the middle")
-    assert not torch_module._global_parameter_registration_hooks

@@ -1,18 +1,13 @@
 """The causal language model to train: a preset, a configuration file or a local model folder."""
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import (
-    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -21,8 +16,9 @@ from transformers import (
 
 from patrickstar.cli.presets import PRESETS
 from patrickstar.cli.tokenizer import Vocabulary
-from patrickstar.cli.weights import FolderWeights
 from patrickstar.errors import ConfigError, ModelError
+from patrickstar.integrations.transformers.build import build_model, parameters_on_meta, read_config
+from patrickstar.integrations.transformers.weights import FolderWeights
 
 
 @dataclass(frozen=True)
@@ -50,19 +46,15 @@ class ModelSource:
             return lambda: self._build(activation_checkpointing), None
         with parameters_on_meta():
             model = self._build(activation_checkpointing)
-        return model, FolderWeights(self.folder, model, model.base_model_prefix)
+        return model, FolderWeights(self.folder, model)
 
     def _build(self, activation_checkpointing: bool) -> PreTrainedModel:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            self.config, dtype=torch.float32, trust_remote_code=False
-        )
-        model.tie_weights()
+        model = build_model(self.config, AutoModelForCausalLM)
         if model.loss_type is None:
             # What the library takes by itself where it finds no name, but not without a warning.
             model.loss_type = "ForCausalLM"
         if activation_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
-        model.train()
         return model
 
 
@@ -76,9 +68,9 @@ def find_model(place: str, vocab_size: int | None = None) -> ModelSource:
     if place in PRESETS:
         config: PreTrainedConfig = PRESETS[place].config()
     elif path.is_dir():
-        config = _read_config(path / "config.json")
+        config = _causal_config(path / "config.json")
     elif path.is_file():
-        config = _read_config(path)
+        config = _causal_config(path)
     else:
         raise ModelError(_unknown(place))
     # Training reads each token once: there is nothing to keep for the next one.
@@ -95,47 +87,18 @@ def find_model(place: str, vocab_size: int | None = None) -> ModelSource:
     return ModelSource(place, config, Vocabulary(size))
 
 
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Modules built inside get parameters without memory; buffers, which have computed values, stay real."""
-    # A parameter that is registered in two places before it is replaced stays one parameter.
-    replaced = WeakTensorKeyDictionary()
-
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return parameter
-        if parameter not in replaced:
-            replaced[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        meta: nn.Parameter = replaced[parameter]
-        return meta
-
-    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # it may return one
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def _unknown(place: str) -> str:
     near = get_close_matches(place, PRESETS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"the presets are {', '.join(PRESETS)}"
     return f"there is no model {place!r}: it is neither a preset's name, nor a config file, nor a model folder; {hint}"
 
 
-def _read_config(path: Path) -> PreTrainedConfig:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the model configuration {path} can't be read: {error}") from error
-    model_type = fields.get("model_type") if isinstance(fields, dict) else None
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise ModelError(f"the model configuration {path} has the model_type {model_type!r}, which is unknown")
-    try:
-        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(fields)
-    except Exception as error:  # every configuration class has its own checks and its own errors
-        raise ModelError(f"the model configuration {path} is not valid: {error}") from error
+def _causal_config(path: Path) -> PreTrainedConfig:
+    config = read_config(path)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"the model configuration {path} is of a {model_type}, which is no causal language model")
+        raise ModelError(
+            f"the model configuration {path} is of a {config.model_type}, which is no causal language model"
+        )
     return config
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -22,6 +23,19 @@ from patrickstar.schedule.rounds import Want
 
 WeightSource = Callable[[str], torch.Tensor]
 """Gives a parameter's value by its name, for parameters that were built on the meta device."""
+
+
+@runtime_checkable
+class PartSource(Protocol):
+    """A WeightSource that can also give a part of a value, so that no process reads what others own."""
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """All of a parameter's value."""
+        ...
+
+    def part(self, name: str, first: int, numel: int) -> torch.Tensor:
+        """Its elements from `first` on, `numel` of them, in a row as they lie in a contiguous tensor of its shape."""
+        ...
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -144,15 +158,6 @@ def adopt(
         chunk = create_chunks(spec, placement[spec.index], manager)
         for name in spec.params:
             param = by_name[name]
-            value = param.data
-            if value.is_meta:
-                if weights is None:
-                    raise ModelError(f"parameter {name!r} is on the meta device and no `weights` were given to fill it")
-                value = weights(name)
-                if value.shape != param.shape:
-                    raise ModelError(
-                        f"weights give {tuple(value.shape)} for parameter {name!r} of {tuple(param.shape)}"
-                    )
             place, first = layout.own_place(name)
             # Strides are kept: kernels sum in memory order, and their bits depend on it.
             region = Region(
@@ -160,7 +165,7 @@ def adopt(
             )
             own = manager[SHARD16, spec.index] if spec.shared else chunk
             slot = Slot(name, param, schemes[name], place, chunk, region, own, first, name in lookups)
-            flat = slot.flattened(value)[slot.part]
+            flat = _own_elements(slot, weights)
             slot.flat(own).copy_(flat)
             if slot.scheme.trained:
                 for where, part in data.parts(slot, PARAM32, write=True):
@@ -168,10 +173,24 @@ def adopt(
             # A meta Parameter can't be pointed at real memory: only a tensor of another kind takes its identity.
             if param.is_meta or param.device.type != data.manager.device.type or param.dtype != chunk.dtype:
                 replace_data(param, torch.empty(0, dtype=chunk.dtype, device=chunk.device))
-            del value, flat
+            del flat
             data.add(slot)
             interceptor.adopt(slot)
     data.slots.sort(key=lambda slot: creation[slot.name])
+
+
+def _own_elements(slot: Slot, weights: WeightSource | None) -> torch.Tensor:
+    """What this process owns of a parameter's value, in a row as the parameter's elements lie in memory."""
+    value = slot.param.data
+    if value.is_meta:
+        if weights is None:
+            raise ModelError(f"parameter {slot.name!r} is on the meta device and no `weights` were given to fill it")
+        if isinstance(weights, PartSource) and (slot.row_major or not slot.place.numel):
+            return weights.part(slot.name, slot.first, slot.place.numel)
+        value = weights(slot.name)
+        if value.shape != slot.shape:
+            raise ModelError(f"weights give {tuple(value.shape)} for parameter {slot.name!r} of {slot.shape}")
+    return slot.flattened(value)[slot.part]
 
 
 def replace_data(param: nn.Parameter, data: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from patrickstar.engine.blocks import Blocks
 from patrickstar.engine.clock import Clock
 from patrickstar.engine.config import Config
 from patrickstar.engine.early import EarlyUpdate
+from patrickstar.engine.export import save_folder
 from patrickstar.engine.gradients import Gradients
 from patrickstar.engine.intercept import Interceptor, managing
 from patrickstar.engine.model_data import ModelData
@@ -310,6 +312,25 @@ class Engine:
             self._data.meet(Want.STATE)  # nobody gathers a part of the old one from here on
             self._gradients.drop()
             self._state.load_state_dict(state_dict, strict)
+
+    def save_pretrained(
+        self, directory: str | Path, *, dtype: str | None = None, max_shard_bytes: int | str = "5GB"
+    ) -> None:
+        """Write the model to a new folder, safetensors and config.json, which transformers' `from_pretrained` loads.
+
+        Parameters and persistent buffers, tied ones once, streamed: no second copy of the model is made. dtype: "fp32",
+        "bf16" or "fp16" for all floating parameters; None is full precision, and the precision it computes in for a
+        frozen one. In the dtype of the engine's precision these are the very bits that operators read.
+        max_shard_bytes: the most that a file holds, unless one tensor is larger. With several processes all have to
+        come, and rank 0 writes. The folder appears when it is complete. Raises CheckpointError, with nothing left
+        behind, for one that is there and not empty, or if the disk is full; the engine goes on.
+        """
+        self._check_open()
+        with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._complete()
+            self._data.meet(Want.STATE)
+            with self._data.together():
+                save_folder(self._state, Path(directory), dtype, max_shard_bytes)
 
     # What the optimizer asks for
 

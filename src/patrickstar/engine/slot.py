@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.layout.lists import Scheme
+from patrickstar.layout.lists import PARAM16, PARAM32, Scheme
 from patrickstar.layout.mapping import Place
 from patrickstar.memory.chunk import Chunk, Region
 from patrickstar.schedule.states import TensorState, check_transition
@@ -88,6 +88,22 @@ class Slot:
     def numel(self) -> int:
         """Elements of the parameter."""
         return math.prod(self.shape)
+
+    @property
+    def full_kind(self) -> str:
+        """The list that has it in full precision: its master's, or the only one if it is frozen."""
+        return PARAM32 if self.scheme.trained else PARAM16
+
+    @property
+    def full_dtype(self) -> torch.dtype:
+        """What it is made of there."""
+        dtype: torch.dtype = getattr(torch, self.scheme.master_dtype) if self.scheme.trained else self.chunk.dtype
+        return dtype
+
+    @property
+    def row_major(self) -> bool:
+        """Whether its elements lie in memory in the order of its shape, the last dimension fastest."""
+        return torch.empty(self.shape, device="meta").stride() == self.region.strides
 
     @property
     def part(self) -> slice:

@@ -1,7 +1,7 @@
 """Parameters, buffers and optimizer states by name, in full precision."""
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,27 +55,43 @@ class ModelState:
     def full_precision(self, slot: Slot) -> torch.Tensor:
         """A copy of a parameter on the host: of its master, or of itself if it is frozen."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            return self.read(slot, PARAM32 if slot.scheme.trained else PARAM16)
+            return self.read(slot, slot.full_kind)
+
+    def pieces(self, slot: Slot) -> Iterator[torch.Tensor]:
+        """The same, its elements in a row in the order of its shape, without a copy where none is needed.
+
+        What lies on disk comes a page at a time; of several processes' parts one parameter is put together.
+        """
+        if slot.row_major and self.data.peers is None:
+            for _, part in self.data.parts(slot, slot.full_kind) if slot.numel else ():
+                yield part
+        else:
+            yield self.full_precision(slot).contiguous().view(-1)
 
     def state_dict(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """As `nn.Module.state_dict` names it, or these names of it; tied names share one tensor."""
-        entries = self._entries()
+        entries = dict(self.entries())
         if names is not None:
             if unknown := set(names) - entries.keys():
                 raise ModelError(f"the model's state has nothing named {', '.join(map(repr, sorted(unknown)))}")
-            entries = {name: tensor for name, tensor in entries.items() if name in names}
+            entries = {name: held for name, held in entries.items() if name in names}
         values: dict[Slot, torch.Tensor] = {}
         state = {}
-        for name, tensor in entries.items():
-            slot = slot_of(tensor)
-            if slot is None:
-                plain = isinstance(tensor, torch.Tensor)
-                state[name] = tensor.detach().cpu().clone() if plain else copy.deepcopy(tensor)
+        for name, held in entries.items():
+            if not isinstance(held, Slot):
+                plain = isinstance(held, torch.Tensor)
+                state[name] = held.detach().cpu().clone() if plain else copy.deepcopy(held)
                 continue
-            if slot not in values:
-                values[slot] = self.full_precision(slot)
-            state[name] = values[slot]
+            if held not in values:
+                values[held] = self.full_precision(held)
+            state[name] = values[held]
         return state
+
+    def entries(self) -> Iterator[tuple[str, Any]]:
+        """As `nn.Module.state_dict` names it: slots of parameters, buffers, and what modules keep besides."""
+        for name, value in self._entries().items():
+            slot = slot_of(value)
+            yield name, value if slot is None else slot
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Take it back; nothing changes unless all names and shapes fit."""

@@ -1,1 +1,1 @@
-"""Other libraries' ways to train, on top of the engine. Nothing below imports this room."""
+"""What other libraries need to work with patrickstar; each package here is named after its library."""

@@ -1,15 +1,17 @@
-"""Hugging Face transformers on top of the engine: `from patrickstar.integrations.transformers import Trainer`."""
+"""The transformers library on top of the engine: models from local folders of safetensors, and its Trainer."""
 
 from typing import TYPE_CHECKING, Any
+
+from patrickstar.integrations.transformers.load import from_pretrained
 
 if TYPE_CHECKING:
     from patrickstar.integrations.transformers.trainer import Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "from_pretrained"]
 
 
 def __getattr__(name: str) -> Any:
-    # The Trainer needs accelerate, which whoever wants other parts of this package may not have.
+    # The Trainer needs accelerate, which whoever reads model folders may not have.
     if name == "Trainer":
         from patrickstar.integrations.transformers.trainer import Trainer
 

@@ -1,30 +1,31 @@
 """Weights that a Trainer has saved, by the model's names, read one at a time."""
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, is_peft_available
+from transformers.utils import is_peft_available
 
-from patrickstar.errors import TrainingError
+from patrickstar.errors import ModelError
+from patrickstar.integrations.transformers.folder import tensors_of
+from patrickstar.integrations.transformers.names import names_of_each
+from patrickstar.integrations.transformers.stored import DTYPES, Stored, read_header
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
 
 class Saved(Mapping[str, torch.Tensor]):
-    """Tensors of safetensors files: of each name of the model, in which file it is, and under which key."""
+    """Values by name, which lie in files until they are asked for."""
 
-    def __init__(self, places: Mapping[str, tuple[Path, str]]) -> None:
+    def __init__(self, places: Mapping[str, Stored]) -> None:
         self.places = places
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        path, key = self.places[name]
-        with safe_open(path, framework="pt") as file:
-            found: torch.Tensor = file.get_tensor(key)
-        return found
+        place = self.places[name]
+        found = torch.empty(place.numel, dtype=DTYPES[place.dtype])
+        place.read_into(found, 0)
+        return found.view(place.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
@@ -43,36 +44,28 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def saved_weights(folder: Path, model: nn.Module) -> Saved:
-    """What a checkpoint has of a model: all of it, or its adapters. Raises TrainingError if there are no weights."""
+    """What a checkpoint has of a model: all of it, or its adapters. Raises ModelError if there are no weights."""
     return Saved(_adapters(folder, model) if is_adapted(model) else _whole(folder, model))
 
 
-def _whole(folder: Path, model: nn.Module) -> dict[str, tuple[Path, str]]:
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    names = [SAFE_WEIGHTS_NAME]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    places = {}
-    for name in names:
-        places.update({key: (folder / name, key) for key in _keys(folder / name)})
-    # Of tied names one was saved.
-    known = {}
-    entries = model.state_dict(keep_vars=True)
-    for name, tensor in entries.items():
-        if name in places:
-            known[id(tensor)] = places[name]
-    for name, tensor in entries.items():
-        if name not in places and id(tensor) in known:
-            places[name] = known[id(tensor)]
+def _whole(folder: Path, model: nn.Module) -> dict[str, Stored]:
+    places = tensors_of(folder)
+    for names in names_of_each(model):
+        # Of tied names one was saved.
+        found = next((places[name] for name in names if name in places), None)
+        if found is not None:
+            places.update({name: found for name in names if name not in places})
     return places
 
 
-def _adapters(folder: Path, model: nn.Module) -> dict[str, tuple[Path, str]]:
+def _adapters(folder: Path, model: nn.Module) -> dict[str, Stored]:
     places = {}
     for adapter, names in adapter_names(model).items():
         path = (folder if adapter == "default" else folder / adapter) / ADAPTER_FILE
-        keys = set(_keys(path))
-        places.update({name: (path, key) for key, name in names.items() if key in keys})
+        if not path.is_file():
+            raise ModelError(f"there is no {path}, where PEFT saves the adapter {adapter!r}")
+        stored = read_header(path)
+        places.update({name: stored[key] for key, name in names.items() if key in stored})
     return places
 
 
@@ -91,11 +84,3 @@ def adapter_names(model: nn.Module) -> dict[str, dict[str, str]]:
         picked = get_peft_model_state_dict(model, state_dict=dict(numbers), adapter_name=adapter)
         found[adapter] = {key: every[int(number)] for key, number in picked.items()}
     return found
-
-
-def _keys(path: Path) -> list[str]:
-    if not path.is_file():
-        raise TrainingError(f"there are no weights in safetensors at {path}")
-    with safe_open(path, framework="pt") as file:
-        keys: list[str] = list(file.keys())
-    return keys

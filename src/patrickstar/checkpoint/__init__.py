@@ -1,0 +1,1 @@
+"""Checkpoints: folders of safetensors files and one document, written and read through torch.distributed.checkpoint."""

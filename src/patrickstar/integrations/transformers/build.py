@@ -1,0 +1,77 @@
+"""Models of the transformers library from their configuration, without memory for their parameters if asked."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from patrickstar.errors import ConfigError, ModelError
+
+
+def read_config(path: Path, **options: Any) -> PreTrainedConfig:
+    """The model configuration in a JSON file, with `options` in place of what it says.
+
+    Raises ModelError for a file that is none, ConfigError for options that it does not know.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the model configuration {path} can't be read: {error}") from error
+    model_type = fields.get("model_type") if isinstance(fields, dict) else None
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise ModelError(f"the model configuration {path} has the model_type {model_type!r}, which is unknown")
+    config: PreTrainedConfig
+    try:
+        config, unused = CONFIG_MAPPING[model_type].from_dict(fields, return_unused_kwargs=True, **options)
+    except Exception as error:  # every configuration class has its own checks and its own errors
+        raise ModelError(f"the model configuration {path} is not valid: {error}") from error
+    if unused:
+        raise ConfigError(f"the model configuration {path} of a {model_type} has no option {', '.join(sorted(unused))}")
+    return config
+
+
+def build_model(config: PreTrainedConfig, model_class: Any) -> PreTrainedModel:
+    """A model in fp32 and in training mode, as its class or an Auto class of transformers builds it.
+
+    Raises ModelError where they do not belong together. Code that a folder brings along is never run.
+    """
+    try:
+        if hasattr(model_class, "from_config"):
+            model: PreTrainedModel = model_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        elif issubclass(model_class, PreTrainedModel) and isinstance(config, model_class.config_class or ()):
+            model = model_class._from_config(config, dtype=torch.float32)
+        else:
+            raise ValueError(f"that takes another configuration than {type(config).__name__}")
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{model_class.__name__} can't build a {config.model_type}: {error}") from error
+    model.tie_weights()
+    model.train()
+    return model
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules built inside get parameters without memory; buffers, which have computed values, stay real."""
+    # A parameter that is registered in two places before it is replaced stays one parameter.
+    replaced = WeakTensorKeyDictionary()
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        if parameter not in replaced:
+            replaced[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        meta: nn.Parameter = replaced[parameter]
+        return meta
+
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # it may return one
+    try:
+        yield
+    finally:
+        handle.remove()
