@@ -9,6 +9,7 @@ from torch import nn
 
 from patrickstar.engine.engine import Engine
 from patrickstar.errors import TrainingError
+from patrickstar.integrations.transformers.saving import make_savable
 
 
 class _AsIs:
@@ -31,6 +32,7 @@ class Managed(nn.Module):
         self.engine = engine
         # Loss functions divide by it: rounded to 16 bits, 1023 tokens would be 1024.
         self.module.register_forward_pre_hook(_unpack, with_kwargs=True)
+        make_savable(engine)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model by its engine."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers.utils import is_peft_available
+from transformers.utils.import_utils import is_peft_available
 
 from patrickstar.errors import ModelError
 from patrickstar.integrations.transformers.folder import tensors_of

@@ -17,7 +17,8 @@ from patrickstar.engine.optimizers import Optimizer
 from patrickstar.errors import BudgetError, ConfigError, TrainingError
 from patrickstar.integrations.transformers import arguments
 from patrickstar.integrations.transformers.managed import EngineAccelerator, Managed
-from patrickstar.integrations.transformers.saved import adapter_names, is_adapted, saved_weights
+from patrickstar.integrations.transformers.saved import is_adapted, saved_weights
+from patrickstar.integrations.transformers.saving import save_weights
 
 ENGINE_FOLDER = "patrickstar"
 """What the engine saves of itself, within a checkpoint."""
@@ -30,13 +31,18 @@ ARGUMENTS_FILE = "training_args.bin"
 SAVED_AT_INTERVALS = (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST)
 
 
-class Trainer(transformers.Trainer):  # type: ignore[misc]
+class Trainer(transformers.Trainer):
     """`transformers.Trainer` for models larger than memory: takes all that one takes, and a `config`.
 
     config: budgets (`device_memory`, `host_memory`, `disk`, `chunk_size`), and what has no argument of its own. Left
     out, what the machine has. Precision, device and optimizer come from the arguments; an `optimizer` in the config
     is used as it is. Raises ConfigError for arguments that ask for another way to hold the model.
     """
+
+    # transformers has these as None or one of several classes, at any time.
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
 
     def __init__(self, *args: Any, config: Config | None = None, **options: Any) -> None:
         self._given = config if config is not None else Config()
@@ -121,7 +127,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """The engine's optimizer."""
         if self.optimizer is None:
             self.optimizer = self.engine.optimizer
-        return self.optimizer
+        found: torch.optim.Optimizer = self.optimizer
+        return found
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         managed = self._manage()
@@ -155,7 +162,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if self.args.include_num_input_tokens_seen != "no":
             self._meet()
-        super()._track_num_input_tokens(inputs)
+        super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
 
     def _meet(self) -> None:
         """Wait for the other processes, and serve them meanwhile.
@@ -203,7 +210,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _note_callbacks(self) -> None:
         """Callbacks that have a state say it, for the next run."""
-        kept = self.state.stateful_callbacks
+        kept: Any = self.state.stateful_callbacks
         for callback in (*self.callback_handler.callbacks, self.control):
             if isinstance(callback, ExportableState):
                 name, state = type(callback).__name__, callback.state()
@@ -216,13 +223,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self._managed is None:
             super()._save(output_dir, state_dict)
             return
-        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        folder = Path(output_dir or self._get_output_dir(None))
         if is_adapted(self.model):
-            names = {name for names in adapter_names(self.model).values() for name in names.values()}
-            state = self.engine.state_dict(names)
-            self.model.save_pretrained(str(folder), state_dict=state, is_main_process=self.args.should_save)
+            self.model.save_pretrained(str(folder), is_main_process=self.args.should_save)
         else:
-            self._save_weights(folder)
+            save_weights(self.engine, folder)
         if not self.args.should_save:
             return
         for holder in (self.processing_class, getattr(self.data_collator, "tokenizer", None)):
@@ -230,21 +235,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 holder.save_pretrained(str(folder))
                 break
         torch.save(self.args, folder / ARGUMENTS_FILE)
-
-    def _save_weights(self, folder: Path) -> None:
-        """All weights in full precision, one at a time, into a folder that may hold other things."""
-        fresh = folder / f"{PARTIAL}weights"
-        if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(fresh, ignore_errors=True)
-        self._meet()
-        self.engine.save_pretrained(fresh)
-        if self.args.should_save:
-            for old in (*folder.glob("model*.safetensors"), *folder.glob("model*.safetensors.index.json")):
-                old.unlink()
-            for file in fresh.iterdir():
-                file.replace(folder / file.name)
-            fresh.rmdir()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.engine.save(Path(output_dir) / ENGINE_FOLDER)
@@ -271,7 +261,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_FILE, weights_only=True))
 
     def _load_best_model(self) -> None:
-        self._load_weights(Path(self.state.best_model_checkpoint))
+        self._load_weights(Path(str(self.state.best_model_checkpoint)))
 
     def _load_weights(self, folder: Path) -> None:
         """Parameters alone: the optimizer goes on with its own states. Of a model with adapters, these."""
