@@ -1,6 +1,7 @@
 """Train PyTorch models larger than the GPU's memory, within a memory budget, bit for bit as plain PyTorch does."""
 
 from patrickstar import errors, testing
+from patrickstar.engine.checkpoints import Checkpoints
 from patrickstar.engine.config import Config, Disk
 from patrickstar.engine.engine import Engine, initialize
 from patrickstar.engine.optimizer import ChunkOptimizer
@@ -13,6 +14,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "Checkpoints",
     "ChunkOptimizer",
     "Config",
     "Disk",

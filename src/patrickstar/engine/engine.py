@@ -26,6 +26,7 @@ from patrickstar.engine.offload import ActivationOffload
 from patrickstar.engine.optimizer import ChunkOptimizer
 from patrickstar.engine.out_of_memory import explain, is_out_of_memory
 from patrickstar.engine.parameters import slot_of
+from patrickstar.engine.persistence import NOTHING, Persistence
 from patrickstar.engine.precision import LossScaler, cast_inputs
 from patrickstar.engine.shared_data import SharedModelData
 from patrickstar.engine.sharing import agreed_layout, share_buffers, shared_data
@@ -144,6 +145,7 @@ class Engine:
         self._interceptor.release = self._release
         self.stats = Stats()
         self.optimizer = ChunkOptimizer(self)
+        self._persistence = Persistence(self)
 
     # The training loop
 
@@ -271,6 +273,8 @@ class Engine:
         keep: without it they become NaN, for models that memory can't hold.
         Raises DiskError or MoveError, when all is given back, if the disk fails under it and parameters are lost.
         """
+        if self._release.alive:
+            self._persistence.end()
         self._state.keep = keep
         if self._release.alive and self.world is not None and keep:
             with self._stopping_on_loss():
@@ -309,6 +313,7 @@ class Engine:
         self._early.check("loading a state")
         with self._stopping_on_loss():
             self._complete()
+            self._persistence.copy_all()
             self._data.meet(Want.STATE)  # nobody gathers a part of the old one from here on
             self._gradients.drop()
             self._state.load_state_dict(state_dict, strict)
@@ -332,10 +337,43 @@ class Engine:
             with self._data.together():
                 save_folder(self._state, Path(directory), dtype, max_shard_bytes)
 
+    def save(self, path: str | Path, state: Mapping[str, Any] = NOTHING, *, wait: bool = True) -> None:
+        """Write a checkpoint to `path`, a new folder, which is complete or not there. All processes have to come.
+
+        It holds all that a run needs to go on with the same bits, in full precision: parameters, the optimizer's
+        states and param groups, the loss scale, buffers and random generators. state: what else belongs to the run, by
+        name: plain data, or anything with a `state_dict` of plain data (a scheduler, a data loader). wait: without it
+        training goes on meanwhile; a failure is then a warning in a later step. Raises CheckpointError, and leaves
+        nothing behind, if there is something at `path`, the disk is full, or the state is not plain.
+        """
+        self._check_open()
+        with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._persistence.begin(Path(path), state)
+            if wait:
+                self._persistence.finish()
+
+    def _save(self, path: Path, state: Mapping[str, Any], done: Callable[[], None] | None, wait: bool) -> bool:
+        """The same, where a failure to write is a warning. Returns whether there was none."""
+        self._check_open()
+        with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._persistence.begin(path, state, done)
+            return self._persistence.end() if wait else True
+
+    def load(self, path: str | Path, state: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
+        """Take a checkpoint back, whatever number of processes, budgets and precision wrote it; returns its `state`.
+
+        What has a `load_state_dict` in `state` is given its own. All processes have to come. Raises CheckpointError,
+        before anything changes, if it is damaged or of another model or optimizer.
+        """
+        self._check_open()
+        with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return self._persistence.load(Path(path), state)
+
     # What the optimizer asks for
 
     def _step(self, groups: Mapping[Slot, Mapping[str, Any]]) -> None:
         self._check_open()
+        self._persistence.look()
         self._interceptor.abandon()
         if self._clock.end_iteration():
             self._plan()
@@ -414,6 +452,7 @@ class Engine:
                     thawed.append(slot)
             if thawed:
                 self._complete()
+                self._persistence.copy_all()
                 if self._clock.open_key is not None:
                     raise ModelError(
                         f"parameter {thawed[0].name!r} was unfrozen in the middle of a step, when graphs that know it "
@@ -487,6 +526,8 @@ def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list
     with _disable_current_modes(), managing(), torch._C.DisableTorchFunctionSubclass():
         interceptor.window = None
         interceptor.early.abandon()
+        if state.data.saving is not None:
+            state.data.saving.give_up("the engine was closed")
         blocks.close()
         state.data.drop_uses()
         if state.data.peers is not None and not state.complete:

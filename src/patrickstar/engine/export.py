@@ -84,7 +84,7 @@ def _items(state: ModelState, dtype: torch.dtype | None) -> list[Item]:
     """Parameters, each once, under their first names, and persistent buffers."""
     items: list[Item] = []
     seen: set[Slot] = set()
-    for name, held in state.entries():
+    for name, held in state.held():
         if isinstance(held, Slot):
             if held in seen:
                 continue

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +20,9 @@ from patrickstar.schedule.placement import Tier, embedding_runs_on_host
 from patrickstar.schedule.rounds import Want
 from patrickstar.schedule.states import TensorState, chunk_state
 
+if TYPE_CHECKING:
+    from patrickstar.engine.saving import Saving
+
 # [Note: what a Parameter is while its chunk is away]
 # The user's Parameter views its chunk's storage while that is on the device. When the chunk leaves, the Parameter is
 # given a stand-in of the same shape over one NaN. Operators never see it, since they announce themselves first; what
@@ -35,6 +39,8 @@ class ModelData(OwnLists):
         self.by_chunk: dict[int, list[Slot]] = {}
         self.peers: Peers | None = None
         """The other processes."""
+        self.saving: Saving | None = None
+        """A checkpoint that is being written, and copies what it wants of chunks before that changes."""
         self.closed = False
         self.in_backward = False
         self.backward = 0
@@ -104,6 +110,18 @@ class ModelData(OwnLists):
         slot.on_host = False
         self.clock.forget()
         self.point([slot.chunk])
+
+    # A checkpoint that is being written, if there is one
+
+    def about_to_change(self, index: int) -> None:
+        """Masters, states or frozen parameters of a chunk will change."""
+        if self.saving is not None:
+            self.saving.before_update(index)
+
+    def go_on_saving(self) -> None:
+        """Between two operators: copy what the disk has room for."""
+        if self.saving is not None:
+            self.saving.proceed()
 
     # Other processes, if there are any
 
@@ -246,6 +264,7 @@ class ModelData(OwnLists):
     @uninterrupted
     def written(self, slot: Slot) -> None:
         """The user wrote to a parameter in place: its chunk has changed, and so has its master copy."""
+        self.about_to_change(slot.place.chunk)
         self.manager.mark_written(slot.chunk, on_device=slot.chunk.device_valid)
         if slot.scheme.trained:
             master = self.manager[PARAM32, slot.place.chunk]

@@ -84,6 +84,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._engine._check_open()
         self._engine._early.check("loading a state")
         self._engine._complete()
+        self._engine._persistence.copy_all()
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in saved]
         if sizes != [len(group["params"]) for group in self.param_groups]:

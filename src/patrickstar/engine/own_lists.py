@@ -38,22 +38,27 @@ class OwnLists:
     def follow_moves(self) -> None:
         """Chunks may have moved."""
 
-    def parts(self, slot: Slot, kind: str, *, write: bool = False) -> Iterator[tuple[slice, torch.Tensor]]:
+    def parts(
+        self, slot: Slot, kind: str, *, write: bool = False, within: slice | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
         """A parameter's elements of one list, in a row: in memory all at once, of what lies on disk a page at a time.
 
-        Each part comes with its place among the parameter's elements. With `write` parts are written back.
+        Each part comes with its place among the parameter's elements. With `write` parts are written back. `within`:
+        of these elements alone.
         """
+        first, stop = (0, slot.place.numel) if within is None else (within.start, within.stop)
         chunk = self.manager[kind, slot.place.chunk]
         self.manager.moves.settle(chunk)
         self.follow_moves()
         if chunk.in_memory:
-            yield slice(0, slot.place.numel), slot.flat(chunk)
+            yield slice(first, stop), slot.flat(chunk)[first:stop]
             if write:
                 self.manager.mark_written(chunk, on_device=chunk.device_valid)
             return
-        for first, page in self.manager.transit.pages_of(chunk, slot.place.offset, slot.place.numel, write):
-            begin, end = max(first, slot.place.offset), min(first + page.numel(), slot.place.offset + slot.place.numel)
-            yield slice(begin - slot.place.offset, end - slot.place.offset), page[begin - first : end - first]
+        offset = slot.place.offset
+        for at, page in self.manager.transit.pages_of(chunk, offset + first, stop - first, write):
+            begin, end = max(at, offset + first), min(at + page.numel(), offset + stop)
+            yield slice(begin - offset, end - offset), page[begin - at : end - at]
 
     def gradient(self, slot: Slot) -> Gradient:
         """A parameter's gradient where it lies. Its two parts, if there are two, may lie on two tiers."""
@@ -75,6 +80,15 @@ class OwnLists:
         slot.reduced = False
         if slot.uses == 0:
             slot.move_to(TensorState.HOLD)
+
+    @uninterrupted
+    def follow_master(self, slot: Slot) -> None:
+        """A master, or a frozen parameter, was replaced: the parameter is what it rounds to."""
+        torch.autograd.graph.increment_version(slot.param)
+        if slot.scheme.trained and slot.place.numel:
+            self.have_own(slot)
+            self._round_master(slot)
+            self.manager.mark_written(slot.own, on_device=slot.own.device_valid)
 
     def _count(self, source: Chunk, target: Chunk, nbytes: int) -> None:
         if source.device_valid != target.device_valid and source.in_memory and target.in_memory:

@@ -168,6 +168,7 @@ class SharedModelData(ModelData):
 
         Not before all have written: who comes later must find what was there before.
         """
+        self.about_to_change(slot.place.chunk)
         part = slot.flattened(slot.payload())[slot.part].clone()
         self.meet(Want.WRITE)
         self._written.add(slot.chunk)

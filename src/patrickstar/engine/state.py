@@ -70,7 +70,7 @@ class ModelState:
 
     def state_dict(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """As `nn.Module.state_dict` names it, or these names of it; tied names share one tensor."""
-        entries = dict(self.entries())
+        entries = dict(self.held())
         if names is not None:
             if unknown := set(names) - entries.keys():
                 raise ModelError(f"the model's state has nothing named {', '.join(map(repr, sorted(unknown)))}")
@@ -87,15 +87,15 @@ class ModelState:
             state[name] = values[held]
         return state
 
-    def entries(self) -> Iterator[tuple[str, Any]]:
+    def held(self) -> Iterator[tuple[str, Any]]:
         """As `nn.Module.state_dict` names it: slots of parameters, buffers, and what modules keep besides."""
-        for name, value in self._entries().items():
+        for name, value in self.entries().items():
             slot = slot_of(value)
             yield name, value if slot is None else slot
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Take it back; nothing changes unless all names and shapes fit."""
-        own = self._entries()
+        own = self.entries()
         missing, unknown = own.keys() - state_dict.keys(), state_dict.keys() - own.keys()
         if not strict:
             own = {name: value for name, value in own.items() if name not in missing}
@@ -171,7 +171,8 @@ class ModelState:
         except (DiskError, MoveError, TrainingError):
             return None
 
-    def _entries(self) -> dict[str, Any]:
+    def entries(self) -> dict[str, Any]:
+        """What `nn.Module.state_dict` names: parameters, persistent buffers, extra state."""
         entries: dict[str, Any] = self.module.state_dict(keep_vars=True)
         return entries
 

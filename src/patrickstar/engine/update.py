@@ -35,6 +35,12 @@ class Update:
         self.homes: dict[int, Tier] = {}
         """Where the optimizer chunks of each index live."""
         self.pipeline = Pipeline(data, self.update, Ring(data.manager, ring)) if ring is not None else None
+        self._order: dict[int, None] = {}
+
+    @property
+    def order(self) -> list[int]:
+        """Chunk indices, in the order in which they were last updated; those that never were come first."""
+        return [*(index for index in self.data.by_chunk if index not in self._order), *self._order]
 
     def run(self, group_of: GroupOf, scales: Sequence[float]) -> None:
         """Update every parameter that has a gradient and belongs to a param group.
@@ -52,6 +58,7 @@ class Update:
         """Go on with what was asked for, without waiting."""
         if self.pipeline is not None:
             self.pipeline.proceed()
+        self.data.go_on_saving()
 
     def complete(self, slots: Sequence[Slot] | None = None) -> None:
         """Have these parameters updated, or all that are not, if that was asked for and has not ended."""
@@ -72,6 +79,10 @@ class Update:
             if not any(slot.has_gradient for slot in slots):
                 return []
             self.pipeline.finish([index])
+        if any(slot.has_gradient for slot in slots):
+            self.data.about_to_change(index)
+            self._order.pop(index, None)
+            self._order[index] = None
         self._place(index, slots)
         groups = {slot: group_of(slot) for slot in slots if slot.has_gradient}
         rules = {

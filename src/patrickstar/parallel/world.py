@@ -47,6 +47,7 @@ class World:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             dist.all_reduce(torch.zeros(1, device=device), group=self.data)  # point to point can't be the first call
+        self._checkpoints: dist.ProcessGroup | None = None
         self._store = distributed_c10d.PrefixStore("patrickstar", distributed_c10d._get_default_store())
         me = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
         self.members = self.tell(me)
@@ -89,6 +90,13 @@ class World:
             found = _worlds[everybody] = cls(device)
             found.share_cores()
         return found
+
+    @property
+    def checkpoints(self) -> dist.ProcessGroup:
+        """A group for checkpoints, whose collectives may run beside all others; at first all have to come for it."""
+        if self._checkpoints is None:
+            self._checkpoints = dist.new_group(backend="gloo")
+        return self._checkpoints
 
     @property
     def on_this_host(self) -> list[int]:
@@ -217,8 +225,9 @@ class World:
         if self.rounds is not None:
             self.rounds.collectives.close()
         if dist.is_initialized():
-            for group in (self.control, self.data):
-                dist.destroy_process_group(group)
+            for group in (self.control, self.data, self._checkpoints):
+                if group is not None:
+                    dist.destroy_process_group(group)
 
 
 def _leave_torch() -> None:

@@ -1,0 +1,309 @@
+"""An engine's state as a checkpoint, and back: all that a run needs to go on with the same bits."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from xxhash import xxh3_64_hexdigest
+
+from patrickstar.checkpoint import orchestra, plain
+from patrickstar.checkpoint.reader import CheckpointReader
+from patrickstar.engine.loading import LoadingPlanner
+from patrickstar.engine.parameters import slot_of
+from patrickstar.engine.randomness import random_states, restore_random_states
+from patrickstar.engine.saving import Saving
+from patrickstar.engine.snapshot import (
+    COMMON,
+    Piece,
+    kinds_of,
+    name_of,
+    of_rank,
+    pieces_of,
+    pieces_of_tensors,
+    plain_piece,
+)
+from patrickstar.errors import CheckpointError, PatrickStarError, TrainingError
+from patrickstar.layout.lists import PARAM16, PARAM32
+from patrickstar.memory.scratch import BLOCK_BYTES, PAGE_BYTES
+from patrickstar.schedule.rounds import Want
+
+if TYPE_CHECKING:
+    from patrickstar.engine.engine import Engine
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+PAGES = 4
+"""Pages that are filled and written in turn. Together they take two chunks at most."""
+
+
+class Persistence:
+    """Writes and reads the checkpoints of one engine."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self.engine = engine
+        self.saving: Saving | None = None
+        """The checkpoint that is being written."""
+
+    # Saving
+
+    def begin(self, target: Path, state: Mapping[str, Any], done: Callable[[], None] | None = None) -> None:
+        """Begin to write a checkpoint; with several processes all have to come. `done` is called when it is there."""
+        engine, data = self.engine, self.engine._data
+        self.end()
+        engine._early.check("saving")
+        engine._complete()
+        waiting = [slot.name for slot in data.slots if data.has_gradient(slot) or slot.unfinished is not None]
+        data.meet(Want.STATE)
+        with data.together():
+            data.share_memory()
+            error = None
+            try:
+                if waiting:
+                    raise TrainingError(
+                        f"{waiting[0]!r} and others have gradients that were not used yet, and no checkpoint holds "
+                        f"gradients; save between optimizer.step() and the next backward"
+                    )
+                pieces = self._pieces(state)
+            except PatrickStarError as found:
+                error = found
+            self._agree(error)
+            pieces = self._with_other_buffers(pieces)
+            target = Path(self.tell(str(target.absolute())))
+            group = None if engine.world is None else engine.world.checkpoints
+            data.saving = self.saving = Saving(
+                target, pieces, data, group, page_bytes=self.page_bytes, pages=PAGES, done=done
+            )
+            self.saving.copy_what_is_at_hand()
+
+    @property
+    def page_bytes(self) -> int:
+        """What is written at once: a page, or half of the largest chunk if that is less."""
+        largest = max(chunk.compute_bytes // max(1, len(chunk.cuts) - 1) for chunk in self.engine.layout.chunks)
+        return min(PAGE_BYTES, max(1, largest // 2 // BLOCK_BYTES) * BLOCK_BYTES)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one. Raises CheckpointError if it failed."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            try:
+                saving.finish()
+            finally:
+                self.engine._data.saving = None
+
+    def look(self) -> None:
+        """Take note of a checkpoint that has ended meanwhile: a failure is a warning, and training goes on."""
+        if self.saving is not None and self.saving.ended:
+            self.end()
+
+    def end(self) -> bool:
+        """Wait for the checkpoint that is being written; a failure is a warning. Returns whether there was none."""
+        try:
+            self.finish()
+        except CheckpointError as error:
+            warnings.warn(f"no checkpoint was written, training goes on: {error}", stacklevel=3)
+            return False
+        return True
+
+    def copy_all(self) -> None:
+        """What is wanted of chunks is copied: they will change."""
+        if self.saving is not None:
+            self.saving.copy_all()
+
+    def _pieces(self, state: Mapping[str, Any]) -> list[Piece]:
+        """All that this process writes: first what may change at any time."""
+        engine = self.engine
+        rank = 0 if engine.world is None else engine.world.rank
+        own = {
+            "random": random_states(engine.device),
+            "user": {name: _state_of(value) for name, value in state.items()},
+        }
+        found = [plain_piece(of_rank(rank), plain.dumps(own, "the state"))]
+        if rank == 0:
+            found.append(plain_piece(COMMON, plain.dumps(self._common(), "the optimizer's state")))
+            found += pieces_of_tensors({f"model.{name}": value for name, value in self._buffers().items()})
+        return found + pieces_of(engine._data, engine._update.order)
+
+    def _common(self) -> dict[str, Any]:
+        engine, optimizer = self.engine, self.engine.optimizer
+        groups = []
+        for group in optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append(options | {"params": [optimizer._slot(param).name for param in group["params"]]})
+        return {
+            "patrickstar": version("patrickstar"),
+            "precision": engine.config.precision,
+            "optimizer": type(engine.config.optimizer).__name__,
+            "states": list(engine.config.optimizer.states),
+            "groups": groups,
+            "steps": {slot.name: slot.steps for slot in engine._data.slots if slot.steps},
+            "memory": {slot.name: slot.memory for slot in engine._data.slots if slot.memory},
+            "loss_scale": engine._scaler.state_dict(),
+            "extra": {
+                name: value for name, value in engine._state.entries().items() if not isinstance(value, torch.Tensor)
+            },
+        }
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        entries = self.engine._state.entries().items()
+        return {name: value for name, value in entries if isinstance(value, torch.Tensor) and slot_of(value) is None}
+
+    def _with_other_buffers(self, pieces: list[Piece]) -> list[Piece]:
+        """Buffers of other processes are written by these, where they differ from the first one's."""
+        world = self.engine.world
+        if world is None:
+            return pieces
+        buffers = self._buffers()
+        sums = {name: _sum_of(value) for name, value in buffers.items()}
+        first = world.tell(sums)[0]
+        differ = {_of_rank(name, world.rank): buffers[name] for name in buffers if sums[name] != first[name]}
+        return pieces_of_tensors(differ) + pieces
+
+    # Loading
+
+    def load(self, folder: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Take everything back; what the user gave is returned."""
+        engine, data = self.engine, self.engine._data
+        self.end()
+        engine._early.check("loading a checkpoint")
+        engine._complete()
+        data.meet(Want.STATE)
+        with data.together():
+            reader, error = None, None
+            try:
+                reader = CheckpointReader(folder)
+                common, own = self._plain(reader)
+                self._check(reader, common)
+                lacking = [name for name in state if name not in own["user"]]
+                if lacking:
+                    raise CheckpointError(f"{folder} has no state {lacking[0]!r}, but {sorted(own['user'])}")
+            except PatrickStarError as found:
+                error = found
+            self._agree(error)
+            assert reader is not None
+            engine._gradients.drop()
+            group: dist.ProcessGroup | None = None if engine.world is None else engine.world.checkpoints
+            tensors = self._targets(reader)
+            orchestra.load(reader, LoadingPlanner(data, tensors), group)
+            self._restore(reader, common)
+        restore_random_states(own["random"], engine.device)
+        found_state: dict[str, Any] = own["user"]
+        for name, value in state.items():
+            if hasattr(value, "load_state_dict"):
+                value.load_state_dict(found_state[name])
+        return found_state
+
+    def _plain(self, reader: CheckpointReader) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What all have in common, and what is this process's own: the first one's, if there were others."""
+        world = self.engine.world
+        rank, size = (0, 1) if world is None else (world.rank, world.size)
+        same = reader.document.processes == size
+        common = self._loads(reader, COMMON)
+        own = self._loads(reader, of_rank(rank if same else 0))
+        if not same and rank:
+            # Its own generators are where a process of this rank was, if there was one; else they go on.
+            there = rank < reader.document.processes
+            own["random"] = self._loads(reader, of_rank(rank))["random"] if there else random_states(self.engine.device)
+        return common, own
+
+    def _loads(self, reader: CheckpointReader, name: str) -> dict[str, Any]:
+        text = reader.plain(name)
+        if text is None:
+            raise CheckpointError(f"{reader.folder} has no {name}, so it is none of an engine")
+        found = plain.loads(text, f"{name} in {reader.folder}")
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{name} in {reader.folder} is not what a checkpoint holds")
+        return found
+
+    def _check(self, reader: CheckpointReader, common: dict[str, Any]) -> None:
+        """Raise CheckpointError if it is of another model or optimizer, all differences by name."""
+        engine = self.engine
+        stored = {name: tensor for name, tensor in reader.document.tensors.items() if name.startswith("model.")}
+        shapes = {f"model.{slot.name}": list(slot.shape) for slot in engine._data.slots}
+        shapes |= {f"model.{name}": list(value.shape) for name, value in self._buffers().items()}
+        missing, surplus = shapes.keys() - stored.keys(), stored.keys() - shapes.keys()
+        other = [name for name in shapes.keys() & stored.keys() if stored[name].shape != shapes[name]]
+        if missing or surplus or other:
+            differences = {"it lacks": missing, "the model lacks": surplus, "of another shape are": other}
+            told = [
+                f"{what} {', '.join(sorted(name.removeprefix('model.') for name in names))}"
+                for what, names in differences.items()
+                if names
+            ]
+            raise CheckpointError(f"{reader.folder} does not fit the model, nothing was loaded: {'; '.join(told)}")
+        kinds = list(engine.config.optimizer.states)
+        if common["states"] != kinds:
+            raise CheckpointError(
+                f"{reader.folder} was written with {common['optimizer']}, whose states are {common['states']}, and "
+                f"{type(engine.config.optimizer).__name__} has {kinds}; nothing was loaded, use the same optimizer"
+            )
+        groups = engine.optimizer.param_groups
+        names = [[engine.optimizer._slot(param).name for param in group["params"]] for group in groups]
+        if [group["params"] for group in common["groups"]] != names:
+            sizes = [len(group["params"]) for group in common["groups"]]
+            raise CheckpointError(
+                f"{reader.folder} has param groups of {sizes} parameters, and the optimizer of "
+                f"{[len(group) for group in names]}, or others in them; nothing was loaded, make the same groups"
+            )
+
+    def _targets(self, reader: CheckpointReader) -> dict[str, torch.Tensor]:
+        """Buffers, under the names that they have in the checkpoint: this process's own, or the first one's."""
+        rank = 0 if self.engine.world is None else self.engine.world.rank
+        found = {}
+        for name, value in self._buffers().items():
+            own = _of_rank(name, rank)
+            found[own if own in reader.document.tensors else f"model.{name}"] = value
+        return found
+
+    def _restore(self, reader: CheckpointReader, common: dict[str, Any]) -> None:
+        """What follows from the lists that were read, and what is plain data."""
+        engine, data = self.engine, self.engine._data
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for slot in data.slots:
+                for kind in kinds_of(slot):
+                    if kind not in (PARAM16, PARAM32) and name_of(slot, kind) not in reader.document.tensors:
+                        engine._state.write(slot, kind, torch.zeros(()))  # it was frozen then
+                slot.steps, slot.watched = int(common["steps"].get(slot.name, 0)), False
+                slot.memory.clear()
+                slot.memory.update(common["memory"].get(slot.name, {}))
+                data.follow_master(slot)
+        data.forget_gathered()
+        engine._scaler.load_state_dict(common["loss_scale"])
+        for group, saved in zip(engine.optimizer.param_groups, common["groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        for name, value in common["extra"].items():
+            engine.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+
+    # All processes together
+
+    def _agree(self, error: PatrickStarError | None) -> None:
+        """Raise what went wrong in any process, in all of them."""
+        world = self.engine.world
+        if world is not None:
+            said = world.tell(None if error is None else str(error))
+            wrong = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]
+            if wrong and error is None:
+                raise CheckpointError("; ".join(wrong))
+        if error is not None:
+            raise error
+
+    def tell(self, value: Any) -> Any:
+        """What the first process says."""
+        return value if self.engine.world is None else self.engine.world.tell(value)[0]
+
+
+def _of_rank(name: str, rank: int) -> str:
+    """A buffer that one process alone has so."""
+    return f"ranks.{rank}.model.{name}"
+
+
+def _sum_of(value: torch.Tensor) -> str:
+    flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return xxh3_64_hexdigest(flat.numpy().tobytes())
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value

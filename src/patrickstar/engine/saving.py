@@ -1,0 +1,176 @@
+"""A checkpoint on its way to the disk, while training goes on or waits for it."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+from patrickstar.checkpoint.orchestra import save
+from patrickstar.checkpoint.safetensors import SafetensorsFile
+from patrickstar.checkpoint.writer import CheckpointWriter
+from patrickstar.engine.model_data import ModelData
+from patrickstar.engine.snapshot import Piece, SnapshotPlanner, runs_of, values
+from patrickstar.errors import CheckpointError
+from patrickstar.memory.interrupts import uninterrupted
+
+POLL_S = 0.02
+"""Between two looks whether the other thread lives."""
+
+# [Note: saving beside training]
+# Masters and states change in updates alone. So what a checkpoint wants of them is copied, page by page, to the pages
+# of its file between operators of the forward and backward that follow, as the disk takes the pages before; and before
+# a chunk is updated, what is left of it is copied, if need be after waiting for the disk. Extra memory is those pages
+# alone. All bytes are copied by the training thread, which alone knows where chunks are; another one plans with the
+# other processes, writes the document, and waits.
+
+
+class Saving:
+    """One checkpoint that is being written.
+
+    `pages` of `page_bytes` are the memory it takes. `done` is called in the end, in the other thread, if the
+    checkpoint is complete.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        pieces: Sequence[Piece],
+        data: ModelData,
+        group: dist.ProcessGroup | None,
+        *,
+        page_bytes: int,
+        pages: int,
+        done: Callable[[], None] | None,
+    ) -> None:
+        self.target = target
+        self.data = data
+        self.error: BaseException | None = None
+        self._pieces = pieces
+        self._page_bytes = page_bytes
+        self._file: SafetensorsFile | None = None
+        self._ready, self._filled = threading.Event(), threading.Event()
+        self._failed: BaseException | None = None
+        """What went wrong with the bytes, in the training thread."""
+        self._runs = self._all_runs()
+        self._left = Counter(piece.slot.place.chunk for piece in pieces if piece.slot is not None)
+        """How many pieces of each chunk are not copied yet."""
+        self._next = next(self._runs, None)
+        writer = CheckpointWriter(target, self, page_bytes=page_bytes, pages=pages)
+        planner = SnapshotPlanner(pieces, data)
+
+        def run() -> None:
+            try:
+                save(writer, planner, group)
+                if done is not None:
+                    done()
+            except BaseException as error:
+                self.error = error
+            finally:
+                self._ready.set()
+
+        self._thread = threading.Thread(target=run, name="patrickstar-checkpoint", daemon=True)
+        self._thread.start()
+
+    def fill(self, file: SafetensorsFile, items: Sequence[WriteItem], planner: SavePlanner) -> None:
+        """Called in the other thread: wait until all bytes are in the file."""
+        self._file = file
+        self._ready.set()
+        self._filled.wait()
+        if self._failed is not None:
+            raise CheckpointError(f"{self.target} was given up: {self._failed}") from self._failed
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is complete, or has failed."""
+        return not self._thread.is_alive()
+
+    @property
+    def copied(self) -> bool:
+        """Whether nothing is wanted of chunks any more."""
+        return self._next is None or self._failed is not None or self.ended
+
+    def proceed(self) -> None:
+        """Copy as much as the disk has room for, without waiting."""
+        if not self._ready.is_set():
+            return
+        while not self.copied and self._file is not None and self._file.file.room_bytes >= self._page_bytes:
+            self._copy_next()
+
+    def before_update(self, index: int) -> None:
+        """Have all that is wanted of a chunk copied, which will change."""
+        while self._left[index] and not self.copied:
+            self._wait_for_file()
+            if not self.copied:
+                self._copy_next()
+
+    def copy_all(self) -> None:
+        """Want nothing of chunks any more when this returns."""
+        while not self.copied:
+            self._wait_for_file()
+            if not self.copied:
+                self._copy_next()
+
+    def copy_what_is_at_hand(self) -> None:
+        """Want nothing but chunks any more when this returns."""
+        while not self.copied and self._next is not None and self._next[0].slot is None:
+            self._wait_for_file()
+            if not self.copied:
+                self._copy_next()
+
+    def finish(self) -> None:
+        """Wait until it is complete. Raises CheckpointError if it failed."""
+        self.copy_all()
+        while not self.ended:
+            self._thread.join(POLL_S)
+        if self.error is not None:
+            if isinstance(self.error, CheckpointError):
+                raise self.error
+            raise CheckpointError(
+                f"{self.target} could not be written: {type(self.error).__name__}: {self.error}"
+            ) from self.error
+
+    def give_up(self, why: str) -> None:
+        """Nothing comes of it."""
+        if not self.copied:
+            self._end(CheckpointError(why))
+
+    def _wait_for_file(self) -> None:
+        while not self._ready.wait(POLL_S) and not self.ended:
+            pass
+
+    def _all_runs(self) -> Iterator[tuple[Piece, slice, bool]]:
+        for piece in self._pieces:
+            runs = runs_of(piece, self._page_bytes)
+            for number, run in enumerate(runs):
+                yield piece, run, number == len(runs) - 1
+            if not runs:
+                yield piece, slice(0, 0), True
+
+    @uninterrupted
+    def _copy_next(self) -> None:
+        if self._file is None:  # the other thread has ended before there was one
+            self._end(self.error)
+            return
+        assert self._next is not None
+        piece, run, last = self._next
+        try:
+            for part in values(piece, self.data, run) if piece.box.numel else ():
+                self._file.write(part)
+        except BaseException as error:
+            self._end(error)
+            if not isinstance(error, CheckpointError):
+                raise
+            return
+        if last and piece.slot is not None:
+            self._left[piece.slot.place.chunk] -= 1
+        self._next = next(self._runs, None)
+        if self._next is None:
+            self._end(None)
+
+    def _end(self, failed: BaseException | None) -> None:
+        self._next, self._failed = None, failed
+        self._left.clear()
+        self._filled.set()

@@ -1,0 +1,132 @@
+"""A run that was saved, ended and resumed has the bits of one that never stopped, whatever the budgets of either."""
+
+import gc
+import random
+import shutil
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import LambdaLR
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar.engine.engine import Engine
+
+from .models import batches, chunk_sizes, config, precisions, shapes, smallest_device_bytes
+from .tiers import PAGE_BYTES
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+class Run:
+    """A model in training, with all that a user has beside it: a scheduler, a position in the data, dropout, a log."""
+
+    def __init__(self, engine, *, seed=0, accumulation=1, max_norm=None, update=False):
+        self.engine, self.optimizer = engine, engine.optimizer
+        self.scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.position = 0
+        self.accumulation, self.max_norm, self.update = accumulation, max_norm, update
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed)
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+    @property
+    def state(self):
+        return {"run": self, "scheduler": self.scheduler, "note": ("a", 1, {2: 3.5})}
+
+    def go(self, steps, after=lambda: None):
+        seen = []
+        for _ in range(steps):
+            for _ in range(self.accumulation):
+                # Drawn from all three generators, so that a wrong state of any of them shows in the loss.
+                ids = (batches(64)[self.position][0] + random.randrange(11) + numpy.random.randint(11)) % 11
+                self.position += 1
+                loss = self.engine(ids) / self.accumulation
+                seen.append(loss.detach().clone())
+                self.engine.backward(loss, **({"update": True} if self.update else {}))
+            if self.max_norm is not None:
+                seen.append(self.engine.clip_grad_norm_(self.max_norm))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            after()
+        return seen
+
+    def outcome(self):
+        """All that makes the run what it is."""
+        optimizer = self.optimizer.state_dict()
+        states = [
+            value
+            for _, one in sorted(optimizer["state"].items())
+            for _, value in sorted(one.items())
+            if isinstance(value, torch.Tensor)
+        ]
+        return [*self.engine.state_dict().values(), *states, torch.tensor(optimizer["param_groups"][0]["lr"])]
+
+
+def engine_of(shape, options, **hooks):
+    torch.manual_seed(3)
+    return Engine(shape.build, options, meter=testing.NoMeter(), poison=True, **hooks)
+
+
+loops = st.sampled_from([{}, {"accumulation": 2}, {"max_norm": 0.1}, {"update": True}])
+tiers = st.sampled_from(["one tier", "evict", "small", "disk"])
+
+
+def options_of(tier, shape, precision, chunk_size, folder):
+    if tier == "small":
+        return config(precision, chunk_size, device_memory=smallest_device_bytes(shape, chunk_size, precision))
+    if tier == "disk":
+        return config(precision, chunk_size, disk=ps.Disk(directory=folder))
+    return config(precision, chunk_size)
+
+
+@settings(max_examples=25, deadline=None, print_blob=True)
+@given(
+    shape=shapes,
+    precision=precisions,
+    loop=loops,
+    chunk_sizes=st.tuples(chunk_sizes, chunk_sizes),
+    tiers=st.tuples(tiers, tiers),
+    wait=st.booleans(),
+    steps=st.tuples(st.integers(1, 3), st.integers(1, 2)),
+)
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
+    folder, shape, precision, loop, chunk_sizes, tiers, wait, steps
+):
+    if precision == "fp16":
+        loop = {key: value for key, value in loop.items() if key != "update"}
+    place = folder / "run"
+    shutil.rmtree(place, ignore_errors=True)
+    first, second = (
+        options_of(tier, shape, precision, size, folder) for tier, size in zip(tiers, chunk_sizes, strict=True)
+    )
+    evict = [tier == "evict" for tier in tiers]
+
+    run = Run(engine_of(shape, first, evict_everything=evict[0]), **loop)
+    run.go(steps[0])
+    run.engine.save(place, run.state, wait=wait)
+    expected = run.go(steps[1])
+    expected_end = run.outcome()
+    run.engine.close()
+
+    resumed = Run(engine_of(shape, second, evict_everything=evict[1]), seed=1, **loop)
+    found_state = resumed.engine.load(place, {"run": resumed, "scheduler": resumed.scheduler})
+    assert found_state["note"] == ("a", 1, {2: 3.5})
+    found = resumed.go(steps[1])
+    testing.assert_same_bits(expected, found, "losses and norms after the resume")
+    testing.assert_same_bits(expected_end, resumed.outcome(), "parameters and states at the end")
+    resumed.engine.close()
+    gc.collect()
