@@ -337,18 +337,20 @@ class Engine:
             with self._data.together():
                 save_folder(self._state, Path(directory), dtype, max_shard_bytes)
 
-    def save(self, path: str | Path, state: Mapping[str, Any] = NOTHING, *, wait: bool = True) -> None:
+    def save(
+        self, path: str | Path, state: Mapping[str, Any] = NOTHING, *, wait: bool = True, frozen: bool = True
+    ) -> None:
         """Write a checkpoint to `path`, a new folder, which is complete or not there. All processes have to come.
 
         It holds all that a run needs to go on with the same bits, in full precision: parameters, the optimizer's
         states and param groups, the loss scale, buffers and random generators. state: what else belongs to the run, by
         name: plain data, or anything with a `state_dict` of plain data (a scheduler, a data loader). wait: without it
-        training goes on meanwhile; a failure is then a warning in a later step. Raises CheckpointError, and leaves
-        nothing behind, if there is something at `path`, the disk is full, or the state is not plain.
+        training goes on meanwhile; a failure is then a warning in a later step. frozen: without it frozen parameters
+        are left out, and a load leaves them as they are. Raises CheckpointError, and leaves nothing behind, if there is something at `path`, the disk is full, or the state is not plain.
         """
         self._check_open()
         with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._persistence.begin(Path(path), state)
+            self._persistence.begin(Path(path), state, frozen=frozen)
             if wait:
                 self._persistence.finish()
 

@@ -237,7 +237,8 @@ class Trainer(transformers.Trainer):
         torch.save(self.args, folder / ARGUMENTS_FILE)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.engine.save(Path(output_dir) / ENGINE_FOLDER)
+        # What PEFT does not train it does not save: the base model is there already.
+        self.engine.save(Path(output_dir) / ENGINE_FOLDER, frozen=not is_adapted(self.model))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_FILE)
 
