@@ -11,7 +11,7 @@ from patrickstar.integrations.transformers.saved import adapter_names  # noqa: E
 from patrickstar.testing import assert_same_bits  # noqa: E402
 
 from .test_trainer_resume import StopAfter, result  # noqa: E402
-from .tiny import BUDGET, Stressed, arguments, close, gpt2, logged, same_but_norms, texts, weights  # noqa: E402
+from .trainers import BUDGET, Stressed, arguments, close, gpt2, logged, same_but_norms, texts, weights  # noqa: E402
 
 # What PEFT itself says of a GPT-2, whose layers are transposed, and of transformers' new names.
 pytestmark = [

@@ -13,7 +13,7 @@ from patrickstar.errors import BudgetError, ConfigError, ModelError, TrainingErr
 from patrickstar.integrations.transformers import Trainer
 from patrickstar.testing import assert_same_bits
 
-from .tiny import BUDGET, VOCAB, Protocol, Stressed, arguments, close, gpt2, logged, same_but_norms, texts, weights
+from .trainers import BUDGET, VOCAB, Protocol, Stressed, arguments, close, gpt2, logged, same_but_norms, texts, weights
 
 ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})
 """An AdamW whose operations torch runs one by one: the engine runs the same class over its chunks."""

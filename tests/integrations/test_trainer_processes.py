@@ -13,7 +13,7 @@ from patrickstar.integrations.transformers import Trainer
 from patrickstar.parallel.world import World
 from patrickstar.testing import NoMeter, assert_same_bits
 
-from .tiny import BUDGET, Protocol, Shell, arguments, close, gpt2, logged, texts, weights
+from .trainers import BUDGET, Protocol, Shell, arguments, close, gpt2, logged, texts, weights
 
 
 class AveragingShell(Shell):

@@ -16,7 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from patrickstar.errors import CheckpointError, ModelError, TrainingError
 from patrickstar.testing import assert_same_bits
 
-from .tiny import BUDGET, Stressed, arguments, close, gpt2, logged, texts, weights
+from .trainers import BUDGET, Stressed, arguments, close, gpt2, logged, texts, weights
 
 STEPS = 6
 

@@ -1,156 +1,109 @@
-"""Tiny models and data, the Trainers that are compared, and what is compared of them."""
+"""Tiny models of transformers, and what they are fed."""
 
-import inspect
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers import PreTrainedModel
 
 import patrickstar as ps
-from patrickstar.integrations.transformers import Trainer
-from patrickstar.testing import NoMeter, ReferenceTrainer
+from patrickstar.engine.engine import Engine
+from patrickstar.integrations.transformers.build import build_model, parameters_on_meta, read_config
+from patrickstar.integrations.transformers.weights import FolderWeights
 
-VOCAB = 64
-BUDGET = ps.Config(chunk_size="16KiB", device_memory="96KiB")
-"""What holds two chunks or three of the nine that these models have."""
-TIMES = ("runtime", "per_second", "preparation_time")
-
-
-def gpt2(dropout: float = 0.1) -> GPT2LMHeadModel:
-    torch.manual_seed(1)
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=32,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=dropout,
-        loss_type="ForCausalLM",
-    )
-    return GPT2LMHeadModel(config)
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts_per_tok": 2, "num_key_value_heads": 2}
+VOCABULARY = SIZES["vocab_size"]
+CAUSAL = transformers.AutoModelForCausalLM
+MASKED = transformers.AutoModelForMaskedLM
 
 
-def texts(count: int = 22, seed: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Sequences of 16 tokens; of each one another number of labels counts."""
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for number in range(count):
-        tokens = torch.randint(0, VOCAB, (16,), generator=generator)
-        labels = tokens.clone()
-        labels[: number % 5] = -100
-        found.append({"input_ids": tokens, "labels": labels})
+def gpt2() -> PreTrainedModel:
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": VOCABULARY}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def llama(tied: bool = False) -> PreTrainedModel:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied))
+
+
+def mixtral() -> PreTrainedModel:
+    # More than ten experts: their order is that of numbers, not of names.
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **EXPERTS, num_local_experts=11))
+
+
+def qwen2_moe() -> PreTrainedModel:
+    sizes = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+    return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, **sizes))
+
+
+def bert() -> PreTrainedModel:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
+
+
+def nomic_bert() -> PreTrainedModel:
+    model: PreTrainedModel = MASKED.from_config(transformers.CONFIG_MAPPING["nomic_bert"](**SIZES))
+    return model
+
+
+def t5() -> PreTrainedModel:
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+
+
+MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
+    "gpt2": (gpt2, CAUSAL),
+    "llama": (llama, CAUSAL),
+    "llama tied": (lambda: llama(tied=True), CAUSAL),
+    "mixtral": (mixtral, CAUSAL),
+    "qwen2_moe": (qwen2_moe, CAUSAL),
+    "bert": (bert, MASKED),
+    "t5": (t5, transformers.AutoModelForSeq2SeqLM),
+    "a class of its own": (gpt2, transformers.GPT2LMHeadModel),
+}
+
+
+def plain(name: str, seed: int = 0) -> tuple[PreTrainedModel, Any]:
+    """A model with random weights, and the class to load it with."""
+    build, model_class = MODELS[name]
+    torch.manual_seed(seed)
+    return build().eval(), model_class
+
+
+def batch(model: Any, seed: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(seed))
+    more = {"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {}
+    return {"input_ids": ids, **more}
+
+
+def logits(model: Any, fed: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(**fed).logits
     return found
 
 
-def arguments(folder: Any, **options: Any) -> TrainingArguments:
-    defaults = dict(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-        logging_steps=1,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        num_train_epochs=2,
-        learning_rate=1e-2,
-        weight_decay=0.1,
-        warmup_steps=2,
-        lr_scheduler_type="cosine",
-        dataloader_pin_memory=False,
-    )
-    return TrainingArguments(**defaults | options)
+def step(engine: Engine, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    """One update, by which masters and what operators read come to differ."""
+    engine.backward(engine(**batch(engine.module, seed)).logits.float().pow(2).mean())
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-class Stressed(Trainer):
-    """Whatever may leave the device leaves it at every access, and NaN is left behind."""
-
-    def make_engine(self, model: nn.Module, config: ps.Config) -> ps.Engine:
-        return ps.Engine(model, config, meter=NoMeter(), evict_everything=True, poison=True)
-
-
-class Shell(torch.optim.Optimizer):
-    """The reference's optimizer for those who want one of torch's class."""
-
-    def __init__(self, reference: ReferenceTrainer) -> None:
-        self.reference = reference
-        super().__init__([torch.zeros(1)], {})
-        self.param_groups = reference.optimizer.param_groups
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.reference.optimizer.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.reference.optimizer.zero_grad()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """accelerate does this with what was there before."""
+def engine_of(folder: Path, config: ps.Config, model_class: Any = CAUSAL, **options: Any) -> Engine:
+    """As `from_pretrained`, with the engine's options for tests."""
+    with parameters_on_meta():
+        model = build_model(read_config(folder / "config.json"), model_class)
+    return Engine(model, config, FolderWeights(folder, model), **options)
 
 
-class Protocol(transformers.Trainer):
-    """The stock Trainer over plain PyTorch's tensors under the engine's protocol of precision, clipping and update."""
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            args = self.args
-            config = ps.Config(
-                device="cpu",
-                precision="bf16" if args.patrickstar_bf16 else "fp32",
-                optimizer=ps.AdamW(lr=args.learning_rate, param_groups=self.groups),
-            )
-            self.reference = ReferenceTrainer(self.model, config)
-            self.optimizer = Shell(self.reference)
-        return self.optimizer
-
-    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        decayed = self.get_decay_parameter_names(model)
-        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        return [
-            {"params": [p for n, p in named if n in decayed], "weight_decay": self.args.weight_decay},
-            {"params": [p for n, p in named if n not in decayed], "weight_decay": 0.0},
-        ]
-
-    def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **options)
-        self.reference._collect()
-        return loss
-
-    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        return self.reference.clip_grad_norm_(self.args.max_grad_norm)
-
-
-def logged(trainer: transformers.Trainer) -> list[dict[str, Any]]:
-    """All that was logged, but how long it took."""
-    return [
-        {key: value for key, value in entry.items() if not key.endswith(TIMES)} for entry in trainer.state.log_history
-    ]
-
-
-def weights(trainer: transformers.Trainer) -> dict[str, torch.Tensor]:
-    """Parameters in full precision."""
-    if isinstance(trainer, Trainer):
-        return trainer.engine.state_dict()
-    if isinstance(trainer, Protocol):
-        return trainer.reference.state_dict()
-    return trainer.model.state_dict()
-
-
-def close(trainer: transformers.Trainer) -> None:
-    if isinstance(trainer, Trainer) and inspect.getattr_static(trainer, "_managed") is not None:
-        trainer.engine.close(keep=False)
-
-
-def same_but_norms(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
-    """torch adds up squares of gradients in fp32, the engine in fp64: norms agree in their first digits."""
-    assert len(expected) == len(found)
-    for one, other in zip(expected, found, strict=True):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            if key == "grad_norm":
-                assert abs(value - other[key]) <= 1e-6 * abs(value)
-            else:
-                assert value == other[key], (key, one, other)
+def small_chunks(precision: str = "fp32", **options: Any) -> ps.Config:
+    return ps.Config(device="cpu", precision=precision, chunk_size=4096, optimizer=ps.AdamW(lr=1e-2), **options)

@@ -1,5 +1,7 @@
 """A run that was saved, ended and resumed has the bits of one that never stopped, whatever the budgets of either."""
 
+import contextlib
+import functools
 import gc
 import random
 import shutil
@@ -11,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR
 
-import patrickstar as ps
 from patrickstar import testing
+from patrickstar.checkpoint.page_file import PageFile
 from patrickstar.engine.engine import Engine
 
+from . import models, tiers
 from .models import batches, chunk_sizes, config, precisions, shapes, smallest_device_bytes
-from .tiers import PAGE_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -73,24 +75,32 @@ class Run:
             for _, value in sorted(one.items())
             if isinstance(value, torch.Tensor)
         ]
-        return [*self.engine.state_dict().values(), *states, torch.tensor(optimizer["param_groups"][0]["lr"])]
+        numbers = [optimizer["param_groups"][0]["lr"], *optimizer["loss_scale"].values()]
+        return [*self.engine.state_dict().values(), *states, torch.tensor(numbers, dtype=torch.float64)]
 
 
-def engine_of(shape, options, **hooks):
+def engine_of(build, options, **hooks):
     torch.manual_seed(3)
-    return Engine(shape.build, options, meter=testing.NoMeter(), poison=True, **hooks)
+    return Engine(build, options, meter=testing.NoMeter(), poison=True, **hooks)
 
 
 loops = st.sampled_from([{}, {"accumulation": 2}, {"max_norm": 0.1}, {"update": True}])
-tiers = st.sampled_from(["one tier", "evict", "small", "disk"])
+rooms = st.sampled_from(["plenty", "evict", "small"])
 
 
-def options_of(tier, shape, precision, chunk_size, folder):
-    if tier == "small":
+def options_of(room, shape, precision, chunk_size):
+    if room == "small":
         return config(precision, chunk_size, device_memory=smallest_device_bytes(shape, chunk_size, precision))
-    if tier == "disk":
-        return config(precision, chunk_size, disk=ps.Disk(directory=folder))
     return config(precision, chunk_size)
+
+
+@contextlib.contextmanager
+def slow_disk(slow):
+    """A disk that never has room by itself: all is copied when it has to be."""
+    with pytest.MonkeyPatch.context() as patch:
+        if slow:
+            patch.setattr(PageFile, "room_bytes", property(lambda file: 0))
+        yield
 
 
 @settings(max_examples=25, deadline=None, print_blob=True)
@@ -99,30 +109,36 @@ def options_of(tier, shape, precision, chunk_size, folder):
     precision=precisions,
     loop=loops,
     chunk_sizes=st.tuples(chunk_sizes, chunk_sizes),
-    tiers=st.tuples(tiers, tiers),
-    wait=st.booleans(),
+    rooms=st.tuples(rooms, rooms),
+    how=st.sampled_from(["wait", "beside", "beside, on a slow disk"]),
     steps=st.tuples(st.integers(1, 3), st.integers(1, 2)),
 )
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
-    folder, shape, precision, loop, chunk_sizes, tiers, wait, steps
+    folder, shape, precision, loop, chunk_sizes, rooms, how, steps
 ):
     if precision == "fp16":
         loop = {key: value for key, value in loop.items() if key != "update"}
     place = folder / "run"
     shutil.rmtree(place, ignore_errors=True)
-    first, second = (
-        options_of(tier, shape, precision, size, folder) for tier, size in zip(tiers, chunk_sizes, strict=True)
-    )
-    evict = [tier == "evict" for tier in tiers]
+    engines = [
+        functools.partial(
+            engine_of, shape.build, options_of(room, shape, precision, size), evict_everything=room == "evict"
+        )
+        for room, size in zip(rooms, chunk_sizes, strict=True)
+    ]
+    check_resume(place, *engines, steps, how, **loop)
 
-    run = Run(engine_of(shape, first, evict_everything=evict[0]), **loop)
+
+def check_resume(place, first, second, steps, how="wait", **loop):
+    run = Run(first(), **loop)
     run.go(steps[0])
-    run.engine.save(place, run.state, wait=wait)
-    expected = run.go(steps[1])
+    with slow_disk("slow" in how):
+        run.engine.save(place, run.state, wait=how == "wait")
+        expected = run.go(steps[1])
     expected_end = run.outcome()
     run.engine.close()
 
-    resumed = Run(engine_of(shape, second, evict_everything=evict[1]), seed=1, **loop)
+    resumed = Run(second(), seed=1, **loop)
     found_state = resumed.engine.load(place, {"run": resumed, "scheduler": resumed.scheduler})
     assert found_state["note"] == ("a", 1, {2: 3.5})
     found = resumed.go(steps[1])
@@ -130,3 +146,30 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     testing.assert_same_bits(expected_end, resumed.outcome(), "parameters and states at the end")
     resumed.engine.close()
     gc.collect()
+
+
+@settings(max_examples=12, deadline=None, print_blob=True)
+@given(
+    shape=shapes,
+    precision=precisions,
+    loop=loops,
+    chunk_sizes=st.tuples(tiers.chunk_sizes, tiers.chunk_sizes),
+    rooms=st.tuples(tiers.rooms, tiers.rooms),
+    on_disk=st.sampled_from([(True, True), (True, False), (False, True)]),
+    how=st.sampled_from(["wait", "beside", "beside, on a slow disk"]),
+)
+def test_states_on_disk(folder, shape, precision, loop, chunk_sizes, rooms, on_disk, how):
+    if precision == "fp16":
+        loop = {key: value for key, value in loop.items() if key != "update"}
+    place = folder / "run"
+    shutil.rmtree(place, ignore_errors=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "WIDTH", tiers.WIDTH)  # or the host would hold all of it
+        engines = []
+        for lies_there, room, size in zip(on_disk, rooms, chunk_sizes, strict=True):
+            options = tiers.options(precision, size)
+            if lies_there:
+                options = tiers.on_disk(shape.build, options, folder, batches(1)[0], room)
+            hooks = {"page_bytes": tiers.PAGE_BYTES, "evict_everything": room.evict_everything}
+            engines.append(functools.partial(engine_of, shape.build, options, **hooks))
+        check_resume(place, *engines, (2, 2), how, **loop)

@@ -23,12 +23,15 @@ _SUFFIX = ".partial"
 
 
 class Partial:
-    """A checkpoint that is being written, to become `target`. Raises CheckpointError if that is there, or can't be."""
+    """A folder that is being written, to become `target`. Raises CheckpointError if that is there, or can't be.
 
-    def __init__(self, target: Path) -> None:
+    over_empty: an empty folder that is there makes way.
+    """
+
+    def __init__(self, target: Path, *, over_empty: bool = False) -> None:
         self.target = target
         try:
-            if target.exists():
+            if target.exists() and not (over_empty and target.is_dir() and not any(target.iterdir())):
                 raise CheckpointError(f"{target} exists, and is left as it is; save under another name")
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(target.parent)
@@ -43,6 +46,13 @@ class Partial:
         """Make a checkpoint of it. See [Note: whole or not at all]."""
         try:
             write_document(self.path, document, sequence)
+        except OSError as error:
+            raise cant_write(self.target, error, 0) from error
+        self.appear()
+
+    def appear(self) -> None:
+        """Give the folder its name, when all of its files are on the disk."""
+        try:
             os.fsync(self._lock)
             self.path.rename(self.target)
             synchronise(self.target.parent)

@@ -18,7 +18,7 @@ from patrickstar.engine.blocks import Blocks
 from patrickstar.engine.clock import Clock
 from patrickstar.engine.config import Config
 from patrickstar.engine.early import EarlyUpdate
-from patrickstar.engine.export import save_folder
+from patrickstar.engine.export import Export
 from patrickstar.engine.gradients import Gradients
 from patrickstar.engine.intercept import Interceptor, managing
 from patrickstar.engine.model_data import ModelData
@@ -331,11 +331,14 @@ class Engine:
         behind, for one that is there and not empty, or if the disk is full; the engine goes on.
         """
         self._check_open()
+        export = Export(self._state, dtype, max_shard_bytes)
         with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._complete()
             self._data.meet(Want.STATE)
             with self._data.together():
-                save_folder(self._state, Path(directory), dtype, max_shard_bytes)
+                failed = export.write(Path(directory))
+        if failed is not None:
+            raise failed
 
     def save(
         self, path: str | Path, state: Mapping[str, Any] = NOTHING, *, wait: bool = True, frozen: bool = True
@@ -346,7 +349,8 @@ class Engine:
         states and param groups, the loss scale, buffers and random generators. state: what else belongs to the run, by
         name: plain data, or anything with a `state_dict` of plain data (a scheduler, a data loader). wait: without it
         training goes on meanwhile; a failure is then a warning in a later step. frozen: without it frozen parameters
-        are left out, and a load leaves them as they are. Raises CheckpointError, and leaves nothing behind, if there is something at `path`, the disk is full, or the state is not plain.
+        are left out, and a load leaves them as they are. Raises CheckpointError, and leaves nothing behind, if there is
+        something at `path`, the disk is full, or the state is not plain.
         """
         self._check_open()
         with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

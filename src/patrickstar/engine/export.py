@@ -2,9 +2,7 @@
 
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -12,13 +10,16 @@ from typing import Any
 
 import torch
 
+from patrickstar.checkpoint.folder import Partial
 from patrickstar.checkpoint.page_file import cant_write
 from patrickstar.checkpoint.safetensors import DTYPES, Entry, SafetensorsFile
+from patrickstar.engine.parameters import slot_of
 from patrickstar.engine.slot import Slot
 from patrickstar.engine.state import ModelState
 from patrickstar.errors import CheckpointError, ConfigError, ModelError
 from patrickstar.kernels.rounding import round_into
 from patrickstar.layout.sizes import parse_size
+from patrickstar.parallel.world import World
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ROUNDED_NUMEL = 1 << 20
@@ -39,64 +40,66 @@ class Item:
     held: Slot | torch.Tensor
 
 
-def save_folder(state: ModelState, directory: Path, dtype: str | None, max_shard_bytes: int | str) -> None:
-    """What `Engine.save_pretrained` does, once all processes have met. See [Note: several processes write one folder].
+class Export:
+    """A model on its way into a folder. Raises ConfigError or ModelError, before anything is read, if it can't be."""
 
-    Raises CheckpointError, with nothing left behind, where the folder can't be written.
-    """
-    if dtype is not None and dtype not in _PRECISIONS:
-        raise ConfigError(
-            f"dtype {dtype!r} is none to save in; use one of {', '.join(map(repr, _PRECISIONS))}, or None"
-        )
-    items = _items(state, None if dtype is None else _PRECISIONS[dtype])
-    shards = _shards(items, parse_size(max_shard_bytes))
-    texts = _configurations(state, items)
-    values = (piece for shard in shards.values() for item in shard for piece in _values(state, item))
-    world = None if state.data.peers is None else state.data.peers.world
-    hidden, failed = None, None
-    try:
-        if world is None or world.rank == 0:
-            try:
-                hidden = _hidden_beside(directory)
-                _write(hidden, shards, values, texts)
-            except CheckpointError as error:
-                failed = error
-        if world is not None:
-            for _ in values:
-                pass
-            _raise_if_any(world.tell(str(failed or "")), failed)
-        if hidden is not None and failed is None:
-            try:
-                _publish(hidden, directory)
-                hidden = None
-            except OSError as error:
-                failed = cant_write(directory, error, 0)
-        if world is not None:
-            _raise_if_any(world.tell(str(failed or "")), failed)
-        if failed is not None:
-            raise failed
-    finally:
-        if hidden is not None:
-            shutil.rmtree(hidden, ignore_errors=True)
+    def __init__(self, state: ModelState, dtype: str | None, max_shard_bytes: int | str) -> None:
+        if dtype is not None and dtype not in _PRECISIONS:
+            names = ", ".join(map(repr, _PRECISIONS))
+            raise ConfigError(f"dtype {dtype!r} is none to save in; use one of {names}, or None")
+        items = _items(state, None if dtype is None else _PRECISIONS[dtype])
+        self._state = state
+        self._shards = _shards(items, parse_size(max_shard_bytes))
+        self._texts = _configurations(state, items)
+
+    def write(self, target: Path) -> CheckpointError | None:
+        """Write the folder, which all processes do together; returns what went wrong, of which all know then.
+
+        Nothing is left behind if it did. See [Note: several processes write one folder].
+        """
+        world = None if self._state.data.peers is None else self._state.data.peers.world
+        values = (piece for shard in self._shards.values() for item in shard for piece in _values(self._state, item))
+        writes = world is None or world.rank == 0
+        partial, failed = None, None
+        try:
+            if writes:
+                try:
+                    partial = Partial(target, over_empty=True)
+                    _write(partial.path, self._shards, values, self._texts)
+                except CheckpointError as error:
+                    failed = error
+            if world is not None:
+                for _ in values:
+                    pass
+                failed = _first_told(world, failed)
+            if partial is not None and failed is None:
+                try:
+                    partial.appear()
+                    partial = None
+                except CheckpointError as error:
+                    failed = error
+            return failed if world is None else _first_told(world, failed)
+        finally:
+            if partial is not None:
+                partial.abandon()
 
 
 def _items(state: ModelState, dtype: torch.dtype | None) -> list[Item]:
     """Parameters, each once, under their first names, and persistent buffers."""
     items: list[Item] = []
     seen: set[Slot] = set()
-    for name, held in state.held():
-        if isinstance(held, Slot):
-            if held in seen:
-                continue
-            seen.add(held)
-            found = dtype if dtype is not None and held.full_dtype.is_floating_point else held.full_dtype
-        elif isinstance(held, torch.Tensor):
-            found = held.dtype
-        else:
+    for name, held in state.entries().items():
+        if not isinstance(held, torch.Tensor):
             raise ModelError(f"{name!r} is a module's extra state, which no safetensors file holds; use state_dict()")
+        slot, found = slot_of(held), held.dtype
+        if slot is not None:
+            if slot in seen:
+                continue
+            seen.add(slot)
+            found = dtype if dtype is not None and slot.full_dtype.is_floating_point else slot.full_dtype
         if found not in DTYPES:
             raise ModelError(f"{name!r} is of {found}, which no safetensors file holds")
-        items.append(Item(Entry(name, found, tuple(held.shape)), held))
+        items.append(Item(Entry(name, found, tuple(held.shape)), slot if slot is not None else held))
     return items
 
 
@@ -150,20 +153,9 @@ def _values(state: ModelState, item: Item) -> Iterator[torch.Tensor]:
                 yield rounded
 
 
-def _hidden_beside(target: Path) -> Path:
-    """A new folder beside the one to be, under a name that nobody looks for."""
-    try:
-        if target.exists() and not (target.is_dir() and next(target.iterdir(), None) is None):
-            raise CheckpointError(f"{target} exists and is not empty, and is left as it is; save under another name")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        hidden = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-        hidden.chmod(0o755)
-        return hidden
-    except OSError as error:
-        raise cant_write(target, error, 0) from error
-
-
-def _write(folder: Path, shards: dict[str, list[Item]], values: Iterator[torch.Tensor], texts: dict[str, str]) -> None:
+def _write(
+    folder: Path, shards: Mapping[str, Sequence[Item]], values: Iterator[torch.Tensor], texts: Mapping[str, str]
+) -> None:
     for name, shard in shards.items():
         file = SafetensorsFile(folder / name, [item.entry for item in shard], {"format": "pt"})
         try:
@@ -182,7 +174,7 @@ def _write(folder: Path, shards: dict[str, list[Item]], values: Iterator[torch.T
             "metadata": {"total_size": sum(entry.nbytes for entry, _ in entries)},
             "weight_map": {entry.name: name for entry, name in sorted(entries, key=lambda one: one[0].name)},
         }
-        texts = texts | {"model.safetensors.index.json": json.dumps(index, indent=2) + "\n"}
+        texts = {**texts, "model.safetensors.index.json": json.dumps(index, indent=2) + "\n"}
     for name, text in texts.items():
         _write_text(folder / name, text)
 
@@ -198,24 +190,7 @@ def _write_text(path: Path, text: str) -> None:
         raise cant_write(path, error, len(data)) from error
 
 
-def _publish(hidden: Path, target: Path) -> None:
-    """Give a folder whose files are on the disk its name. An empty one makes way."""
-    _synchronise(hidden)
-    hidden.rename(target)
-    _synchronise(target.parent)
-
-
-def _synchronise(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _raise_if_any(told: Sequence[str], own: CheckpointError | None) -> None:
-    """Raise what any process has told of: all come to the same."""
-    if own is not None:
-        raise own
-    if any(told):
-        raise CheckpointError(next(f"rank {rank}: {text}" for rank, text in enumerate(told) if text))
+def _first_told(world: World, own: CheckpointError | None) -> CheckpointError | None:
+    """What went wrong in any process, as all are told."""
+    told = [text for text in world.tell("" if own is None else str(own)) if text]
+    return own if own is not None or not told else CheckpointError(told[0])

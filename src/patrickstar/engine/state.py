@@ -70,28 +70,23 @@ class ModelState:
 
     def state_dict(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """As `nn.Module.state_dict` names it, or these names of it; tied names share one tensor."""
-        entries = dict(self.held())
+        entries = self.entries()
         if names is not None:
             if unknown := set(names) - entries.keys():
                 raise ModelError(f"the model's state has nothing named {', '.join(map(repr, sorted(unknown)))}")
-            entries = {name: held for name, held in entries.items() if name in names}
+            entries = {name: tensor for name, tensor in entries.items() if name in names}
         values: dict[Slot, torch.Tensor] = {}
         state = {}
-        for name, held in entries.items():
-            if not isinstance(held, Slot):
-                plain = isinstance(held, torch.Tensor)
-                state[name] = held.detach().cpu().clone() if plain else copy.deepcopy(held)
+        for name, tensor in entries.items():
+            slot = slot_of(tensor)
+            if slot is None:
+                plain = isinstance(tensor, torch.Tensor)
+                state[name] = tensor.detach().cpu().clone() if plain else copy.deepcopy(tensor)
                 continue
-            if held not in values:
-                values[held] = self.full_precision(held)
-            state[name] = values[held]
+            if slot not in values:
+                values[slot] = self.full_precision(slot)
+            state[name] = values[slot]
         return state
-
-    def held(self) -> Iterator[tuple[str, Any]]:
-        """As `nn.Module.state_dict` names it: slots of parameters, buffers, and what modules keep besides."""
-        for name, value in self.entries().items():
-            slot = slot_of(value)
-            yield name, value if slot is None else slot
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Take it back; nothing changes unless all names and shapes fit."""

@@ -50,7 +50,8 @@ def build_model(config: PreTrainedConfig, model_class: Any) -> PreTrainedModel:
         else:
             raise ValueError(f"that takes another configuration than {type(config).__name__}")
     except (ValueError, TypeError) as error:
-        raise ModelError(f"{model_class.__name__} can't build a {config.model_type}: {error}") from error
+        why = str(error).partition("\n")[0]
+        raise ModelError(f"{model_class.__name__} can't build a {config.model_type}: {why}") from error
     model.tie_weights()
     model.train()
     return model

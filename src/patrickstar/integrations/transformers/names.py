@@ -20,6 +20,7 @@ from transformers.core_model_loading import (
 )
 
 from patrickstar.errors import ModelError
+from patrickstar.integrations.transformers.folder import listed
 from patrickstar.integrations.transformers.stored import Source, Stored
 
 # [Note: names in files]
@@ -31,6 +32,10 @@ from patrickstar.integrations.transformers.stored import Source, Stored
 
 _ALWAYS_IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that older files hold; transformers passes these over in files of any model that computes them."""
+
+_STACKED = [(MergeModulelist, 0)]
+_STACKED_SIDE_BY_SIDE = [(MergeModulelist, 0), (Concatenate, 1)]
+_IN_A_ROW = [(Concatenate, 0)]
 
 
 @dataclass(frozen=True)
@@ -86,21 +91,31 @@ def _joined(name: str, rule: WeightConverter, found: Mapping[str, list[Stored]],
     tensors = [*chain(*stacks)]
     first = tensors[0]
     operations = [(type(operation), getattr(operation, "dim", None)) for operation in rule.operations]
-    alike = all(one.dtype == first.dtype and one.shape[1:] == first.shape[1:] and one.shape for one in tensors)
-    if alike and len(rule.target_patterns) == 1:
-        rows = sum(one.shape[0] for one in tensors)
-        if operations == [(MergeModulelist, 0)] and all(one.shape == first.shape for one in tensors):
-            return Source(tuple(tensors), (len(tensors), *first.shape))
-        if operations == [(MergeModulelist, 0), (Concatenate, 1)] and len({len(stack) for stack in stacks}) == 1:
-            turns = tuple(chain(*zip(*stacks, strict=True)))
-            return Source(turns, (len(stacks[0]), rows // len(stacks[0]), *first.shape[1:]))
-        if operations == [(Concatenate, 0)]:
-            return Source(tuple(tensors), (rows, *first.shape[1:]))
-    raise ModelError(
-        f"parameter {name!r} is {len(tensors)} tensors in the files ({first.key}, ...), which only transformers can "
-        f"put together ({', '.join(kind.__name__ for kind, _ in operations)}); convert the folder once: "
-        f"{type(model).__name__}.from_pretrained(folder).save_pretrained(new_folder, save_original_format=False)"
+    what = f"parameter {name!r} lies in {first.file.parent} as {listed([one.key for one in tensors], 2)}"
+    if operations not in (_STACKED, _STACKED_SIDE_BY_SIDE, _IN_A_ROW) or len(rule.target_patterns) > 1:
+        # After a rule that keeps the name a folder is of the same look, whatever it holds.
+        keeps_name = first.key.endswith(name) or name.endswith(first.key)
+        saved = (
+            f"{type(model).__name__}.from_pretrained(folder).save_pretrained(new_folder, save_original_format=False)"
+        )
+        raise ModelError(
+            f"{what}, and only transformers can make it of that ({', '.join(kind.__name__ for kind, _ in operations)})"
+            + ("; " if keeps_name else f"; convert the folder once: {saved}; or ")
+            + "give patrickstar.initialize the model that transformers' own from_pretrained returns"
+        )
+    alike = all(one.dtype == first.dtype and one.shape and one.shape[1:] == first.shape[1:] for one in tensors)
+    even = len({len(stack) for stack in stacks}) == 1 and all(
+        one.shape == stack[0].shape for stack in stacks for one in stack
     )
+    if not alike or not (even or operations == _IN_A_ROW):
+        raise ModelError(f"{what}, which do not fit each other: the folder is not complete, or not of this model")
+    rows = sum(one.shape[0] for one in tensors)
+    if operations == _STACKED:
+        return Source(tuple(tensors), (len(tensors), *first.shape))
+    if operations == _STACKED_SIDE_BY_SIDE:
+        turns = chain(*zip(*stacks, strict=True))
+        return Source(tuple(turns), (len(stacks[0]), rows // len(stacks[0]), *first.shape[1:]))
+    return Source(tuple(tensors), (rows, *first.shape[1:]))
 
 
 def names_of_each(model: nn.Module) -> list[list[str]]:

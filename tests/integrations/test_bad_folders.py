@@ -1,0 +1,267 @@
+"""Folders that are damaged, hostile or of another model are refused by name; a disk that fails leaves nothing."""
+
+import errno
+import json
+import os
+import resource
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import patrickstar as ps
+from patrickstar.errors import CheckpointError, ModelError
+from patrickstar.integrations.transformers import from_pretrained
+from patrickstar.integrations.transformers import load as load_room
+
+from . import tiny
+from .tiny import small_chunks, step
+
+WEIGHT = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    tiny.llama().save_pretrained(tmp_path / "in")
+    return tmp_path / "in"
+
+
+def refused(folder: Path, message: str, **options: Any) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        from_pretrained(folder, small_chunks(), **options)
+    assert str(folder) in str(caught.value)
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(folder / "model.safetensors") | changes
+    kept = {name: value for name, value in tensors.items() if value is not None}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+def edit_header(folder: Path, change: Any) -> None:
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+@pytest.mark.parametrize("kept", [0, 5, 8, 100, -1])
+def test_a_truncated_file(folder, kept):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    refused(folder, "truncated")
+
+
+@pytest.mark.parametrize("header_bytes", [2**63, 2**40, 10**8 + 1, 99_000_000])
+def test_a_header_of_absurd_size_takes_no_memory(folder, header_bytes):
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(header_bytes.to_bytes(8, "little") + data[8:])
+    tracemalloc.start()
+    refused(folder, f"says that its header has {header_bytes}")
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"data_offsets": [0, 2**60]}, "ends at byte"),
+        ({"data_offsets": [-8, 8]}, "begins at byte -8"),
+        ({"data_offsets": [8, 0]}, "begins at byte 8 and ends at 0"),
+        ({"data_offsets": [0]}, "does not say what"),
+        ({"shape": [2**40, 2**40]}, r"bytes, which are not F32 of shape \[1099511627776, 1099511627776\]"),
+        ({"shape": [-1]}, "does not say what"),
+        ({"shape": "48"}, "does not say what"),
+        ({"dtype": "F8_E4M3"}, rf"of another kind: {WEIGHT} \(F8_E4M3, .* for {WEIGHT} \(float32"),
+        ({"dtype": "I32"}, r"of another kind: .*\(I32"),
+        ({"dtype": "object"}, r"of another kind: .*\(object"),
+    ],
+)
+def test_a_header_that_lies(folder, fields, message):
+    edit_header(folder, lambda header: header[WEIGHT].update(fields))
+    refused(folder, message)
+
+
+@pytest.mark.parametrize("text", [b"[]", b"{", b"\xff\xff", b"[" * 100_000, b'{"a": 1}'])
+def test_a_header_that_is_none(folder, text):
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    refused(folder, "can't be read as safetensors")
+
+
+def test_a_file_that_ends_while_it_is_read(folder, monkeypatch):
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    refused(folder, "ends at byte .* in the middle of model")
+
+
+@pytest.mark.parametrize(
+    "shard", ["../stolen.safetensors", "{}/stolen.safetensors", "sub/../../stolen.safetensors", "a\0b"]
+)
+def test_an_index_that_leads_outside(folder, shard):
+    shard = shard.format(folder.parent)
+    (folder / "sub").mkdir()
+    (folder / "model.safetensors").rename(folder.parent / "stolen.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {WEIGHT: shard}}))
+    refused(folder, "outside of its folder")
+
+
+def test_links_are_followed(folder):
+    (folder / "model.safetensors").rename(folder.parent / "blob")
+    (folder / "model.safetensors").symlink_to(folder.parent / "blob")
+    engine, _ = from_pretrained(folder, small_chunks())
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ('{"weight_map": {"a": "model.safetensors"}}', "don't hold: a$"),
+        ('{"weight_map": {"a": 5}}', "can't be read"),
+        ('{"weight_map": {"a": {}}}', "can't be read"),
+        ('{"weight_map": 5}', "can't be read"),
+        ("[]", "can't be read"),
+        ('{"weight_map": {"a": "other.safetensors"}}', "'other.safetensors', which is not there"),
+    ],
+)
+def test_an_index_that_does_not_fit(folder, index, message):
+    (folder / "model.safetensors.index.json").write_text(index)
+    refused(folder, message)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth"])
+def test_pickles_are_never_opened(folder, name):
+    (folder / "model.safetensors").rename(folder / name)
+    refused(folder, rf"as pickles \({name}\), which can run code")
+
+
+def test_missing_and_surplus_tensors_are_listed(folder):
+    rewrite(folder, **{WEIGHT: None, "model.norm.weight": None, "extra.weight": torch.ones(2)})
+    refused(folder, rf"missing: {WEIGHT}, model.norm.weight; surplus: extra.weight$")
+
+
+def test_a_long_list_ends(folder):
+    rewrite(folder, **{f"extra.{number:02d}": torch.ones(2) for number in range(25)})
+    refused(folder, r"surplus: extra.00, .*, extra.09 and 15 more$")
+
+
+def test_what_the_models_class_ignores_is_no_error(folder, monkeypatch):
+    rewrite(folder, **{"extra.weight": torch.ones(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
+    build = load_room.build_model
+
+    def declaring(*args: Any) -> Any:
+        model = build(*args)
+        model._keys_to_ignore_on_load_unexpected = {r"^extra\."}
+        return model
+
+    monkeypatch.setattr(load_room, "build_model", declaring)
+    engine, _ = from_pretrained(folder, small_chunks())
+    assert "extra.weight" not in engine.state_dict()
+    engine.close()
+
+
+def test_a_wrong_shape(folder):
+    rewrite(folder, **{WEIGHT: torch.zeros(48, 33)})
+    refused(folder, rf"of another kind: {WEIGHT} \(F32, \[48, 33\]\) for {WEIGHT} \(float32, \[48, 32\]\)$")
+
+
+def test_a_missing_expert(tmp_path):
+    tiny.mixtral().save_pretrained(tmp_path / "in")
+    name = "model.layers.0.block_sparse_moe.experts.{}.{}.weight"
+    rewrite(tmp_path / "in", **{name.format(10, "w2"): None})
+    refused(tmp_path / "in", r"experts.0.w2.weight and 9 more \(F32, \[10, 32, 48\]\) for .*down_proj .*\[11, 32, 48\]")
+    tiny.mixtral().save_pretrained(tmp_path / "in")
+    rewrite(tmp_path / "in", **{name.format(10, "w1"): None})
+    refused(tmp_path / "in", r"gate_up_proj' lies in .* and 19 more, which do not fit each other")
+
+
+def test_what_is_no_model_of_the_class(folder, tmp_path):
+    for model_class in (tiny.MASKED, transformers.GPT2LMHeadModel):
+        with pytest.raises(ModelError, match=rf"^{model_class.__name__} can't build a llama: .*LlamaConfig"):
+            from_pretrained(folder, small_chunks(), model_class=model_class)
+    refused(tmp_path / "nowhere", "is no folder; give a local one")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    refused(folder, "quantized")
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "none"}))
+    refused(folder, "'none', which is unknown")
+
+
+# Writing
+
+
+def test_a_disk_that_is_full_leaves_nothing(tmp_path):
+    torch.manual_seed(0)
+    engine, optimizer = ps.initialize(tiny.llama(), small_chunks())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, limits[1]))
+    try:
+        # Earlier shards are smaller than the first one that does not fit.
+        with pytest.raises(CheckpointError, match=r"can't write .* bytes \(.*File too large"):
+            engine.save_pretrained(tmp_path / "out", max_shard_bytes=8_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+    step(engine, optimizer)
+    engine.save_pretrained(tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors").keys() == engine.state_dict().keys()
+    engine.close()
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename", "posix_fallocate", "pwrite"])
+def test_a_fault_at_any_call_leaves_nothing(call, tmp_path, monkeypatch):
+    engine, optimizer = ps.initialize(tiny.llama(), small_chunks())
+    real = getattr(os, call)
+    for number in range(1, 30):
+        calls = []
+
+        def failing(*args: Any, calls: list[Any] = calls, number: int = number, **options: Any) -> Any:
+            calls.append(args)
+            if len(calls) == number:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*args, **options)
+
+        monkeypatch.setattr(os, call, failing)
+        if call == "rename":
+            monkeypatch.setattr(Path, "rename", lambda self, target, rename=failing: rename(self, target))
+        try:
+            engine.save_pretrained(tmp_path / "out", max_shard_bytes=30_000)
+            break
+        except CheckpointError as error:
+            assert "bytes" in str(error) and "free" in str(error)
+        finally:
+            monkeypatch.undo()
+        if (tmp_path / "out").exists():
+            # The folder is complete, and only its name may not be on the disk yet.
+            assert call == "fsync" and (tmp_path / "out/config.json").exists()
+            break
+        assert list(tmp_path.iterdir()) == []
+    assert number > 1
+    step(engine, optimizer)
+    engine.close()
+
+
+def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
+    engine, optimizer = ps.initialize(tiny.llama(), small_chunks())
+    posix_fallocate = os.posix_fallocate
+    calls = []
+
+    def interrupted(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        posix_fallocate(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "posix_fallocate", interrupted)
+        engine.save_pretrained(tmp_path / "out", max_shard_bytes=30_000)
+    assert list(tmp_path.iterdir()) == []
+    step(engine, optimizer)
+    engine.close()

@@ -1,0 +1,266 @@
+"""Model folders in and out: the same tensors, and the same logits as transformers computes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import patrickstar as ps
+from patrickstar.checkpoint.safetensors import SafetensorsFile
+from patrickstar.errors import CheckpointError, ConfigError, ModelError
+from patrickstar.integrations.transformers import from_pretrained
+
+from . import tiny
+from .tiny import CAUSAL, MODELS, batch, engine_of, logits, plain, small_chunks, step
+
+
+def same_values(found: Any, expected: Any) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def files_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_transformers_wrote_computes_the_same(name, tmp_path):
+    model, model_class = plain(name)
+    model.save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 1
+    engine = engine_of(tmp_path / "in", small_chunks(), model_class, evict_everything=True, poison=True).eval()
+    same_values(engine.state_dict(), model.state_dict())
+    assert torch.equal(logits(engine, batch(model)), logits(model, batch(model)))
+    engine.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_the_engine_wrote_is_loaded_by_transformers(name, tmp_path):
+    model, model_class = plain(name)
+    model.save_pretrained(tmp_path / "in")
+    engine, optimizer = from_pretrained(tmp_path / "in", small_chunks(), model_class=model_class)
+    step(engine, optimizer)
+    engine.save_pretrained(tmp_path / "out", max_shard_bytes=20_000)
+    state, expected = engine.state_dict(), logits(engine.eval(), batch(model))
+    engine.close()
+    found, info = model_class.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert type(found) is type(model)
+    assert found.dtype is torch.float32
+    same_values(found.state_dict(), state)
+    assert not torch.equal(logits(model, batch(model)), expected)
+    assert torch.equal(logits(found.eval(), batch(model)), expected)
+    again, _ = from_pretrained(tmp_path / "out", small_chunks(), model_class=model_class)
+    same_values(again.state_dict(), state)
+    again.close()
+
+
+def test_tied_parameters_are_written_once_and_computed_buffers_not_at_all(tmp_path):
+    model, _ = plain("llama tied")
+    engine = ps.Engine(model, small_chunks())
+    engine.save_pretrained(tmp_path / "out", max_shard_bytes=30_000)
+    files = files_of(tmp_path / "out")
+    assert files.keys() == {name for name, _ in model.named_parameters()}
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == files.keys()
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in files.values())
+    for shard in set(index["weight_map"].values()):
+        held = [value.nbytes for value in load_file(tmp_path / "out" / shard).values()]
+        assert sum(held) <= 30_000 or len(held) == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", None])
+def test_parameters_are_rounded_to_the_dtype_asked_for(dtype, tmp_path):
+    torch.manual_seed(0)
+    model = tiny.gpt2()
+    engine, optimizer = ps.initialize(model, small_chunks("bf16"))
+    step(engine, optimizer)
+    engine.save_pretrained(tmp_path / "out", dtype=dtype)
+    chosen = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+    masters = engine.state_dict()
+    for name, value in files_of(tmp_path / "out").items():
+        assert torch.equal(value, masters[name].to(chosen)), name
+        if dtype == "bf16":
+            assert torch.equal(value, model.get_parameter(name).detach().clone()), name
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == str(chosen).removeprefix("torch.")
+    found = CAUSAL.from_pretrained(tmp_path / "out")
+    assert found.dtype is chosen
+    if dtype == "bf16":
+        assert torch.equal(logits(found.eval(), batch(model)), logits(engine.eval(), batch(model)))
+    engine.close()
+
+
+def test_a_nan_is_rounded_as_operators_have_it(tmp_path):
+    model = tiny.gpt2()
+    weight = model.transformer.wpe.weight
+    with torch.no_grad():
+        weight[0, 0], weight[0, 1] = float("nan"), float("inf")
+        weight.view(torch.int32)[0, 2] = 0x7F800001  # a NaN whose upper half alone is an infinity
+    engine, _ = ps.initialize(model, small_chunks("bf16"))
+    engine.save_pretrained(tmp_path / "out", dtype="bf16")
+    saved = files_of(tmp_path / "out")["transformer.wpe.weight"].view(torch.int16)[0, :3].tolist()
+    assert saved == [0x7FC0, 0x7F80, 0x7FC0]
+    engine.close()
+
+
+def test_a_frozen_parameter_keeps_the_dtype_it_has(tmp_path):
+    model = tiny.gpt2()
+    model.transformer.requires_grad_(False)
+    model.transformer.h[0].requires_grad_(True)
+    engine, optimizer = ps.initialize(model, small_chunks("bf16"))
+    step(engine, optimizer)
+    engine.save_pretrained(tmp_path / "out")
+    state = engine.state_dict()
+    files = files_of(tmp_path / "out")
+    for name, value in files.items():
+        trained = name.startswith("transformer.h.0.")
+        assert value.dtype is (torch.float32 if trained else torch.bfloat16)
+        assert torch.equal(value, state[name])
+    # Loaded by transformers, nothing is lost: the wider dtype holds the other.
+    found = CAUSAL.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], value.float()) for name, value in files.items())
+    engine.save_pretrained(tmp_path / "rounded", dtype="bf16")
+    assert {value.dtype for value in files_of(tmp_path / "rounded").values()} == {torch.bfloat16}
+    engine.close()
+
+
+class Odd(nn.Module):
+    """Buffers of several dtypes, one of them not persistent; odd strides, no elements, integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("scratch", torch.ones(5), persistent=False)
+        self.transposed = nn.Parameter(torch.randn(5, 3).t())
+        self.empty = nn.Parameter(torch.ones(0, 4))
+        self.counts = nn.Parameter(torch.arange(7), requires_grad=False)
+
+
+def test_a_model_that_is_not_transformers(tmp_path):
+    engine, _ = ps.initialize(Odd, small_chunks())
+    engine.save_pretrained(tmp_path / "deep" / "out")
+    assert [file.name for file in (tmp_path / "deep/out").iterdir()] == ["model.safetensors"]
+    same_values(load_file(tmp_path / "deep/out/model.safetensors"), engine.state_dict())
+    assert list((tmp_path / "deep").iterdir()) == [tmp_path / "deep" / "out"]
+    engine.close()
+
+
+def test_odd_strides_are_filled_from_a_source_of_parts():
+    class Source:
+        def __init__(self, values: dict[str, torch.Tensor]) -> None:
+            self.values = values
+            self.parts: list[str] = []
+
+        def __call__(self, name: str) -> torch.Tensor:
+            return self.values[name]
+
+        def part(self, name: str, first: int, numel: int) -> torch.Tensor:
+            self.parts.append(name)
+            return self.values[name].reshape(-1)[first : first + numel].clone()
+
+    model, values = Odd(), Odd().state_dict()
+    for module in (model, model.norm):
+        for name, param in list(module.named_parameters(recurse=False)):
+            meta = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
+            setattr(module, name, nn.Parameter(meta, requires_grad=param.requires_grad))
+    source = Source(values)
+    engine, _ = ps.initialize(model, small_chunks(), source)
+    assert set(source.parts) == {"norm.weight", "norm.bias", "empty", "counts"}
+    state = engine.state_dict()
+    assert all(torch.equal(state[name], values[name]) for name, _ in model.named_parameters())
+    assert model.transposed.stride() == (1, 3)
+    engine.close()
+
+
+def test_masters_on_disk_are_read_page_by_page(tmp_path, monkeypatch):
+    model, _ = plain("llama")
+    model.save_pretrained(tmp_path / "in")
+    config = small_chunks(device_memory=48_000, host_memory=110_000, disk=ps.Disk(tmp_path))
+    engine = engine_of(tmp_path / "in", config, meter=ps.testing.NoMeter(), page_bytes=4096)
+    step(engine, engine.optimizer)
+    state = engine.state_dict()
+    pieces = []
+    write = SafetensorsFile.write
+    monkeypatch.setattr(SafetensorsFile, "write", lambda self, piece: (pieces.append(piece.nbytes), write(self, piece)))
+    engine.save_pretrained(tmp_path / "out")
+    assert pieces.count(4096) > 3, "what lies on disk comes in pages"
+    same_values(files_of(tmp_path / "out"), state)
+    step(engine, engine.optimizer)
+    engine.close()
+
+
+def test_options_take_the_place_of_what_the_folder_says(tmp_path):
+    model, _ = plain("llama")
+    model.generation_config.max_new_tokens = 17
+    model.save_pretrained(tmp_path / "in")
+    options = {"attn_implementation": "eager", "attention_dropout": 0.25}
+    engine, _ = from_pretrained(str(tmp_path / "in"), small_chunks(), **options)
+    assert engine.module.training
+    assert engine.module.config._attn_implementation == "eager"
+    assert engine.module.config.attention_dropout == 0.25
+    assert engine.module.generation_config.max_new_tokens == 17
+    engine.save_pretrained(tmp_path / "out")
+    engine.close()
+    found = CAUSAL.from_pretrained(tmp_path / "out")
+    assert (found.config.attention_dropout, found.generation_config.max_new_tokens) == (0.25, 17)
+    assert found.config.architectures == ["LlamaForCausalLM"]
+    with pytest.raises(ConfigError, match=r"no option no_such_thing$"):
+        from_pretrained(tmp_path / "in", no_such_thing=1)
+
+
+def test_old_names_and_several_names_are_found(tmp_path):
+    model, model_class = plain("bert")
+    model.save_pretrained(tmp_path / "in")
+    tensors = load_file(tmp_path / "in/model.safetensors")
+    old = {name.replace("LayerNorm.weight", "LayerNorm.gamma"): value for name, value in tensors.items()}
+    old = {name.replace("LayerNorm.bias", "LayerNorm.beta"): value for name, value in old.items()}
+    assert old.keys() != tensors.keys()
+    embedding = old["bert.embeddings.word_embeddings.weight"]
+    old |= {"bert.embeddings.position_ids": torch.arange(64), "cls.predictions.decoder.weight": embedding.clone()}
+    save_file(old, tmp_path / "in/model.safetensors", {"format": "pt"})
+    engine, _ = from_pretrained(tmp_path / "in", small_chunks(), model_class=model_class)
+    same_values(engine.state_dict(), model.state_dict())
+    engine.close()
+    old["cls.predictions.decoder.weight"] = embedding + 1
+    save_file(old, tmp_path / "in/model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"word_embeddings\.weight and cls\.predictions\.decoder\.weight.*different"):
+        from_pretrained(tmp_path / "in", small_chunks(), model_class=model_class)
+
+
+def test_tensors_that_only_transformers_can_take_apart_are_told_with_what_helps(tmp_path):
+    model = tiny.nomic_bert().eval()
+    model.save_pretrained(tmp_path / "in")
+    with pytest.raises(ModelError, match=r"q_proj\.weight' lies in .*Wqkv.*\(Chunk\).*save_original_format=False"):
+        from_pretrained(tmp_path / "in", small_chunks(), model_class=tiny.MASKED)
+    tiny.MASKED.from_pretrained(tmp_path / "in").save_pretrained(tmp_path / "new", save_original_format=False)
+    engine, _ = from_pretrained(tmp_path / "new", small_chunks(), model_class=tiny.MASKED)
+    assert torch.equal(logits(engine.eval(), batch(model)), logits(model, batch(model)))
+    engine.close()
+
+
+def test_a_place_that_is_taken_is_left_as_it_is(tmp_path):
+    engine, optimizer = ps.initialize(tiny.gpt2(), small_chunks())
+    (tmp_path / "taken").mkdir()
+    engine.save_pretrained(tmp_path / "taken")  # an empty folder is not taken
+    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "taken").iterdir()}
+    (tmp_path / "file").write_text("mine")
+    for place in ("taken", "file"):
+        with pytest.raises(CheckpointError, match=rf"{place} exists, and is left as it is"):
+            engine.save_pretrained(tmp_path / place)
+    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "taken").iterdir()} == before
+    for options, message in (
+        ({"dtype": "int8"}, "'int8' is none"),
+        ({"max_shard_bytes": "many"}, "no size|not a size"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            engine.save_pretrained(tmp_path / "new", **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken"]
+    step(engine, optimizer)
+    engine.close()

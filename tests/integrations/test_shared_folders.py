@@ -1,0 +1,94 @@
+"""Model folders of several processes: each reads what it owns, all give what is written, and all are told of faults."""
+
+import resource
+
+import pytest
+import torch
+from distributed import ranks
+from safetensors.torch import load_file
+
+from patrickstar.errors import CheckpointError
+from patrickstar.integrations.transformers import from_pretrained
+from patrickstar.integrations.transformers.stored import Stored
+
+from .tiny import batch, logits, plain, small_chunks, step
+
+NAMES = ["llama", "mixtral"]
+
+
+class Counted:
+    """Notes which elements of which tensors are read."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.keys: set[str] = set()
+        read_into = Stored.read_into
+
+        def counting(stored: Stored, target: torch.Tensor, first: int) -> None:
+            self.nbytes += target.nbytes
+            self.keys.add(stored.key)
+            read_into(stored, target, first)
+
+        Stored.read_into = counting  # type: ignore[method-assign]
+        self.stop = lambda: setattr(Stored, "read_into", read_into)
+
+
+def loads_and_saves(name: str, folder: str) -> None:
+    """Each reads what it owns, and all give what is written."""
+    model, model_class = plain(name)
+    counted = Counted()
+    # Chunks are smaller than the embedding, which is cut then; of the others each lies with one process.
+    engine, optimizer = from_pretrained(f"{folder}/{name}", small_chunks(), model_class=model_class)
+    counted.stop()
+    world = engine.world
+    assert world is not None
+    own = {param: engine.layout.own_place(param)[0].numel for param, _ in engine.module.named_parameters()}
+    assert 0 in own.values(), "some lie elsewhere"
+    assert any(0 < own[param] < value.numel() for param, value in model.named_parameters()), "some are cut"
+    assert counted.nbytes == 4 * sum(own.values())
+    assert sum(world.tell(sum(own.values()))) == sum(param.numel() for param in model.parameters())
+    if name == "llama":
+        assert counted.keys == {param for param, numel in own.items() if numel}
+    assert torch.equal(logits(engine.eval(), batch(model)), logits(model, batch(model)))
+    step(engine.train(), optimizer)
+    engine.save_pretrained(f"{folder}/out {name}", max_shard_bytes=20_000)
+    state = engine.state_dict()
+    found = model_class.from_pretrained(f"{folder}/out {name}").state_dict()
+    assert found.keys() == state.keys()
+    for key, value in state.items():
+        assert torch.equal(found[key], value), key
+    engine.close()
+
+
+def is_told_of_faults(folder: str) -> None:
+    """What rank 0 can't do is told to all, and they go on."""
+    engine, optimizer = from_pretrained(f"{folder}/llama", small_chunks("bf16"))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="llama exists, and is left as it is"):
+            engine.save_pretrained(f"{folder}/llama")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, limits[1]))
+    with pytest.raises(CheckpointError, match="File too large"):
+        engine.save_pretrained(f"{folder}/out", max_shard_bytes=8_000)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    step(engine, optimizer)
+    engine.save_pretrained(f"{folder}/out", dtype="bf16")
+    saved = load_file(f"{folder}/out/model.safetensors")
+    for key, value in engine.state_dict().items():
+        assert torch.equal(saved[key], value.bfloat16()), key
+    engine.close()
+
+
+def all_of_it(folder: str) -> None:
+    """In each process, one after the other: transformers takes long to come."""
+    for name in NAMES:
+        loads_and_saves(name, folder)
+    is_told_of_faults(folder)
+
+
+def test_folders_of_two_processes(tmp_path):
+    for name in NAMES:
+        plain(name)[0].save_pretrained(tmp_path / name, max_shard_size="20KB")
+    ranks.run(2, all_of_it, folder=str(tmp_path))
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["llama", "mixtral", "out", "out llama", "out mixtral"]
