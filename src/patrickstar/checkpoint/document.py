@@ -8,6 +8,7 @@ described in docs/checkpoints.md.
 import json
 import os
 import re
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from stat import S_ISREG
@@ -99,13 +100,19 @@ class Document(_Part):
         for file in self.files:
             if len(file.sums) != -(-file.nbytes // self.page_bytes):
                 raise ValueError(f"{file.name} of {file.nbytes} bytes has {len(file.sums)} checksums")
+        taken = []
         for name, tensor in self.tensors.items():
             for part in tensor.parts:
                 nbytes = prod(part.sizes) * ITEMSIZE[tensor.dtype]
                 if part.file >= len(self.files) or part.at + nbytes > self.files[part.file].nbytes:
                     raise ValueError(f"{name} reaches beyond its file")
+                if nbytes:
+                    taken.append((part.file, part.at, part.at + nbytes, name))
             if tensor.plain and (tensor.dtype != "uint8" or prod(tensor.shape) > LARGEST_BYTES):
                 raise ValueError(f"{name} is no plain data")
+        for (file, _, end, one), (other_file, begin, _, other) in pairwise(sorted(taken)):
+            if file == other_file and begin < end:
+                raise ValueError(f"{one} and {other} lie over one another")
         return self
 
 

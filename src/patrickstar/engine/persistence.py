@@ -120,8 +120,7 @@ class Persistence:
 
     def _pieces(self, state: Mapping[str, Any], frozen: bool) -> list[Piece]:
         """All that this process writes: first what may change at any time."""
-        engine = self.engine
-        rank = 0 if engine.world is None else engine.world.rank
+        engine, (rank, _) = self.engine, self._place
         own = {
             "random": random_states(engine.device),
             "user": {name: _state_of(value) for name, value in state.items()},
@@ -207,8 +206,7 @@ class Persistence:
 
     def _plain(self, reader: CheckpointReader) -> tuple[dict[str, Any], dict[str, Any]]:
         """What all have in common, and what is this process's own: the first one's, if there were others."""
-        world = self.engine.world
-        rank, size = (0, 1) if world is None else (world.rank, world.size)
+        rank, size = self._place
         same = reader.document.processes == size
         common = self._loads(reader, COMMON)
         own = self._loads(reader, of_rank(rank if same else 0))
@@ -261,8 +259,12 @@ class Persistence:
             )
 
     def _targets(self, reader: CheckpointReader) -> dict[str, torch.Tensor]:
-        """Buffers, under the names that they have in the checkpoint: this process's own, or the first one's."""
-        rank = 0 if self.engine.world is None else self.engine.world.rank
+        """Buffers, under the names that they have in the checkpoint.
+
+        They are this process's own, or the first one's if they were the same, or there was another number of processes.
+        """
+        rank, size = self._place
+        rank = rank if reader.document.processes == size else 0
         found = {}
         for name, value in self._buffers().items():
             own = _of_rank(name, rank)
@@ -289,6 +291,12 @@ class Persistence:
             engine.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
     # All processes together
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Which of how many processes this is."""
+        world = self.engine.world
+        return (0, 1) if world is None else (world.rank, world.size)
 
     def _agree(self, error: PatrickStarError | None) -> None:
         """Raise what went wrong in any process, in all of them."""

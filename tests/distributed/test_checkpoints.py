@@ -1,0 +1,145 @@
+"""Checkpoints of several processes: the same bits after a resume, on as many processes as wrote them or on others."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from patrickstar import testing
+from patrickstar.checkpoint.page_file import PageFile
+from patrickstar.engine.engine import Engine
+from patrickstar.parallel.world import World
+
+from . import ranks
+from .test_exactness import CPU, random_config, random_shape
+
+
+class Normed(nn.Module):
+    """With a buffer that each process has its own of, and a parameter that the largest chunk can't hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.wide = nn.Linear(8, 130)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, ids):
+        hidden = self.words(ids).flatten(0, 1)
+        return self.wide(self.dropout(self.norm(hidden))).float().pow(2).mean()
+
+
+def batches_of(rank, seed):
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    while True:
+        yield torch.randint(0, 11, (2, 5), generator=generator)
+
+
+def train(engine, data, steps, **options):
+    seen = []
+    for _ in range(steps):
+        loss = engine(next(data))
+        engine.backward(loss)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        seen.append(loss.detach().clone())
+    return seen
+
+
+def outcome(engine):
+    states = engine.optimizer.state_dict()["state"]
+    return [*engine.state_dict().values(), *(t for one in states.values() for t in one.values())]
+
+
+def build_of(seed):
+    draw = random.Random(seed)
+    shape, config = random_shape(draw), random_config(draw)
+    print(f"seed {seed}: {shape}, {config!r}", flush=True)
+    return (Normed, config) if seed % 2 else (shape.build, config)
+
+
+def make(build, config, world, seed, **hooks):
+    torch.manual_seed(seed)
+    engine = Engine(build, config, poison=True, world=world, meter=testing.NoMeter(), **hooks)
+    torch.manual_seed(100 * seed + (0 if world is None else world.rank))
+    return engine
+
+
+def save_and_go_on(folder: str, seeds: list[int]) -> None:
+    """In each process: what a resume has to come to is kept in a file."""
+    dist.init_process_group("gloo")
+    for seed in seeds:
+        world = World(CPU)
+        build, config = build_of(seed)
+        engine = make(build, config, world, seed, evict_everything=seed % 3 == 0)
+        data = batches_of(world.rank, seed)
+        train(engine, data, 2)
+        with pytest.MonkeyPatch.context() as patch:
+            if seed % 4 == 1:
+                patch.setattr(PageFile, "room_bytes", property(lambda file: 0))
+            engine.save(f"{folder}/{seed}", {"drawn": 2, "rank": world.rank}, wait=seed % 2 == 0)
+            kept = outcome(engine)
+            seen = train(engine, data, 2)
+        seen += outcome(engine)
+        engine.close()
+        torch.save((kept, seen), f"{folder}/expected-{seed}-{world.rank}")
+    dist.destroy_process_group()
+
+
+def resume(folder: str, seeds: list[int], same: bool) -> None:
+    """In each process, of as many as before or others; these only see that it is all there, and save it again."""
+    alone = int(ranks.os.environ["WORLD_SIZE"]) == 1
+    if not alone:
+        dist.init_process_group("gloo")
+    for seed in seeds:
+        world = None if alone else World(CPU)
+        rank = 0 if world is None else world.rank
+        build, config = build_of(seed)
+        # Another chunk size than before, and what was drawn so far is not what it was either.
+        config = config.model_copy(update={"chunk_size": random.Random(seed + 7).choice([64, 256, 700, "auto"])})
+        engine = make(build, config, world, seed + 1)
+        found = engine.load(f"{folder}/{seed}")
+        assert found["drawn"] == 2
+        kept, expected = torch.load(f"{folder}/expected-{seed}-{rank if same else 0}")
+        if not same:
+            testing.assert_same_bits(kept, outcome(engine), "what was saved")
+            assert found["rank"] == 0
+            engine.save(f"{folder}/again-{seed}", {"drawn": 2, "rank": 0})
+        else:
+            assert found["rank"] == rank
+            testing.assert_same_bits(kept, outcome(engine), "what was saved")
+            data = batches_of(rank, seed)
+            for _ in range(2):
+                next(data)
+            testing.assert_same_bits(expected, train(engine, data, 2) + outcome(engine), "what followed")
+        engine.close()
+    if not alone:
+        dist.destroy_process_group()
+
+
+SEEDS = [1, 2, 3, 4, 6]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    ranks.run(2, save_and_go_on, folder=str(folder), seeds=SEEDS)
+    return folder
+
+
+def test_as_many_processes_go_on_with_the_same_bits(written):
+    ranks.run(2, resume, folder=str(written), seeds=SEEDS, same=True)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_other_numbers_of_processes_have_it_all(written, size, tmp_path):
+    for path in written.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    ranks.run(size, resume, folder=str(tmp_path), seeds=SEEDS, same=False)
+    # What these saved is as much as what they loaded.
+    for seed in SEEDS:
+        (tmp_path / str(seed)).unlink()
+        (tmp_path / f"again-{seed}").rename(tmp_path / str(seed))
+    ranks.run(1, resume, folder=str(tmp_path), seeds=[seed for seed in SEEDS if seed % 2 == 0], same=False)
