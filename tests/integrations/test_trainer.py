@@ -347,3 +347,22 @@ def test_names_of_a_state_are_checked():
     with pytest.raises(ModelError, match="missing"):
         engine.load_state_dict({"transformer.ln_f.bias": torch.ones(32)})
     engine.close()
+
+
+def test_other_trainers_of_transformers_on_the_engine(tmp_path):
+    class Both(Stressed, transformers.Seq2SeqTrainer):
+        """Generates while it evaluates, by the model itself."""
+
+    args = transformers.Seq2SeqTrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False, max_steps=1
+    )
+    trainer = Both(gpt2(), args, train_dataset=texts(), eval_dataset=texts(3), config=BUDGET)
+    trainer.train()
+    tokens = texts(1)[0]["input_ids"][None]
+    with torch.no_grad():
+        found = trainer.model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    state = weights(trainer)
+    close(trainer)
+    plain = gpt2()
+    plain.load_state_dict(state)
+    assert torch.equal(found, plain.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0))
