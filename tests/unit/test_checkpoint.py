@@ -184,7 +184,7 @@ def test_keeping_the_last(tmp_path):
     engine.close()
     assert [path.name for path in checkpoints.all()] == ["step-10", "step-9"], "the order is that of writing"
     engine = engine_of()
-    assert checkpoints.load(engine).name == "step-9"
+    assert checkpoints.load(engine) == {"step": 9}
     checkpoints.save(engine, 9, {"step": 9})
     assert [path.name for path in checkpoints.all()] == ["step-9", "step-9-2"], "none takes the place of another"
     with pytest.raises(ConfigError, match="keep=0"):

@@ -100,7 +100,7 @@ class Document(_Part):
         for file in self.files:
             if len(file.sums) != -(-file.nbytes // self.page_bytes):
                 raise ValueError(f"{file.name} of {file.nbytes} bytes has {len(file.sums)} checksums")
-        taken = []
+        taken: list[tuple[int, int, int, str]] = []
         for name, tensor in self.tensors.items():
             for part in tensor.parts:
                 nbytes = prod(part.sizes) * ITEMSIZE[tensor.dtype]
@@ -110,8 +110,8 @@ class Document(_Part):
                     taken.append((part.file, part.at, part.at + nbytes, name))
             if tensor.plain and (tensor.dtype != "uint8" or prod(tensor.shape) > LARGEST_BYTES):
                 raise ValueError(f"{name} is no plain data")
-        for (file, _, end, one), (other_file, begin, _, other) in pairwise(sorted(taken)):
-            if file == other_file and begin < end:
+        for (number, _, end, one), (next_number, begin, _, other) in pairwise(sorted(taken)):
+            if number == next_number and begin < end:
                 raise ValueError(f"{one} and {other} lie over one another")
         return self
 

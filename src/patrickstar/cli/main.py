@@ -89,6 +89,16 @@ def train(
         Path | None,
         typer.Option("--log", "--log-file", help="Write one JSON line for each step, and one at the end."),
     ] = None,
+    save_every: Annotated[
+        int, typer.Option(min=0, help="Write a checkpoint after every so many steps and after the last; 0 for never.")
+    ] = 0,
+    save_to: Annotated[
+        Path | None, typer.Option(help="The folder for checkpoints. Default: that of --resume, or runs/checkpoints.")
+    ] = None,
+    keep: Annotated[int, typer.Option(min=1, help="How many checkpoints stay there.")] = 3,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on from a checkpoint, or from the newest in a folder of them.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the summary.")] = False,
     dry_run: Annotated[
         bool,
@@ -130,6 +140,10 @@ def train(
             activation_offload=activation_offload,
             seed=seed,
             log=log,
+            save_every=save_every,
+            save_to=save_to,
+            keep=keep,
+            resume=resume,
             quiet=quiet,
         )
         if dry_run:

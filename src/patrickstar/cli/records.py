@@ -56,15 +56,19 @@ class Summary:
 class RunLog:
     """A file of JSON lines, one for each step and one for the summary; without a path it writes nothing.
 
-    A number that is not finite is written as null. Raises ConfigError for a path that can't be written.
+    Of what is there, the first `steps` steps stay. A number that is not finite is written as null. Raises ConfigError
+    for a path that can't be written.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, steps: int = 0) -> None:
         self._file = None
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                kept = _steps_in(path, steps)
                 self._file = path.open("w", encoding="utf-8")
+                self._file.writelines(kept)
+                self._file.flush()
             except OSError as error:
                 raise ConfigError(f"the log {path} can't be written: {error.strerror}; check --log") from error
 
@@ -86,6 +90,21 @@ class RunLog:
     ) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _steps_in(path: Path, steps: int) -> list[str]:
+    """The lines of a log that are of the first so many steps."""
+    if not steps or not path.exists():
+        return []
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the run was killed while it wrote
+        if isinstance(record, dict) and record.get("kind") == "step" and record.get("step", 0) <= steps:
+            kept.append(line)
+    return kept
 
 
 def _json_number(value: object) -> object:

@@ -48,8 +48,7 @@ def load_tokens(corpus: Corpus, vocabulary: Vocabulary) -> NDArray[np.unsignedin
 
     Raises DataError for a cache folder that can't be used, ConfigError or ModelError for a vocabulary that can't.
     """
-    parts = f"{_CACHE_VERSION} {tokenizers_version} {vocabulary.key()} {corpus.digest()}"
-    stem = cache_folder() / hashlib.sha256(parts.encode()).hexdigest()[:32]
+    stem = _cached(corpus, vocabulary)
     stream = stem.with_suffix(".npy")
     if not stream.exists():
         tokenizer = _tokenizer(corpus, vocabulary, stem.with_suffix(".tokenizer.json"))
@@ -60,6 +59,11 @@ def load_tokens(corpus: Corpus, vocabulary: Vocabulary) -> NDArray[np.unsignedin
     except (OSError, ValueError) as error:
         raise DataError(f"the cached tokens {stream} can't be read ({error}); delete the file") from error
     return cached
+
+
+def tokenizer_text(corpus: Corpus, vocabulary: Vocabulary) -> str:
+    """The tokenizer that `load_tokens` has used, as the JSON of its library."""
+    return _tokenizer(corpus, vocabulary, _cached(corpus, vocabulary).with_suffix(".tokenizer.json")).to_str()
 
 
 def cache_folder() -> Path:
@@ -92,8 +96,16 @@ def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def _cached(corpus: Corpus, vocabulary: Vocabulary) -> Path:
+    """What the files kept of a text and a vocabulary are called after."""
+    parts = f"{_CACHE_VERSION} {tokenizers_version} {vocabulary.key()} {corpus.digest()}"
+    return cache_folder() / hashlib.sha256(parts.encode()).hexdigest()[:32]
+
+
 def _tokenizer(corpus: Corpus, vocabulary: Vocabulary, cached: Path) -> Tokenizer:
     if vocabulary.file is None:
+        if cached.exists():
+            return _read_cached(cached)
         tokenizer = train_tokenizer(corpus, vocabulary.size)
         _write_atomically(cached, lambda path: tokenizer.save(str(path)))
         return tokenizer
@@ -106,6 +118,14 @@ def _tokenizer(corpus: Corpus, vocabulary: Vocabulary, cached: Path) -> Tokenize
             f"the tokenizer {vocabulary.file} has {given.get_vocab_size()} tokens and the model only {vocabulary.size}"
         )
     return given
+
+
+def _read_cached(file: Path) -> Tokenizer:
+    try:
+        found: Tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exceptions
+        raise DataError(f"the cached tokenizer {file} can't be read ({error}); delete the file") from error
+    return found
 
 
 def _read_given(file: Path) -> bytes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import patrickstar as ps
 from patrickstar.cli.batches import Batches
 from patrickstar.cli.data import Corpus, open_corpus
+from patrickstar.cli.kept import Kept, described
 from patrickstar.cli.machine import machine_name
 from patrickstar.cli.models import ModelSource, find_model
 from patrickstar.cli.progress import LEGEND, Progress
@@ -64,6 +65,10 @@ class TrainOptions:
     activation_offload: bool
     seed: int
     log: Path | None
+    save_every: int
+    save_to: Path | None
+    keep: int
+    resume: Path | None
     quiet: bool
 
 
@@ -89,7 +94,8 @@ def train(options: TrainOptions, console: Console) -> Summary:
     source = find_model(options.model, options.vocab_size)
     check_sequence(options.sequence, source)
     corpus = open_corpus(options.data)
-    with RunLog(options.log) as log:
+    kept = Kept.of(options)
+    with RunLog(options.log, 0 if kept.resumed is None else kept.step) as log:
         if not options.quiet:
             _print_header(console, source, corpus)
         if world is not None and rank:
@@ -101,12 +107,17 @@ def train(options: TrainOptions, console: Console) -> Summary:
         torch.manual_seed(options.seed)
         model, weights = source.open(options.activation_checkpointing)
         engine = ps.Engine(model, config, weights, world=world)
-        optimizer = engine.optimizer
         if rank:
             torch.manual_seed(options.seed + rank)  # what is drawn in training differs, as the data does
         try:
+            run = _Run(options, engine, batches, kept, described(source, corpus) if kept.every else {})
+            if kept.resumed is not None:
+                run.resume(kept.resumed)
+                if not options.quiet:
+                    console.print(f"resumed from {kept.resumed}", soft_wrap=True, markup=False, highlight=False)
             with Progress(console, options.steps, engine.device_budget_bytes, options.quiet) as progress:
-                records, interrupted = _loop(options, engine, optimizer, iter(batches), log, progress)
+                records, interrupted = _loop(run, log, progress)
+            engine.finish_saving()
             summary = _summary(options, engine, records, interrupted)
             log.write(summary)
             print_summary(console, summary)
@@ -198,29 +209,68 @@ def _print_header(console: Console, source: ModelSource, corpus: Corpus) -> None
     console.print(f"{text}\n{LEGEND}", soft_wrap=True, markup=False, highlight=False)
 
 
-def _loop(
-    options: TrainOptions,
-    engine: ps.Engine,
-    optimizer: ps.ChunkOptimizer,
-    batches: Iterator[torch.Tensor],
-    log: RunLog,
-    progress: Progress,
-) -> tuple[list[StepRecord], bool]:
+class _Run:
+    """A run in training, and what of it a checkpoint holds beside the engine's own."""
+
+    def __init__(
+        self, options: TrainOptions, engine: ps.Engine, batches: Batches, kept: "Kept", about: dict[str, str]
+    ) -> None:
+        self.options = options
+        self.engine = engine
+        self.step = 0
+        """Steps that are done."""
+        self._data, self._kept, self._about = batches, kept, about
+        self._factor = partial(learning_rate_factor, warmup_steps=options.warmup_steps, steps=options.steps)
+        self.scheduler = LambdaLR(engine.optimizer, self._factor)
+        self._saved = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which step was the last, and how a model of this kind is made."""
+        return {"step": self.step, **self._about}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after that step."""
+        self.step = self._saved = int(state["step"])
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        return {"run": self, "batches": self._data, "scheduler": self.scheduler}
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on where a checkpoint was written. Raises CheckpointError if it is of another run."""
+        self.engine.load(checkpoint, self._state)
+
+    def save_if_due(self) -> None:
+        """Write a checkpoint beside training, after every so many steps and after the last."""
+        last = self.step == self.options.steps
+        if self._kept.folder is not None and (self.step % self._kept.every == 0 or last) and self.step > self._saved:
+            self._kept.folder.save(self.engine, self.step, self._state, wait=last)
+            self._saved = self.step
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """Those that are left."""
+        return iter(self._data)
+
+
+def _loop(run: _Run, log: RunLog, progress: Progress) -> tuple[list[StepRecord], bool]:
     """The steps that were finished, and whether Ctrl-C ended them."""
-    scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, options.warmup_steps, options.steps))
+    options, engine = run.options, run.engine
     tokens = options.batch * options.sequence * options.accumulation * _processes(engine)
     records: list[StepRecord] = []
+    batches = run.batches()
     try:
-        for step in range(1, options.steps + 1):
+        while run.step < options.steps:
             started = time.perf_counter()
-            learning_rate = float(scheduler.get_last_lr()[0])
-            loss, norm = _step(options, engine, optimizer, batches, step)
-            scheduler.step()
+            learning_rate = float(run.scheduler.get_last_lr()[0])
+            loss, norm = _step(options, engine, engine.optimizer, batches, run.step + 1)
+            run.scheduler.step()
+            run.step += 1
             elapsed_s = time.perf_counter() - started
-            record = StepRecord(step, loss, learning_rate, norm, tokens, elapsed_s, engine.stats.last)
+            record = StepRecord(run.step, loss, learning_rate, norm, tokens, elapsed_s, engine.stats.last)
             records.append(record)
             log.write(record)
             progress.show(record)
+            run.save_if_due()
     except KeyboardInterrupt:
         if not records:
             raise

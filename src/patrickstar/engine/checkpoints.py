@@ -40,13 +40,10 @@ class Checkpoints:
         first = engine.world is None or engine.world.rank == 0
         return engine._save(free_name(self.directory, step), state, self._delete_old if first else None, wait)
 
-    def load(self, engine: Engine, state: Mapping[str, Any] = NOTHING) -> Path | None:
-        """Take the newest one back; see `Engine.load`. Returns which it was; None, and nothing changes, without one."""
+    def load(self, engine: Engine, state: Mapping[str, Any] = NOTHING) -> dict[str, Any] | None:
+        """Take the newest one back, and return its state; see `Engine.load`. None, and nothing changes, without one."""
         newest = engine._persistence.tell(None if (found := self.newest()) is None else str(found))
-        if newest is None:
-            return None
-        engine.load(newest, state)
-        return Path(newest)
+        return None if newest is None else engine.load(newest, state)
 
     def _delete_old(self) -> None:
         """Called when a checkpoint has become complete."""

@@ -358,6 +358,12 @@ class Engine:
             if wait:
                 self._persistence.finish()
 
+    def finish_saving(self) -> bool:
+        """Wait for a checkpoint that is being written; a failure is a warning. Returns whether there was none."""
+        self._check_open()
+        with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return self._persistence.end()
+
     def _save(self, path: Path, state: Mapping[str, Any], done: Callable[[], None] | None, wait: bool) -> bool:
         """The same, where a failure to write is a warning. Returns whether there was none."""
         self._check_open()

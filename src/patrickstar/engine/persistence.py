@@ -1,7 +1,8 @@
 """An engine's state as a checkpoint, and back: all that a run needs to go on with the same bits."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -95,7 +96,8 @@ class Persistence:
         saving, self.saving = self.saving, None
         if saving is not None:
             try:
-                saving.finish()
+                with self._explaining():
+                    saving.finish()
             finally:
                 self.engine._data.saving = None
 
@@ -194,8 +196,8 @@ class Persistence:
             assert reader is not None
             engine._gradients.drop()
             group: dist.ProcessGroup | None = None if engine.world is None else engine.world.checkpoints
-            tensors = self._targets(reader)
-            orchestra.load(reader, LoadingPlanner(data, tensors), group)
+            with self._explaining():
+                orchestra.load(reader, LoadingPlanner(data, self._targets(reader)), group)
             self._restore(reader, common)
         restore_random_states(own["random"], engine.device)
         found_state: dict[str, Any] = own["user"]
@@ -208,22 +210,13 @@ class Persistence:
         """What all have in common, and what is this process's own: the first one's, if there were others."""
         rank, size = self._place
         same = reader.document.processes == size
-        common = self._loads(reader, COMMON)
-        own = self._loads(reader, of_rank(rank if same else 0))
+        common = _plain_dict(reader, COMMON)
+        own = _plain_dict(reader, of_rank(rank if same else 0))
         if not same and rank:
             # Its own generators are where a process of this rank was, if there was one; else they go on.
             there = rank < reader.document.processes
-            own["random"] = self._loads(reader, of_rank(rank))["random"] if there else random_states(self.engine.device)
+            own["random"] = _plain_dict(reader, of_rank(rank))["random"] if there else random_states(self.engine.device)
         return common, own
-
-    def _loads(self, reader: CheckpointReader, name: str) -> dict[str, Any]:
-        text = reader.plain(name)
-        if text is None:
-            raise CheckpointError(f"{reader.folder} has no {name}, so it is none of an engine")
-        found = plain.loads(text, f"{name} in {reader.folder}")
-        if not isinstance(found, dict):
-            raise CheckpointError(f"{name} in {reader.folder} is not what a checkpoint holds")
-        return found
 
     def _check(self, reader: CheckpointReader, common: dict[str, Any]) -> None:
         """Raise CheckpointError if it is of another model or optimizer, all differences by name."""
@@ -309,9 +302,35 @@ class Persistence:
         if error is not None:
             raise error
 
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """What PyTorch raises when another process is gone names it."""
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            if self.engine.world is None:
+                raise
+            raise self.engine.world.explain(error) from error
+
     def tell(self, value: Any) -> Any:
         """What the first process says."""
         return value if self.engine.world is None else self.engine.world.tell(value)[0]
+
+
+def stored_state(reader: CheckpointReader) -> dict[str, Any]:
+    """What the user's first process gave when the checkpoint was written, as plain data."""
+    found: dict[str, Any] = _plain_dict(reader, of_rank(0)).get("user", {})
+    return found
+
+
+def _plain_dict(reader: CheckpointReader, name: str) -> dict[str, Any]:
+    text = reader.plain(name)
+    if text is None:
+        raise CheckpointError(f"{reader.folder} has no {name}, so it is none of an engine")
+    found = plain.loads(text, f"{name} in {reader.folder}")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{name} in {reader.folder} is not what a checkpoint holds")
+    return found
 
 
 def _of_rank(name: str, rank: int) -> str:

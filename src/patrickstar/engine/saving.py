@@ -121,16 +121,12 @@ class Saving:
                 self._copy_next()
 
     def finish(self) -> None:
-        """Wait until it is complete. Raises CheckpointError if it failed."""
+        """Wait until it is complete. Raises CheckpointError if it failed, and what PyTorch does for a lost process."""
         self.copy_all()
         while not self.ended:
             self._thread.join(POLL_S)
         if self.error is not None:
-            if isinstance(self.error, CheckpointError):
-                raise self.error
-            raise CheckpointError(
-                f"{self.target} could not be written: {type(self.error).__name__}: {self.error}"
-            ) from self.error
+            raise self.error
 
     def give_up(self, why: str) -> None:
         """Nothing comes of it."""

@@ -1,0 +1,80 @@
+"""The checkpoints of a command line's run: where they go, which one it goes on from, and what they say of the model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import patrickstar as ps
+from patrickstar.checkpoint.reader import CheckpointReader
+from patrickstar.cli.data import Corpus
+from patrickstar.cli.models import ModelSource
+from patrickstar.cli.tokenizer import tokenizer_text
+from patrickstar.engine.persistence import stored_state
+from patrickstar.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from patrickstar.cli.train import TrainOptions
+
+DEFAULT_FOLDER = Path("runs/checkpoints")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """`every` so many steps a checkpoint goes to `folder`; the run goes on from `resumed`, which was after `step`."""
+
+    every: int = 0
+    folder: ps.Checkpoints | None = None
+    resumed: Path | None = None
+    step: int = 0
+
+    @classmethod
+    def of(cls, options: "TrainOptions") -> "Kept":
+        """What the options say. Raises ConfigError or CheckpointError, before anything is built, if that can't be."""
+        resumed, step = None, 0
+        if options.resume is not None:
+            resumed = _newest_in(options.resume)
+            step = _step_of(resumed)
+            if step >= options.steps:
+                raise ConfigError(
+                    f"{resumed} is of step {step}, and --steps is {options.steps}: nothing is left to do; give more"
+                )
+        if not options.save_every:
+            if options.save_to is not None:
+                raise ConfigError(f"--save-to {options.save_to} is given without --save-every, the number of steps")
+            return cls(resumed=resumed, step=step)
+        folder = options.save_to or (resumed.parent if resumed is not None else DEFAULT_FOLDER)
+        checkpoints = ps.Checkpoints(folder, options.keep)
+        there = checkpoints.newest()
+        if there is not None and (resumed is None or resumed.parent.resolve() != folder.resolve()):
+            raise ConfigError(
+                f"{folder} has checkpoints of an earlier run ({there.name}); go on with it by --resume {folder}, or "
+                f"give another folder with --save-to"
+            )
+        return cls(options.save_every, checkpoints, resumed, step)
+
+
+def described(source: ModelSource, corpus: Corpus) -> dict[str, str]:
+    """What it takes to make a model of this kind again: its configuration, and its tokenizer."""
+    return {
+        "config": source.config.to_json_string(use_diff=False),
+        "tokenizer": tokenizer_text(corpus, source.vocabulary),
+    }
+
+
+def _newest_in(place: Path) -> Path:
+    """A checkpoint, or the newest of a folder of checkpoints."""
+    newest = ps.Checkpoints(place).newest()
+    if newest is not None:
+        return newest
+    if place.is_dir() and not any(place.iterdir()):
+        raise CheckpointError(f"{place} is empty: there is no checkpoint to resume from")
+    return place
+
+
+def _step_of(checkpoint: Path) -> int:
+    """The step after which it was written."""
+    run = stored_state(CheckpointReader(checkpoint)).get("run")
+    if not isinstance(run, dict) or not isinstance(run.get("step"), int):
+        raise CheckpointError(f"{checkpoint} was not written by patrickstar train, so there is no run to go on with")
+    step: int = run["step"]
+    return step
