@@ -21,11 +21,6 @@ pytestmark = [
 ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})
 
 
-@pytest.fixture(autouse=True)
-def _tiny(one_thread):
-    return one_thread
-
-
 def adapted(base_dtype=torch.float32, **options):
     base = gpt2().to(base_dtype)
     config = peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1, **options)

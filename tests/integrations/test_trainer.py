@@ -20,11 +20,6 @@ ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})
 SGD = (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "foreach": False})
 
 
-@pytest.fixture(autouse=True)
-def _tiny(one_thread):
-    return one_thread
-
-
 class OwnLoss:
     """What users write over `compute_loss`."""
 

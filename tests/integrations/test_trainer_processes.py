@@ -54,7 +54,8 @@ class Uneven(Trainer):
 
 
 def options(bf16: bool):
-    return dict(eval_strategy="steps", eval_steps=2, max_grad_norm=0.3, include_num_input_tokens_seen="all", bf16=bf16)
+    evaluation = dict(eval_strategy="steps", eval_steps=2, include_num_input_tokens_seen="all")
+    return dict(max_grad_norm=0.3, num_train_epochs=1, bf16=bf16) | evaluation
 
 
 def exact(folder: str) -> None:
@@ -92,10 +93,10 @@ def resumed(folder: str) -> None:
     """Both write one checkpoint, and go on from it; rank 0's own files are there once."""
     found = []
     for again in (False, True):
-        args = arguments(folder, bf16=True, save_strategy="steps", save_steps=2, max_grad_norm=0.3)
+        args = arguments(folder, bf16=True, save_strategy="steps", save_steps=1, max_steps=2, max_grad_norm=0.3)
         trainer = Trainer(gpt2(), args, train_dataset=texts(), config=BUDGET.model_copy(update={"device_memory": None}))
         if again:
-            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
         else:
             trainer.train()
         found.append(weights(trainer))
@@ -107,7 +108,7 @@ def resumed(folder: str) -> None:
     if dist.get_rank() == 0:
         plain = transformers.GPT2LMHeadModel.from_pretrained(f"{folder}/model")
         assert_same_bits(found[0], plain.state_dict(), "loaded by transformers")
-        names = {path.name for path in Path(folder, "checkpoint-2").iterdir()}
+        names = {path.name for path in Path(folder, "checkpoint-1").iterdir()}
         assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors", "patrickstar"} <= names
 
 

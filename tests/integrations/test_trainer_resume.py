@@ -21,11 +21,6 @@ from .trainers import BUDGET, Stressed, arguments, close, gpt2, logged, texts, w
 STEPS = 6
 
 
-@pytest.fixture(autouse=True)
-def _tiny(one_thread):
-    return one_thread
-
-
 class StopAfter(TrainerCallback):
     """Ends a run early, as a scheduler of jobs would; the run itself knows nothing of it."""
 
