@@ -76,10 +76,11 @@ def main(options: Sequence[str] | None = None) -> float:
     loss: float = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     stats = trainer.engine.stats.total
-    print(
-        f"loss on what was kept aside: {loss:.3f}; parameters and gradients on the device took "
-        f"{stats.device_peak_model_bytes / 2**20:.1f} MiB at most, {stats.evictions} chunks left it"
-    )
+    if trainer.is_world_process_zero():
+        print(
+            f"loss on what was kept aside: {loss:.3f}; parameters and gradients on the device took "
+            f"{stats.device_peak_model_bytes / 2**20:.1f} MiB at most, {stats.evictions} chunks left it"
+        )
     trainer.engine.close(keep=False)
     return loss
 
