@@ -1,5 +1,6 @@
 """The Trainer on the engine does what transformers' own does, to the bit where the arithmetic is the same."""
 
+import gc
 from functools import partial
 
 import numpy as np
@@ -361,3 +362,24 @@ def test_other_trainers_of_transformers_on_the_engine(tmp_path):
     plain = gpt2()
     plain.load_state_dict(state)
     assert torch.equal(found, plain.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0))
+
+
+def test_the_model_outlives_its_trainer(tmp_path):
+    """Nothing keeps the engine when the Trainer is gone: the model is an ordinary one then, in full precision."""
+    model = gpt2()
+    trainer = Stressed(model, arguments(tmp_path, bf16=True, max_steps=1), train_dataset=texts(), config=BUDGET)
+    trainer.train()
+    state = weights(trainer)
+    del trainer
+    gc.collect()
+    assert_same_bits(state, model.state_dict(), "parameters")
+    model.save_pretrained(tmp_path / "model")
+    assert_same_bits(state, GPT2LMHeadModel.from_pretrained(tmp_path / "model").state_dict(), "saved")
+
+
+def test_a_frozen_model_is_evaluated_without_states(tmp_path):
+    trainer = Stressed(gpt2().requires_grad_(False), arguments(tmp_path), eval_dataset=texts(5), config=BUDGET)
+    plain = transformers.Trainer(gpt2(), arguments(tmp_path), eval_dataset=texts(5))
+    assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    assert not any(slot.scheme.trained for slot in trainer.engine._data.slots)
+    close(trainer)

@@ -1,6 +1,7 @@
 """What `TrainingArguments` ask for, as a `ps.Config`; and what of it is refused."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,19 @@ OURS: dict[type, type[Optimizer]] = {torch.optim.AdamW: AdamW, torch.optim.SGD: 
 """What is used where `args.optim` names a class of torch for which there is a kernel."""
 SPEED_ONLY = ("fused", "foreach")
 """Options of torch's optimizers that say how, not what, is computed."""
+
+
+def decay_groups(decayed: Iterable[str], weight_decay: float) -> ParamGroups:
+    """Param groups with weight decay and without; it keeps names, since it lives as long as the engine."""
+    return partial(_groups, frozenset(decayed), weight_decay)
+
+
+def _groups(decayed: frozenset[str], weight_decay: float, model: nn.Module) -> list[dict[str, Any]]:
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    return [
+        {"params": [param for name, param in trained if name in decayed], "weight_decay": weight_decay},
+        {"params": [param for name, param in trained if name not in decayed], "weight_decay": 0.0},
+    ]
 
 
 def refuse(args: TrainingArguments) -> None:

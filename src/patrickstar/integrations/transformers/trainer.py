@@ -99,14 +99,9 @@ class Trainer(transformers.Trainer):
         kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
         return arguments.named(kind, options, self._param_groups, str(self.args.optim))
 
-    def _param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """With weight decay and without, as transformers tells them apart."""
-        decayed = set(self.get_decay_parameter_names(model))
-        trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        return [
-            {"params": [p for name, p in trained if name in decayed], "weight_decay": self.args.weight_decay},
-            {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
-        ]
+    @property
+    def _param_groups(self) -> arguments.ParamGroups:
+        return arguments.decay_groups(self.get_decay_parameter_names(self.model), self.args.weight_decay)
 
     # In the Trainer's loops
 
