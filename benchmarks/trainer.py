@@ -1,6 +1,6 @@
 """What transformers' Trainer adds to a step: the Trainer on the engine against the engine's own loop.
 
-python benchmarks/trainer.py [--device cpu] [--model gpt2-124m] [--batch 1] [--sequence 512] [--rounds 15]
+python benchmarks/trainer.py [--device cpu] [--model gpt-40m] [--batch 1] [--sequence 512] [--rounds 31]
 Two engines of one model in one process, their steps in turns: after each of the Trainer's, the loop takes one. The
 Trainer's is timed from the end of the loop's step to the end of its own, its data and its log within. Both clip, both
 step a learning rate, and both must come to the same losses, to the bit.
@@ -124,10 +124,10 @@ def run(options: argparse.Namespace) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--model", default="gpt2-124m")
+    parser.add_argument("--model", default="gpt-40m")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=31)
     options = parser.parse_args()
     publish(
         Path(__file__).stem,
