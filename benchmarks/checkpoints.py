@@ -23,6 +23,7 @@ from report import publish
 from transformers import GPT2LMHeadModel
 
 import patrickstar as ps
+from patrickstar.checkpoint.page_file import WRITERS
 from patrickstar.cli.presets import PRESETS
 from patrickstar.layout.sizes import format_size
 from patrickstar.memory.scratch import PAGE_BYTES
@@ -109,7 +110,7 @@ def main() -> None:
 
     for _ in range(3):
         step()
-    pages_bytes = 4 * engine._persistence.page_bytes
+    pages_bytes = WRITERS * engine._persistence.page_bytes
     chunk_bytes = max(chunk.compute_bytes for chunk in engine.layout.chunks)
     engine.save(folder / "one")
     nbytes = sum(file.stat().st_size for file in (folder / "one").iterdir())

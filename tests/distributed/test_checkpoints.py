@@ -78,7 +78,7 @@ def save_and_go_on(folder: str, seeds: list[int]) -> None:
         train(engine, data, 2)
         with pytest.MonkeyPatch.context() as patch:
             if seed % 4 == 1:
-                patch.setattr(PageFile, "room_bytes", property(lambda file: 0))
+                patch.setattr(PageFile, "has_room", property(lambda file: False))
             engine.save(f"{folder}/{seed}", {"drawn": 2, "rank": world.rank}, wait=seed % 2 == 0)
             kept = outcome(engine)
             seen = train(engine, data, 2)

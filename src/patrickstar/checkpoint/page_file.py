@@ -3,42 +3,48 @@
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Hashable
 from pathlib import Path
 
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from patrickstar.errors import CheckpointError
+from patrickstar.errors import CheckpointError, MoveError
 from patrickstar.layout.sizes import format_size
 from patrickstar.memory.movers import Movers, Transfer
 from patrickstar.memory.scratch import BLOCK_BYTES, NO_SPACE, PAGE_BYTES, REFUSED
 
-WRITERS = 2
-"""Threads that each have one page on its way to the disk."""
-LEAST_PAGES = WRITERS + 1
-"""One more is being filled meanwhile."""
+WRITERS = 4
+"""Threads that each have one page on its way to the disk. That is all the memory a file takes."""
+
+# [Note: bytes that stay where they are]
+# Who hands bytes in may leave them where they are, and say whose they are: then a writer copies them to its page when
+# it comes to them, beside whatever goes on. Before they change, or move, the owner is released: what waits in a page
+# that is not full is copied, and pages under way are waited for. Bytes without an owner are copied at once.
 
 
 class PageFile:
     """A new file of exactly `nbytes`, which are reserved at once, past the page cache where the file system can.
 
-    `pages` of `page_bytes` are all the memory it takes. Every page has its checksum, XXH3 of 64 bits in hex. Raises
+    It takes `WRITERS` pages of `page_bytes` as memory. Every page has its checksum, XXH3 of 64 bits in hex. Raises
     CheckpointError if the file can't be made, or the disk is full.
     """
 
-    def __init__(self, path: Path, nbytes: int, *, page_bytes: int = PAGE_BYTES, pages: int = LEAST_PAGES) -> None:
+    def __init__(self, path: Path, nbytes: int, *, page_bytes: int = PAGE_BYTES) -> None:
         assert page_bytes % BLOCK_BYTES == 0, f"a page of {page_bytes} bytes is no multiple of {BLOCK_BYTES}"
         self.path, self.nbytes, self.page_bytes = path, nbytes, page_bytes
         self.sums = [""] * -(-nbytes // page_bytes)
         self.taken = 0
         """Bytes that were handed in."""
-        self._movers = Movers(WRITERS, "save", BLOCK_BYTES)
-        self._memory = mmap.mmap(-1, pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._pages: list[torch.Tensor] = list(torch.frombuffer(self._memory, dtype=torch.uint8).split(page_bytes))
-        self._busy: list[Transfer | None] = [None] * pages
+        self._movers = Movers(WRITERS, "save", page_bytes)
+        self._parts: list[tuple[int, torch.Tensor, Hashable]] = []
+        """Of the page that is not full yet: where in it, what, and whose it is."""
+        self._under_way: deque[Transfer] = deque()
+        self._read_by: dict[Hashable, list[Transfer]] = {}
+        """Pages under way, by those whose bytes are in them."""
+        self._failed: OSError | MoveError | None = None
         self._fd = -1
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -52,50 +58,59 @@ class PageFile:
     @property
     def memory_bytes(self) -> int:
         """What its pages take."""
-        return len(self._pages) * self.page_bytes
+        return WRITERS * self.page_bytes
 
     @property
-    def room_bytes(self) -> int:
-        """How much can be handed in now without waiting for the disk."""
-        free = sum(one is None or one.done for one in self._busy)
-        return free * self.page_bytes - self.taken % self.page_bytes
+    def has_room(self) -> bool:
+        """Whether a page can be handed in without waiting for the disk."""
+        return sum(not transfer.done for transfer in self._under_way) < WRITERS
 
-    def write(self, values: torch.Tensor) -> None:
-        """Hand in the next bytes, of a contiguous tensor on any device. Raises CheckpointError if the disk fails."""
+    def write(self, values: torch.Tensor, owner: Hashable = None) -> None:
+        """Hand in the next bytes: those of a contiguous tensor, on any device; with an `owner` in this one's memory.
+
+        See [Note: bytes that stay where they are]. Raises CheckpointError if the disk fails.
+        """
         source = values.detach().reshape(-1).view(torch.uint8)
         first = 0
         while first < source.numel():
             number, begin = divmod(self.taken, self.page_bytes)
-            page = self._free_page(number % len(self._pages))
             length = min(source.numel() - first, self.page_bytes - begin)
             part = source[first : first + length]
-            if part.is_cuda:
-                page[begin : begin + length].copy_(part)
-            else:
-                ctypes.memmove(page.data_ptr() + begin, part.data_ptr(), length)
+            self._parts.append((begin, part.to("cpu", copy=True) if owner is None else part, owner))
             self.taken += length
             first += length
             if begin + length == self.page_bytes or self.taken == self.nbytes:
                 self._send(number, begin + length)
 
+    def release(self, owner: Hashable) -> None:
+        """Read nothing more of an owner's memory when this returns; what goes wrong is told by the next call."""
+        self._parts = [
+            (begin, part.clone() if whose == owner else part, None if whose == owner else whose)
+            for begin, part, whose in self._parts
+        ]
+        for transfer in self._read_by.pop(owner, ()):
+            try:
+                transfer.wait()
+            except (OSError, MoveError) as error:
+                self._failed = error
+
     def close(self) -> None:
         """Have all of it on the disk when this returns. Raises CheckpointError if that failed."""
         assert self.taken == self.nbytes, f"{self.path}: {self.taken} of {self.nbytes} bytes were written"
         try:
-            for number in range(len(self._busy)):
-                self._wait(number)
+            self._wait_for(0)
             os.ftruncate(self._fd, self.nbytes)
             os.fsync(self._fd)
         except OSError as error:
             raise self._failure(error) from error
         finally:
-            self._release()
+            self._release_file()
 
     def abandon(self) -> None:
         """Leave it as it is."""
-        self._release()
+        self._release_file()
 
-    def _release(self) -> None:
+    def _release_file(self) -> None:
         self._movers.close()
         if self._fd >= 0:
             os.close(self._fd)
@@ -118,32 +133,36 @@ class PageFile:
             return False
         return True
 
-    def _free_page(self, number: int) -> torch.Tensor:
-        self._wait(number)
-        return self._pages[number]
-
-    def _wait(self, number: int) -> None:
-        transfer = self._busy[number]
-        if transfer is not None:
-            try:
-                transfer.wait()
-            except OSError as error:
-                raise self._failure(error) from error
-            self._busy[number] = None
+    def _wait_for(self, most: int) -> None:
+        """Have at most so many pages under way."""
+        try:
+            while self._under_way and (len(self._under_way) > most or self._under_way[0].done):
+                self._under_way[0].wait()
+                self._under_way.popleft()
+            if self._failed is not None:
+                raise self._failed
+        except OSError as error:
+            raise self._failure(error) from error
 
     def _send(self, number: int, length: int) -> None:
-        """Begin to write a page of which this many bytes count."""
-        place = number % len(self._pages)
-        page, fd, sums, at = self._pages[place], self._fd, self.sums, number * self.page_bytes
+        """Begin to write the page that is full."""
+        self._wait_for(2 * WRITERS - 1)
+        parts = [(begin, part) for begin, part, _ in self._parts]
+        fd, sums, at = self._fd, self.sums, number * self.page_bytes
         whole = -(-length // BLOCK_BYTES) * BLOCK_BYTES if self._direct else length
 
         def run(stage: torch.Tensor) -> None:
-            memory = memoryview((ctypes.c_char * whole).from_address(page.data_ptr())).cast("B")
+            for begin, part in parts:
+                ctypes.memmove(stage.data_ptr() + begin, part.data_ptr(), part.numel())
+            memory = memoryview((ctypes.c_char * whole).from_address(stage.data_ptr())).cast("B")
             sums[number] = xxh3_64_hexdigest(memory[:length])
             write_all(fd, memory, at)
 
-        jobs: list[Callable[[torch.Tensor], None]] = [run]
-        self._busy[place] = self._movers.submit(jobs, f"page {number} of {self.path.name}")
+        transfer = self._movers.submit([run], f"page {number} of {self.path.name}")
+        self._under_way.append(transfer)
+        for owner in dict.fromkeys(whose for _, _, whose in self._parts if whose is not None):
+            self._read_by[owner] = [*(one for one in self._read_by.get(owner, ()) if not one.done), transfer]
+        self._parts = []
 
     def _failure(self, error: OSError) -> CheckpointError:
         return cant_write(self.path, error, self.nbytes)

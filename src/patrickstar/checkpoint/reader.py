@@ -109,6 +109,18 @@ class CheckpointReader(StorageReader):
         source = self._sources.get(MetadataIndex(name))
         return None if source is None else self._read(source, 0, prod(source.sizes)).numpy().tobytes()
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor by its name."""
+        told = self.document.tensors[name]
+        whole = torch.empty(told.shape, dtype=getattr(torch, told.dtype))
+        for part in told.parts:
+            target = whole
+            for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+                target = target.narrow(dim, offset, size)
+            source = self._sources[MetadataIndex(name, part.offsets)]
+            self._fill(target, source, 0, _strides(source))
+        return whole
+
     # Inside
 
     def _key(self, item: ReadItem) -> tuple[int, int]:
@@ -189,12 +201,17 @@ class CheckpointReader(StorageReader):
 
 def _within(item: ReadItem, source: _Source) -> tuple[int, tuple[int, ...]]:
     """The first element in its box of what an item asks for, and the strides there."""
+    strides = _strides(source)
+    return sum(o * s for o, s in zip(item.storage_offsets, strides, strict=True)), strides
+
+
+def _strides(source: _Source) -> tuple[int, ...]:
+    """Those of a box whose elements lie in a row."""
     strides, step = [], 1
     for size in reversed(source.sizes):
         strides.append(step)
         step *= size
-    strides.reverse()
-    return sum(o * s for o, s in zip(item.storage_offsets, strides, strict=True)), tuple(strides)
+    return tuple(reversed(strides))
 
 
 def _in_a_row(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -1,14 +1,14 @@
 """Safetensors files, written from front to back: any tool that knows the format reads them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 
-from patrickstar.checkpoint.page_file import LEAST_PAGES, PageFile
+from patrickstar.checkpoint.page_file import PageFile
 from patrickstar.memory.scratch import BLOCK_BYTES, PAGE_BYTES
 
 DTYPES = {
@@ -43,8 +43,8 @@ class Entry:
 class SafetensorsFile:
     """A new file with these tensors, one after the other; their bytes are handed in in this order, in any pieces.
 
-    `metadata` is text by text for the header. `pages` of `page_bytes` are all the memory that it takes. Raises
-    CheckpointError if the disk is full, before anything is handed in, or if it fails.
+    `metadata` is text by text for the header. Memory is a few pages of `page_bytes`. Raises CheckpointError if the disk
+    is full, before anything is handed in, or if it fails.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class SafetensorsFile:
         metadata: Mapping[str, str] | None = None,
         *,
         page_bytes: int = PAGE_BYTES,
-        pages: int = LEAST_PAGES,
     ) -> None:
         header = _header(entries, metadata or {})
         self.starts: list[int] = []
@@ -63,12 +62,12 @@ class SafetensorsFile:
         for entry in entries:
             self.starts.append(end)
             end += entry.nbytes
-        self.file = PageFile(path, end, page_bytes=page_bytes, pages=pages)
+        self.file = PageFile(path, end, page_bytes=page_bytes)
         self.write(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
-    def write(self, values: torch.Tensor) -> None:
-        """Hand in the next elements, contiguous."""
-        self.file.write(values)
+    def write(self, values: torch.Tensor, owner: Hashable = None) -> None:
+        """Hand in the next elements, contiguous. See [Note: bytes that stay where they are] for `owner`."""
+        self.file.write(values, owner)
 
     def close(self) -> None:
         """Have all of it on the disk when this returns."""

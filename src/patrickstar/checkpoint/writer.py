@@ -62,10 +62,10 @@ class CheckpointWriter(StorageWriter):
     Raises CheckpointError if `target` exists, or the disk is full or fails.
     """
 
-    def __init__(self, target: Path, feed: Feed, *, page_bytes: int, pages: int) -> None:
+    def __init__(self, target: Path, feed: Feed, *, page_bytes: int) -> None:
         self.target = target
         self.feed = feed
-        self.page_bytes, self.pages = page_bytes, pages
+        self.page_bytes = page_bytes
         self._partial: Partial | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -91,7 +91,7 @@ class CheckpointWriter(StorageWriter):
         folder, rank = plan.storage_data
         entries = [entry_of(item) for item in plan.items]
         path = Path(folder) / file_name(rank)
-        file = SafetensorsFile(path, entries, page_bytes=self.page_bytes, pages=self.pages)
+        file = SafetensorsFile(path, entries, page_bytes=self.page_bytes)
         try:
             self.feed.fill(file, plan.items, planner)
             file.close()

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 import patrickstar as ps
 from patrickstar.checkpoint.reader import CheckpointReader
@@ -53,11 +55,13 @@ class Kept:
         return cls(options.save_every, checkpoints, resumed, step)
 
 
-def described(source: ModelSource, corpus: Corpus) -> dict[str, str]:
-    """What it takes to make a model of this kind again: its configuration, and its tokenizer."""
+def described(source: ModelSource, module: nn.Module, corpus: Corpus) -> dict[str, Any]:
+    """What it takes to make a model of this kind again: its configuration, its tokenizer, whether that was trained."""
     return {
+        "architecture": type(module).__name__,
         "config": source.config.to_json_string(use_diff=False),
         "tokenizer": tokenizer_text(corpus, source.vocabulary),
+        "trained": source.vocabulary.file is None,
     }
 
 

@@ -203,6 +203,21 @@ def plan(
 
 
 @app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of patrickstar train, or a folder of them.")],
+    folder: Annotated[Path, typer.Argument(help="The model folder to be written: a new or an empty one.")],
+    dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Of its parameters.")] = "fp32",
+    max_shard: Annotated[str, typer.Option(help="The largest file, such as 5GB.")] = "5GB",
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the program an error arose.")] = False,
+) -> None:
+    """Make a model folder of a checkpoint: safetensors, config.json and the tokenizer, for any program."""
+    with _told_errors(traceback):
+        from patrickstar.cli.export import export as run
+
+        run(checkpoint, folder, dtype, max_shard, Console())
+
+
+@app.command()
 def doctor(
     disk: Annotated[
         Path | None, typer.Option(help="A directory for the disk tier, whose disk is to be measured too.")

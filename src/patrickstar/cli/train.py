@@ -110,7 +110,7 @@ def train(options: TrainOptions, console: Console) -> Summary:
         if rank:
             torch.manual_seed(options.seed + rank)  # what is drawn in training differs, as the data does
         try:
-            run = _Run(options, engine, batches, kept, described(source, corpus) if kept.every else {})
+            run = _Run(options, engine, batches, kept, described(source, engine.module, corpus) if kept.every else {})
             if kept.resumed is not None:
                 run.resume(kept.resumed)
                 if not options.quiet:
@@ -213,7 +213,7 @@ class _Run:
     """A run in training, and what of it a checkpoint holds beside the engine's own."""
 
     def __init__(
-        self, options: TrainOptions, engine: ps.Engine, batches: Batches, kept: "Kept", about: dict[str, str]
+        self, options: TrainOptions, engine: ps.Engine, batches: Batches, kept: "Kept", about: dict[str, Any]
     ) -> None:
         self.options = options
         self.engine = engine

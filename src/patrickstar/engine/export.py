@@ -1,8 +1,7 @@
 """A model folder that other programs load: safetensors in shards, and the model's own configuration."""
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 import torch
 
 from patrickstar.checkpoint.folder import Partial
-from patrickstar.checkpoint.page_file import cant_write
-from patrickstar.checkpoint.safetensors import DTYPES, Entry, SafetensorsFile
+from patrickstar.checkpoint.model_folder import PRECISIONS, shards_of, write_model_folder
+from patrickstar.checkpoint.safetensors import DTYPES, Entry
 from patrickstar.engine.parameters import slot_of
 from patrickstar.engine.slot import Slot
 from patrickstar.engine.state import ModelState
@@ -21,7 +20,6 @@ from patrickstar.kernels.rounding import round_into
 from patrickstar.layout.sizes import parse_size
 from patrickstar.parallel.world import World
 
-_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ROUNDED_NUMEL = 1 << 20
 """Elements that are rounded at once."""
 
@@ -44,12 +42,13 @@ class Export:
     """A model on its way into a folder. Raises ConfigError or ModelError, before anything is read, if it can't be."""
 
     def __init__(self, state: ModelState, dtype: str | None, max_shard_bytes: int | str) -> None:
-        if dtype is not None and dtype not in _PRECISIONS:
-            names = ", ".join(map(repr, _PRECISIONS))
+        if dtype is not None and dtype not in PRECISIONS:
+            names = ", ".join(map(repr, PRECISIONS))
             raise ConfigError(f"dtype {dtype!r} is none to save in; use one of {names}, or None")
-        items = _items(state, None if dtype is None else _PRECISIONS[dtype])
+        items = _items(state, None if dtype is None else PRECISIONS[dtype])
         self._state = state
-        self._shards = _shards(items, parse_size(max_shard_bytes))
+        self._held = {item.entry.name: item for item in items}
+        self._shards = shards_of([item.entry for item in items], parse_size(max_shard_bytes))
         self._texts = _configurations(state, items)
 
     def write(self, target: Path) -> CheckpointError | None:
@@ -58,14 +57,15 @@ class Export:
         Nothing is left behind if it did. See [Note: several processes write one folder].
         """
         world = None if self._state.data.peers is None else self._state.data.peers.world
-        values = (piece for shard in self._shards.values() for item in shard for piece in _values(self._state, item))
+        items = (self._held[entry.name] for shard in self._shards.values() for entry in shard)
+        values = (piece for item in items for piece in _values(self._state, item))
         writes = world is None or world.rank == 0
         partial, failed = None, None
         try:
             if writes:
                 try:
                     partial = Partial(target, over_empty=True)
-                    _write(partial.path, self._shards, values, self._texts)
+                    write_model_folder(partial.path, self._shards, values, self._texts)
                 except CheckpointError as error:
                     failed = error
             if world is not None:
@@ -103,23 +103,6 @@ def _items(state: ModelState, dtype: torch.dtype | None) -> list[Item]:
     return items
 
 
-def _shards(items: Sequence[Item], max_bytes: int) -> dict[str, list[Item]]:
-    """Files by their names, each of at most so many bytes, or of one tensor."""
-    shards: list[list[Item]] = [[]]
-    taken = 0
-    for item in items:
-        if shards[-1] and taken + item.entry.nbytes > max_bytes:
-            shards.append([])
-            taken = 0
-        shards[-1].append(item)
-        taken += item.entry.nbytes
-    count = len(shards)
-    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    # Wide numbers first: then each lies at a multiple of its size.
-    ordered = [sorted(shard, key=lambda item: -item.entry.dtype.itemsize) for shard in shards]
-    return dict(zip(names if count > 1 else ["model.safetensors"], ordered, strict=True))
-
-
 def _configurations(state: ModelState, items: Sequence[Item]) -> dict[str, str]:
     """The model's configuration, if it is one of transformers', and how it generates, as text by file name."""
     texts = {}
@@ -151,43 +134,6 @@ def _values(state: ModelState, item: Item) -> Iterator[torch.Tensor]:
                 rounded = torch.empty_like(part, dtype=item.entry.dtype)
                 round_into(rounded, part)
                 yield rounded
-
-
-def _write(
-    folder: Path, shards: Mapping[str, Sequence[Item]], values: Iterator[torch.Tensor], texts: Mapping[str, str]
-) -> None:
-    for name, shard in shards.items():
-        file = SafetensorsFile(folder / name, [item.entry for item in shard], {"format": "pt"})
-        try:
-            left = sum(item.entry.nbytes for item in shard)
-            while left:
-                piece = next(values)
-                file.write(piece)
-                left -= piece.nbytes
-            file.close()
-        except BaseException:
-            file.abandon()
-            raise
-    if len(shards) > 1:
-        entries = [(item.entry, name) for name, shard in shards.items() for item in shard]
-        index = {
-            "metadata": {"total_size": sum(entry.nbytes for entry, _ in entries)},
-            "weight_map": {entry.name: name for entry, name in sorted(entries, key=lambda one: one[0].name)},
-        }
-        texts = {**texts, "model.safetensors.index.json": json.dumps(index, indent=2) + "\n"}
-    for name, text in texts.items():
-        _write_text(folder / name, text)
-
-
-def _write_text(path: Path, text: str) -> None:
-    data = text.encode()
-    try:
-        with path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise cant_write(path, error, len(data)) from error
 
 
 def _first_told(world: World, own: CheckpointError | None) -> CheckpointError | None:

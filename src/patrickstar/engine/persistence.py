@@ -13,6 +13,7 @@ import torch.distributed as dist
 from xxhash import xxh3_64_hexdigest
 
 from patrickstar.checkpoint import orchestra, plain
+from patrickstar.checkpoint.page_file import WRITERS
 from patrickstar.checkpoint.reader import CheckpointReader
 from patrickstar.engine.loading import LoadingPlanner
 from patrickstar.engine.parameters import slot_of
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from patrickstar.engine.engine import Engine
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-PAGES = 4
-"""Pages that are filled and written in turn. Together they take two chunks at most."""
 
 
 class Persistence:
@@ -80,16 +79,14 @@ class Persistence:
             pieces = self._with_other_buffers(pieces)
             target = Path(self.tell(str(target.absolute())))
             group = None if engine.world is None else engine.world.checkpoints
-            data.saving = self.saving = Saving(
-                target, pieces, data, group, page_bytes=self.page_bytes, pages=PAGES, done=done
-            )
+            data.saving = self.saving = Saving(target, pieces, data, group, page_bytes=self.page_bytes, done=done)
             self.saving.copy_what_is_at_hand()
 
     @property
     def page_bytes(self) -> int:
-        """What is written at once: a page, or half of the largest chunk if that is less."""
+        """What is written at once: a page, or as much as all writers have at a time of two of the largest chunks."""
         largest = max(chunk.compute_bytes // max(1, len(chunk.cuts) - 1) for chunk in self.engine.layout.chunks)
-        return min(PAGE_BYTES, max(1, largest // 2 // BLOCK_BYTES) * BLOCK_BYTES)
+        return min(PAGE_BYTES, max(1, 2 * largest // WRITERS // BLOCK_BYTES) * BLOCK_BYTES)
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one. Raises CheckpointError if it failed."""
@@ -151,6 +148,7 @@ class Persistence:
             "groups": groups,
             "steps": {slot.name: slot.steps for slot in engine._data.slots if slot.steps},
             "memory": {slot.name: slot.memory for slot in engine._data.slots if slot.memory},
+            "buffers": sorted(self._buffers()),
             "loss_scale": engine._scaler.state_dict(),
             "extra": {
                 name: value for name, value in engine._state.entries().items() if not isinstance(value, torch.Tensor)
@@ -321,6 +319,13 @@ def stored_state(reader: CheckpointReader) -> dict[str, Any]:
     """What the user's first process gave when the checkpoint was written, as plain data."""
     found: dict[str, Any] = _plain_dict(reader, of_rank(0)).get("user", {})
     return found
+
+
+def stored_values(reader: CheckpointReader) -> dict[str, bool]:
+    """The model's tensors by their names there, and whether each is a parameter, not a buffer."""
+    buffers = set(_plain_dict(reader, COMMON)["buffers"])
+    names = (name.removeprefix("model.") for name in reader.document.tensors if name.startswith("model."))
+    return {name: name not in buffers for name in names}
 
 
 def _plain_dict(reader: CheckpointReader, name: str) -> dict[str, Any]:

@@ -12,25 +12,34 @@ from patrickstar.checkpoint.orchestra import save
 from patrickstar.checkpoint.safetensors import SafetensorsFile
 from patrickstar.checkpoint.writer import CheckpointWriter
 from patrickstar.engine.model_data import ModelData
-from patrickstar.engine.snapshot import Piece, SnapshotPlanner, runs_of, values
+from patrickstar.engine.snapshot import (
+    Piece,
+    SnapshotPlanner,
+    kinds_of,
+    lies_in_order,
+    list_kind,
+    runs_of,
+    values,
+)
 from patrickstar.errors import CheckpointError
+from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.interrupts import uninterrupted
 
 POLL_S = 0.02
 """Between two looks whether the other thread lives."""
 
 # [Note: saving beside training]
-# Masters and states change in updates alone. So what a checkpoint wants of them is copied, page by page, to the pages
-# of its file between operators of the forward and backward that follow, as the disk takes the pages before; and before
-# a chunk is updated, what is left of it is copied, if need be after waiting for the disk. Extra memory is those pages
-# alone. All bytes are copied by the training thread, which alone knows where chunks are; another one plans with the
-# other processes, writes the document, and waits.
+# Masters and states change in updates alone. So what a checkpoint wants of them is written, page by page, between
+# operators of the forward and backward that follow, as the disk takes the pages before; what lies on the host stays
+# there until a writer copies it. Before a chunk is updated, what is left of it is handed in, and waited for. Extra
+# memory is the writers' pages, and a few more for what lies elsewhere. The training thread alone knows where chunks
+# are; another one plans with the other processes, writes the document, and waits.
 
 
 class Saving:
     """One checkpoint that is being written.
 
-    `pages` of `page_bytes` are the memory it takes. `done` is called in the end, in the other thread, if the
+    It takes a few pages of `page_bytes`. `done` is called in the end, in the other thread, if the
     checkpoint is complete.
     """
 
@@ -42,7 +51,6 @@ class Saving:
         group: dist.ProcessGroup | None,
         *,
         page_bytes: int,
-        pages: int,
         done: Callable[[], None] | None,
     ) -> None:
         self.target = target
@@ -58,7 +66,7 @@ class Saving:
         self._left = Counter(piece.slot.place.chunk for piece in pieces if piece.slot is not None)
         """How many pieces of each chunk are not copied yet."""
         self._next = next(self._runs, None)
-        writer = CheckpointWriter(target, self, page_bytes=page_bytes, pages=pages)
+        writer = CheckpointWriter(target, self, page_bytes=page_bytes)
         planner = SnapshotPlanner(pieces, data)
 
         def run() -> None:
@@ -96,7 +104,7 @@ class Saving:
         """Copy as much as the disk has room for, without waiting."""
         if not self._ready.is_set():
             return
-        while not self.copied and self._file is not None and self._file.file.room_bytes >= self._page_bytes:
+        while not self.copied and self._file is not None and self._file.file.has_room:
             self._copy_next()
 
     def before_update(self, index: int) -> None:
@@ -105,6 +113,9 @@ class Saving:
             self._wait_for_file()
             if not self.copied:
                 self._copy_next()
+        for slot in self.data.by_chunk[index][:1]:
+            for kind in kinds_of(slot):
+                self.data.manager[list_kind(slot, kind), index].release_saver()
 
     def copy_all(self) -> None:
         """Want nothing of chunks any more when this returns."""
@@ -112,6 +123,8 @@ class Saving:
             self._wait_for_file()
             if not self.copied:
                 self._copy_next()
+        for chunk in self.data.manager.chunks.values():
+            chunk.release_saver()
 
     def copy_what_is_at_hand(self) -> None:
         """Want nothing but chunks any more when this returns."""
@@ -154,7 +167,10 @@ class Saving:
         piece, run, last = self._next
         try:
             for part in values(piece, self.data, run) if piece.box.numel else ():
-                self._file.write(part)
+                owner = self._owner(piece)
+                self._file.write(part, owner)
+                if owner is not None:
+                    owner.saver = self._file.file
         except BaseException as error:
             self._end(error)
             if not isinstance(error, CheckpointError):
@@ -165,6 +181,13 @@ class Saving:
         self._next = next(self._runs, None)
         if self._next is None:
             self._end(None)
+
+    def _owner(self, piece: Piece) -> Chunk | None:
+        """The chunk in whose host memory a piece lies as it is written, which then need not be copied at once."""
+        if piece.slot is None or not lies_in_order(piece.slot):
+            return None
+        chunk = self.data.manager[list_kind(piece.slot, piece.kind), piece.slot.place.chunk]
+        return chunk if chunk.host_valid and not chunk.device_valid else None
 
     def _end(self, failed: BaseException | None) -> None:
         self._next, self._failed = None, failed

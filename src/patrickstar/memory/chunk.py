@@ -1,6 +1,8 @@
 """A chunk: a contiguous buffer that lies on the device, on the host or on disk, duplicates possible."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -19,6 +21,14 @@ class Region:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+
+class Saver(Protocol):
+    """Writes a checkpoint."""
+
+    def release(self, owner: Hashable) -> None:
+        """Read nothing more of a chunk's memory when this returns."""
+        ...
 
 
 class Chunk:
@@ -55,6 +65,8 @@ class Chunk:
         self.leaving_to = Tier.HOST
         self.host_reader: Transfer | None = None
         """A copy from its host memory that those who compute on a GPU wait for, and nobody else has yet."""
+        self.saver: Saver | None = None
+        """Who reads its host memory for a checkpoint, and has to be done with that before it changes or moves."""
         self.reading: list[Transfer] = []
         """Pages on their way from its place on disk to an update's, past which nothing may write them."""
         self.writing: list[Transfer] = []
@@ -117,6 +129,12 @@ class Chunk:
         if self.host is not None and not self.device_valid:
             return self.host.untyped_storage()
         return self.storage
+
+    def release_saver(self) -> None:
+        """No checkpoint reads its host memory when this returns."""
+        if self.saver is not None:
+            self.saver.release(self)
+            self.saver = None
 
     @property
     def whole(self) -> Region:

@@ -163,3 +163,4 @@ def _wait_for_copies(chunk: Chunk) -> None:
         if transfer is not None:
             transfer.wait()
     chunk.host_reader = None
+    chunk.release_saver()

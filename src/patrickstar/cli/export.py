@@ -1,0 +1,82 @@
+"""The job of ``patrickstar export``: a checkpoint of a run becomes a model folder that other programs load."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+
+import patrickstar as ps
+from patrickstar.checkpoint.folder import Partial
+from patrickstar.checkpoint.model_folder import PRECISIONS, shards_of, write_model_folder
+from patrickstar.checkpoint.reader import CheckpointReader
+from patrickstar.checkpoint.safetensors import Entry
+from patrickstar.cli.tokenizer import END
+from patrickstar.engine.persistence import stored_state, stored_values
+from patrickstar.errors import CheckpointError
+from patrickstar.kernels.rounding import round_into
+from patrickstar.layout.sizes import format_size, parse_size
+
+
+def export(
+    checkpoint: Path, folder: Path, dtype: Literal["bf16", "fp16", "fp32"], max_shard: str, console: Console
+) -> None:
+    """Write a model folder from a checkpoint, or the newest of a folder of them, a tensor at a time.
+
+    Raises CheckpointError if it is none of ``patrickstar train``, is damaged, or the folder can't be written.
+    """
+    reader = CheckpointReader(ps.Checkpoints(checkpoint).newest() or checkpoint)
+    run = stored_state(reader).get("run")
+    if not isinstance(run, dict) or "config" not in run:
+        raise CheckpointError(
+            f"{reader.folder} was not written by patrickstar train, and does not say what model it is of; load it into "
+            f"an engine with engine.load, and use engine.save_pretrained"
+        )
+    names = stored_values(reader)
+    wanted = PRECISIONS[dtype]
+    entries = [_entry(reader, name, wanted if is_parameter else None) for name, is_parameter in names.items()]
+    shards = shards_of(entries, parse_size(max_shard))
+    partial = Partial(folder, over_empty=True)
+    try:
+        values = (value for shard in shards.values() for entry in shard for value in _value(reader, entry))
+        write_model_folder(partial.path, shards, values, _texts(run, wanted))
+        partial.appear()
+    except BaseException:
+        partial.abandon()
+        raise
+    nbytes = sum(entry.nbytes for entry in entries)
+    console.print(
+        f"{folder}: {len(entries)} tensors, {format_size(nbytes)} in {dtype}, from {reader.folder}",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
+
+
+def _entry(reader: CheckpointReader, name: str, dtype: torch.dtype | None) -> Entry:
+    told = reader.document.tensors[f"model.{name}"]
+    own: torch.dtype = getattr(torch, told.dtype)
+    return Entry(name, dtype if dtype is not None and own.is_floating_point else own, tuple(told.shape))
+
+
+def _value(reader: CheckpointReader, entry: Entry) -> Iterator[torch.Tensor]:
+    value = reader.tensor(f"model.{entry.name}")
+    if value.dtype is entry.dtype:
+        yield value
+        return
+    rounded = torch.empty_like(value, dtype=entry.dtype)
+    round_into(rounded, value)
+    yield rounded
+
+
+def _texts(run: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
+    """The configuration, as the model library writes it, and the tokenizer."""
+    fields = json.loads(run["config"])
+    fields |= {"dtype": str(dtype).removeprefix("torch."), "use_cache": True, "architectures": [run["architecture"]]}
+    texts = {"config.json": json.dumps(fields, indent=2, sort_keys=True) + "\n", "tokenizer.json": run["tokenizer"]}
+    if run["trained"]:
+        told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+        texts["tokenizer_config.json"] = json.dumps(told, indent=2) + "\n"
+    return texts
