@@ -1,0 +1,125 @@
+"""`patrickstar train --save-every … --resume …`, and `patrickstar export`, on models of a few thousand parameters."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_cli_train import CONFIG
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner, Result
+
+from patrickstar.checkpoint.reader import CheckpointReader
+from patrickstar.cli.main import app
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    Path("text.py").write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(200)))
+    # With dropout, so that the generators' states show.
+    Path("model.json").write_text(json.dumps(CONFIG | {"resid_pdrop": 0.1}))
+
+
+def call(command: str, *words: object) -> Result:
+    return CliRunner().invoke(app, [command, *map(str, words)])
+
+
+def train(*words: object) -> Result:
+    options = ["--model", "model.json", "--data", "text.py", "--sequence", 16, "--batch", 2, "--device", "cpu"]
+    return call("train", *options, "--lr", "1e-2", "--steps", 7, *words)
+
+
+def steps(log: str) -> list[dict[str, object]]:
+    records = [json.loads(line) for line in Path(log).read_text().splitlines()]
+    return [
+        {key: record[key] for key in ("step", "loss", "learning_rate", "gradient_norm")}
+        for record in records
+        if record["kind"] == "step"
+    ]
+
+
+def test_a_run_that_is_resumed_is_the_one_that_was_not_stopped() -> None:
+    assert train("--log", "whole.jsonl").exit_code == 0
+    done = train("--log", "cut.jsonl", "--save-every", 2, "--keep", 9, "--save-to", "kept")
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in Path("kept").iterdir()) == ["step-2", "step-4", "step-6", "step-7"]
+    for late in ("step-6", "step-7"):
+        shutil.rmtree(Path("kept", late))
+    # The run was killed in step 6, while it wrote to its log.
+    lines = Path("cut.jsonl").read_text().splitlines(keepends=True)
+    Path("cut.jsonl").write_text("".join(lines[:5]) + lines[5][:20])
+    done = train("--log", "cut.jsonl", "--save-every", 2, "--keep", 2, "--resume", "kept")
+    assert done.exit_code == 0, done.output
+    assert "resumed from kept/step-4" in done.output
+    assert steps("cut.jsonl") == steps("whole.jsonl")
+    assert sorted(path.name for path in Path("kept").iterdir()) == ["step-6", "step-7"]
+
+
+def test_resuming_from_one_checkpoint_among_others() -> None:
+    assert train("--log", "one.jsonl", "--save-every", 3, "--save-to", "kept").exit_code == 0
+    done = train("--log", "two.jsonl", "--resume", "kept/step-3", "--device-memory", "16MiB", "--chunk-size", 2000)
+    assert done.exit_code == 0, done.output
+    assert steps("two.jsonl") == steps("one.jsonl")[3:]
+    assert len(list(Path("kept").iterdir())) == 3, "nothing is saved where nothing is asked for"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--resume", "nowhere"], "no such folder"),
+        (["--resume", "empty"], "there is no checkpoint to resume from"),
+        (["--resume", "kept"], "nothing is left to do"),
+        (["--resume", "kept", "--steps", 9, "--seed", 5], "'seed': 5"),
+        (["--resume", "kept", "--steps", 9, "--sequence", 8], "'sequence': 8"),
+        (["--resume", "kept", "--steps", 9, "--model", "gpt-1m"], "does not fit the model"),
+        (["--save-every", 2, "--save-to", "kept"], "has checkpoints of an earlier run (step-7)"),
+        (["--save-to", "other"], "--save-every"),
+        (["--resume", "kept/step-7/rank-00000.safetensors"], "no such folder"),
+    ],
+)
+def test_what_can_not_be_resumed_or_saved(words: list[object], told: str) -> None:
+    Path("empty").mkdir()
+    assert train("--save-every", 7, "--save-to", "kept").exit_code == 0
+    done = train(*words)
+    assert done.exit_code == 2
+    assert done.output.count("error: ") == 1 and told in done.output, done.output
+
+
+def test_exporting() -> None:
+    assert train("--save-every", 7, "--save-to", "kept").exit_code == 0
+    done = call("export", "kept", "full")
+    assert done.exit_code == 0, done.output
+    assert "in fp32, from kept/step-7" in done.output
+    assert call("export", "kept/step-7", "half", "--dtype", "bf16", "--max-shard", "20KB").exit_code == 0
+    assert len(list(Path("half").glob("*.safetensors"))) > 1
+    full, half = (AutoModelForCausalLM.from_pretrained(folder) for folder in ("full", "half"))
+    tokenizer = AutoTokenizer.from_pretrained("full")
+    ids = tokenizer("def f1(x):", return_tensors="pt")["input_ids"]
+    assert tokenizer.decode(ids[0]) == "def f1(x):"
+    reader = CheckpointReader("kept/step-7")
+    stored = load_file("full/model.safetensors")
+    assert full.dtype is torch.float32 and half.dtype is torch.bfloat16
+    assert "lm_head.weight" not in stored, "tied weights are saved once"
+    for name, value in full.state_dict().items():
+        if name in stored:
+            assert torch.equal(value, reader.tensor(f"model.{name}")), name
+            assert torch.equal(half.state_dict()[name], value.to(torch.bfloat16)), name
+    # What was exported can be trained on, with its tokenizer.
+    done = call("train", "--model", "half", "--data", "text.py", "--steps", 1, "--sequence", 8, "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    for words, told in (
+        (["kept", "full"], "full exists"),
+        (["full", "new"], "it is a model folder"),
+        (["nowhere", "new"], "no such folder"),
+        (["kept", "new", "--max-shard", "much"], "'much'"),
+    ):
+        done = call("export", *words)
+        assert done.exit_code == 2 and told in done.output, done.output
+    assert not Path("new").exists()
