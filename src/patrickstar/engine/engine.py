@@ -3,7 +3,7 @@
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -289,21 +289,26 @@ class Engine:
 
     # State
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers under the model's own names, in full precision, on the host.
 
         Trained parameters are their fp32 masters; a frozen one has the precision it computes in. Tied names are there
         each, as in `nn.Module.state_dict`, over one tensor.
+        names: those wanted, if not all; nothing else is read. Raises ModelError for a name that the model hasn't.
         """
         self._check_open()
         with self._stopping_on_loss():
             self._complete()
             self._data.meet(Want.STATE)
             with self._data.together():
-                return self._state.state_dict()
+                return self._state.state_dict(names)
 
-    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Take parameters and buffers back. Raises ModelError, before anything changes, when names or shapes differ."""
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Take parameters and buffers back, one after the other.
+
+        strict: without it, what is missing keeps its value. Raises ModelError, before anything changes, when other
+        names or shapes differ.
+        """
         self._check_open()
         self._early.check("loading a state")
         with self._stopping_on_loss():
@@ -311,7 +316,7 @@ class Engine:
             self._persistence.copy_all()
             self._data.meet(Want.STATE)  # nobody gathers a part of the old one from here on
             self._gradients.drop()
-            self._state.load_state_dict(state_dict)
+            self._state.load_state_dict(state_dict, strict)
 
     def save_pretrained(
         self, directory: str | Path, *, dtype: str | None = None, max_shard_bytes: int | str = "5GB"
@@ -335,18 +340,21 @@ class Engine:
         if failed is not None:
             raise failed
 
-    def save(self, path: str | Path, state: Mapping[str, Any] = NOTHING, *, wait: bool = True) -> None:
+    def save(
+        self, path: str | Path, state: Mapping[str, Any] = NOTHING, *, wait: bool = True, frozen: bool = True
+    ) -> None:
         """Write a checkpoint to `path`, a new folder, which is complete or not there. All processes have to come.
 
         It holds all that a run needs to go on with the same bits, in full precision: parameters, the optimizer's
         states and param groups, the loss scale, buffers and random generators. state: what else belongs to the run, by
         name: plain data, or anything with a `state_dict` of plain data (a scheduler, a data loader). wait: without it
-        training goes on meanwhile; a failure is then a warning in a later step. Raises CheckpointError, and leaves
-        nothing behind, if there is something at `path`, the disk is full, or the state is not plain.
+        training goes on meanwhile; a failure is then a warning in a later step. frozen: without it frozen parameters
+        are left out, and a load leaves them as they are. Raises CheckpointError, and leaves nothing behind, if there is
+        something at `path`, the disk is full, or the state is not plain.
         """
         self._check_open()
         with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._persistence.begin(Path(path), state)
+            self._persistence.begin(Path(path), state, frozen=frozen)
             if wait:
                 self._persistence.finish()
 
@@ -396,7 +404,7 @@ class Engine:
             self._plan()
         self._scaler.update(overflow)
         peak = max(self._clock.non_model_peak, self._clock.trace.peak_non_model_bytes)
-        self.stats.close_step(manager, self._scaler.scale, peak)
+        self.stats.close_step(manager, overflow, self._scaler.scale, peak)
         self._clock.non_model_peak = 0
 
     def _drop_gradients(self) -> None:

@@ -52,8 +52,13 @@ class Persistence:
 
     # Saving
 
-    def begin(self, target: Path, state: Mapping[str, Any], done: Callable[[], None] | None = None) -> None:
-        """Begin to write a checkpoint; with several processes all have to come. `done` is called when it is there."""
+    def begin(
+        self, target: Path, state: Mapping[str, Any], done: Callable[[], None] | None = None, *, frozen: bool = True
+    ) -> None:
+        """Begin to write a checkpoint; with several processes all have to come.
+
+        `done` is called when it is there. frozen: with parameters that are.
+        """
         engine, data = self.engine, self.engine._data
         self.end()
         engine._early.check("saving")
@@ -69,7 +74,7 @@ class Persistence:
                         f"{waiting[0]!r} and others have gradients that were not used yet, and no checkpoint holds "
                         f"gradients; save between optimizer.step() and the next backward"
                     )
-                pieces = self._pieces(state)
+                pieces = self._pieces(state, frozen)
             except PatrickStarError as found:
                 error = found
             self._agree(error)
@@ -127,7 +132,7 @@ class Persistence:
         if self.saving is not None:
             self.saving.copy_all()
 
-    def _pieces(self, state: Mapping[str, Any]) -> list[Piece]:
+    def _pieces(self, state: Mapping[str, Any], frozen: bool) -> list[Piece]:
         """All that this process writes: first what may change at any time."""
         engine, (rank, _) = self.engine, self._place
         own = {
@@ -136,11 +141,14 @@ class Persistence:
         }
         found = [plain_piece(of_rank(rank), plain.dumps(own, "the state"))]
         if rank == 0:
-            found.append(plain_piece(COMMON, plain.dumps(self._common(), "the optimizer's state")))
+            found.append(plain_piece(COMMON, plain.dumps(self._common(frozen), "the optimizer's state")))
             found += pieces_of_tensors({f"model.{name}": value for name, value in self._buffers().items()})
-        return found + pieces_of(engine._data, engine._update.order)
+        for piece in pieces_of(engine._data, engine._update.order):
+            if frozen or (piece.slot is not None and piece.slot.scheme.trained):
+                found.append(piece)
+        return found
 
-    def _common(self) -> dict[str, Any]:
+    def _common(self, frozen: bool) -> dict[str, Any]:
         engine, optimizer = self.engine, self.engine.optimizer
         groups = []
         for group in optimizer.param_groups:
@@ -149,6 +157,7 @@ class Persistence:
         return {
             "patrickstar": version("patrickstar"),
             "precision": engine.config.precision,
+            "frozen": frozen,
             "optimizer": type(engine.config.optimizer).__name__,
             "states": list(engine.config.optimizer.states),
             "groups": groups,
@@ -229,6 +238,8 @@ class Persistence:
         shapes = {f"model.{slot.name}": list(slot.shape) for slot in engine._data.slots}
         shapes |= {f"model.{name}": list(value.shape) for name, value in self._buffers().items()}
         missing, surplus = shapes.keys() - stored.keys(), stored.keys() - shapes.keys()
+        if not common["frozen"]:
+            missing -= {f"model.{slot.name}" for slot in engine._data.slots if not slot.scheme.trained}
         other = [name for name in shapes.keys() & stored.keys() if stored[name].shape != shapes[name]]
         if missing or surplus or other:
             differences = {"it lacks": missing, "the model lacks": surplus, "of another shape are": other}

@@ -1,7 +1,7 @@
 """Parameters, buffers and optimizer states by name, in full precision."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,11 +68,16 @@ class ModelState:
         else:
             yield self.full_precision(slot).contiguous().view(-1)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """As `nn.Module.state_dict` names it; tied names share one tensor."""
+    def state_dict(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """As `nn.Module.state_dict` names it, or these names of it; tied names share one tensor."""
+        entries = self.entries()
+        if names is not None:
+            if unknown := set(names) - entries.keys():
+                raise ModelError(f"the model's state has nothing named {', '.join(map(repr, sorted(unknown)))}")
+            entries = {name: tensor for name, tensor in entries.items() if name in names}
         values: dict[Slot, torch.Tensor] = {}
         state = {}
-        for name, tensor in self.entries().items():
+        for name, tensor in entries.items():
             slot = slot_of(tensor)
             if slot is None:
                 plain = isinstance(tensor, torch.Tensor)
@@ -83,10 +88,13 @@ class ModelState:
             state[name] = values[slot]
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Take it back; nothing changes unless all names and shapes fit."""
         own = self.entries()
         missing, unknown = own.keys() - state_dict.keys(), state_dict.keys() - own.keys()
+        if not strict:
+            own = {name: value for name, value in own.items() if name not in missing}
+            missing = set()
         tensors = {name for name, value in own.items() if isinstance(value, torch.Tensor)} & state_dict.keys()
         shapes = [name for name in tensors if own[name].shape != state_dict[name].shape]
         if missing or unknown or shapes:

@@ -11,6 +11,8 @@ class StepStats:
     """One optimizer step, or all of them: peaks are maxima, the rest are sums."""
 
     steps: int = 0
+    overflows: int = 0
+    """Steps that changed nothing but the loss scale, since gradients were not finite with fp16."""
     loss_scale: float = 1.0
     device_peak_model_bytes: int = 0
     device_peak_non_model_bytes: int = 0
@@ -35,6 +37,7 @@ class StepStats:
         """Both together."""
         return StepStats(
             steps=self.steps + later.steps,
+            overflows=self.overflows + later.overflows,
             loss_scale=later.loss_scale,
             device_peak_model_bytes=max(self.device_peak_model_bytes, later.device_peak_model_bytes),
             device_peak_non_model_bytes=max(self.device_peak_non_model_bytes, later.device_peak_non_model_bytes),
@@ -61,12 +64,13 @@ class Stats:
     total: StepStats = StepStats()
     _mark: Traffic = field(default_factory=Traffic)
 
-    def close_step(self, manager: Manager, loss_scale: float, non_model_peak: int) -> None:
+    def close_step(self, manager: Manager, overflow: bool, loss_scale: float, non_model_peak: int) -> None:
         """Read the manager's counters at the end of a step, and start its peaks anew."""
         moved = manager.traffic.since(self._mark)
         self._mark = manager.traffic.copy()
         self.last = StepStats(
             steps=1,
+            overflows=int(overflow),
             loss_scale=loss_scale,
             device_peak_model_bytes=manager.compute.peak,
             device_peak_non_model_bytes=non_model_peak,

@@ -1,5 +1,19 @@
-"""Models of the transformers library: built without memory, filled from local folders of safetensors."""
+"""The transformers library on top of the engine: models from local folders of safetensors, and its Trainer."""
+
+from typing import TYPE_CHECKING, Any
 
 from patrickstar.integrations.transformers.load import from_pretrained
 
-__all__ = ["from_pretrained"]
+if TYPE_CHECKING:
+    from patrickstar.integrations.transformers.trainer import Trainer
+
+__all__ = ["Trainer", "from_pretrained"]
+
+
+def __getattr__(name: str) -> Any:
+    # The Trainer needs accelerate, which whoever reads model folders may not have.
+    if name == "Trainer":
+        from patrickstar.integrations.transformers.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,143 @@
+"""What transformers' Trainer adds to a step: the Trainer on the engine against the engine's own loop.
+
+python benchmarks/trainer.py [--device cpu] [--model gpt-40m] [--batch 1] [--sequence 512] [--rounds 31]
+Two engines of one model in one process, their steps in turns: after each of the Trainer's, the loop takes one. The
+Trainer's is timed from the end of the loop's step to the end of its own, its data and its log within. Both clip, both
+step a learning rate, and both must come to the same losses, to the bit.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from report import publish
+from transformers import GPT2LMHeadModel, PreTrainedModel, TrainerCallback, TrainingArguments
+
+import patrickstar as ps
+from patrickstar.cli.presets import PRESETS
+from patrickstar.integrations.transformers import Trainer
+
+WARM_UP = 4
+
+
+def build(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = PRESETS[name].config()
+    config.use_cache = False
+    for dropout in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        setattr(config, dropout, 0.0)  # both draw from one generator
+    model = GPT2LMHeadModel(config).train()
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+class Loop:
+    """The engine's own loop, over batches that are there."""
+
+    def __init__(self, options: argparse.Namespace, groups: Any) -> None:
+        optimizer = ps.AdamW(lr=1e-4, param_groups=groups)
+        self.engine, self.optimizer = ps.initialize(
+            build(options.model), ps.Config(device=options.device, optimizer=optimizer)
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
+
+    def step(self, batch: dict[str, torch.Tensor]) -> float:
+        loss = self.engine(**batch, num_items_in_batch=batch["labels"][:, 1:].numel()).loss
+        self.engine.backward(loss)
+        self.engine.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+class InTurns(TrainerCallback):
+    """After each step of the Trainer's, one of the loop's."""
+
+    def __init__(self, loop: Loop, batches: list[dict[str, torch.Tensor]]) -> None:
+        self.loop = loop
+        self.batches = batches
+        self.pairs: list[tuple[float, float]] = []
+        self.losses: list[float] = []
+        self.since = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        ended = time.perf_counter()
+        self.losses.append(self.loop.step(self.batches[state.global_step - 1]))
+        now = time.perf_counter()
+        self.pairs.append((ended - self.since, now - ended))
+        self.since = now
+
+
+def run(options: argparse.Namespace) -> list[str]:
+    steps = WARM_UP + options.rounds
+    vocabulary = PRESETS[options.model].config().vocab_size
+    examples = [
+        {"input_ids": ids, "labels": ids}
+        for ids in torch.randint(0, vocabulary, (steps * options.batch, options.sequence))
+    ]
+    batches = [
+        {name: torch.stack([one[name] for one in examples[at : at + options.batch]]) for name in examples[0]}
+        for at in range(0, len(examples), options.batch)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            folder,
+            use_cpu=options.device == "cpu",
+            bf16=True,
+            per_device_train_batch_size=options.batch,
+            max_steps=steps,
+            learning_rate=1e-4,
+            lr_scheduler_type="constant",
+            train_sampling_strategy="sequential",
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        trainer = Trainer(build(options.model), args, train_dataset=examples)
+        trainer.create_optimizer()
+        turns = InTurns(Loop(options, trainer._param_groups), batches)
+        trainer.add_callback(turns)
+        trainer.train()
+        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == turns.losses, f"losses differ: {logged} and {turns.losses}"
+    pairs = turns.pairs[WARM_UP:]
+    ratios = sorted(trainers / loops for trainers, loops in pairs)
+    for engine in (trainer.engine, turns.loop.engine):
+        engine.close(keep=False)
+    return [
+        options.model,
+        f"{median(loops for _, loops in pairs):.4f}",
+        f"{median(trainers for trainers, _ in pairs):.4f}",
+        f"{1e3 * median(trainers - loops for trainers, loops in pairs):.1f}",
+        f"{median(ratios):.3f}",
+        f"{ratios[0]:.3f} - {ratios[-1]:.3f}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", default="gpt-40m")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=31)
+    options = parser.parse_args()
+    publish(
+        Path(__file__).stem,
+        options.device,
+        f"bf16, {options.batch} x {options.sequence} tokens per step, everything fits, clipping, a log entry per step. "
+        f"Limit: the Trainer's step takes at most 1.03 of the loop's. Losses of both are the same bits.",
+        ["model", "loop, s/step", "Trainer, s/step", "more, ms (median of pairs)", "ratio (median of pairs)", "range"],
+        [run(options)],
+    )
+
+
+if __name__ == "__main__":
+    main()

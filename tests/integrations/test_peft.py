@@ -1,0 +1,128 @@
+"""Adapters of PEFT: the base model is frozen in 16 bits, adapters are trained in full precision, and they are saved."""
+
+import pytest
+import torch
+import transformers
+
+peft = pytest.importorskip("peft")
+
+from patrickstar.checkpoint.reader import CheckpointReader  # noqa: E402
+from patrickstar.integrations.transformers.saved import adapter_names  # noqa: E402
+from patrickstar.testing import assert_same_bits  # noqa: E402
+
+from .test_trainer_resume import StopAfter, result  # noqa: E402
+from .trainers import BUDGET, Stressed, arguments, close, gpt2, logged, same_but_norms, texts, weights  # noqa: E402
+
+# What PEFT itself says of a GPT-2, whose layers are transposed, and of transformers' new names.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+]
+ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})
+
+
+def adapted(base_dtype=torch.float32, **options):
+    base = gpt2().to(base_dtype)
+    config = peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1, **options)
+    return peft.get_peft_model(base, config)
+
+
+def trainer(folder, model, kind=Stressed, stop=None, **options):
+    callbacks = [] if stop is None else [StopAfter(stop)]
+    given = {"config": BUDGET} if kind is Stressed else {}
+    given |= {"eval_dataset": texts(7, seed=1)}
+    return kind(model, arguments(folder, **options), train_dataset=texts(), callbacks=callbacks, **given)
+
+
+def adapters(state):
+    return {name: value for name, value in state.items() if "lora" in name}
+
+
+def test_all_bits_are_the_stock_trainers(tmp_path):
+    found = []
+    for kind in (transformers.Trainer, Stressed):
+        options = dict(max_grad_norm=100.0, save_strategy="steps", save_steps=3)
+        one = trainer(tmp_path / kind.__name__, adapted(), kind, **options)
+        one.optimizer_cls_and_kwargs = ADAMW
+        one.train()
+        found.append((logged(one), weights(one)))
+        close(one)
+    same_but_norms(found[0][0], found[1][0])
+    assert_same_bits(found[0][1], found[1][1], "parameters")
+    saved = [tmp_path / name / "checkpoint-6" / "adapter_model.safetensors" for name in ("Trainer", "Stressed")]
+    assert saved[0].read_bytes() == saved[1].read_bytes()
+
+
+@pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
+def test_the_base_is_frozen_in_16_bits(tmp_path, base_dtype):
+    """A base in fp32 is cast, adapters compute in bf16; one in bf16 stays, and PEFT has adapters compute in fp32."""
+    one = trainer(tmp_path, adapted(base_dtype), bf16=True)
+    expected = {name: value.bfloat16() for name, value in gpt2().state_dict().items()}
+    before = adapters(one.model.state_dict())
+    one.train()
+    computed = {param.dtype for param in one.model.parameters() if param.requires_grad}
+    assert computed == {torch.bfloat16 if base_dtype == torch.float32 else torch.float32}
+    state = weights(one)
+    base = {
+        name.removeprefix("base_model.model.").replace("base_layer.", ""): value
+        for name, value in state.items()
+        if "lora" not in name
+    }
+    assert_same_bits(expected, base, "the base model")
+    assert {value.dtype for value in adapters(state).values()} == {torch.float32}
+    assert any(not torch.equal(before[name], value) for name, value in adapters(state).items())
+    # A frozen parameter has no master and no states.
+    assert sum(group.numel() for group in one.model.parameters() if group.requires_grad) < 3000
+    frozen = [slot for slot in one.engine._data.slots if not slot.scheme.trained]
+    assert frozen and all(slot.scheme.optimizer_lists == () for slot in frozen)
+    close(one)
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path):
+    """Its checkpoints hold adapters, and nothing of the base model."""
+    options = dict(bf16=True, save_strategy="steps", save_steps=1, max_grad_norm=0.05)
+    whole = trainer(tmp_path / "whole", adapted(), **options)
+    whole.train()
+    first = trainer(tmp_path / "parts", adapted(), stop=4, **options)
+    first.train()
+    close(first)
+    folder = tmp_path / "parts" / "checkpoint-4"
+    assert not (folder / "model.safetensors").exists()
+    tensors = CheckpointReader(folder / "patrickstar").document.tensors
+    stored = [name for name in tensors if name.startswith(("model.", "optim."))]
+    assert stored and all("lora" in name for name in stored)
+    second = trainer(tmp_path / "parts", adapted(), **options)
+    second.train(resume_from_checkpoint=True)
+    assert result(whole)[0] == result(second)[0]
+    assert_same_bits(result(whole)[1], result(second)[1], "parameters and states")
+    close(whole)
+    close(second)
+
+
+def test_what_is_saved_loads_in_plain_peft(tmp_path):
+    """With a norm that is trained as a whole, and a second adapter that is not active."""
+    model = adapted(modules_to_save=["ln_f"])
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["c_proj"], init_lora_weights=False))
+    one = trainer(tmp_path, model, bf16=True)
+    one.train()
+    state = weights(one)
+    one.save_model()
+    one.model.save_pretrained(tmp_path / "own")
+    for folder in (tmp_path, tmp_path / "own"):
+        loaded = peft.PeftModel.from_pretrained(gpt2(), folder)
+        loaded.load_adapter(folder / "other", "other")
+        found = loaded.state_dict()
+        names = [name for adapter in adapter_names(one.model).values() for name in adapter.values()]
+        assert any("ln_f" in name for name in names) and any(".other." in name for name in names)
+        assert_same_bits({name: state[name].float() for name in names}, {name: found[name] for name in names}, "saved")
+    close(one)
+
+
+def test_the_best_adapter_comes_back(tmp_path):
+    options = dict(save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1, save_only_model=True)
+    one = trainer(tmp_path, adapted(), bf16=True, learning_rate=0.3, load_best_model_at_end=True, **options)
+    one.train()
+    losses = {entry["step"]: entry["eval_loss"] for entry in one.state.log_history if "eval_loss" in entry}
+    assert losses[one.state.best_global_step] == min(losses.values())
+    assert one.evaluate()["eval_loss"] == min(losses.values())
+    close(one)

@@ -1,0 +1,385 @@
+"""The Trainer on the engine does what transformers' own does, to the bit where the arithmetic is the same."""
+
+import gc
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import BertConfig, BertForSequenceClassification, GPT2LMHeadModel, TrainerCallback
+
+import patrickstar as ps
+from patrickstar.errors import BudgetError, ConfigError, ModelError, TrainingError
+from patrickstar.integrations.transformers import Trainer
+from patrickstar.testing import assert_same_bits
+
+from .trainers import BUDGET, VOCAB, Protocol, Stressed, arguments, close, gpt2, logged, same_but_norms, texts, weights
+
+ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})
+"""An AdamW whose operations torch runs one by one: the engine runs the same class over its chunks."""
+SGD = (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "foreach": False})
+
+
+class OwnLoss:
+    """What users write over `compute_loss`."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        out = model(input_ids=inputs["input_ids"])
+        assert model.config.vocab_size == VOCAB
+        labels = inputs["input_ids"][:, 1:].reshape(-1)
+        loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].reshape(-1, VOCAB), labels)
+        return (loss, out) if return_outputs else loss
+
+
+CASES = {
+    "evaluation": dict(eval_strategy="steps", eval_steps=2),
+    "one batch at a time": dict(gradient_accumulation_steps=1, max_steps=4),
+    "checkpointed": dict(activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": False}),
+    "smoothed labels": dict(label_smoothing_factor=0.1, eval_strategy="epoch"),
+    "best": dict(load_best_model_at_end=True, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1),
+    "no clipping": dict(max_grad_norm=0.0, lr_scheduler_type="constant"),
+    "noisy embeddings": dict(neftune_noise_alpha=5.0),
+    "SGD": dict(),
+    "own loss": dict(),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_bits_are_the_stock_trainers(tmp_path, case):
+    found = []
+    for kind in (transformers.Trainer, Stressed):
+        options = dict(max_grad_norm=100.0) | CASES[case]
+        args = arguments(tmp_path / kind.__name__, **options)
+        kind = type("Own", (OwnLoss, kind), {}) if case == "own loss" else kind
+        given = {"optimizer_cls_and_kwargs": SGD if case == "SGD" else ADAMW}
+        given |= {"config": BUDGET} if issubclass(kind, Trainer) else {}
+        trainer = kind(gpt2(), args, train_dataset=texts(), eval_dataset=texts(7, seed=1), **given)
+        out = trainer.train()
+        predicted = trainer.predict(texts(5, seed=2))
+        best = trainer.state.best_global_step
+        found.append((logged(trainer), out.training_loss, weights(trainer), predicted, best))
+        close(trainer)
+    (log, loss, state, predicted, best), (own_log, own_loss, own_state, own_predicted, own_best) = found
+    same_but_norms(log, own_log)
+    assert loss == own_loss and best == own_best
+    assert_same_bits(state, own_state, "parameters")
+    assert np.array_equal(predicted.predictions, own_predicted.predictions)
+    assert predicted.metrics["test_loss"] == own_predicted.metrics["test_loss"]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_all_bits_are_the_protocols(tmp_path, bf16):
+    """AdamW as this package's, and clipping that bites: the stock loops over `patrickstar.testing`'s reference."""
+    found = []
+    for kind in (Protocol, Stressed):
+        ours = kind is Stressed
+        args = arguments(tmp_path, bf16=bf16 and ours, max_grad_norm=0.3, num_train_epochs=3)
+        args.patrickstar_bf16 = bf16
+        given = {"config": BUDGET} if ours else {}
+        trainer = kind(gpt2(), args, train_dataset=texts(), **given)
+        trainer.train()
+        found.append((logged(trainer), weights(trainer)))
+        close(trainer)
+    (log, state), (own_log, own_state) = found
+    assert log == own_log and any(entry.get("grad_norm", 0) > 0.3 for entry in log)
+    assert_same_bits(state, own_state, "parameters")
+
+
+def test_bf16_is_near_autocast(tmp_path):
+    losses = []
+    for kind in (transformers.Trainer, Stressed):
+        trainer = kind(gpt2(0.0), arguments(tmp_path, bf16=True, num_train_epochs=4), train_dataset=texts())
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        close(trainer)
+    assert losses[1][-1] < losses[1][0] - 0.3
+    assert all(abs(one - other) < 0.02 for one, other in zip(*losses, strict=True))
+
+
+def test_counts_of_tokens_are_not_rounded(tmp_path):
+    """A float in a tensor is an input, cast to 16 bits, unless it is the number that losses are divided by."""
+    seen = []
+
+    class Counting(GPT2LMHeadModel):
+        def forward(self, *args, num_items_in_batch=None, **kwargs):
+            seen.append(num_items_in_batch)
+            return super().forward(*args, num_items_in_batch=num_items_in_batch, **kwargs)
+
+    options = dict(per_device_train_batch_size=22, gradient_accumulation_steps=1, max_steps=1)
+    args = arguments(tmp_path, bf16=True, remove_unused_columns=False, **options)
+    trainer = Stressed(Counting(gpt2().config), args, train_dataset=texts(), config=BUDGET)
+    trainer.train()
+    counted = sum(int((one["labels"] != -100).sum()) for one in texts())
+    assert counted > 256 and float(torch.tensor(counted).bfloat16()) != counted
+    assert [float(one) for one in seen] == [counted]
+    close(trainer)
+
+
+def test_a_classifier_with_metrics(tmp_path):
+    """An encoder with dropout, a last batch that is shorter, evaluation before training, and a metric."""
+    config = BertConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    data = [{"input_ids": one["input_ids"], "labels": torch.tensor(n % 2)} for n, one in enumerate(texts(18))]
+
+    def accuracy(predicted):
+        return {"accuracy": float((predicted.predictions.argmax(-1) == predicted.label_ids).mean())}
+
+    found = []
+    for kind in (transformers.Trainer, Stressed):
+        torch.manual_seed(3)
+        args = arguments(tmp_path, max_grad_norm=100.0, eval_on_start=True, eval_strategy="epoch")
+        given = {"config": BUDGET} if kind is Stressed else {}
+        model = BertForSequenceClassification(config)
+        trainer = kind(
+            model,
+            args,
+            train_dataset=data,
+            eval_dataset=data[:7],
+            compute_metrics=accuracy,
+            optimizer_cls_and_kwargs=ADAMW,
+            **given,
+        )
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        found.append((before, logged(trainer), weights(trainer)))
+        close(trainer)
+    assert found[0][0] == found[1][0]
+    same_but_norms(found[0][1], found[1][1])
+    assert_same_bits(found[0][2], found[1][2], "parameters")
+
+
+def test_each_train_begins_with_a_model_of_model_init(tmp_path):
+    made = []
+
+    def build():
+        made.append(gpt2())
+        return made[-1]
+
+    args = arguments(tmp_path, max_steps=2)
+    trainer = Stressed(model_init=build, args=args, train_dataset=texts(), config=BUDGET)
+    trainer.train()
+    first = weights(trainer)
+    engine = trainer.engine
+    trainer.train()
+    assert trainer.engine is not engine and trainer.engine.module is made[-1]
+    assert_same_bits(first, weights(trainer), "parameters of both runs")
+    with pytest.raises(TrainingError, match="closed"):
+        engine.state_dict()
+    close(trainer)
+
+
+def test_train_goes_on_where_it_ended(tmp_path):
+    found = []
+    for kind in (transformers.Trainer, Stressed):
+        given = {"config": BUDGET} if kind is Stressed else {}
+        args = arguments(tmp_path, max_steps=2, max_grad_norm=100.0)
+        trainer = kind(gpt2(), args, train_dataset=texts(), optimizer_cls_and_kwargs=ADAMW, **given)
+        trainer.train()
+        trainer.train()
+        found.append(weights(trainer))
+        close(trainer)
+    assert_same_bits(*found, "parameters")
+
+
+def test_callbacks_see_model_optimizer_and_scheduler(tmp_path):
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, optimizer, lr_scheduler, **kwargs):
+            seen.append((type(model), optimizer, trainer.engine.gradient("transformer.ln_f.bias").norm() > 0))
+
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 1
+
+    trainer = Stressed(gpt2(), arguments(tmp_path), train_dataset=texts(), callbacks=[Watch()], config=BUDGET)
+    trainer.train()
+    assert seen == [(GPT2LMHeadModel, trainer.engine.optimizer, True)]
+    assert trainer.state.global_step == 1
+    close(trainer)
+
+
+def test_a_smaller_batch_is_tried(tmp_path):
+    tried = []
+
+    class Narrow(Stressed):
+        def compute_loss(self, model, inputs, **options):
+            tried.append(len(inputs["input_ids"]))
+            if tried[-1] > 2:
+                raise BudgetError("the device budget is too small for this batch")
+            return super().compute_loss(model, inputs, **options)
+
+    options = dict(max_steps=2, gradient_accumulation_steps=1, per_device_train_batch_size=3)
+    for find in (False, True):
+        tried.clear()
+        args = arguments(tmp_path, auto_find_batch_size=find, **options)
+        trainer = Narrow(gpt2(), args, train_dataset=texts(), config=BUDGET)
+        if not find:
+            with pytest.raises(BudgetError):
+                trainer.train()
+        else:
+            trainer.train()
+            assert tried[0] == 3 and tried[-2:] == [2, 2] and trainer.state.global_step == 2
+        close(trainer)
+
+
+def test_fp16_scales_and_skips(tmp_path):
+    """A step whose gradients overflow changes neither parameters nor the learning rate."""
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, lr_scheduler, **kwargs):
+            seen.append((lr_scheduler.get_last_lr()[0], trainer.engine.stats.last.overflows))
+
+    seen = []
+    args = arguments(tmp_path, fp16=True, max_steps=3, gradient_accumulation_steps=1, per_device_train_batch_size=2)
+    trainer = Stressed(gpt2(), args, train_dataset=texts(6), callbacks=[Watch()], config=BUDGET)
+    trainer.engine._scaler.scale = 2.0**40
+    trainer.train()
+    assert seen == [(0.0, 1)] * 3
+    close(trainer)
+
+
+def test_what_is_saved_loads_in_plain_transformers(tmp_path):
+    trainer = Stressed(gpt2(), arguments(tmp_path, bf16=True, max_steps=2), train_dataset=texts(), config=BUDGET)
+    trainer.train()
+    state = weights(trainer)
+    trainer.save_model()
+    trainer.model.save_pretrained(tmp_path / "own")
+    trainer.model.save_pretrained(tmp_path / "pieces", max_shard_size="20KB")
+    assert len(list((tmp_path / "pieces").glob("*.safetensors"))) > 1
+    for folder in (tmp_path, tmp_path / "own", tmp_path / "pieces"):
+        loaded = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
+        assert_same_bits(state, loaded.state_dict(), folder.name)
+    trainer.engine.close()
+    trainer.model.save_pretrained(tmp_path / "after")
+    assert_same_bits(state, GPT2LMHeadModel.from_pretrained(tmp_path / "after").state_dict(), "after close")
+
+
+REFUSED = {
+    "compiled": (dict(torch_compile=True), "torch_compile"),
+    "evaluated in bf16": (dict(bf16_full_eval=True), "bf16_full_eval"),
+    "on each node": (dict(save_on_each_node=True), "save_on_each_node"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_arguments_are_refused_by_name(tmp_path, case):
+    options, said = REFUSED[case]
+    with pytest.raises(ConfigError, match=said):
+        Trainer(gpt2(), arguments(tmp_path, **options), train_dataset=texts())
+
+
+def optimizer_of(trainer):
+    found = trainer.create_optimizer()
+    close(trainer)
+    return found
+
+
+def test_optimizers_are_chosen(tmp_path):
+    def chosen(config=None, **options):
+        names = {"optim", "optim_args", "learning_rate", "adam_beta1"}
+        own = {key: options.pop(key) for key in names & options.keys()}
+        trainer = Trainer(gpt2(), arguments(tmp_path, **own), train_dataset=texts(), config=config, **options)
+        optimizer_of(trainer)
+        return trainer.engine.config.optimizer
+
+    default = chosen(learning_rate=3e-4, adam_beta1=0.8)
+    assert isinstance(default, ps.AdamW) and default.lr == 3e-4 and default.betas == (0.8, 0.999)
+    sgd = chosen(optim="sgd", optim_args="momentum=0.9")
+    assert isinstance(sgd, ps.SGD) and sgd.momentum == 0.9
+    assert chosen(optim="rmsprop").kind is torch.optim.RMSprop
+    assert isinstance(chosen(optimizer_cls_and_kwargs=(ps.Lion, {"lr": 1e-4})), ps.Lion)
+    assert chosen(optimizers=(partial(torch.optim.Adam, lr=1e-3), None)).kind is torch.optim.Adam
+    own = ps.Lion(lr=1e-5)
+    assert chosen(config=ps.Config(optimizer=own)) == own
+    assert chosen(config=ps.Config(chunk_size="16KiB"), optim="adagrad").kind is torch.optim.Adagrad
+
+
+def test_optimizers_that_cannot_be_managed_are_refused(tmp_path):
+    model = gpt2()
+    args = arguments(tmp_path)
+    made = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.ConstantLR(made)
+    with pytest.raises(ConfigError, match=r"give the class, not an optimizer"):
+        Trainer(model, args, optimizers=(made, None)).create_optimizer()
+    with pytest.raises(ConfigError, match=r"scheduler can't be given before"):
+        Trainer(model, args, optimizers=(None, schedule))
+    with pytest.raises(ConfigError, match="element"):
+        Trainer(model, arguments(tmp_path, optim="adafactor")).create_optimizer()
+
+    class Own(Trainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+            return self.optimizer
+
+    trainer = Own(model, args, train_dataset=texts())
+    with pytest.raises(ConfigError, match=r"not in create_optimizer"):
+        trainer.train()
+    close(trainer)
+
+
+def test_what_is_said_twice_must_agree(tmp_path):
+    args = arguments(tmp_path, bf16=True)
+    with pytest.raises(ConfigError, match="leave precision out"):
+        Trainer(gpt2(), args, config=ps.Config(precision="fp32")).create_optimizer()
+    with pytest.raises(ConfigError, match="leave device out"):
+        Trainer(gpt2(), args, config=ps.Config(device="cuda")).create_optimizer()
+    trainer = Trainer(gpt2(), args, config=ps.Config(precision="bf16", device="cpu"))
+    trainer.create_optimizer()
+    close(trainer)
+
+
+def test_names_of_a_state_are_checked():
+    engine = ps.Engine(gpt2(), ps.Config(device="cpu"))
+    assert list(engine.state_dict(["transformer.ln_f.bias"])) == ["transformer.ln_f.bias"]
+    with pytest.raises(ModelError, match="'nothing'"):
+        engine.state_dict(["nothing"])
+    before = engine.state_dict()
+    engine.load_state_dict({"transformer.ln_f.bias": torch.ones(32)}, strict=False)
+    after = engine.state_dict()
+    assert after.pop("transformer.ln_f.bias").eq(1).all() and before.pop("transformer.ln_f.bias").eq(0).all()
+    assert_same_bits(before, after, "what was not given")
+    with pytest.raises(ModelError, match="missing"):
+        engine.load_state_dict({"transformer.ln_f.bias": torch.ones(32)})
+    engine.close()
+
+
+def test_other_trainers_of_transformers_on_the_engine(tmp_path):
+    class Both(Stressed, transformers.Seq2SeqTrainer):
+        """Generates while it evaluates, by the model itself."""
+
+    args = transformers.Seq2SeqTrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False, max_steps=1
+    )
+    trainer = Both(gpt2(), args, train_dataset=texts(), eval_dataset=texts(3), config=BUDGET)
+    trainer.train()
+    tokens = texts(1)[0]["input_ids"][None]
+    with torch.no_grad():
+        found = trainer.model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    state = weights(trainer)
+    close(trainer)
+    plain = gpt2()
+    plain.load_state_dict(state)
+    assert torch.equal(found, plain.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0))
+
+
+def test_the_model_outlives_its_trainer(tmp_path):
+    """Nothing keeps the engine when the Trainer is gone: the model is an ordinary one then, in full precision."""
+    model = gpt2()
+    trainer = Stressed(model, arguments(tmp_path, bf16=True, max_steps=1), train_dataset=texts(), config=BUDGET)
+    trainer.train()
+    state = weights(trainer)
+    del trainer
+    gc.collect()
+    assert_same_bits(state, model.state_dict(), "parameters")
+    model.save_pretrained(tmp_path / "model")
+    assert_same_bits(state, GPT2LMHeadModel.from_pretrained(tmp_path / "model").state_dict(), "saved")
+
+
+def test_a_frozen_model_is_evaluated_without_states(tmp_path):
+    trainer = Stressed(gpt2().requires_grad_(False), arguments(tmp_path), eval_dataset=texts(5), config=BUDGET)
+    plain = transformers.Trainer(gpt2(), arguments(tmp_path), eval_dataset=texts(5))
+    assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    assert not any(slot.scheme.trained for slot in trainer.engine._data.slots)
+    close(trainer)

@@ -1,0 +1,124 @@
+"""Several processes: the Trainer shares the model between them, and the data as transformers' own does."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from distributed.ranks import run
+from distributed.reference import AveragingTrainer
+
+import patrickstar as ps
+from patrickstar.integrations.transformers import Trainer
+from patrickstar.parallel.world import World
+from patrickstar.testing import NoMeter, assert_same_bits
+
+from .trainers import BUDGET, Protocol, Shell, arguments, close, gpt2, logged, texts, weights
+
+
+class AveragingShell(Shell):
+    def step(self, closure=None):
+        super().step()
+        self.reference.averaged = False
+
+
+class Averaging(Protocol):
+    """The reference of several processes: gradients averaged in the order of ranks, no DDP."""
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            optimizer = ps.AdamW(lr=self.args.learning_rate, param_groups=self.groups)
+            precision = "bf16" if self.args.patrickstar_bf16 else "fp32"
+            self.reference = AveragingTrainer(
+                self.model, ps.Config(device="cpu", precision=precision, optimizer=optimizer)
+            )
+            self.optimizer = AveragingShell(self.reference)
+            self.accelerator.prepare_model = lambda model, **options: model
+        return self.optimizer
+
+    def training_step(self, *args, **options):
+        loss = super().training_step(*args, **options)
+        if self.accelerator.sync_gradients:
+            self.reference.add_up()
+        return loss
+
+
+class Uneven(Trainer):
+    """One process keeps what it has gathered, the other asks for it again and again, in evaluation too."""
+
+    def make_engine(self, model, config):
+        world = World.find(torch.device("cpu"))
+        return ps.Engine(
+            model, config, meter=NoMeter(), evict_everything=world.rank == 0, poison=world.rank == 0, world=world
+        )
+
+
+def options(bf16: bool):
+    evaluation = dict(eval_strategy="steps", eval_steps=2, include_num_input_tokens_seen="all")
+    return dict(max_grad_norm=0.3, num_train_epochs=1, bf16=bf16) | evaluation
+
+
+def exact(folder: str) -> None:
+    """All bits, in each of the processes, are those of the documented order."""
+    found = []
+    for kind in (Averaging, Uneven):
+        ours = kind is Uneven
+        args = arguments(folder, **options(bf16=ours))
+        args.patrickstar_bf16 = True
+        given = {"config": BUDGET} if ours else {}
+        trainer = kind(gpt2(), args, train_dataset=texts(), eval_dataset=texts(7, seed=1), **given)
+        trainer.train()
+        found.append((logged(trainer), weights(trainer)))
+        close(trainer)
+    assert found[0][0] == found[1][0], (found[0][0], found[1][0])
+    assert_same_bits(found[0][1], found[1][1], "parameters")
+
+
+def near_ddp(folder: str) -> None:
+    """transformers' own Trainer wraps the model in DDP, which adds gradients up in another order."""
+    found = []
+    for kind in (transformers.Trainer, Trainer):
+        args = arguments(folder, **options(bf16=False))
+        trainer = kind(gpt2(), args, train_dataset=texts(), eval_dataset=texts(7, seed=1))
+        trainer.train()
+        found.append(logged(trainer))
+        close(trainer)
+    assert len(found[0]) == len(found[1])
+    for one, other in zip(*found, strict=True):
+        assert one.keys() == other.keys()
+        assert all(abs(value - other[key]) <= 1e-4 * max(1.0, abs(value)) for key, value in one.items()), (one, other)
+
+
+def resumed(folder: str) -> None:
+    """Both write one checkpoint, and go on from it; rank 0's own files are there once."""
+    found = []
+    for again in (False, True):
+        args = arguments(folder, bf16=True, save_strategy="steps", save_steps=1, max_steps=2, max_grad_norm=0.3)
+        trainer = Trainer(gpt2(), args, train_dataset=texts(), config=BUDGET.model_copy(update={"device_memory": None}))
+        if again:
+            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+        else:
+            trainer.train()
+        found.append(weights(trainer))
+        if not again:
+            trainer.save_model(f"{folder}/model")
+        close(trainer)
+    assert_same_bits(*found, "parameters")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        plain = transformers.GPT2LMHeadModel.from_pretrained(f"{folder}/model")
+        assert_same_bits(found[0], plain.state_dict(), "loaded by transformers")
+        names = {path.name for path in Path(folder, "checkpoint-1").iterdir()}
+        assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors", "patrickstar"} <= names
+
+
+def all_of_it(folder: str) -> None:
+    """In one start of the processes, which takes longer than the tests."""
+    torch.set_num_threads(1)
+    exact(f"{folder}/exact")
+    near_ddp(f"{folder}/ddp")
+    resumed(f"{folder}/resumed")
+
+
+def test_two_processes(tmp_path):
+    run(2, all_of_it, folder=str(tmp_path))

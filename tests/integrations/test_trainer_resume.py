@@ -1,0 +1,183 @@
+"""A run that ends and goes on has the bits of one that does not, however it ended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import GPT2LMHeadModel, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from patrickstar.errors import CheckpointError, ModelError, TrainingError
+from patrickstar.testing import assert_same_bits
+
+from .trainers import BUDGET, Stressed, arguments, close, gpt2, logged, texts, weights
+
+STEPS = 6
+
+
+class StopAfter(TrainerCallback):
+    """Ends a run early, as a scheduler of jobs would; the run itself knows nothing of it."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+class Killed(Stressed):
+    """Ends without a word while its second checkpoint is being written."""
+
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        if self.state.global_step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trainer(folder, kind=Stressed, stop=None, **options):
+    defaults = dict(save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, max_grad_norm=0.5)
+    args = arguments(folder, **{"bf16": True} | defaults | options)
+    callbacks = [] if stop is None else [StopAfter(stop)]
+    given = dict(train_dataset=texts(), eval_dataset=texts(7, seed=1), callbacks=callbacks)
+    return kind(gpt2(), args, config=BUDGET, **given)
+
+
+def result(one):
+    """What a run came to: its log, parameters, and states of the optimizer."""
+    moments = {
+        f"{position}.{key}": value
+        for position, state in one.engine.optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+    }
+    return [entry for entry in logged(one) if "train_loss" not in entry], weights(one) | moments
+
+
+@pytest.mark.parametrize(("step", "epochs"), [(2, 2), (3, 2), (4, 1.7)])
+def test_a_resumed_run_has_the_same_bits(tmp_path, step, epochs):
+    """In the middle of an epoch (2, 4 of 3 each) and at its end; accumulation, dropout, a scheduler, evaluation."""
+    whole = trainer(tmp_path / "whole", save_steps=1, num_train_epochs=epochs)
+    whole.train()
+    first = trainer(tmp_path / "parts", save_steps=1, num_train_epochs=epochs, stop=step)
+    first.train()
+    assert get_last_checkpoint(tmp_path / "parts") == str(tmp_path / "parts" / f"checkpoint-{step}")
+    close(first)
+    torch.manual_seed(step)
+    second = trainer(tmp_path / "parts", save_steps=1, num_train_epochs=epochs)
+    second.train(resume_from_checkpoint=True)
+    log, state = result(whole)
+    own_log, own_state = result(second)
+    assert log == own_log
+    assert_same_bits(state, own_state, "parameters and states")
+    close(whole)
+    close(second)
+
+
+def test_resumed_from_a_path_after_evaluation(tmp_path):
+    """The engine is there already when the checkpoint comes."""
+    whole = trainer(tmp_path)
+    whole.train()
+    second = trainer(tmp_path)
+    second.evaluate()
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert result(whole)[0] == result(second)[0]
+    assert_same_bits(result(whole)[1], result(second)[1], "parameters and states")
+    close(whole)
+    close(second)
+
+
+def test_killed_while_saving(tmp_path):
+    """What was being written is not found, what was complete is, and the run goes on from there."""
+    tests = Path(__file__).parents[1]
+    command = f"from integrations.test_trainer_resume import run_and_die; run_and_die({str(tmp_path / 'parts')!r})"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tests)}
+    ended = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, timeout=120)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()[-2000:]
+    left = sorted(path.name for path in (tmp_path / "parts").iterdir())
+    assert left == ["checkpoint-2", "partial-checkpoint-4"]
+    assert get_last_checkpoint(tmp_path / "parts") == str(tmp_path / "parts" / "checkpoint-2")
+    second = trainer(tmp_path / "parts")
+    second.train(resume_from_checkpoint=True)
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    assert result(whole)[0] == result(second)[0]
+    assert_same_bits(result(whole)[1], result(second)[1], "parameters and states")
+    assert not list((tmp_path / "parts").glob("partial-*"))
+    close(whole)
+    close(second)
+
+
+def run_and_die(folder):
+    torch.set_num_threads(1)
+    trainer(folder, kind=Killed).train()
+
+
+def test_what_a_checkpoint_holds(tmp_path):
+    """Weights that transformers loads, the engine's own part, and the Trainer's files; no pickled optimizer."""
+    one = trainer(tmp_path, save_total_limit=2, load_best_model_at_end=True, eval_steps=1, save_steps=1)
+    losses = []
+
+    class Watch(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            losses.append((metrics["eval_loss"], state.global_step, weights(one)))
+
+    one.add_callback(Watch())
+    one.train()
+    best, step, state = min(losses, key=lambda each: each[0])
+    assert one.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{step}")
+    assert_same_bits(state, weights(one), "the best model")
+    assert one.evaluate()["eval_loss"] == best
+    folders = {path.name for path in tmp_path.iterdir()}
+    assert folders == {f"checkpoint-{STEPS}", f"checkpoint-{step}" if step < STEPS else f"checkpoint-{STEPS - 1}"}
+    folder = tmp_path / f"checkpoint-{step}"
+    assert {path.name for path in folder.iterdir()} >= {
+        *("model.safetensors", "config.json", "patrickstar", "trainer_state.json", "scheduler.pt", "rng_state.pth"),
+        "training_args.bin",
+    }
+    assert not (folder / "optimizer.pt").exists()
+    assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == step
+    assert_same_bits(state, GPT2LMHeadModel.from_pretrained(folder).state_dict(), "loaded by transformers")
+    close(one)
+
+
+def test_weights_alone(tmp_path):
+    """A checkpoint without the optimizer gives its weights, at the step where it was written, as the stock one does."""
+    found = []
+    for kind in (transformers.Trainer, Stressed):
+        folder = tmp_path / kind.__name__
+        options = dict(bf16=False, max_grad_norm=100.0, save_only_model=True)
+        adamw = (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})
+        given = dict(train_dataset=texts(), optimizer_cls_and_kwargs=adamw)
+        given |= {"config": BUDGET} if kind is Stressed else {}
+        args = arguments(folder, save_strategy="steps", save_steps=2, **options)
+        kind(gpt2(), args, **given).train()
+        second = kind(gpt2(), args, **given)
+        second.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        found.append(weights(second))
+        close(second)
+    assert_same_bits(*found, "parameters")
+
+
+def test_what_can_not_be_resumed_is_said(tmp_path):
+    args = arguments(tmp_path / "stock", save_strategy="steps", save_steps=1, max_steps=1)
+    transformers.Trainer(gpt2(), args, train_dataset=texts()).train()
+    one = trainer(tmp_path / "one")
+    with pytest.raises(TrainingError, match="pickle"):
+        one.train(resume_from_checkpoint=str(tmp_path / "stock" / "checkpoint-1"))
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        one.train(resume_from_checkpoint=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"has neither model\.safetensors"):
+        one.train(resume_from_checkpoint=str(tmp_path / "empty"))
+    one.args.max_steps = 2
+    one.train()
+    close(one)
+    other = trainer(tmp_path / "one", optim="sgd")
+    with pytest.raises(CheckpointError, match="use the same optimizer"):
+        other.train(resume_from_checkpoint=True)
+    close(other)

@@ -1,0 +1,156 @@
+"""Tiny models and data, the Trainers that are compared, and what is compared of them."""
+
+import inspect
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+import patrickstar as ps
+from patrickstar.integrations.transformers import Trainer
+from patrickstar.testing import NoMeter, ReferenceTrainer
+
+VOCAB = 64
+BUDGET = ps.Config(chunk_size="16KiB", device_memory="96KiB")
+"""What holds two chunks or three of the nine that these models have."""
+TIMES = ("runtime", "per_second", "preparation_time")
+
+
+def gpt2(dropout: float = 0.1) -> GPT2LMHeadModel:
+    torch.manual_seed(1)
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=dropout,
+        loss_type="ForCausalLM",
+    )
+    return GPT2LMHeadModel(config)
+
+
+def texts(count: int = 22, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Sequences of 16 tokens; of each one another number of labels counts."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for number in range(count):
+        tokens = torch.randint(0, VOCAB, (16,), generator=generator)
+        labels = tokens.clone()
+        labels[: number % 5] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def arguments(folder: Any, **options: Any) -> TrainingArguments:
+    defaults = dict(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_steps=1,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_train_epochs=2,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        warmup_steps=2,
+        lr_scheduler_type="cosine",
+        dataloader_pin_memory=False,
+    )
+    return TrainingArguments(**defaults | options)
+
+
+class Stressed(Trainer):
+    """Whatever may leave the device leaves it at every access, and NaN is left behind."""
+
+    def make_engine(self, model: nn.Module, config: ps.Config) -> ps.Engine:
+        return ps.Engine(model, config, meter=NoMeter(), evict_everything=True, poison=True)
+
+
+class Shell(torch.optim.Optimizer):
+    """The reference's optimizer for those who want one of torch's class."""
+
+    def __init__(self, reference: ReferenceTrainer) -> None:
+        self.reference = reference
+        super().__init__([torch.zeros(1)], {})
+        self.param_groups = reference.optimizer.param_groups
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.reference.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.reference.optimizer.zero_grad()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """accelerate does this with what was there before."""
+
+
+class Protocol(transformers.Trainer):
+    """The stock Trainer over plain PyTorch's tensors under the engine's protocol of precision, clipping and update."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            args = self.args
+            config = ps.Config(
+                device="cpu",
+                precision="bf16" if args.patrickstar_bf16 else "fp32",
+                optimizer=ps.AdamW(lr=args.learning_rate, param_groups=self.groups),
+            )
+            self.reference = ReferenceTrainer(self.model, config)
+            self.optimizer = Shell(self.reference)
+        return self.optimizer
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        decayed = self.get_decay_parameter_names(model)
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        return [
+            {"params": [p for n, p in named if n in decayed], "weight_decay": self.args.weight_decay},
+            {"params": [p for n, p in named if n not in decayed], "weight_decay": 0.0},
+        ]
+
+    def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **options)
+        self.reference._collect()
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return self.reference.clip_grad_norm_(self.args.max_grad_norm)
+
+
+def logged(trainer: transformers.Trainer) -> list[dict[str, Any]]:
+    """All that was logged, but how long it took."""
+    return [
+        {key: value for key, value in entry.items() if not key.endswith(TIMES)} for entry in trainer.state.log_history
+    ]
+
+
+def weights(trainer: transformers.Trainer) -> dict[str, torch.Tensor]:
+    """Parameters in full precision."""
+    if isinstance(trainer, Trainer):
+        return trainer.engine.state_dict()
+    if isinstance(trainer, Protocol):
+        return trainer.reference.state_dict()
+    return trainer.model.state_dict()
+
+
+def close(trainer: transformers.Trainer) -> None:
+    if isinstance(trainer, Trainer) and inspect.getattr_static(trainer, "_managed") is not None:
+        trainer.engine.close(keep=False)
+
+
+def same_but_norms(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
+    """torch adds up squares of gradients in fp32, the engine in fp64: norms agree in their first digits."""
+    assert len(expected) == len(found)
+    for one, other in zip(expected, found, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            if key == "grad_norm":
+                assert abs(value - other[key]) <= 1e-6 * abs(value)
+            else:
+                assert value == other[key], (key, one, other)
