@@ -373,7 +373,6 @@ FORGERIES = {
     "negative places": lambda head, doc: a_tensor(doc)["parts"][0].update(at=-4096),
     "another file": lambda head, doc: a_tensor(doc)["parts"][0].update(file=7),
     "a dtype of no meaning": lambda head, doc: a_tensor(doc).update(dtype="object"),
-    "another dtype": lambda head, doc: a_tensor(doc).update(dtype="float64"),
     "parts twice": lambda head, doc: a_tensor(doc).update(parts=a_tensor(doc)["parts"] * 2),
     "no parts": lambda head, doc: a_tensor(doc).update(parts=[]),
     "plain data that are not": lambda head, doc: a_tensor(doc).update(plain=True),

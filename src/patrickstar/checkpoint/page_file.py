@@ -7,6 +7,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Hashable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,9 +24,25 @@ PAGES = 2 * WRITERS + 1
 """All the memory a file takes: each writer's own page, what was copied for each, and what is being put together."""
 
 # [Note: bytes that stay where they are]
-# Who hands bytes in may leave them where they are, and say whose they are: then a writer copies them to its page when
-# it comes to them, beside whatever goes on. Before they change, or move, the owner is released: what waits in a page
-# that is not full is copied, and pages under way are waited for. Bytes without an owner are copied at once.
+# Who hands bytes in may leave them where they are, and say whose they are. A page that is one piece of memory, on
+# addresses that the disk can take, goes to it from there; others are put together by a writer when it comes to them.
+# Before bytes change, or move, their owner is released: what waits in a page that is not full is copied, and pages
+# under way are waited for. Bytes without an owner are copied at once.
+
+
+@dataclass
+class _Part:
+    """Bytes of a page: where in it, where in memory, and whose they are; and what keeps that memory."""
+
+    begin: int
+    address: int
+    nbytes: int
+    owner: Hashable
+    kept: torch.Tensor
+
+    def memory(self) -> torch.Tensor:
+        """The bytes."""
+        return torch.frombuffer((ctypes.c_char * self.nbytes).from_address(self.address), dtype=torch.uint8)
 
 
 class PageFile:
@@ -45,8 +62,8 @@ class PageFile:
         self._memory = mmap.mmap(-1, (WRITERS + 1) * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._buffers = torch.frombuffer(self._memory, dtype=torch.uint8).view(-1, page_bytes)
         self._buffers.zero_()  # what was never written is not there yet, and a meter would miss it
-        self._parts: list[tuple[int, torch.Tensor, Hashable]] = []
-        """Of the page that is not full yet: where in it, what, and whose it is."""
+        self._parts: list[_Part] = []
+        """Of the page that is not full yet."""
         self._under_way: deque[Transfer] = deque()
         self._read_by: dict[Hashable, list[Transfer]] = {}
         """Pages under way, by those whose bytes are in them."""
@@ -77,7 +94,7 @@ class PageFile:
             number, begin = divmod(self.taken, self.page_bytes)
             length = min(source.numel() - first, self.page_bytes - begin)
             part = source[first : first + length]
-            self._parts.append((begin, part if owner is not None else self._copied(number, begin, part), owner))
+            self._add(number, begin, part, owner)
             self.taken += length
             first += length
             if begin + length == self.page_bytes or self.taken == self.nbytes:
@@ -86,9 +103,9 @@ class PageFile:
     def release(self, owner: Hashable) -> None:
         """Read nothing more of an owner's memory when this returns; what goes wrong is told by the next call."""
         number = self.taken // self.page_bytes
-        for place, (begin, part, whose) in enumerate(self._parts):
-            if whose == owner:
-                self._parts[place] = begin, self._copied(number, begin, part), None
+        parts, self._parts = self._parts, []
+        for one in parts:
+            self._add(number, one.begin, one.memory(), None if one.owner == owner else one.owner)
         for transfer in self._read_by.pop(owner, ()):
             try:
                 transfer.wait()
@@ -134,8 +151,18 @@ class PageFile:
             return False
         return True
 
+    def _add(self, number: int, begin: int, part: torch.Tensor, owner: Hashable) -> None:
+        """Take a part of a page, which ends where the one before begins."""
+        if owner is None:
+            part = self._copied(number, begin, part)
+        last = self._parts[-1] if self._parts else None
+        if last is not None and last.owner == owner and last.address + last.nbytes == part.data_ptr():
+            last.nbytes += part.numel()
+        else:
+            self._parts.append(_Part(begin, part.data_ptr(), part.numel(), owner, part))
+
     def _copied(self, number: int, begin: int, part: torch.Tensor) -> torch.Tensor:
-        """A part of a page, copied to where the page is put together; of the pages before no more are under way."""
+        """A part of a page, copied to where the page is put together; of the last page there, nothing is under way."""
         place = self._buffers[number % (WRITERS + 1)][begin : begin + part.numel()]
         if part.is_cuda:
             place.copy_(part)
@@ -157,20 +184,22 @@ class PageFile:
     def _send(self, number: int, length: int) -> None:
         """Begin to write the page that is full."""
         self._wait_for(WRITERS - 1)
-        parts = [(begin, part) for begin, part, _ in self._parts]
-        fd, sums, at = self._fd, self.sums, number * self.page_bytes
+        parts, fd, sums, at = self._parts, self._fd, self.sums, number * self.page_bytes
         whole = -(-length // BLOCK_BYTES) * BLOCK_BYTES if self._direct else length
 
         def run(stage: torch.Tensor) -> None:
-            for begin, part in parts:
-                ctypes.memmove(stage.data_ptr() + begin, part.data_ptr(), part.numel())
-            memory = memoryview((ctypes.c_char * whole).from_address(stage.data_ptr())).cast("B")
+            address = parts[0].address
+            if len(parts) > 1 or address % BLOCK_BYTES or parts[0].nbytes < whole:
+                address = stage.data_ptr()
+                for one in parts:
+                    ctypes.memmove(address + one.begin, one.address, one.nbytes)
+            memory = memoryview((ctypes.c_char * whole).from_address(address)).cast("B")
             sums[number] = xxh3_64_hexdigest(memory[:length])
             write_all(fd, memory, at)
 
         transfer = self._movers.submit([run], f"page {number} of {self.path.name}")
         self._under_way.append(transfer)
-        for owner in dict.fromkeys(whose for _, _, whose in self._parts if whose is not None):
+        for owner in dict.fromkeys(one.owner for one in self._parts if one.owner is not None):
             self._read_by[owner] = [*(one for one in self._read_by.get(owner, ()) if not one.done), transfer]
         self._parts = []
 

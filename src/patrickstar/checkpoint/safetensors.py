@@ -1,7 +1,8 @@
 """Safetensors files, written from front to back: any tool that knows the format reads them."""
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,6 +25,7 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 """The format's names of what tensors are made of."""
+PADDING = "padding."
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,10 @@ class Entry:
 class SafetensorsFile:
     """A new file with these tensors, one after the other; their bytes are handed in in this order, in any pieces.
 
-    `metadata` is text by text for the header. Memory is a few pages of `page_bytes`. Raises CheckpointError if the disk
-    is full, before anything is handed in, or if it fails.
+    `metadata` is text by text for the header. `addresses`: where in memory tensors lie that shall go to the disk from
+    there, by their places in `entries`; others, called `padding.N`, are put before them, so that they begin at the same
+    place of a block in the file. Memory is a few pages of `page_bytes`. Raises CheckpointError if the disk is full,
+    before anything is handed in, or if it fails.
     """
 
     def __init__(
@@ -53,20 +57,28 @@ class SafetensorsFile:
         entries: Sequence[Entry],
         metadata: Mapping[str, str] | None = None,
         *,
+        addresses: Mapping[int, int] | None = None,
         page_bytes: int = PAGE_BYTES,
     ) -> None:
-        header = _header(entries, metadata or {})
+        padded = list(_padded(entries, addresses or {}))
+        header = _header(padded, metadata or {})
         self.starts: list[int] = []
-        """Where each tensor begins in the file."""
+        """Where each tensor of `entries` begins in the file."""
+        self._paddings: deque[tuple[int, int]] = deque()
         end = len(header)
-        for entry in entries:
-            self.starts.append(end)
+        for entry in padded:
+            if entry.name.startswith(PADDING):
+                self._paddings.append((end, entry.nbytes))
+            else:
+                self.starts.append(end)
             end += entry.nbytes
         self.file = PageFile(path, end, page_bytes=page_bytes)
         self.write(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
     def write(self, values: torch.Tensor, owner: Hashable = None) -> None:
         """Hand in the next elements, contiguous. See [Note: bytes that stay where they are] for `owner`."""
+        if self._paddings and self._paddings[0][0] == self.file.taken and values.numel():
+            self.file.write(torch.zeros(self._paddings.popleft()[1], dtype=torch.uint8))
         self.file.write(values, owner)
 
     def close(self) -> None:
@@ -76,6 +88,17 @@ class SafetensorsFile:
     def abandon(self) -> None:
         """Leave it as it is."""
         self.file.abandon()
+
+
+def _padded(entries: Sequence[Entry], addresses: Mapping[int, int]) -> Iterator[Entry]:
+    """The tensors, and what has to be between them. Data begin with a block of the disk."""
+    end = 0
+    for number, entry in enumerate(entries):
+        gap = (addresses[number] - end) % BLOCK_BYTES if entry.nbytes and number in addresses else 0
+        if gap:
+            yield Entry(f"{PADDING}{number}", torch.uint8, (gap,))
+        yield entry
+        end += gap + entry.nbytes
 
 
 def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:

@@ -38,6 +38,10 @@ class WroteFile:
 class Feed(Protocol):
     """Who has the bytes: they may come from another thread, when it has time for them."""
 
+    def addresses(self, items: Sequence[WriteItem]) -> dict[int, int]:
+        """Where in memory items lie that shall go to the disk from there."""
+        ...
+
     def fill(self, file: SafetensorsFile, items: Sequence[WriteItem], planner: SavePlanner) -> None:
         """Have all items in the file when this returns."""
         ...
@@ -91,7 +95,8 @@ class CheckpointWriter(StorageWriter):
         folder, rank = plan.storage_data
         entries = [entry_of(item) for item in plan.items]
         path = Path(folder) / file_name(rank)
-        file = SafetensorsFile(path, entries, page_bytes=self.page_bytes)
+        addresses = self.feed.addresses(plan.items)
+        file = SafetensorsFile(path, entries, addresses=addresses, page_bytes=self.page_bytes)
         try:
             self.feed.fill(file, plan.items, planner)
             file.close()

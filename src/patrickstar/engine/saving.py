@@ -30,10 +30,10 @@ POLL_S = 0.02
 
 # [Note: saving beside training]
 # Masters and states change in updates alone. So what a checkpoint wants of them is written, page by page, between
-# operators of the forward and backward that follow, as the disk takes the pages before; what lies on the host stays
-# there until a writer copies it. Before a chunk is updated, what is left of it is handed in, and waited for. Extra
-# memory is the writers' pages, and a few more for what lies elsewhere. The training thread alone knows where chunks
-# are; another one plans with the other processes, writes the document, and waits.
+# operators of the forward and backward that follow, as the disk takes the pages before. What lies in RAM goes to the
+# disk from there; memory beyond is a few pages, for what lies elsewhere or not in a row. Before a chunk is updated,
+# what is left of it is handed in, and waited for. The training thread alone knows where chunks are; another one plans
+# with the other processes, writes the document, and waits.
 
 
 class Saving:
@@ -66,6 +66,11 @@ class Saving:
         self._left = Counter(piece.slot.place.chunk for piece in pieces if piece.slot is not None)
         """How many pieces of each chunk are not copied yet."""
         self._next = next(self._runs, None)
+        self._addresses = {
+            number: next(values(piece, data, slice(0, 1))).data_ptr()
+            for number, piece in enumerate(pieces)
+            if piece.box.numel and self._owner(piece) is not None
+        }
         writer = CheckpointWriter(target, self, page_bytes=page_bytes)
         planner = SnapshotPlanner(pieces, data)
 
@@ -81,6 +86,10 @@ class Saving:
 
         self._thread = threading.Thread(target=run, name="patrickstar-checkpoint", daemon=True)
         self._thread.start()
+
+    def addresses(self, items: Sequence[WriteItem]) -> dict[int, int]:
+        """Where the pieces began in memory that lay in RAM when this began."""
+        return self._addresses
 
     def fill(self, file: SafetensorsFile, items: Sequence[WriteItem], planner: SavePlanner) -> None:
         """Called in the other thread: wait until all bytes are in the file."""
@@ -183,11 +192,12 @@ class Saving:
             self._end(None)
 
     def _owner(self, piece: Piece) -> Chunk | None:
-        """The chunk in whose host memory a piece lies as it is written, which then need not be copied at once."""
+        """The chunk in whose memory a piece lies as it is written, from where a writer can take it."""
         if piece.slot is None or not lies_in_order(piece.slot):
             return None
         chunk = self.data.manager[list_kind(piece.slot, piece.kind), piece.slot.place.chunk]
-        return chunk if chunk.host_valid and not chunk.device_valid else None
+        on_gpu = chunk.device_valid and chunk.device.type != "cpu"
+        return chunk if chunk.in_memory and not on_gpu else None
 
     def _end(self, failed: BaseException | None) -> None:
         self._next, self._failed = None, failed

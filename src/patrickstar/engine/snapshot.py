@@ -121,8 +121,9 @@ def pieces_of(data: ModelData, order: Sequence[int]) -> list[Piece]:
     """All that this process has of parameters and states, chunk after chunk."""
     found = []
     for index in order:
-        for slot in data.by_chunk[index]:
-            for kind in kinds_of(slot):
+        # List by list: what follows one another in memory does in the file.
+        for kind in kinds_of(data.by_chunk[index][0]):
+            for slot in data.by_chunk[index]:
                 dtype = data.manager[list_kind(slot, kind), index].dtype
                 for first, box in boxes_in(slot, slice(0, slot.place.numel)):
                     found.append(Piece(name_of(slot, kind), slot.shape, box, dtype, slot, kind, first))

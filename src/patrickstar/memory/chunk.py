@@ -66,7 +66,7 @@ class Chunk:
         self.host_reader: Transfer | None = None
         """A copy from its host memory that those who compute on a GPU wait for, and nobody else has yet."""
         self.saver: Saver | None = None
-        """Who reads its host memory for a checkpoint, and has to be done with that before it changes or moves."""
+        """Who reads its memory for a checkpoint, and has to be done with that before it changes or goes."""
         self.reading: list[Transfer] = []
         """Pages on their way from its place on disk to an update's, past which nothing may write them."""
         self.writing: list[Transfer] = []
@@ -131,7 +131,7 @@ class Chunk:
         return self.storage
 
     def release_saver(self) -> None:
-        """No checkpoint reads its host memory when this returns."""
+        """No checkpoint reads its memory when this returns."""
         if self.saver is not None:
             self.saver.release(self)
             self.saver = None

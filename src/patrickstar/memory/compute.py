@@ -50,6 +50,7 @@ class ComputeTier:
 
     def give(self, chunk: Chunk) -> None:
         """Take a chunk's memory back."""
+        chunk.release_saver()
         chunk.free_device(self.poison)
         self.moved.add(chunk)
         self.used -= chunk.nbytes
