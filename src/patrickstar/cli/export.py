@@ -14,7 +14,7 @@ from patrickstar.checkpoint.model_folder import PRECISIONS, shards_of, write_mod
 from patrickstar.checkpoint.reader import CheckpointReader
 from patrickstar.checkpoint.safetensors import Entry
 from patrickstar.cli.tokenizer import END
-from patrickstar.engine.persistence import stored_state, stored_values
+from patrickstar.engine.told import model_tensors, read_own
 from patrickstar.errors import CheckpointError
 from patrickstar.kernels.rounding import round_into
 from patrickstar.layout.sizes import format_size, parse_size
@@ -28,13 +28,13 @@ def export(
     Raises CheckpointError if it is none of ``patrickstar train``, is damaged, or the folder can't be written.
     """
     reader = CheckpointReader(ps.Checkpoints(checkpoint).newest() or checkpoint)
-    run = stored_state(reader).get("run")
+    run = read_own(reader, 0).user.get("run")
     if not isinstance(run, dict) or "config" not in run:
         raise CheckpointError(
             f"{reader.folder} was not written by patrickstar train, and does not say what model it is of; load it into "
             f"an engine with engine.load, and use engine.save_pretrained"
         )
-    names = stored_values(reader)
+    names = model_tensors(reader)
     wanted = PRECISIONS[dtype]
     entries = [_entry(reader, name, wanted if is_parameter else None) for name, is_parameter in names.items()]
     shards = shards_of(entries, parse_size(max_shard))

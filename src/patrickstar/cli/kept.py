@@ -11,7 +11,7 @@ from patrickstar.checkpoint.reader import CheckpointReader
 from patrickstar.cli.data import Corpus
 from patrickstar.cli.models import ModelSource
 from patrickstar.cli.tokenizer import tokenizer_text
-from patrickstar.engine.persistence import stored_state
+from patrickstar.engine.told import read_own
 from patrickstar.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _newest_in(place: Path) -> Path:
 
 def _step_of(checkpoint: Path) -> int:
     """The step after which it was written."""
-    run = stored_state(CheckpointReader(checkpoint)).get("run")
+    run = read_own(CheckpointReader(checkpoint), 0).user.get("run")
     if not isinstance(run, dict) or not isinstance(run.get("step"), int):
         raise CheckpointError(f"{checkpoint} was not written by patrickstar train, so there is no run to go on with")
     step: int = run["step"]

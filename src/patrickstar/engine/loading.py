@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.slot import Slot
-from patrickstar.engine.snapshot import boxes_in, chunk_of, kinds_of, lies_in_order, list_kind, name_of, unfolded
+from patrickstar.engine.snapshot import boxes_in, chunk_of, kinds_of, list_kind, name_of, unfolded
 from patrickstar.errors import CheckpointError
 from patrickstar.layout.boxes import Box, memory_order
 from patrickstar.memory.scratch import PAGE_BYTES
@@ -128,7 +128,7 @@ class LoadingPlanner(LoadPlanner):
         chunk = self.data.manager[self._list(target)]
         self.data.manager.moves.settle(chunk)
         self.data.follow_moves()
-        if not chunk.in_memory or not lies_in_order(target.slot):
+        if not chunk.in_memory or not target.slot.row_major:
             return None
         return target.slot.flat(chunk)[target.run].view(target.box.sizes)
 

@@ -20,15 +20,14 @@ from patrickstar.engine.parameters import slot_of
 from patrickstar.engine.randomness import random_states, restore_random_states
 from patrickstar.engine.saving import Saving
 from patrickstar.engine.snapshot import (
-    COMMON,
     Piece,
     kinds_of,
     name_of,
-    of_rank,
     pieces_of,
     pieces_of_tensors,
     plain_piece,
 )
+from patrickstar.engine.told import COMMON, Common, Own, of_rank, read_common, read_own
 from patrickstar.errors import CheckpointError, PatrickStarError, TrainingError
 from patrickstar.layout.lists import PARAM16, PARAM32
 from patrickstar.memory.scratch import BLOCK_BYTES, PAGE_BYTES
@@ -109,6 +108,9 @@ class Persistence:
             try:
                 with self._explaining():
                     saving.finish()
+            except KeyboardInterrupt:
+                saving.give_up("it was interrupted")
+                raise
             finally:
                 self.engine._data.saving = None
                 self.engine._manager.host.unreserve(self._reserved_bytes)
@@ -135,40 +137,35 @@ class Persistence:
     def _pieces(self, state: Mapping[str, Any], frozen: bool) -> list[Piece]:
         """All that this process writes: first what may change at any time."""
         engine, (rank, _) = self.engine, self._place
-        own = {
-            "random": random_states(engine.device),
-            "user": {name: _state_of(value) for name, value in state.items()},
-        }
-        found = [plain_piece(of_rank(rank), plain.dumps(own, "the state"))]
+        own = Own(random=random_states(engine.device), user={name: _state_of(value) for name, value in state.items()})
+        found = [plain_piece(of_rank(rank), plain.dumps(dict(own), "the state"))]
         if rank == 0:
-            found.append(plain_piece(COMMON, plain.dumps(self._common(frozen), "the optimizer's state")))
+            found.append(plain_piece(COMMON, plain.dumps(dict(self._common(frozen)), "the optimizer's state")))
             found += pieces_of_tensors({f"model.{name}": value for name, value in self._buffers().items()})
         for piece in pieces_of(engine._data, engine._update.order):
             if frozen or (piece.slot is not None and piece.slot.scheme.trained):
                 found.append(piece)
         return found
 
-    def _common(self, frozen: bool) -> dict[str, Any]:
+    def _common(self, frozen: bool) -> Common:
         engine, optimizer = self.engine, self.engine.optimizer
         groups = []
         for group in optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             groups.append(options | {"params": [optimizer._slot(param).name for param in group["params"]]})
-        return {
-            "patrickstar": version("patrickstar"),
-            "precision": engine.config.precision,
-            "frozen": frozen,
-            "optimizer": type(engine.config.optimizer).__name__,
-            "states": list(engine.config.optimizer.states),
-            "groups": groups,
-            "steps": {slot.name: slot.steps for slot in engine._data.slots if slot.steps},
-            "memory": {slot.name: slot.memory for slot in engine._data.slots if slot.memory},
-            "buffers": sorted(self._buffers()),
-            "loss_scale": engine._scaler.state_dict(),
-            "extra": {
-                name: value for name, value in engine._state.entries().items() if not isinstance(value, torch.Tensor)
-            },
-        }
+        return Common(
+            patrickstar=version("patrickstar"),
+            precision=engine.config.precision,
+            frozen=frozen,
+            optimizer=type(engine.config.optimizer).__name__,
+            states=list(engine.config.optimizer.states),
+            groups=groups,
+            steps={slot.name: slot.steps for slot in engine._data.slots if slot.steps},
+            memory={slot.name: slot.memory for slot in engine._data.slots if slot.memory},
+            buffers=sorted(self._buffers()),
+            loss_scale={name: float(value) for name, value in engine._scaler.state_dict().items()},
+            extra={name: one for name, one in engine._state.entries().items() if not isinstance(one, torch.Tensor)},
+        )
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         entries = self.engine._state.entries().items()
@@ -198,11 +195,11 @@ class Persistence:
             reader, error = None, None
             try:
                 reader = CheckpointReader(folder)
-                common, own = self._plain(reader)
+                common, own = read_common(reader), self._own(reader)
                 self._check(reader, common)
-                lacking = [name for name in state if name not in own["user"]]
+                lacking = [name for name in state if name not in own.user]
                 if lacking:
-                    raise CheckpointError(f"{folder} has no state {lacking[0]!r}, but {sorted(own['user'])}")
+                    raise CheckpointError(f"{folder} has no state {lacking[0]!r}, but {sorted(own.user)}")
             except PatrickStarError as found:
                 error = found
             self._agree(error)
@@ -212,33 +209,32 @@ class Persistence:
             with self._explaining():
                 orchestra.load(reader, LoadingPlanner(data, self._targets(reader)), group)
             self._restore(reader, common)
-        restore_random_states(own["random"], engine.device)
-        found_state: dict[str, Any] = own["user"]
+        restore_random_states(own.random, engine.device)
+        found_state: dict[str, Any] = own.user
         for name, value in state.items():
             if hasattr(value, "load_state_dict"):
                 value.load_state_dict(found_state[name])
         return found_state
 
-    def _plain(self, reader: CheckpointReader) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What all have in common, and what is this process's own: the first one's, if there were others."""
+    def _own(self, reader: CheckpointReader) -> Own:
+        """What is told of this process, or of the first one if there were others."""
         rank, size = self._place
-        same = reader.document.processes == size
-        common = _plain_dict(reader, COMMON)
-        own = _plain_dict(reader, of_rank(rank if same else 0))
-        if not same and rank:
-            # Its own generators are where a process of this rank was, if there was one; else they go on.
-            there = rank < reader.document.processes
-            own["random"] = _plain_dict(reader, of_rank(rank))["random"] if there else random_states(self.engine.device)
-        return common, own
+        before = reader.document.processes
+        own = read_own(reader, rank if before == size else 0)
+        if before != size and rank:
+            # Its generators are where those of a process of this rank were, if there was one; else they go on.
+            random = read_own(reader, rank).random if rank < before else random_states(self.engine.device)
+            own = Own(random=random, user=own.user)
+        return own
 
-    def _check(self, reader: CheckpointReader, common: dict[str, Any]) -> None:
+    def _check(self, reader: CheckpointReader, common: Common) -> None:
         """Raise CheckpointError if it is of another model or optimizer, all differences by name."""
         engine = self.engine
         stored = {name: tensor for name, tensor in reader.document.tensors.items() if name.startswith("model.")}
         shapes = {f"model.{slot.name}": list(slot.shape) for slot in engine._data.slots}
         shapes |= {f"model.{name}": list(value.shape) for name, value in self._buffers().items()}
         missing, surplus = shapes.keys() - stored.keys(), stored.keys() - shapes.keys()
-        if not common["frozen"]:
+        if not common.frozen:
             missing -= {f"model.{slot.name}" for slot in engine._data.slots if not slot.scheme.trained}
         other = [name for name in shapes.keys() & stored.keys() if stored[name].shape != shapes[name]]
         if missing or surplus or other:
@@ -250,15 +246,15 @@ class Persistence:
             ]
             raise CheckpointError(f"{reader.folder} does not fit the model, nothing was loaded: {'; '.join(told)}")
         kinds = list(engine.config.optimizer.states)
-        if common["states"] != kinds:
+        if common.states != kinds:
             raise CheckpointError(
-                f"{reader.folder} was written with {common['optimizer']}, whose states are {common['states']}, and "
+                f"{reader.folder} was written with {common.optimizer}, whose states are {common.states}, and "
                 f"{type(engine.config.optimizer).__name__} has {kinds}; nothing was loaded, use the same optimizer"
             )
         groups = engine.optimizer.param_groups
         names = [[engine.optimizer._slot(param).name for param in group["params"]] for group in groups]
-        if [group["params"] for group in common["groups"]] != names:
-            sizes = [len(group["params"]) for group in common["groups"]]
+        if [group["params"] for group in common.groups] != names:
+            sizes = [len(group["params"]) for group in common.groups]
             raise CheckpointError(
                 f"{reader.folder} has param groups of {sizes} parameters, and the optimizer of "
                 f"{[len(group) for group in names]}, or others in them; nothing was loaded, make the same groups"
@@ -277,7 +273,7 @@ class Persistence:
             found[own if own in reader.document.tensors else f"model.{name}"] = value
         return found
 
-    def _restore(self, reader: CheckpointReader, common: dict[str, Any]) -> None:
+    def _restore(self, reader: CheckpointReader, common: Common) -> None:
         """What follows from the lists that were read, and what is plain data."""
         engine, data = self.engine, self.engine._data
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -285,15 +281,15 @@ class Persistence:
                 for kind in kinds_of(slot):
                     if kind not in (PARAM16, PARAM32) and name_of(slot, kind) not in reader.document.tensors:
                         engine._state.write(slot, kind, torch.zeros(()))  # it was frozen then
-                slot.steps, slot.watched = int(common["steps"].get(slot.name, 0)), False
+                slot.steps, slot.watched = int(common.steps.get(slot.name, 0)), False
                 slot.memory.clear()
-                slot.memory.update(common["memory"].get(slot.name, {}))
+                slot.memory.update(common.memory.get(slot.name, {}))
                 data.follow_master(slot)
         data.forget_gathered()
-        engine._scaler.load_state_dict(common["loss_scale"])
-        for group, saved in zip(engine.optimizer.param_groups, common["groups"], strict=True):
+        engine._scaler.load_state_dict(common.loss_scale)
+        for group, saved in zip(engine.optimizer.param_groups, common.groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        for name, value in common["extra"].items():
+        for name, value in common.extra.items():
             engine.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
     # All processes together
@@ -332,29 +328,6 @@ class Persistence:
     def _tell_all(self, value: Any) -> list[Any]:
         """What all say."""
         return [value] if self.engine.world is None else self.engine.world.tell(value)
-
-
-def stored_state(reader: CheckpointReader) -> dict[str, Any]:
-    """What the user's first process gave when the checkpoint was written, as plain data."""
-    found: dict[str, Any] = _plain_dict(reader, of_rank(0)).get("user", {})
-    return found
-
-
-def stored_values(reader: CheckpointReader) -> dict[str, bool]:
-    """The model's tensors by their names there, and whether each is a parameter, not a buffer."""
-    buffers = set(_plain_dict(reader, COMMON)["buffers"])
-    names = (name.removeprefix("model.") for name in reader.document.tensors if name.startswith("model."))
-    return {name: name not in buffers for name in names}
-
-
-def _plain_dict(reader: CheckpointReader, name: str) -> dict[str, Any]:
-    text = reader.plain(name)
-    if text is None:
-        raise CheckpointError(f"{reader.folder} has no {name}, so it is none of an engine")
-    found = plain.loads(text, f"{name} in {reader.folder}")
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{name} in {reader.folder} is not what a checkpoint holds")
-    return found
 
 
 def _of_rank(name: str, rank: int) -> str:

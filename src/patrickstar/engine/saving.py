@@ -16,7 +16,6 @@ from patrickstar.engine.snapshot import (
     Piece,
     SnapshotPlanner,
     kinds_of,
-    lies_in_order,
     list_kind,
     runs_of,
     values,
@@ -193,7 +192,7 @@ class Saving:
 
     def _owner(self, piece: Piece) -> Chunk | None:
         """The chunk in whose memory a piece lies as it is written, from where a writer can take it."""
-        if piece.slot is None or not lies_in_order(piece.slot):
+        if piece.slot is None or not piece.slot.row_major:
             return None
         chunk = self.data.manager[list_kind(piece.slot, piece.kind), piece.slot.place.chunk]
         on_gpu = chunk.device_valid and chunk.device.type != "cpu"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from patrickstar.layout.boxes import memory_order
 from patrickstar.layout.lists import PARAM16, PARAM32, Scheme
 from patrickstar.layout.mapping import Place
 from patrickstar.memory.chunk import Chunk, Region
@@ -103,7 +104,7 @@ class Slot:
     @property
     def row_major(self) -> bool:
         """Whether its elements lie in memory in the order of its shape, the last dimension fastest."""
-        return torch.empty(self.shape, device="meta").stride() == self.region.strides
+        return memory_order(self.shape, self.region.strides) == tuple(range(len(self.shape)))
 
     @property
     def part(self) -> slice:

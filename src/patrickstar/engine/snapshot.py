@@ -27,14 +27,6 @@ from patrickstar.engine.slot import Slot
 from patrickstar.layout.boxes import Box, boxes_of, memory_order
 from patrickstar.layout.lists import PARAM16, PARAM32
 
-COMMON = "patrickstar"
-"""Plain data of all processes together."""
-
-
-def of_rank(rank: int) -> str:
-    """The name of plain data of one process."""
-    return f"patrickstar.rank-{rank:05d}"
-
 
 def name_of(slot: Slot, kind: str) -> str:
     """The name of a parameter, or of a state of it: as torch.distributed.checkpoint names them."""
@@ -112,11 +104,6 @@ def in_order(box: Box, order: Sequence[int]) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
-def lies_in_order(slot: Slot) -> bool:
-    """Whether the parameter's memory runs through it as its shape says."""
-    return memory_order(slot.shape, slot.region.strides) == tuple(range(len(slot.shape)))
-
-
 def pieces_of(data: ModelData, order: Sequence[int]) -> list[Piece]:
     """All that this process has of parameters and states, chunk after chunk."""
     found = []
@@ -147,7 +134,7 @@ def plain_piece(name: str, text: bytes) -> Piece:
 def runs_of(piece: Piece, page_bytes: int) -> list[slice]:
     """A piece's elements in runs of a page; of one that lies in another order than its shape's, all at once."""
     length = page_bytes // piece.dtype.itemsize
-    if piece.slot is None or not lies_in_order(piece.slot):
+    if piece.slot is None or not piece.slot.row_major:
         return [slice(0, piece.box.numel)]
     return [slice(begin, min(begin + length, piece.box.numel)) for begin in range(0, piece.box.numel, length)]
 
@@ -163,7 +150,7 @@ def values(piece: Piece, data: ModelData, run: slice) -> Iterator[torch.Tensor]:
         return
     slot, within = piece.slot, slice(piece.first + run.start, piece.first + run.stop)
     parts = data.parts(slot, list_kind(slot, piece.kind), within=within)
-    if lies_in_order(slot):
+    if slot.row_major:
         for _, part in parts:
             yield part
         return

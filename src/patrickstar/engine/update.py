@@ -40,7 +40,8 @@ class Update:
     @property
     def order(self) -> list[int]:
         """Chunk indices, in the order in which they were last updated; those that never were come first."""
-        return [*(index for index in self.data.by_chunk if index not in self._order), *self._order]
+        there = self.data.by_chunk
+        return [*(index for index in there if index not in self._order), *(i for i in self._order if i in there)]
 
     def run(self, group_of: GroupOf, scales: Sequence[float]) -> None:
         """Update every parameter that has a gradient and belongs to a param group.
