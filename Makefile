@@ -32,6 +32,7 @@ bench: $(INSTALLED)
 bench-disk: $(INSTALLED)
 	$(BIN)/python benchmarks/disk.py --directory $(DISK)
 	$(BIN)/python benchmarks/disk_training.py --directory $(DISK)
+	$(BIN)/python benchmarks/checkpoints.py --directory $(DISK)
 	$(BIN)/python benchmarks/policies.py
 
 check: $(INSTALLED)

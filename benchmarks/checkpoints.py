@@ -175,11 +175,15 @@ def main() -> None:
     rows = [
         ["bytes of a checkpoint", f"{format_size(nbytes)}, {nbytes / engine.layout.numel:.2f} per parameter", "12"],
         ["saving", f"{written:.2f} GB/s", f"{bare:.2f} GB/s, a bare loop"],
-        ["its share of that", f"{share:.2f}", ">= 0.8"],
+        ["saving, of a bare loop's rate", f"{share:.2f}", ">= 0.8"],
         ["memory beyond, while training waits", shown(waiting_bytes), f"{shown(2 * chunk_bytes)}, two chunks"],
         ["memory beyond, beside training", shown(beside_bytes), f"{shown(pages_bytes)}, nine pages"],
         ["a step beside which one is written", f"{beside_s:.2f} s", f"{alone_s:.2f} s without"],
-        ["its share of that", f"{cost:.3f}", f"<= 1.15; another program's writing costs {others_cost:.3f}"],
+        [
+            "step beside a save, of one without",
+            f"{cost:.3f}",
+            f"<= 1.15; another program's writing costs {others_cost:.3f}",
+        ],
         ["what is left to write after that step", f"{median(left):.2f} s", ""],
         ["loading, checksums first", f"{nbytes / median(loads) / 1e9:.2f} GB/s", "reading twice"],
     ]

@@ -39,6 +39,12 @@ def main() -> None:
     for row in read("data_parallel_time")[1]:
         what = f"40M, {row['p']} processes over gloo, everything fits: speed against FSDP2"
         rows.append([what, row["ratio (median of pairs)"], "1, wire and update aside", "yes, averaged in rank order"])
+    saved = {row["what"]: row for row in read("checkpoints")[1]}
+    for name, limit in (("saving, of a bare loop's rate", ">= 0.8"), ("step beside a save, of one without", "<= 1.15")):
+        rows.append([f"124M, checkpoint of 1.39 GiB: {name}", saved[name]["measured"], limit, "yes, after a resume"])
+    trainer = read("trainer")[1][-1]
+    what = "40M: transformers' Trainer, a step of the loop's"
+    rows.append([what, trainer["ratio (median of pairs)"], "<= 1.03", "yes, in fp32; see docs/trainer.md"])
     largest = read("adam")[1][-1]
     size = f"{largest['parameters']} parameters, {largest['threads']} threads"
     what = f"{size}: update against PyTorch's fused AdamW and casts"
