@@ -1,4 +1,4 @@
-"""Checkpoints of an engine on a CUDA device: dropout's generator there, states on the device, on the host and on disk."""
+"""Checkpoints of an engine on a CUDA device: dropout draws there, states lie there, on the host or on disk."""
 
 import pytest
 import torch

@@ -51,3 +51,30 @@ def test_an_error_is_told_by_each_process(tmp_path):
     done = run(tmp_path, tmp_path / "log", "--device-memory", "64KiB", processes=2)
     assert done.returncode != 0
     assert done.stderr.count("error: the model data of") == 2
+
+
+def losses(log):
+    return [(record["step"], record["loss"], record["gradient_norm"]) for record in records(log)[:-1]]
+
+
+def test_resuming_on_two_processes_and_on_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 200)
+    whole, rest, alone = (tmp_path / name for name in ("whole.jsonl", "rest.jsonl", "alone.jsonl"))
+    words = ["--steps", "4", "--save-every", "2", "--save-to", "kept", "--keep", "9"]
+    done = run(tmp_path, whole, "--batch", "2", *words, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-2", "step-4"]
+    assert sorted(path.name for path in (tmp_path / "kept" / "step-2").iterdir()) == [
+        "checkpoint.jsonl",
+        "rank-00000.safetensors",
+        "rank-00001.safetensors",
+    ]
+    done = run(tmp_path, rest, "--batch", "2", "--steps", "4", "--resume", "kept/step-2", processes=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("resumed from") == 1
+    assert losses(rest) == losses(whole)[2:]
+    done = run(tmp_path, alone, "--batch", "4", "--steps", "4", "--resume", "kept/step-2")
+    assert done.returncode == 0, done.stderr
+    for (step, loss, _), (other_step, other_loss, _) in zip(losses(alone), losses(rest), strict=True):
+        assert step == other_step and abs(loss - other_loss) < 1e-4, "another order of summation"

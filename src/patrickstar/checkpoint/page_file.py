@@ -180,6 +180,8 @@ class PageFile:
                 raise self._failed
         except OSError as error:
             raise self._failure(error) from error
+        except MoveError as error:  # no chunk is lost with it
+            raise CheckpointError(f"{self.path} is incomplete: {error}") from error
 
     def _send(self, number: int, length: int) -> None:
         """Begin to write the page that is full."""
