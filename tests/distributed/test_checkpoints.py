@@ -1,15 +1,21 @@
 """Checkpoints of several processes: the same bits after a resume, on as many processes as wrote them or on others."""
 
+import os
 import random
+import resource
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import patrickstar as ps
 from patrickstar import testing
 from patrickstar.checkpoint.page_file import PageFile
 from patrickstar.engine.engine import Engine
+from patrickstar.errors import CheckpointError, TrainingError
 from patrickstar.parallel.world import World
 
 from . import ranks
@@ -90,7 +96,7 @@ def save_and_go_on(folder: str, seeds: list[int]) -> None:
 
 def resume(folder: str, seeds: list[int], same: bool) -> None:
     """In each process, of as many as before or others; these only see that it is all there, and save it again."""
-    alone = int(ranks.os.environ["WORLD_SIZE"]) == 1
+    alone = int(os.environ["WORLD_SIZE"]) == 1
     if not alone:
         dist.init_process_group("gloo")
     for seed in seeds:
@@ -143,3 +149,58 @@ def test_other_numbers_of_processes_have_it_all(written, size, tmp_path):
         (tmp_path / str(seed)).unlink()
         (tmp_path / f"again-{seed}").rename(tmp_path / str(seed))
     ranks.run(1, resume, folder=str(tmp_path), seeds=[seed for seed in SEEDS if seed % 2 == 0], same=False)
+
+
+class Broken:
+    """What one process has, and can't be saved."""
+
+
+def refusals(folder: str) -> None:
+    """In each process: what is refused is told to all, and all go on."""
+    dist.init_process_group("gloo")
+    world = World(CPU)
+    build, config = build_of(1)
+    engine = make(build, config, world, 1)
+    data = batches_of(world.rank, 1)
+    train(engine, data, 1)
+    before = outcome(engine)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        engine.load(f"{folder}/nothing")
+    with pytest.raises(CheckpointError, match="Broken"):
+        engine.save(f"{folder}/broken", {"mine": Broken() if world.rank else 1})
+    engine.save(f"{folder}/good")
+    with pytest.raises(CheckpointError, match="exists"):
+        engine.save(f"{folder}/good")
+    if world.rank == 0:
+        path = Path(folder, "good", "rank-00001.safetensors")
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    engine.average(0.0)
+    with pytest.raises(CheckpointError, match="damaged"):
+        engine.load(f"{folder}/good")
+    testing.assert_same_bits(before, outcome(engine), "what was there before")
+    engine.backward(engine(next(data)))
+    with pytest.raises((TrainingError, CheckpointError), match="gradients that were not used"):
+        engine.save(f"{folder}/early")
+    engine.optimizer.zero_grad()
+    if world.rank == 0:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    checkpoints = ps.Checkpoints(folder)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert not checkpoints.save(engine, 1)
+    assert any("rank 0: can't write" in str(one.message) for one in told)
+    if world.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    train(engine, data, 1)
+    assert checkpoints.save(engine, 1, wait=False) and checkpoints.save(engine, 1, wait=False)
+    engine.close()
+    assert [path.name for path in checkpoints.all()] == ["step-1", "step-1-2"]
+    dist.destroy_process_group()
+
+
+def test_what_is_refused_is_refused_by_all_and_all_go_on(tmp_path):
+    ranks.run(2, refusals, folder=str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "step-1", "step-1-2"]

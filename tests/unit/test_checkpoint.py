@@ -1,12 +1,14 @@
 """Checkpoint folders: what is written, what is refused, and that nothing is lost either way."""
 
 import errno
+import functools
 import json
 import os
 import pickle
 import random
 import resource
 import shutil
+import time
 import tracemalloc
 from collections import Counter, OrderedDict
 
@@ -23,9 +25,10 @@ from xxhash import xxh3_64_hexdigest
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar.checkpoint import folder as folders
-from patrickstar.checkpoint import plain
+from patrickstar.checkpoint import page_file, plain
 from patrickstar.checkpoint.document import NAME
 from patrickstar.checkpoint.folder import complete
+from patrickstar.checkpoint.page_file import write_all
 from patrickstar.checkpoint.reader import CheckpointReader
 from patrickstar.engine.engine import Engine
 from patrickstar.errors import CheckpointError, ConfigError, TrainingError
@@ -77,7 +80,7 @@ def saved(tmp_path_factory):
     engine = engine_of()
     train(engine)
     path = tmp_path_factory.mktemp("saved") / "one"
-    engine.save(path, {"note": [1, 2]})
+    engine.save(path, {"note": [1, 2], "room": " " * 200})  # room for forgeries
     return path, state_of(engine)
 
 
@@ -134,7 +137,7 @@ def test_plain_pytorch_loads_it_through_dcp(saved):
 def test_any_precision_and_chunk_size_take_it(saved, options):
     path, state = saved
     engine = engine_of(**options)
-    assert engine.load(path) == {"note": [1, 2]}
+    assert engine.load(path)["note"] == [1, 2]
     found = state_of(engine)
     assert all(torch.equal(a.to(b.dtype), b) for a, b in zip(state, found, strict=True))
     train(engine)
@@ -192,9 +195,9 @@ def test_keeping_the_last(tmp_path):
 
 
 def test_leftovers_are_no_checkpoints_and_go_away(tmp_path, saved):
-    left = tmp_path / ".step-3.abc.partial"
+    left = tmp_path / ".step-3.abc.patrickstar-partial"
     shutil.copytree(saved[0], left)
-    busy = tmp_path / ".step-4.abc.partial"
+    busy = tmp_path / ".step-4.abc.patrickstar-partial"
     busy.mkdir()
     lock = os.open(busy, os.O_RDONLY)
     folders.fcntl.flock(lock, folders.fcntl.LOCK_SH)
@@ -380,6 +383,12 @@ FORGERIES = {
     "no plain data": lambda head, doc: doc["tensors"].pop("patrickstar"),
     "plain data elsewhere": lambda head, doc: doc["tensors"]["patrickstar"]["parts"][0].update(at=4096),
     "deep nesting": lambda head, doc: doc.update(files=json.loads("[" * 900 + "]" * 900)),
+    "parts over one another": lambda head, doc: a_tensor(doc).update(
+        parts=[
+            a_tensor(doc)["parts"][0] | {"sizes": [8, 24]},
+            a_tensor(doc)["parts"][0] | {"sizes": [5, 24], "at": a_tensor(doc)["parts"][0]["at"] + 8 * 96},
+        ]
+    ),
     "a list": lambda head, doc: head.update(format=["patrickstar checkpoint"]),
 }
 
@@ -418,6 +427,126 @@ def test_another_optimizer_is_told(copy):
     engine = engine_of(optimizer=ps.SGD(lr=0.1, momentum=0.9))
     with pytest.raises(CheckpointError, match="AdamW"):
         engine.load(copy)
+
+
+def told_otherwise(path, change):
+    """Another plain text in the place of one that is there, with all checksums as they have to be."""
+    file = path / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+
+    def forge_both(head, document):
+        for name in ("patrickstar", "patrickstar.rank-00000"):
+            part = document["tensors"][name]["parts"][0]
+            begin, length = part["at"], part["sizes"][0]
+            told = json.loads(content[begin : begin + length])
+            if "buffers" in told:
+                told["buffers"] = []  # room for the forgery
+            change(told)
+            text = json.dumps(told, separators=(",", ":")).encode()
+            assert len(text) <= length, "the forgery is longer than what was there"
+            content[begin : begin + length] = text.ljust(length)
+        page = document["page_bytes"]
+        document["files"][0]["sums"] = [
+            xxh3_64_hexdigest(bytes(content[at : at + page])) for at in range(0, len(content), page)
+        ]
+
+    forge(path, forge_both)
+    file.write_bytes(content)
+
+
+LIES = {
+    "no generators": lambda told: told.pop("random", None),
+    "half of the generators": lambda told: told.get("random", {}).pop("python", None),
+    "a generator of another kind": lambda told: "random" in told and told["random"].update(torch=5),
+    "fewer steps than none": lambda told: "steps" in told and told["steps"].update({"words.weight": -7}),
+    "a rate that is no number": lambda told: [group.update(lr="x") for group in told.get("groups", ())],
+    "no betas": lambda told: [group.update(betas=None) for group in told.get("groups", ())],
+    "extra state of nobody": lambda told: "extra" in told and told["extra"].update({"no.such.module._extra_state": 1}),
+    "an array of code": lambda told: "random" in told and told.update(user={"a": {"$array": [",", [0], ""]}}),
+    "a tensor of nothing": lambda told: "random" in told and told.update(user={"a": {"$tensor": []}}),
+    "a scale of nothing": lambda told: "loss_scale" in told and told.update(loss_scale={"scale": 0.0}),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_plain_data_that_can_not_be_used_change_nothing(copy, what):
+    told_otherwise(copy, LIES[what])
+    random.seed(4)
+    before = random.getstate()
+    assert_refused(copy)
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [ps.Adam(lr=1e-3), functools.partial(torch.optim.NAdam, lr=1e-3), functools.partial(torch.optim.AdamW, lr=1e-3)],
+)
+def test_an_optimizer_with_the_same_states_is_not_the_same(saved, optimizer):
+    engine = engine_of(optimizer=optimizer)
+    with pytest.raises(CheckpointError, match="was written with AdamW"):
+        engine.load(saved[0])
+    train(engine, 1)
+
+
+def test_a_run_without_a_loss_scale_leaves_the_scaler_as_it_is(saved):
+    engine = engine_of(precision="fp16")
+    engine.load(saved[0])
+    assert engine._scaler.scale == 2.0**16
+
+
+class Odd(nn.Module):
+    """With what is rare: no elements, complex numbers, a module that is called like what files are filled up with."""
+
+    def __init__(self):
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 3))
+        self.padding = nn.Linear(9, 5)
+        self.one = nn.Parameter(torch.ones(()))
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
+        self.register_buffer("count", torch.tensor(7, dtype=torch.uint16))
+        self.frozen = nn.Parameter(torch.randn(40, 40), requires_grad=False)
+
+    def forward(self, x):
+        return (self.padding(x) * self.one).float().pow(2).mean() + self.frozen.float().sum() * 0
+
+
+def test_what_is_rare(tmp_path):
+    engine = Engine(Odd, config(), meter=testing.NoMeter())
+    engine.save(tmp_path / "odd")
+    engine.save_pretrained(tmp_path / "folder")
+    stored = load_file(tmp_path / "folder" / "model.safetensors")
+    assert {"none", "padding.weight", "padding.bias", "one", "turns", "count", "frozen"} == stored.keys()
+    other = Engine(Odd, config(), meter=testing.NoMeter())
+    other.load(tmp_path / "odd")
+    testing.assert_same_bits(state_of(engine), state_of(other), "what was saved")
+
+
+def test_frozen_parameters_and_buffers_that_are_written_to_meanwhile(tmp_path, monkeypatch):
+    monkeypatch.setattr(page_file, "write_all", lambda *args: (time.sleep(0.01), write_all(*args)))
+    engine = Engine(Odd, config(), meter=testing.NoMeter())
+    before = engine.state_dict()
+    engine.save(tmp_path / "odd", wait=False)
+    with torch.no_grad():
+        engine.module.frozen.fill_(5)
+        engine.module.turns.zero_()
+    engine.module.frozen.data.fill_(6)
+    assert engine.finish_saving()
+    other = Engine(Odd, config(), meter=testing.NoMeter())
+    other.load(tmp_path / "odd")
+    testing.assert_same_bits(before, other.state_dict(), "what was there at the save")
+
+
+def test_a_step_is_saved_twice_beside_training(tmp_path):
+    engine, checkpoints = engine_of(), ps.Checkpoints(tmp_path)
+    assert checkpoints.save(engine, 1, wait=False) and checkpoints.save(engine, 1, wait=False)
+    engine.close()
+    assert [path.name for path in checkpoints.all()] == ["step-1", "step-1-2"]
+
+
+def test_folders_of_others_stay(tmp_path):
+    (tmp_path / ".download.partial").mkdir()
+    engine_of().save(tmp_path / "one")
+    assert (tmp_path / ".download.partial").is_dir()
 
 
 # Where the disk is full

@@ -81,7 +81,8 @@ def test_resuming_from_one_checkpoint_among_others() -> None:
         (["--resume", "kept", "--steps", 9, "--model", "gpt-1m"], "does not fit the model"),
         (["--save-every", 2, "--save-to", "kept"], "has checkpoints of an earlier run (step-7)"),
         (["--save-to", "other"], "--save-every"),
-        (["--resume", "kept/step-7/rank-00000.safetensors"], "no such folder"),
+        (["--resume", "kept/step-7/rank-00000.safetensors"], "it is a file, not a folder"),
+        (["--resume", "kept", "--steps", 9, "--lr", "0.9"], "--lr 0.01"),
     ],
 )
 def test_what_can_not_be_resumed_or_saved(words: list[object], told: str) -> None:

@@ -8,6 +8,7 @@ described in docs/checkpoints.md.
 import json
 import os
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -17,8 +18,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from xxhash import xxh3_64_hexdigest
 
+from patrickstar.checkpoint.safetensors import DTYPES
 from patrickstar.errors import CheckpointError
-from patrickstar.layout.lists import ITEMSIZE
 from patrickstar.memory.scratch import BLOCK_BYTES
 
 NAME = "checkpoint.jsonl"
@@ -28,6 +29,7 @@ LARGEST_BYTES = 256 * 1024**2
 LARGEST_PAGE_BYTES = 64 * 1024**2
 """What a reader has to take memory for before it can know better."""
 
+ITEMSIZES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES}
 FILE_NAME = re.compile(r"rank-\d{5}\.safetensors")
 _SUM = re.compile(r"[0-9a-f]{16}")
 
@@ -61,6 +63,23 @@ class Stored(_Part):
     at: int = Field(ge=0)
 
 
+def _overlap(parts: Sequence[Stored]) -> bool:
+    """Whether two boxes have an element in common."""
+    boxes = sorted(
+        [(begin, begin + size) for begin, size in zip(part.offsets, part.sizes, strict=True)]
+        for part in parts
+        if prod(part.sizes)
+    )
+    live: list[list[tuple[int, int]]] = []
+    for box in boxes:
+        # Only those that reach beyond where this one begins can meet it, or any later one.
+        live = [other for other in live if not box or other[0][1] > box[0][0]]
+        if any(all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)) for other in live):
+            return True
+        live.append(box)
+    return False
+
+
 class StoredTensor(_Part):
     """A tensor by its dtype and shape, and its boxes; or plain data, as so many bytes of JSON."""
 
@@ -71,7 +90,7 @@ class StoredTensor(_Part):
 
     @model_validator(mode="after")
     def _boxes_fill_it(self) -> "StoredTensor":
-        if self.dtype not in ITEMSIZE:
+        if self.dtype not in ITEMSIZES:
             raise ValueError(f"there is no dtype {self.dtype!r}")
         if any(size < 0 for size in self.shape):
             raise ValueError(f"{self.shape} is no shape")
@@ -81,6 +100,8 @@ class StoredTensor(_Part):
             for begin, size, whole in zip(part.offsets, part.sizes, self.shape, strict=True):
                 if begin < 0 or size < 0 or begin + size > whole:
                     raise ValueError(f"a part at {part.offsets} of {part.sizes} reaches beyond {self.shape}")
+        if _overlap(self.parts):
+            raise ValueError(f"parts of a tensor {self.shape} lie over one another")
         if sum(prod(part.sizes) for part in self.parts) != prod(self.shape):
             raise ValueError(f"its parts are not the {prod(self.shape)} elements of a tensor {self.shape}")
         return self
@@ -103,7 +124,7 @@ class Document(_Part):
         taken: list[tuple[int, int, int, str]] = []
         for name, tensor in self.tensors.items():
             for part in tensor.parts:
-                nbytes = prod(part.sizes) * ITEMSIZE[tensor.dtype]
+                nbytes = prod(part.sizes) * ITEMSIZES[tensor.dtype]
                 if part.file >= len(self.files) or part.at + nbytes > self.files[part.file].nbytes:
                     raise ValueError(f"{name} reaches beyond its file")
                 if nbytes:
@@ -147,7 +168,7 @@ def read_document(folder: Path) -> Document:
         if nbytes > LARGEST_BYTES:
             raise CheckpointError(f"{path} has {nbytes} bytes; no checkpoint's document has more than {LARGEST_BYTES}")
         content = path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} is no checkpoint of PatrickStar: {_why_not(folder, error)}") from error
     first, _, text = content.partition(b"\n")
     head = _head(path, first)
@@ -174,7 +195,7 @@ def read_sequence(folder: Path) -> int:
     try:
         with path.open("rb") as file:
             first = file.readline(BLOCK_BYTES)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} is no checkpoint of PatrickStar: {_why_not(folder, error)}") from error
     return _head(path, first).sequence
 
@@ -205,8 +226,10 @@ def _check_file(path: Path, nbytes: int) -> None:
         )
 
 
-def _why_not(folder: Path, error: OSError) -> str:
-    if not folder.is_dir():
+def _why_not(folder: Path, error: OSError | ValueError) -> str:
+    if os.path.isfile(folder):
+        return "it is a file, not a folder"
+    if not os.path.isdir(folder):
         return "there is no such folder"
     if (folder / ".metadata").exists():
         return (
@@ -215,7 +238,7 @@ def _why_not(folder: Path, error: OSError) -> str:
         )
     if (folder / "config.json").exists():
         return "it is a model folder; give it as the model (--model), it has no state of training"
-    return f"it has no {NAME} that can be read ({error.strerror})"
+    return f"it has no {NAME} that can be read ({error})"
 
 
 def _first(error: Exception) -> str:

@@ -13,7 +13,7 @@ from patrickstar.checkpoint.page_file import cant_write
 from patrickstar.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d+)(-\d+)?")
-_SUFFIX = ".partial"
+_SUFFIX = ".patrickstar-partial"
 
 # [Note: whole or not at all]
 # A checkpoint is written into a hidden folder beside its place, whose lock is held meanwhile. When all files are on the
@@ -35,10 +35,7 @@ class Partial:
                 raise CheckpointError(f"{target} exists, and is left as it is; save under another name")
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(target.parent)
-            self.path = _hidden(target)
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            with suppress(OSError):  # some file systems of a network lock no folders, and leftovers stay there
-                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self.path, self._lock = _hidden_and_locked(target)
         except OSError as error:
             raise cant_write(target, error, 0) from error
 
@@ -71,6 +68,21 @@ def _hidden(path: Path) -> Path:
     made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_SUFFIX, dir=path.parent))
     made.chmod(0o755)
     return made
+
+
+def _hidden_and_locked(target: Path) -> tuple[Path, int]:
+    """The same, and its lock, a descriptor. Whoever removes leftovers may take it for one before it is locked."""
+    while True:
+        path = _hidden(target)
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        with suppress(OSError):  # some file systems of a network lock no folders, and leftovers stay there
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        if path.exists():
+            return path, lock
+        os.close(lock)
 
 
 def synchronise(folder: Path) -> None:

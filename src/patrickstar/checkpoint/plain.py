@@ -4,8 +4,8 @@ What JSON has no word for is a dictionary of one entry, whose key begins with "$
 """
 
 import base64
-import binascii
 import json
+import re
 from collections import Counter, OrderedDict
 from math import prod
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from patrickstar.checkpoint.safetensors import DTYPES
 from patrickstar.errors import CheckpointError
 
+_ARRAY = re.compile(r"[<>|=]?[biuf]\d{1,2}")
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _CONTAINERS: dict[str, type[Any]] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 _MAPPINGS: dict[str, type[Any]] = {"$dict": dict, "$counter": Counter, "$ordered": OrderedDict}
@@ -23,14 +24,17 @@ _MAPPINGS: dict[str, type[Any]] = {"$dict": dict, "$counter": Counter, "$ordered
 
 def dumps(value: Any, what: str) -> bytes:
     """Plain data as JSON. Raises CheckpointError, naming the place in `what`, for what is not plain."""
-    return json.dumps(_encode(value, what), separators=(",", ":")).encode()
+    try:
+        return json.dumps(_encode(value, what), separators=(",", ":")).encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{what} can't be said in plain data ({type(error).__name__}: {error})") from error
 
 
 def loads(text: bytes, what: str) -> Any:
     """The data again. Raises CheckpointError, naming `what`, for anything but what `dumps` writes."""
     try:
         return _decode(json.loads(text))
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError, binascii.Error) as error:
+    except Exception as error:  # whatever libraries raise for values of a wrong kind
         raise CheckpointError(f"{what} is not what a checkpoint holds ({type(error).__name__}: {error})") from error
 
 
@@ -87,8 +91,10 @@ def _decode(value: Any) -> Any:
         flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
         return flat.view(dtype).view(shape)
     if key == "$array":
+        if not _ARRAY.fullmatch(inside[0]):
+            raise ValueError(f"there are no arrays of {inside[0]}")
         kind, shape, raw = np.dtype(inside[0]), _shape(inside[1]), base64.b64decode(inside[2], validate=True)
-        if kind.kind not in "biuf" or len(raw) != prod(shape) * kind.itemsize:
+        if len(raw) != prod(shape) * kind.itemsize:
             raise ValueError(f"{len(raw)} bytes for an array {shape} of {kind}")
         return np.frombuffer(bytearray(raw), kind).reshape(shape) if raw else np.empty(shape, kind)
     if key in _MAPPINGS:

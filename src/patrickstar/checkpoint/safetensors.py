@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,6 +22,12 @@ DTYPES = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.bool: "BOOL",
 }
 """The format's names of what tensors are made of."""
@@ -35,6 +41,8 @@ class Entry:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    filler: bool = False
+    """Whether it means nothing, and is zeros that nobody hands in."""
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +75,7 @@ class SafetensorsFile:
         self._paddings: deque[tuple[int, int]] = deque()
         end = len(header)
         for entry in padded:
-            if entry.name.startswith(PADDING):
+            if entry.filler:
                 self._paddings.append((end, entry.nbytes))
             else:
                 self.starts.append(end)
@@ -92,13 +100,21 @@ class SafetensorsFile:
 
 def _padded(entries: Sequence[Entry], addresses: Mapping[int, int]) -> Iterator[Entry]:
     """The tensors, and what has to be between them. Data begin with a block of the disk."""
+    names = {entry.name for entry in entries}
     end = 0
     for number, entry in enumerate(entries):
         gap = (addresses[number] - end) % BLOCK_BYTES if entry.nbytes and number in addresses else 0
         if gap:
-            yield Entry(f"{PADDING}{number}", torch.uint8, (gap,))
+            yield Entry(_unlike(f"{PADDING}{number}", names), torch.uint8, (gap,), filler=True)
         yield entry
         end += gap + entry.nbytes
+
+
+def _unlike(name: str, names: Collection[str]) -> str:
+    """The name, or one like it that is not among these."""
+    while name in names:
+        name += "_"
+    return name
 
 
 def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:

@@ -17,6 +17,8 @@ from patrickstar.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from patrickstar.cli.train import TrainOptions
 
+FIXED = ("lr", "weight_decay")
+"""Options that a run keeps when it is resumed: they are the optimizer's, and a checkpoint has them."""
 DEFAULT_FOLDER = Path("runs/checkpoints")
 
 
@@ -35,7 +37,14 @@ class Kept:
         resumed, step = None, 0
         if options.resume is not None:
             resumed = _newest_in(options.resume)
-            step = _step_of(resumed)
+            run = _run_of(resumed)
+            step = run["step"]
+            for name in FIXED:
+                if name in run and run[name] != getattr(options, name):
+                    raise ConfigError(
+                        f"{resumed} is of a run with --{name.replace('_', '-')} {run[name]:g}, which goes on with it: "
+                        f"{getattr(options, name):g} would change nothing; begin a new run with what was exported"
+                    )
             if step >= options.steps:
                 raise ConfigError(
                     f"{resumed} is of step {step}, and --steps is {options.steps}: nothing is left to do; give more"
@@ -55,9 +64,10 @@ class Kept:
         return cls(options.save_every, checkpoints, resumed, step)
 
 
-def described(source: ModelSource, module: nn.Module, corpus: Corpus) -> dict[str, Any]:
+def described(options: "TrainOptions", source: ModelSource, module: nn.Module, corpus: Corpus) -> dict[str, Any]:
     """What it takes to make a model of this kind again: its configuration, its tokenizer, whether that was trained."""
     return {
+        **{name: getattr(options, name) for name in FIXED},
         "architecture": type(module).__name__,
         "config": source.config.to_json_string(use_diff=False),
         "tokenizer": tokenizer_text(corpus, source.vocabulary),
@@ -75,10 +85,9 @@ def _newest_in(place: Path) -> Path:
     return place
 
 
-def _step_of(checkpoint: Path) -> int:
-    """The step after which it was written."""
+def _run_of(checkpoint: Path) -> dict[str, Any]:
+    """What the run that wrote it said of itself, among it the step after which that was."""
     run = read_own(CheckpointReader(checkpoint), 0).user.get("run")
     if not isinstance(run, dict) or not isinstance(run.get("step"), int):
         raise CheckpointError(f"{checkpoint} was not written by patrickstar train, so there is no run to go on with")
-    step: int = run["step"]
-    return step
+    return run

@@ -62,13 +62,13 @@ class RunLog:
 
     def __init__(self, path: Path | None, steps: int = 0) -> None:
         self._file = None
+        self._kept: list[str] | None = None
+        """What stays, until the first record is written: a run that does not come to that leaves the log as it is."""
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                kept = _steps_in(path, steps)
-                self._file = path.open("w", encoding="utf-8")
-                self._file.writelines(kept)
-                self._file.flush()
+                self._kept = _steps_in(path, steps)
+                self._file = path.open("a", encoding="utf-8")
             except OSError as error:
                 raise ConfigError(f"the log {path} can't be written: {error.strerror}; check --log") from error
 
@@ -78,6 +78,10 @@ class RunLog:
             kind = "step" if isinstance(record, StepRecord) else "summary"
             fields = {"kind": kind, **asdict(record)}
             fields |= {name: value for name, value in fields.pop("stats").items() if name != "steps"}
+            if self._kept is not None:
+                self._file.truncate(0)
+                self._file.writelines(self._kept)
+                self._kept = None
             finite = {name: _json_number(value) for name, value in fields.items()}
             self._file.write(json.dumps(finite, allow_nan=False) + "\n")
             self._file.flush()

@@ -110,7 +110,9 @@ def train(options: TrainOptions, console: Console) -> Summary:
         if rank:
             torch.manual_seed(options.seed + rank)  # what is drawn in training differs, as the data does
         try:
-            run = _Run(options, engine, batches, kept, described(source, engine.module, corpus) if kept.every else {})
+            run = _Run(
+                options, engine, batches, kept, described(options, source, engine.module, corpus) if kept.every else {}
+            )
             if kept.resumed is not None:
                 run.resume(kept.resumed)
                 if not options.quiet:

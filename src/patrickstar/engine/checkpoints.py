@@ -37,6 +37,7 @@ class Checkpoints:
         Where the disk is full, or fails, that is a warning: what was there stays, training goes on, and it returns
         False. Without `wait` such a warning comes in a later step.
         """
+        engine.finish_saving()  # or its name would not be taken yet
         first = engine.world is None or engine.world.rank == 0
         return engine._save(free_name(self.directory, step), state, self._delete_old if first else None, wait)
 

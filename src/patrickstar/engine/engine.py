@@ -483,10 +483,14 @@ class Engine:
     @contextmanager
     def _stopping_on_loss(self) -> Iterator[None]:
         """When a disk or a thread has failed, and bytes of chunks are lost, give all back and close the engine."""
+        grad = torch.is_grad_enabled()
         try:
             yield
         except (DiskError, MoveError) as error:
             self._interceptor.stop(error)
+            raise
+        except KeyboardInterrupt:
+            torch.set_grad_enabled(grad)  # it may have struck a `no_grad` while that ended
             raise
 
     @contextmanager

@@ -16,6 +16,7 @@ from patrickstar.checkpoint import orchestra, plain
 from patrickstar.checkpoint.page_file import PAGES
 from patrickstar.checkpoint.reader import CheckpointReader
 from patrickstar.engine.loading import LoadingPlanner
+from patrickstar.engine.optimizers import Optimizer, TorchOptimizer
 from patrickstar.engine.parameters import slot_of
 from patrickstar.engine.randomness import random_states, restore_random_states
 from patrickstar.engine.saving import Saving
@@ -66,7 +67,8 @@ class Persistence:
         data.meet(Want.STATE)
         with data.together():
             data.share_memory()
-            error = None
+            pieces: list[Piece] = []
+            error: Exception | None = None
             try:
                 if waiting:
                     raise TrainingError(
@@ -74,15 +76,18 @@ class Persistence:
                         f"gradients; save between optimizer.step() and the next backward"
                     )
                 pieces = self._pieces(state, frozen)
-            except PatrickStarError as found:
+            except Exception as found:  # what a state_dict of the user's raises is one for all processes too
                 error = found
-            self._agree(error)
-            pieces = self._with_other_buffers(pieces)
-            page_bytes = self._page_bytes()
-            target = Path(self.tell(str(target.absolute())))
-            group = None if engine.world is None else engine.world.checkpoints
-            data.saving = self.saving = Saving(target, pieces, data, group, page_bytes=page_bytes, done=done)
-            self.saving.copy_what_is_at_hand()
+            error = self._agreed(error)
+            if error is None:
+                pieces = self._with_other_buffers(pieces)
+                page_bytes = self._page_bytes()
+                target = Path(self.tell(str(target.absolute())))
+                group = None if engine.world is None else engine.world.checkpoints
+                data.saving = self.saving = Saving(target, pieces, data, group, page_bytes=page_bytes, done=done)
+                self.saving.copy_what_is_at_hand()
+        if error is not None:
+            raise error
 
     def _page_bytes(self) -> int:
         """What is written at once, and the memory for it: all that is on its way together is two chunks at most.
@@ -157,7 +162,7 @@ class Persistence:
             patrickstar=version("patrickstar"),
             precision=engine.config.precision,
             frozen=frozen,
-            optimizer=type(engine.config.optimizer).__name__,
+            optimizer=_kind_of(engine.config.optimizer),
             states=list(engine.config.optimizer.states),
             groups=groups,
             steps={slot.name: slot.steps for slot in engine._data.slots if slot.steps},
@@ -191,30 +196,37 @@ class Persistence:
         engine._early.check("loading a checkpoint")
         engine._complete()
         data.meet(Want.STATE)
+        reader: CheckpointReader | None = None
+        error: Exception | None = None
         with data.together():
-            reader, error = None, None
             try:
                 reader = CheckpointReader(folder)
                 common, own = read_common(reader), self._own(reader)
                 self._check(reader, common)
+                self._try(common, own)
                 lacking = [name for name in state if name not in own.user]
                 if lacking:
                     raise CheckpointError(f"{folder} has no state {lacking[0]!r}, but {sorted(own.user)}")
             except PatrickStarError as found:
                 error = found
-            self._agree(error)
-            assert reader is not None
-            engine._gradients.drop()
-            group: dist.ProcessGroup | None = None if engine.world is None else engine.world.checkpoints
-            with self._explaining():
-                orchestra.load(reader, LoadingPlanner(data, self._targets(reader)), group)
-            self._restore(reader, common)
+            error = self._agreed(error)
+            if error is None:
+                assert reader is not None
+                engine._gradients.drop()
+                group: dist.ProcessGroup | None = None if engine.world is None else engine.world.checkpoints
+                try:
+                    with self._explaining():
+                        orchestra.load(reader, LoadingPlanner(data, self._targets(reader)), group)
+                    self._restore(reader, common)
+                except CheckpointError as found:
+                    error = found  # which all know
+        if error is not None:
+            raise error
         restore_random_states(own.random, engine.device)
-        found_state: dict[str, Any] = own.user
         for name, value in state.items():
             if hasattr(value, "load_state_dict"):
-                value.load_state_dict(found_state[name])
-        return found_state
+                value.load_state_dict(own.user[name])
+        return own.user
 
     def _own(self, reader: CheckpointReader) -> Own:
         """What is told of this process, or of the first one if there were others."""
@@ -245,11 +257,11 @@ class Persistence:
                 if names
             ]
             raise CheckpointError(f"{reader.folder} does not fit the model, nothing was loaded: {'; '.join(told)}")
-        kinds = list(engine.config.optimizer.states)
-        if common.states != kinds:
+        own, kinds = _kind_of(engine.config.optimizer), list(engine.config.optimizer.states)
+        if common.optimizer != own or common.states != kinds:
             raise CheckpointError(
-                f"{reader.folder} was written with {common.optimizer}, whose states are {common.states}, and "
-                f"{type(engine.config.optimizer).__name__} has {kinds}; nothing was loaded, use the same optimizer"
+                f"{reader.folder} was written with {common.optimizer}, whose states are {common.states}, and the "
+                f"engine has {own} with {kinds}; nothing was loaded, use the same optimizer"
             )
         groups = engine.optimizer.param_groups
         names = [[engine.optimizer._slot(param).name for param in group["params"]] for group in groups]
@@ -259,6 +271,22 @@ class Persistence:
                 f"{reader.folder} has param groups of {sizes} parameters, and the optimizer of "
                 f"{[len(group) for group in names]}, or others in them; nothing was loaded, make the same groups"
             )
+
+    def _try(self, common: Common, own: Own) -> None:
+        """Raise CheckpointError if what is told can't be used, as far as that shows before anything changes."""
+        engine, now = self.engine, random_states(self.engine.device)
+        try:
+            for group in common.groups:
+                engine.config.optimizer.rule(group, 1, {})
+            for name in common.extra:
+                engine.module.get_submodule(name.rpartition(".")[0])
+            restore_random_states(own.random, engine.device)
+        except Exception as error:  # whatever libraries raise for values of a wrong kind
+            raise CheckpointError(
+                f"the checkpoint tells what can't be used, nothing was loaded ({type(error).__name__}: {error})"
+            ) from error
+        finally:
+            restore_random_states(now, engine.device)
 
     def _targets(self, reader: CheckpointReader) -> dict[str, torch.Tensor]:
         """Buffers, under the names that they have in the checkpoint.
@@ -300,16 +328,15 @@ class Persistence:
         world = self.engine.world
         return (0, 1) if world is None else (world.rank, world.size)
 
-    def _agree(self, error: PatrickStarError | None) -> None:
-        """Raise what went wrong in any process, in all of them."""
+    def _agreed(self, error: Exception | None) -> Exception | None:
+        """What went wrong in any process; where nothing did, what another one says."""
         world = self.engine.world
         if world is not None:
-            said = world.tell(None if error is None else str(error))
+            said = world.tell(None if error is None else f"{type(error).__name__}: {error}")
             wrong = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]
             if wrong and error is None:
-                raise CheckpointError("; ".join(wrong))
-        if error is not None:
-            raise error
+                return CheckpointError("; ".join(wrong))
+        return error
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -328,6 +355,13 @@ class Persistence:
     def _tell_all(self, value: Any) -> list[Any]:
         """What all say."""
         return [value] if self.engine.world is None else self.engine.world.tell(value)
+
+
+def _kind_of(optimizer: Optimizer) -> str:
+    """The optimizer's class, PyTorch's own if it is one of those."""
+    if isinstance(optimizer, TorchOptimizer):
+        return f"{optimizer.kind.__module__}.{optimizer.kind.__qualname__}"
+    return type(optimizer).__name__
 
 
 def _of_rank(name: str, rank: int) -> str:

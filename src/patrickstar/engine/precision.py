@@ -96,7 +96,9 @@ class LossScaler:
         self.good_steps = 0
 
     def state_dict(self) -> dict[str, float | int]:
-        """What a resumed run needs."""
+        """What a resumed run needs: nothing where the loss is not scaled."""
+        if not self.enabled:
+            return {}
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

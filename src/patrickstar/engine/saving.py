@@ -20,7 +20,7 @@ from patrickstar.engine.snapshot import (
     runs_of,
     values,
 )
-from patrickstar.errors import CheckpointError
+from patrickstar.errors import CheckpointError, PatrickStarError
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.interrupts import uninterrupted
 
@@ -78,8 +78,12 @@ class Saving:
                 save(writer, planner, group)
                 if done is not None:
                     done()
-            except BaseException as error:
+            except (PatrickStarError, dist.DistError) as error:
                 self.error = error
+            except Exception as error:
+                # With others it may be that one of them is gone, and then it is told so.
+                lost = isinstance(error, RuntimeError) and group is not None
+                self.error = error if lost else _incomplete(target, error)
             finally:
                 self._ready.set()
 
@@ -131,15 +135,23 @@ class Saving:
             self._wait_for_file()
             if not self.copied:
                 self._copy_next()
+        self._release_chunks()
+
+    def _release_chunks(self) -> None:
         for chunk in self.data.manager.chunks.values():
             chunk.release_saver()
 
     def copy_what_is_at_hand(self) -> None:
-        """Want nothing but chunks any more when this returns."""
-        while not self.copied and self._next is not None and self._next[0].slot is None:
+        """Want nothing but masters and states when this returns: the rest may be written to at any time."""
+        while not self.copied and self._next is not None and self._may_change(self._next[0]):
             self._wait_for_file()
             if not self.copied:
                 self._copy_next()
+        self._release_chunks()
+
+    @staticmethod
+    def _may_change(piece: Piece) -> bool:
+        return piece.slot is None or not piece.slot.scheme.trained
 
     def finish(self) -> None:
         """Wait until it is complete. Raises CheckpointError if it failed, and what PyTorch does for a lost process."""
@@ -149,10 +161,12 @@ class Saving:
         if self.error is not None:
             raise self.error
 
+    @uninterrupted
     def give_up(self, why: str) -> None:
-        """Nothing comes of it."""
+        """Nothing more is read of chunks; nothing comes of it, unless it was all there."""
         if not self.copied:
             self._end(CheckpointError(why))
+        self._release_chunks()
 
     def _wait_for_file(self) -> None:
         while not self._ready.wait(POLL_S) and not self.ended:
@@ -202,3 +216,9 @@ class Saving:
         self._next, self._failed = None, failed
         self._left.clear()
         self._filled.set()
+
+
+def _incomplete(target: Path, error: BaseException) -> CheckpointError:
+    told = CheckpointError(f"{target} could not be written: {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told

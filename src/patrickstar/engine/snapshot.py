@@ -22,8 +22,11 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from patrickstar.checkpoint.document import LARGEST_BYTES
+from patrickstar.checkpoint.safetensors import DTYPES
 from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.slot import Slot
+from patrickstar.errors import CheckpointError
 from patrickstar.layout.boxes import Box, boxes_of, memory_order
 from patrickstar.layout.lists import PARAM16, PARAM32
 
@@ -105,12 +108,17 @@ def in_order(box: Box, order: Sequence[int]) -> Box:
 
 
 def pieces_of(data: ModelData, order: Sequence[int]) -> list[Piece]:
-    """All that this process has of parameters and states, chunk after chunk."""
+    """All that this process has of parameters and states, chunk after chunk; first what is frozen."""
     found = []
+    first_process = data.peers is None or data.peers.world.rank == 0
+    order = sorted(order, key=lambda index: data.by_chunk[index][0].scheme.trained)
     for index in order:
         # List by list: what follows one another in memory does in the file.
         for kind in kinds_of(data.by_chunk[index][0]):
             for slot in data.by_chunk[index]:
+                if not slot.numel and first_process:
+                    empty = Box((0,) * len(slot.shape), slot.shape)
+                    found.append(Piece(name_of(slot, kind), slot.shape, empty, slot.full_dtype, slot, kind))
                 dtype = data.manager[list_kind(slot, kind), index].dtype
                 for first, box in boxes_in(slot, slice(0, slot.place.numel)):
                     found.append(Piece(name_of(slot, kind), slot.shape, box, dtype, slot, kind, first))
@@ -118,7 +126,10 @@ def pieces_of(data: ModelData, order: Sequence[int]) -> list[Piece]:
 
 
 def pieces_of_tensors(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
-    """Tensors that are at hand, whole."""
+    """Tensors that are at hand, whole. Raises CheckpointError for one that no file can hold."""
+    for name, value in tensors.items():
+        if value.dtype not in DTYPES or value.layout is not torch.strided:
+            raise CheckpointError(f"{name} is of {value.dtype} and {value.layout}, which no safetensors file holds")
     return [
         Piece(name, tuple(value.shape), Box((0,) * value.dim(), tuple(value.shape)), value.dtype, value=value)
         for name, value in tensors.items()
@@ -126,7 +137,12 @@ def pieces_of_tensors(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
 
 
 def plain_piece(name: str, text: bytes) -> Piece:
-    """Plain data; what follows in a file begins at a multiple of eight bytes."""
+    """Plain data; what follows begins at a multiple of eight bytes. Raises CheckpointError if it is too much."""
+    if len(text) > LARGEST_BYTES - 8:
+        raise CheckpointError(
+            f"{name} has {len(text)} bytes of plain data, and a checkpoint holds {LARGEST_BYTES} at most; keep large "
+            f"tensors in files of their own"
+        )
     padded = text.ljust(-(-len(text) // 8) * 8)
     return Piece(name, (len(padded),), Box((0,), (len(padded),)), torch.uint8, plain=padded)
 

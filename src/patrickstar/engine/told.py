@@ -2,7 +2,7 @@
 
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, field_validator
 
 from patrickstar.checkpoint import plain
 from patrickstar.checkpoint.reader import CheckpointReader
@@ -33,11 +33,18 @@ class Common(_Told):
     optimizer: str
     states: list[str]
     groups: list[dict[str, Any]]
-    steps: dict[str, int]
+    steps: dict[str, NonNegativeInt]
     memory: dict[str, dict[str, Any]]
     buffers: list[str]
     loss_scale: dict[str, float]
     extra: dict[str, Any]
+
+    @field_validator("loss_scale")
+    @classmethod
+    def _all_or_nothing(cls, scale: dict[str, float]) -> dict[str, float]:
+        if scale and (scale.keys() != {"scale", "good_steps"} or not scale["scale"] > 0):
+            raise ValueError("it is no loss scale")
+        return scale
 
     @field_validator("groups")
     @classmethod

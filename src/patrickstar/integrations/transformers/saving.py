@@ -1,5 +1,6 @@
 """Weights of a managed model as transformers and PEFT save them."""
 
+import re
 import shutil
 import weakref
 from pathlib import Path
@@ -10,6 +11,9 @@ import torch
 from patrickstar.engine.engine import Engine
 from patrickstar.engine.parameters import slot_of
 from patrickstar.integrations.transformers.saved import adapter_names, is_adapted
+
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+"""The files that transformers saves weights in."""
 
 
 def save_weights(engine: Engine, folder: Path, hidden: str = ".weights") -> None:
@@ -25,8 +29,9 @@ def save_weights(engine: Engine, folder: Path, hidden: str = ".weights") -> None
             shutil.rmtree(fresh)
     engine.save_pretrained(fresh)
     if writes:
-        for old in (*folder.glob("model*.safetensors"), *folder.glob("model*.safetensors.index.json")):
-            old.unlink()
+        for old in folder.iterdir():
+            if WEIGHTS.fullmatch(old.name):
+                old.unlink()
         for file in fresh.iterdir():
             file.replace(folder / file.name)
         fresh.rmdir()

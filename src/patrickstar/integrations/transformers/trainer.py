@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import nn
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
+from patrickstar.checkpoint.folder import synchronise
 from patrickstar.engine.config import Config
 from patrickstar.engine.engine import Engine, initialize
 from patrickstar.engine.optimizers import Optimizer
@@ -24,6 +27,8 @@ ENGINE_FOLDER = "patrickstar"
 """What the engine saves of itself, within a checkpoint."""
 PARTIAL = "partial-"
 """What the name of a checkpoint begins with until it is complete: nobody looks for such a name."""
+BEFORE = "-before"
+"""What the name of one ends with that makes way for another."""
 SCHEDULER_FILE = "scheduler.pt"
 OPTIMIZER_FILE = "optimizer.pt"
 STATE_FILE = "trainer_state.json"
@@ -176,8 +181,7 @@ class Trainer(transformers.Trainer):
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         partial, complete = folder / f"{PARTIAL}{name}", folder / name
         if self.args.should_save:
-            for left in folder.glob(f"{PARTIAL}{PREFIX_CHECKPOINT_DIR}-*"):
-                shutil.rmtree(left)
+            _tidy(folder)
             partial.mkdir(parents=True)
         self._meet()
         self.save_model(str(partial), _internal_call=True)
@@ -254,7 +258,11 @@ class Trainer(transformers.Trainer):
         if checkpoint is None or not (folder := Path(checkpoint) / ENGINE_FOLDER).is_dir():
             return
         self.engine.load(folder)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_FILE, weights_only=True))
+        schedule = Path(checkpoint) / SCHEDULER_FILE
+        if schedule.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+        else:
+            warnings.warn(f"{checkpoint} has no {SCHEDULER_FILE}: the learning rate begins anew", stacklevel=2)
 
     def _load_best_model(self) -> None:
         self._load_weights(Path(str(self.state.best_model_checkpoint)))
@@ -265,9 +273,25 @@ class Trainer(transformers.Trainer):
 
 
 def _put_in_place(partial: Path, complete: Path) -> None:
-    """Give a folder that is complete its name, in the place of an older one."""
-    old = complete.with_name(f"{PARTIAL}{complete.name}-before")
+    """Give a folder that is complete its name, in the place of an older one, when all of it is on the disk."""
+    for file in partial.iterdir():
+        with file.open("rb") if file.is_file() else nullcontext() as opened:
+            if opened is not None:
+                os.fsync(opened.fileno())
+    synchronise(partial)
+    before = complete.with_name(f"{PARTIAL}{complete.name}{BEFORE}")
     if complete.is_dir():
-        os.replace(complete, old)
+        os.replace(complete, before)
     os.replace(partial, complete)
-    shutil.rmtree(old, ignore_errors=True)
+    synchronise(complete.parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what a run has left that was killed while it saved; what was to be replaced then gets its name again."""
+    for left in folder.glob(f"{PARTIAL}{PREFIX_CHECKPOINT_DIR}-*"):
+        complete = folder / left.name.removeprefix(PARTIAL).removesuffix(BEFORE)
+        if left.name.endswith(BEFORE) and not complete.exists():
+            os.replace(left, complete)
+        else:
+            shutil.rmtree(left)
