@@ -65,7 +65,9 @@ def _adapters(folder: Path, model: nn.Module) -> dict[str, Stored]:
         if not path.is_file():
             raise ModelError(f"there is no {path}, where PEFT saves the adapter {adapter!r}")
         stored = read_header(path)
-        places.update({name: stored[key] for key, name in names.items() if key in stored})
+        if missing := sorted(names.keys() - stored.keys()):
+            raise ModelError(f"{path} lacks {', '.join(missing)}, which the adapter {adapter!r} has here")
+        places.update({name: stored[key] for key, name in names.items()})
     return places
 
 
