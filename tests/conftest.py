@@ -1,7 +1,19 @@
 """What every test may share."""
 
+import signal
+
 import pytest
 import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_is_heard():
+    """A shell that starts tests in the background has them ignore Ctrl-C, and so would every process they start."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
