@@ -180,7 +180,7 @@ def read_document(folder: Path) -> Document:
             )
         document = Document.model_validate_json(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not what a checkpoint holds: {_first(error)}") from error
+        raise CheckpointError(f"{path} is not what a checkpoint holds: {what_is_wrong(error)}") from error
     for file in document.files:
         _check_file(folder / file.name, file.nbytes)
     return document
@@ -212,7 +212,7 @@ def _head(path: Path, line: bytes) -> Head:
             )
         return Head.model_validate(told)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not what a checkpoint holds: {_first(error)}") from error
+        raise CheckpointError(f"{path} is not what a checkpoint holds: {what_is_wrong(error)}") from error
 
 
 def _check_file(path: Path, nbytes: int) -> None:
@@ -241,7 +241,8 @@ def _why_not(folder: Path, error: OSError | ValueError) -> str:
     return f"it has no {NAME} that can be read ({error})"
 
 
-def _first(error: Exception) -> str:
+def what_is_wrong(error: Exception) -> str:
+    """The first thing that a check of data has found, for a message."""
     if isinstance(error, ValidationError):
         one = error.errors()[0]
         return f"{'.'.join(str(place) for place in one['loc'])}: {one['msg']}"

@@ -2,6 +2,7 @@
 
 import io
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -90,7 +91,7 @@ class CheckpointReader(StorageReader):
         for item in sorted(plan.items, key=lambda item: self._key(item)):
             source = self._sources[item.storage_index]
             if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(bytes(self._read(source, 0, prod(source.sizes)).tolist())))
+                planner.load_bytes(item, io.BytesIO(self._bytes(source)))
                 continue
             target = planner.resolve_tensor(item).detach()
             self._fill(target, source, *_within(item, source))
@@ -107,21 +108,21 @@ class CheckpointReader(StorageReader):
     def plain(self, name: str) -> bytes | None:
         """Plain data by its name; None if there is none."""
         source = self._sources.get(MetadataIndex(name))
-        return None if source is None else self._read(source, 0, prod(source.sizes)).numpy().tobytes()
+        return None if source is None else self._bytes(source)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor by its name."""
         told = self.document.tensors[name]
         whole = torch.empty(told.shape, dtype=getattr(torch, told.dtype))
         for part in told.parts:
-            target = whole
-            for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
-                target = target.narrow(dim, offset, size)
             source = self._sources[MetadataIndex(name, part.offsets)]
-            self._fill(target, source, 0, _strides(source))
+            self._fill(narrowed(whole, part.offsets, part.sizes), source, 0, _strides(source))
         return whole
 
     # Inside
+
+    def _bytes(self, source: _Source) -> bytes:
+        return self._read(source, 0, prod(source.sizes)).numpy().tobytes()
 
     def _key(self, item: ReadItem) -> tuple[int, int]:
         source = self._sources[item.storage_index]
@@ -197,6 +198,13 @@ class CheckpointReader(StorageReader):
             )
         self._at_hand = number, page
         return self._page
+
+
+def narrowed(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The box of a tensor that begins there."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return whole
 
 
 def _within(item: ReadItem, source: _Source) -> tuple[int, tuple[int, ...]]:

@@ -1,7 +1,6 @@
 """The job of ``patrickstar export``: a checkpoint of a run becomes a model folder that other programs load."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from patrickstar.checkpoint.safetensors import Entry
 from patrickstar.cli.tokenizer import END
 from patrickstar.engine.told import model_tensors, read_own
 from patrickstar.errors import CheckpointError
-from patrickstar.kernels.rounding import round_into
+from patrickstar.kernels.rounding import rounded
 from patrickstar.layout.sizes import format_size, parse_size
 
 
@@ -40,7 +39,9 @@ def export(
     shards = shards_of(entries, parse_size(max_shard))
     partial = Partial(folder, over_empty=True)
     try:
-        values = (value for shard in shards.values() for entry in shard for value in _value(reader, entry))
+        values = (
+            rounded(reader.tensor(f"model.{entry.name}"), entry.dtype) for shard in shards.values() for entry in shard
+        )
         write_model_folder(partial.path, shards, values, _texts(run, wanted))
         partial.appear()
     except BaseException:
@@ -59,16 +60,6 @@ def _entry(reader: CheckpointReader, name: str, dtype: torch.dtype | None) -> En
     told = reader.document.tensors[f"model.{name}"]
     own: torch.dtype = getattr(torch, told.dtype)
     return Entry(name, dtype if dtype is not None and own.is_floating_point else own, tuple(told.shape))
-
-
-def _value(reader: CheckpointReader, entry: Entry) -> Iterator[torch.Tensor]:
-    value = reader.tensor(f"model.{entry.name}")
-    if value.dtype is entry.dtype:
-        yield value
-        return
-    rounded = torch.empty_like(value, dtype=entry.dtype)
-    round_into(rounded, value)
-    yield rounded
 
 
 def _texts(run: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:

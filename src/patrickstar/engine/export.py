@@ -16,7 +16,7 @@ from patrickstar.engine.parameters import slot_of
 from patrickstar.engine.slot import Slot
 from patrickstar.engine.state import ModelState
 from patrickstar.errors import CheckpointError, ConfigError, ModelError
-from patrickstar.kernels.rounding import round_into
+from patrickstar.kernels.rounding import rounded
 from patrickstar.layout.sizes import parse_size
 from patrickstar.parallel.world import World
 
@@ -128,12 +128,7 @@ def _values(state: ModelState, item: Item) -> Iterator[torch.Tensor]:
         return
     for piece in state.pieces(item.held):
         for part in piece.split(_ROUNDED_NUMEL):
-            if part.dtype is item.entry.dtype:
-                yield part
-            else:
-                rounded = torch.empty_like(part, dtype=item.entry.dtype)
-                round_into(rounded, part)
-                yield rounded
+            yield rounded(part, item.entry.dtype)
 
 
 def _first_told(world: World, own: CheckpointError | None) -> CheckpointError | None:

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from patrickstar.checkpoint.reader import narrowed
 from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.slot import Slot
 from patrickstar.engine.snapshot import boxes_in, chunk_of, kinds_of, list_kind, name_of, unfolded
@@ -90,7 +91,7 @@ class LoadingPlanner(LoadPlanner):
         target = self._targets[_key(read_item.dest_index)]
         whole = self._in_place(target)
         if whole is not None:
-            return _narrowed(whole, read_item)
+            return narrowed(whole, read_item.dest_offsets, read_item.lengths)
         dtype = self.data.manager[self._list(target)].dtype
         return torch.empty(read_item.lengths, dtype=dtype)
 
@@ -111,7 +112,8 @@ class LoadingPlanner(LoadPlanner):
             flat = torch.empty(target.box.numel, dtype=tensor.dtype)
             for where, part in self.data.parts(slot, kind, within=target.run):
                 flat[where.start - target.first : where.stop - target.first] = part
-            _narrowed(unfolded(flat, target.box, slot), read_item).copy_(tensor)
+            box = unfolded(flat, target.box, slot)
+            narrowed(box, read_item.dest_offsets, read_item.lengths).copy_(tensor)
         for where, part in self.data.parts(slot, kind, write=True, within=target.run):
             part.copy_(flat[where.start - target.first : where.stop - target.first])
 
@@ -144,17 +146,11 @@ class LoadingPlanner(LoadPlanner):
                         for first, box in boxes_in(slot, part):
                             yield name_of(slot, kind), _Target(box, slot, kind, first)
         for name, value in self.tensors.items():
-            yield name, _Target(Box((0,) * value.dim(), tuple(value.shape)), None, "", 0, value)
+            yield name, _Target(Box.whole(value.shape), None, "", 0, value)
 
 
 def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
     return index.fqn, tuple(index.offset or ())
-
-
-def _narrowed(whole: torch.Tensor, item: ReadItem) -> torch.Tensor:
-    for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-        whole = whole.narrow(dim, offset, length)
-    return whole
 
 
 def _folded(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:

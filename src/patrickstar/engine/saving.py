@@ -121,21 +121,22 @@ class Saving:
 
     def before_update(self, index: int) -> None:
         """Have all that is wanted of a chunk copied, which will change."""
-        while self._left[index] and not self.copied:
-            self._wait_for_file()
-            if not self.copied:
-                self._copy_next()
+        self._copy_while(lambda: self._left[index] > 0)
         for slot in self.data.by_chunk[index][:1]:
             for kind in kinds_of(slot):
                 self.data.manager[list_kind(slot, kind), index].release_saver()
 
     def copy_all(self) -> None:
         """Want nothing of chunks any more when this returns."""
-        while not self.copied:
+        self._copy_while(lambda: True)
+        self._release_chunks()
+
+    def _copy_while(self, wanted: Callable[[], bool]) -> None:
+        """Copy, waiting for the disk where need be."""
+        while not self.copied and wanted():
             self._wait_for_file()
             if not self.copied:
                 self._copy_next()
-        self._release_chunks()
 
     def _release_chunks(self) -> None:
         for chunk in self.data.manager.chunks.values():
@@ -143,10 +144,7 @@ class Saving:
 
     def copy_what_is_at_hand(self) -> None:
         """Want nothing but masters and states when this returns: the rest may be written to at any time."""
-        while not self.copied and self._next is not None and self._may_change(self._next[0]):
-            self._wait_for_file()
-            if not self.copied:
-                self._copy_next()
+        self._copy_while(lambda: self._next is not None and self._may_change(self._next[0]))
         self._release_chunks()
 
     @staticmethod

@@ -117,8 +117,8 @@ def pieces_of(data: ModelData, order: Sequence[int]) -> list[Piece]:
         for kind in kinds_of(data.by_chunk[index][0]):
             for slot in data.by_chunk[index]:
                 if not slot.numel and first_process:
-                    empty = Box((0,) * len(slot.shape), slot.shape)
-                    found.append(Piece(name_of(slot, kind), slot.shape, empty, slot.full_dtype, slot, kind))
+                    empty = Piece(name_of(slot, kind), slot.shape, Box.whole(slot.shape), slot.full_dtype, slot, kind)
+                    found.append(empty)
                 dtype = data.manager[list_kind(slot, kind), index].dtype
                 for first, box in boxes_in(slot, slice(0, slot.place.numel)):
                     found.append(Piece(name_of(slot, kind), slot.shape, box, dtype, slot, kind, first))
@@ -131,7 +131,7 @@ def pieces_of_tensors(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
         if value.dtype not in DTYPES or value.layout is not torch.strided:
             raise CheckpointError(f"{name} is of {value.dtype} and {value.layout}, which no safetensors file holds")
     return [
-        Piece(name, tuple(value.shape), Box((0,) * value.dim(), tuple(value.shape)), value.dtype, value=value)
+        Piece(name, tuple(value.shape), Box.whole(value.shape), value.dtype, value=value)
         for name, value in tensors.items()
     ]
 
@@ -144,7 +144,7 @@ def plain_piece(name: str, text: bytes) -> Piece:
             f"tensors in files of their own"
         )
     padded = text.ljust(-(-len(text) // 8) * 8)
-    return Piece(name, (len(padded),), Box((0,), (len(padded),)), torch.uint8, plain=padded)
+    return Piece(name, (len(padded),), Box.whole((len(padded),)), torch.uint8, plain=padded)
 
 
 def runs_of(piece: Piece, page_bytes: int) -> list[slice]:

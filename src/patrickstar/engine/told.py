@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, field_validator
 
 from patrickstar.checkpoint import plain
+from patrickstar.checkpoint.document import what_is_wrong
 from patrickstar.checkpoint.reader import CheckpointReader
 from patrickstar.errors import CheckpointError
 
@@ -86,8 +87,6 @@ def _read(reader: CheckpointReader, name: str, kind: type[_Kind]) -> _Kind:
     try:
         return kind.model_validate(plain.loads(text, f"{name} in {reader.folder}"))
     except ValidationError as error:
-        first = error.errors()[0]
-        what = ".".join(str(place) for place in first["loc"])
         raise CheckpointError(
-            f"{name} in {reader.folder} is not what a checkpoint holds: {what}: {first['msg']}"
+            f"{name} in {reader.folder} is not what a checkpoint holds: {what_is_wrong(error)}"
         ) from error

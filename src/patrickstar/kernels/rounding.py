@@ -15,6 +15,15 @@ def round_into(target: torch.Tensor, values: torch.Tensor) -> None:
     canonical_nan_(target.copy_(values))
 
 
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values in a dtype: these themselves, if they have it."""
+    if values.dtype is dtype:
+        return values
+    found = torch.empty_like(values, dtype=dtype)
+    round_into(found, values)
+    return found
+
+
 def square_root(values: torch.Tensor) -> torch.Tensor:
     """The correctly rounded square root; `values` are not changed.
 

@@ -12,6 +12,11 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Box":
+        """All of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def numel(self) -> int:
         """Elements in it."""
