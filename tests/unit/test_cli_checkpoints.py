@@ -8,11 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_cli_train import CONFIG
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
+import patrickstar as ps
 from patrickstar.checkpoint.reader import CheckpointReader
 from patrickstar.cli.main import app
+
+ABOUT = {"step": 3, "lr": 0.01, "weight_decay": 0.01, "architecture": "A", "config": "{}"}
+ABOUT |= {"tokenizer": "{}", "trained": True}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,7 +79,7 @@ def test_resuming_from_one_checkpoint_among_others() -> None:
     ("words", "told"),
     [
         (["--resume", "nowhere"], "no such folder"),
-        (["--resume", "empty"], "there is no checkpoint to resume from"),
+        (["--resume", "empty"], "there is no checkpoint in it"),
         (["--resume", "kept"], "nothing is left to do"),
         (["--resume", "kept", "--steps", 9, "--seed", 5], "'seed': 5"),
         (["--resume", "kept", "--steps", 9, "--sequence", 8], "'sequence': 8"),
@@ -123,4 +128,27 @@ def test_exporting() -> None:
     ):
         done = call("export", *words)
         assert done.exit_code == 2 and told in done.output, done.output
+    assert not Path("new").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        (None, "run: "),
+        ({"step": 3}, "run.lr: "),
+        (ABOUT | {"step": "3"}, "run.step: "),
+        (ABOUT | {"config": "[1]"}, "run.config: "),
+        (ABOUT | {"config": "[" * 100_000}, "run.config: "),
+        (ABOUT | {"config": "{"}, "run.config: "),
+        (ABOUT | {"lr": None}, "run.lr: "),
+        (ABOUT | {"more": 1}, "run.more: "),
+    ],
+)
+def test_the_checkpoint_of_another_program(said: dict[str, object] | None, wrong: str) -> None:
+    engine, _ = ps.initialize(lambda: nn.Linear(2, 2), ps.Config(device="cpu", precision="fp32"))
+    ps.Checkpoints("kept").save(engine, 3, {} if said is None else {"run": said})
+    engine.close()
+    for done in (train("--resume", "kept"), call("export", "kept", "new")):
+        assert done.exit_code == 2, done.output
+        assert "was not written by patrickstar train" in done.output and wrong in done.output, done.output
     assert not Path("new").exists()

@@ -2,19 +2,19 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.console import Console
 
-import patrickstar as ps
 from patrickstar.checkpoint.folder import Partial
 from patrickstar.checkpoint.model_folder import PRECISIONS, shards_of, write_model_folder
 from patrickstar.checkpoint.reader import CheckpointReader
 from patrickstar.checkpoint.safetensors import Entry
+from patrickstar.cli.about import About
+from patrickstar.cli.kept import newest_in
 from patrickstar.cli.tokenizer import END
-from patrickstar.engine.told import model_tensors, read_own
-from patrickstar.errors import CheckpointError
+from patrickstar.engine.told import model_tensors
 from patrickstar.kernels.rounding import rounded
 from patrickstar.layout.sizes import format_size, parse_size
 
@@ -26,13 +26,8 @@ def export(
 
     Raises CheckpointError if it is none of ``patrickstar train``, is damaged, or the folder can't be written.
     """
-    reader = CheckpointReader(ps.Checkpoints(checkpoint).newest() or checkpoint)
-    run = read_own(reader, 0).user.get("run")
-    if not isinstance(run, dict) or "config" not in run:
-        raise CheckpointError(
-            f"{reader.folder} was not written by patrickstar train, and does not say what model it is of; load it into "
-            f"an engine with engine.load, and use engine.save_pretrained"
-        )
+    reader = CheckpointReader(newest_in(checkpoint))
+    about = About.read(reader)
     names = model_tensors(reader)
     wanted = PRECISIONS[dtype]
     entries = [_entry(reader, name, wanted if is_parameter else None) for name, is_parameter in names.items()]
@@ -42,7 +37,7 @@ def export(
         values = (
             rounded(reader.tensor(f"model.{entry.name}"), entry.dtype) for shard in shards.values() for entry in shard
         )
-        write_model_folder(partial.path, shards, values, _texts(run, wanted))
+        write_model_folder(partial.path, shards, values, _texts(about, wanted))
         partial.appear()
     except BaseException:
         partial.abandon()
@@ -62,12 +57,12 @@ def _entry(reader: CheckpointReader, name: str, dtype: torch.dtype | None) -> En
     return Entry(name, dtype if dtype is not None and own.is_floating_point else own, tuple(told.shape))
 
 
-def _texts(run: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
+def _texts(about: About, dtype: torch.dtype) -> dict[str, str]:
     """The configuration, as the model library writes it, and the tokenizer."""
-    fields = json.loads(run["config"])
-    fields |= {"dtype": str(dtype).removeprefix("torch."), "use_cache": True, "architectures": [run["architecture"]]}
-    texts = {"config.json": json.dumps(fields, indent=2, sort_keys=True) + "\n", "tokenizer.json": run["tokenizer"]}
-    if run["trained"]:
+    fields = json.loads(about.config)
+    fields |= {"dtype": str(dtype).removeprefix("torch."), "use_cache": True, "architectures": [about.architecture]}
+    texts = {"config.json": json.dumps(fields, indent=2, sort_keys=True) + "\n", "tokenizer.json": about.tokenizer}
+    if about.trained:
         told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
         texts["tokenizer_config.json"] = json.dumps(told, indent=2) + "\n"
     return texts

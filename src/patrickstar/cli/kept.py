@@ -1,17 +1,12 @@
-"""The checkpoints of a command line's run: where they go, which one it goes on from, and what they say of the model."""
+"""The checkpoints of a command line's run: where they go, and which one it goes on from."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 import patrickstar as ps
 from patrickstar.checkpoint.reader import CheckpointReader
-from patrickstar.cli.data import Corpus
-from patrickstar.cli.models import ModelSource
-from patrickstar.cli.tokenizer import tokenizer_text
-from patrickstar.engine.told import read_own
+from patrickstar.cli.about import About
 from patrickstar.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -36,14 +31,15 @@ class Kept:
         """What the options say. Raises ConfigError or CheckpointError, before anything is built, if that can't be."""
         resumed, step = None, 0
         if options.resume is not None:
-            resumed = _newest_in(options.resume)
-            run = _run_of(resumed)
-            step = run["step"]
+            resumed = newest_in(options.resume)
+            about = About.read(CheckpointReader(resumed))
+            step = about.step
             for name in FIXED:
-                if name in run and run[name] != getattr(options, name):
+                given, kept = getattr(options, name), getattr(about, name)
+                if given != kept:
                     raise ConfigError(
-                        f"{resumed} is of a run with --{name.replace('_', '-')} {run[name]:g}, which goes on with it: "
-                        f"{getattr(options, name):g} would change nothing; begin a new run with what was exported"
+                        f"{resumed} is of a run with --{name.replace('_', '-')} {kept:g}, which goes on with it: "
+                        f"{given:g} would change nothing; begin a new run with what was exported"
                     )
             if step >= options.steps:
                 raise ConfigError(
@@ -64,30 +60,11 @@ class Kept:
         return cls(options.save_every, checkpoints, resumed, step)
 
 
-def described(options: "TrainOptions", source: ModelSource, module: nn.Module, corpus: Corpus) -> dict[str, Any]:
-    """What it takes to make a model of this kind again: its configuration, its tokenizer, whether that was trained."""
-    return {
-        **{name: getattr(options, name) for name in FIXED},
-        "architecture": type(module).__name__,
-        "config": source.config.to_json_string(use_diff=False),
-        "tokenizer": tokenizer_text(corpus, source.vocabulary),
-        "trained": source.vocabulary.file is None,
-    }
-
-
-def _newest_in(place: Path) -> Path:
-    """A checkpoint, or the newest of a folder of checkpoints."""
+def newest_in(place: Path) -> Path:
+    """The newest of a folder of checkpoints, or what may be one itself. Raises CheckpointError for an empty folder."""
     newest = ps.Checkpoints(place).newest()
     if newest is not None:
         return newest
     if place.is_dir() and not any(place.iterdir()):
-        raise CheckpointError(f"{place} is empty: there is no checkpoint to resume from")
+        raise CheckpointError(f"{place} is empty: there is no checkpoint in it")
     return place
-
-
-def _run_of(checkpoint: Path) -> dict[str, Any]:
-    """What the run that wrote it said of itself, among it the step after which that was."""
-    run = read_own(CheckpointReader(checkpoint), 0).user.get("run")
-    if not isinstance(run, dict) or not isinstance(run.get("step"), int):
-        raise CheckpointError(f"{checkpoint} was not written by patrickstar train, so there is no run to go on with")
-    return run

@@ -16,9 +16,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar as ps
+from patrickstar.cli.about import About
 from patrickstar.cli.batches import Batches
 from patrickstar.cli.data import Corpus, open_corpus
-from patrickstar.cli.kept import Kept, described
+from patrickstar.cli.kept import Kept
 from patrickstar.cli.machine import machine_name
 from patrickstar.cli.models import ModelSource, find_model
 from patrickstar.cli.progress import LEGEND, Progress
@@ -110,9 +111,8 @@ def train(options: TrainOptions, console: Console) -> Summary:
         if rank:
             torch.manual_seed(options.seed + rank)  # what is drawn in training differs, as the data does
         try:
-            run = _Run(
-                options, engine, batches, kept, described(options, source, engine.module, corpus) if kept.every else {}
-            )
+            about = About.of(options, source, engine.module, corpus) if kept.every else None
+            run = _Run(options, engine, batches, kept, about)
             if kept.resumed is not None:
                 run.resume(kept.resumed)
                 if not options.quiet:
@@ -215,7 +215,7 @@ class _Run:
     """A run in training, and what of it a checkpoint holds beside the engine's own."""
 
     def __init__(
-        self, options: TrainOptions, engine: ps.Engine, batches: Batches, kept: "Kept", about: dict[str, Any]
+        self, options: TrainOptions, engine: ps.Engine, batches: Batches, kept: Kept, about: About | None
     ) -> None:
         self.options = options
         self.engine = engine
@@ -228,7 +228,8 @@ class _Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Which step was the last, and how a model of this kind is made."""
-        return {"step": self.step, **self._about}
+        assert self._about is not None, "it is made where checkpoints are asked for"
+        return self._about.after(self.step)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after that step."""

@@ -1,7 +1,5 @@
 """The engine: what a user calls instead of the model and of `loss.backward()`."""
 
-import sys
-import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from patrickstar.engine.adopt import WeightSource, adopt, check_model, make_layout, param_specs, promote, used_together
 from patrickstar.engine.blocks import Blocks
@@ -20,6 +17,7 @@ from patrickstar.engine.config import Config
 from patrickstar.engine.early import EarlyUpdate
 from patrickstar.engine.export import Export
 from patrickstar.engine.gradients import Gradients
+from patrickstar.engine.homes import Homes
 from patrickstar.engine.intercept import Interceptor, managing
 from patrickstar.engine.model_data import ModelData
 from patrickstar.engine.offload import ActivationOffload
@@ -28,12 +26,13 @@ from patrickstar.engine.out_of_memory import explain, is_out_of_memory
 from patrickstar.engine.parameters import slot_of
 from patrickstar.engine.persistence import NOTHING, Persistence
 from patrickstar.engine.precision import LossScaler, cast_inputs
+from patrickstar.engine.release import release
 from patrickstar.engine.shared_data import SharedModelData
 from patrickstar.engine.sharing import agreed_layout, share_buffers, shared_data
 from patrickstar.engine.slot import Slot
 from patrickstar.engine.state import ModelState
 from patrickstar.engine.stats import Stats
-from patrickstar.engine.tiers import budgets, optimizer_room_bytes, plan_tiers
+from patrickstar.engine.tiers import budgets, plan_tiers
 from patrickstar.engine.update import Update
 from patrickstar.errors import ConfigError, DiskError, ModelError, MoveError, TrainingError
 from patrickstar.kernels.choice import Kernels
@@ -41,10 +40,8 @@ from patrickstar.layout.mapping import Layout
 from patrickstar.memory.hardware import Hardware
 from patrickstar.memory.manager import Manager
 from patrickstar.memory.meter import Meter
-from patrickstar.memory.movers import THREAD_NAME
 from patrickstar.memory.scratch import PAGE_BYTES
 from patrickstar.parallel.world import World
-from patrickstar.schedule.placement import WARM_UP_PERCENT, Tier, homes, margin_chunks
 from patrickstar.schedule.prefetch import NextUseAhead, OnDemand, Prefetch
 from patrickstar.schedule.rounds import Want
 
@@ -104,9 +101,6 @@ class Engine:
             hardware=hardware,
         )
         self._manager.evict_everything = evict_everything
-        self._manager.moves.keep_duplicates = tiers.disk is not None or not self._parameters_fit(
-            self.device_budget_bytes * (100 - WARM_UP_PERCENT) // 100
-        )
         self._clock = Clock(self._manager, meter, policy or (NextUseAhead if world is not None else None))
         self._data = ModelData(self._manager, self._clock)
         if world is not None:
@@ -120,6 +114,7 @@ class Engine:
             self._update.pipeline.ahead = policy is not OnDemand
         if isinstance(self._data, SharedModelData):
             self._data.complete = self._update.complete
+        self._homes = Homes(self.layout, self._data, self._update, self._clock)
         self._early = EarlyUpdate(self._data, self._update)
         self._interceptor = Interceptor(self._data, self._early, self._scaler.enabled)
         self._offload = ActivationOffload(self._manager) if config.activation_offload else None
@@ -134,9 +129,7 @@ class Engine:
             share_buffers(world, self.module)
         self._move_buffers()
         self._clock.calibrate()
-        self._update.homes = {index: place.optimizer for index, place in tiers.placement.items()}
-        if tiers.disk is None:
-            self._update.homes = dict.fromkeys(self._update.stuck(), Tier.DEVICE)
+        self._homes.begin(tiers.placement)
         self._by_name = {slot.name: slot for slot in self._data.slots}
         self._blocks = Blocks(self._interceptor)
         self._blocks.notice(self.module)
@@ -332,7 +325,7 @@ class Engine:
         """
         self._check_open()
         export = Export(self._state, dtype, max_shard_bytes)
-        with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with self._at_work():
             self._complete()
             self._data.meet(Want.STATE)
             with self._data.together():
@@ -353,7 +346,7 @@ class Engine:
         something at `path`, the disk is full, or the state is not plain.
         """
         self._check_open()
-        with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with self._at_work():
             self._persistence.begin(Path(path), state, frozen=frozen)
             if wait:
                 self._persistence.finish()
@@ -361,13 +354,13 @@ class Engine:
     def finish_saving(self) -> bool:
         """Wait for a checkpoint that is being written; a failure is a warning. Returns whether there was none."""
         self._check_open()
-        with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with self._at_work():
             return self._persistence.end()
 
     def _save(self, path: Path, state: Mapping[str, Any], done: Callable[[], None] | None, wait: bool) -> bool:
         """The same, where a failure to write is a warning. Returns whether there was none."""
         self._check_open()
-        with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with self._at_work():
             self._persistence.begin(path, state, done)
             return self._persistence.end() if wait else True
 
@@ -378,7 +371,7 @@ class Engine:
         before anything changes, if it is damaged or of another model or optimizer.
         """
         self._check_open()
-        with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with self._at_work():
             return self._persistence.load(Path(path), state)
 
     # What the optimizer asks for
@@ -388,10 +381,10 @@ class Engine:
         self._persistence.look()
         self._interceptor.abandon()
         if self._clock.end_iteration():
-            self._plan()
+            self._homes.follow_traces()
         manager = self._manager
         manager.compute.comfort_bytes = manager.compute.budget_bytes
-        with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with self._at_work():
             self._early.finish(groups)
             self._data.meet_gradients(Want.STEP)
             overflow = self._gradients.overflowed()
@@ -401,7 +394,7 @@ class Engine:
             self._gradients.drop()
             self._data.settle_embeddings()
         if self._data.end_step():
-            self._plan()
+            self._homes.follow_traces()
         self._scaler.update(overflow)
         peak = max(self._clock.non_model_peak, self._clock.trace.peak_non_model_bytes)
         self.stats.close_step(manager, overflow, self._scaler.scale, peak)
@@ -416,37 +409,10 @@ class Engine:
 
     def _complete(self) -> None:
         """What a step has begun is done."""
-        with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with self._at_work():
             self._update.complete()
 
     # Inside
-
-    def _plan(self) -> None:
-        """Decide from the traces what lives where."""
-        chunks = self.layout.chunks
-        manager = self._manager
-        manager.moves.keep_duplicates = manager.disk is not None or not self._parameters_fit(
-            self._clock.peak_non_model_bytes
-        )
-        beside = self._clock.peak_non_model_bytes + self._update.workspace_bytes()
-        stuck = self._update.stuck() if manager.disk is None else set()
-        chunkable = self.device_budget_bytes - beside
-        accumulates = self._data.accumulates
-        on_host = {slot.place.chunk for slot in self._data.slots if slot.on_host} - stuck
-        above = set(margin_chunks(chunks, chunkable, stuck=stuck, accumulates=accumulates)) - on_host
-        if manager.disk is None:
-            self._update.homes = dict.fromkeys(above, Tier.DEVICE)
-            return
-        beside_chunks = self.host_budget_bytes - manager.host.other_peak
-        kept = 0 if manager.evict_everything else chunkable
-        room = optimizer_room_bytes(self.layout, beside_chunks, kept, on_host)
-        self._update.homes = homes(chunks, above, room, accumulates=accumulates)
-
-    def _parameters_fit(self, beside_bytes: int) -> bool:
-        """Whether all of `param16` fits on the device beside this many bytes, so that none of it has to leave."""
-        return (
-            self.layout.param16_bytes + beside_bytes <= self.device_budget_bytes and not self._manager.evict_everything
-        )
 
     def _notice_changes(self) -> None:
         """Parameters replaced since the last call are refused; those no longer frozen get the lists of trained ones."""
@@ -473,12 +439,19 @@ class Engine:
                 with managing():
                     states = self.config.optimizer.states
                     self.layout = promote(thawed, self.layout, self._data, self._interceptor, states)
+                self._homes.layout = self.layout
                 self._clock.forget()
 
     def _signature(self, args: Any, kwargs: Any) -> Hashable:
         leaves = pytree.tree_leaves((args, kwargs))
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
         return shapes, self.module.training
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """While the engine computes on parameters by itself: nothing is recorded or intercepted."""
+        with self._stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            yield
 
     @contextmanager
     def _stopping_on_loss(self) -> Iterator[None]:
@@ -527,44 +500,6 @@ class Engine:
 
 def _loss_of(out: Any) -> Any:
     return getattr(out, "loss", out)
-
-
-def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list[str]:
-    """Leave an ordinary model behind: when the engine is closed, or when nobody holds it any more.
-
-    Returns the names of parameters that were lost with a disk that has failed.
-    """
-    if threading.current_thread().name.startswith(THREAD_NAME):
-        # The garbage collector came by in a thread that must end for this.
-        threading.Thread(target=release, args=(interceptor, blocks, state), name="release").start()
-        return []
-    # The garbage collector may come at any time, in the middle of a compiler's tracing too.
-    with _disable_current_modes(), managing(), torch._C.DisableTorchFunctionSubclass():
-        interceptor.window = None
-        interceptor.early.abandon()
-        if state.data.saving is not None:
-            state.data.saving.give_up("the engine was closed")
-        blocks.close()
-        state.data.drop_uses()
-        if state.data.peers is not None and not state.complete:
-            cause = sys.exc_info()[1] or state.data.manager.transit.failed
-            why = "" if cause is None else f", after {type(cause).__name__}: {cause}"
-            state.data.peers.leave(f"closed its engine{why}")
-        try:
-            if state.keep:
-                interceptor.early.update.complete()
-            state.data.manager.land_all()
-        except (DiskError, MoveError, TrainingError) as error:
-            # What is lost shows when parameters are read back, and is told by name.
-            state.data.manager.transit.failed = state.data.manager.transit.failed or error
-        finally:
-            state.data.manager.abandon()
-            state.data.manager.transit.salvaging = True
-            interceptor.close()
-            lost = state.release()
-            if state.data.peers is not None:
-                state.data.peers.close()
-        return lost
 
 
 def initialize(

@@ -132,6 +132,6 @@ def _values(state: ModelState, item: Item) -> Iterator[torch.Tensor]:
 
 
 def _first_told(world: World, own: CheckpointError | None) -> CheckpointError | None:
-    """What went wrong in any process, as all are told."""
-    told = [text for text in world.tell("" if own is None else str(own)) if text]
-    return own if own is not None or not told else CheckpointError(told[0])
+    """What went wrong here, or else in any process."""
+    wrong = world.wrong(own)
+    return own if own is not None or wrong is None else CheckpointError(wrong)

@@ -330,13 +330,8 @@ class Persistence:
 
     def _agreed(self, error: Exception | None) -> Exception | None:
         """What went wrong in any process; where nothing did, what another one says."""
-        world = self.engine.world
-        if world is not None:
-            said = world.tell(None if error is None else f"{type(error).__name__}: {error}")
-            wrong = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]
-            if wrong and error is None:
-                return CheckpointError("; ".join(wrong))
-        return error
+        wrong = None if self.engine.world is None else self.engine.world.wrong(error)
+        return error if error is not None or wrong is None else CheckpointError(wrong)
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:

@@ -144,6 +144,12 @@ class World:
         found = self.collect(padded)
         return [json.loads(bytes(row[: int(size)].tolist()).decode()) for row, size in zip(found, sizes, strict=True)]
 
+    def wrong(self, own: Exception | None) -> str | None:
+        """What has gone wrong in any process, as all are told; None where all is well. All have to come."""
+        said = self.tell(None if own is None else f"{type(own).__name__}: {own}")
+        told = [f"{self._name(rank)}: {text}" for rank, text in enumerate(said) if text is not None]
+        return "; ".join(told) or None
+
     def check_agreement(self, facts: Mapping[str, Any]) -> None:
         """Raise ConfigError, naming the first difference, unless all processes say the same."""
         everybody = self.tell([[name, value] for name, value in facts.items()])

@@ -9,21 +9,13 @@ from typing import Any
 
 import torch
 
+from patrickstar.checkpoint.safetensors import DTYPES as FORMAT
 from patrickstar.errors import ModelError
 
 DTYPES = {
-    "BF16": torch.bfloat16,
-    "BOOL": torch.bool,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U8": torch.uint8,
+    name: dtype for dtype, name in FORMAT.items() if not dtype.is_complex and (dtype.itemsize > 1 or name[0] != "F")
 }
-"""Those of plain numbers. The format has others, for values that mean nothing without their scales."""
+"""Those of plain numbers, by the format's names. The others mean nothing without their scales, or are complex."""
 
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit

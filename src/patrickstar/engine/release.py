@@ -1,0 +1,51 @@
+"""How an engine ends: an ordinary model stays behind."""
+
+import sys
+import threading
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from patrickstar.engine.blocks import Blocks
+from patrickstar.engine.intercept import Interceptor, managing
+from patrickstar.engine.state import ModelState
+from patrickstar.errors import DiskError, MoveError, TrainingError
+from patrickstar.memory.movers import THREAD_NAME
+
+
+def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list[str]:
+    """Leave an ordinary model behind: when the engine is closed, or when nobody holds it any more.
+
+    Returns the names of parameters that were lost with a disk that has failed.
+    """
+    if threading.current_thread().name.startswith(THREAD_NAME):
+        # The garbage collector came by in a thread that must end for this.
+        threading.Thread(target=release, args=(interceptor, blocks, state), name="release").start()
+        return []
+    # The garbage collector may come at any time, in the middle of a compiler's tracing too.
+    with _disable_current_modes(), managing(), torch._C.DisableTorchFunctionSubclass():
+        interceptor.window = None
+        interceptor.early.abandon()
+        if state.data.saving is not None:
+            state.data.saving.give_up("the engine was closed")
+        blocks.close()
+        state.data.drop_uses()
+        if state.data.peers is not None and not state.complete:
+            cause = sys.exc_info()[1] or state.data.manager.transit.failed
+            why = "" if cause is None else f", after {type(cause).__name__}: {cause}"
+            state.data.peers.leave(f"closed its engine{why}")
+        try:
+            if state.keep:
+                interceptor.early.update.complete()
+            state.data.manager.land_all()
+        except (DiskError, MoveError, TrainingError) as error:
+            # What is lost shows when parameters are read back, and is told by name.
+            state.data.manager.transit.failed = state.data.manager.transit.failed or error
+        finally:
+            state.data.manager.abandon()
+            state.data.manager.transit.salvaging = True
+            interceptor.close()
+            lost = state.release()
+            if state.data.peers is not None:
+                state.data.peers.close()
+        return lost
