@@ -20,7 +20,7 @@ def strike(count: int, size: int, seed: int, seconds: float) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_few_kills(size):
-    strike(8, size, seed=1, seconds=200)
+    strike(5, size, seed=1, seconds=200)
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import gc
 import platform
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -22,14 +24,18 @@ ME = Someone()
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap of another C library is left alone")
 
 
+def begin(heap):
+    """As after a first iteration: what is large is then said, and no longer what the C library has found."""
+    heap.let_keep(False, ME)
+    heap.let_keep(True, ME)
+
+
 @pytest.fixture
 def heap():
     heap = process_heap()
     if not heap._knows_plugs:
         pytest.skip("this C library, or another allocator, does not tell what comes from the system")
-    # As after a first iteration: what is large is then said, and no longer what the C library has found.
-    heap.let_keep(False, ME)
-    heap.let_keep(True, ME)
+    begin(heap)
     yield heap
     heap.let_keep(True, ME)
 
@@ -45,7 +51,7 @@ def freed_bytes(meter, sizes):
     return meter.now(0) - before
 
 
-def test_where_nothing_may_be_kept_a_large_block_goes_back_when_it_is_freed(heap):
+def a_large_block_goes_back(heap):
     meter = ResidentMeter()
     heap.let_keep(False, ME)
     assert freed_bytes(meter, [MIB] * 20) < MIB
@@ -53,20 +59,28 @@ def test_where_nothing_may_be_kept_a_large_block_goes_back_when_it_is_freed(heap
     assert heap.keeps and not heap._plugs
 
 
-def test_places_that_lie_free_in_the_heap_are_not_used_while_nothing_may_be_kept(heap):
+def places_that_lie_free_are_not_used(heap):
     meter = ResidentMeter()
     heap.let_keep(True, ME)
     gc.collect()
     meter.reclaim()
     base = meter.now(0)
-    # Small blocks between large ones: when these are freed, they leave places that the heap can't give up.
-    made = [(torch.ones(4 * MIB, dtype=torch.uint8), torch.ones(1000, dtype=torch.uint8)) for _ in range(20)]
+    # Blocks that stay between others that go: when these are freed, they leave places that the heap can't give up.
+    made = [(torch.ones(4 * MIB, dtype=torch.uint8), torch.ones(MIB, dtype=torch.uint8)) for _ in range(20)]
     small = [pair[1] for pair in made]
     made.clear()
+    assert meter.now(0) - base > 60 * MIB, "nothing was kept that could be given back"
     heap.let_keep(False, ME)
-    assert meter.now(0) - base < 2 * MIB, "what was kept was not given back"
+    assert meter.now(0) - base < 22 * MIB, "what was kept was not given back"
     assert freed_bytes(meter, [3 * MIB] * 20) < MIB
     assert len(small) == 20
+
+
+@pytest.mark.parametrize("what", [a_large_block_goes_back, places_that_lie_free_are_not_used])
+def test_while_nothing_may_be_kept(heap, what):
+    """In a process of its own: what other tests have left in this one, memory and threads, comes and goes."""
+    done = subprocess.run([sys.executable, __file__, what.__name__], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_it_knows_the_limits_of_the_c_library():
@@ -119,3 +133,9 @@ class SimpleFunction:
 
     def __call__(self, *arguments):
         return self.call(*arguments)
+
+
+if __name__ == "__main__":
+    the_heap = process_heap()
+    begin(the_heap)
+    globals()[sys.argv[1]](the_heap)

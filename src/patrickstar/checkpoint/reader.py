@@ -146,7 +146,11 @@ class CheckpointReader(StorageReader):
         if not target.numel():
             return
         if target.is_contiguous() and _in_a_row(tuple(target.shape), strides):
-            flat, length = target.view(-1), max(1, self.document.page_bytes // source.dtype.itemsize)
+            flat = target.view(-1)
+            if flat.dtype == source.dtype:
+                self._copy(flat.view(torch.uint8), source, first)
+                return
+            length = max(1, self.document.page_bytes // source.dtype.itemsize)
             for begin in range(0, flat.numel(), length):
                 part = flat[begin : begin + length]
                 part.copy_(self._read(source, first + begin, part.numel()))
@@ -157,14 +161,18 @@ class CheckpointReader(StorageReader):
     def _read(self, source: _Source, first: int, numel: int) -> torch.Tensor:
         """A copy of so many elements of a box."""
         found = torch.empty(numel * source.dtype.itemsize, dtype=torch.uint8)
+        self._copy(found, source, first)
+        return found.view(source.dtype)
+
+    def _copy(self, target: torch.Tensor, source: _Source, first: int) -> None:
+        """Fill bytes with those of a box from an element on."""
         at, done, page_bytes = source.at + first * source.dtype.itemsize, 0, self.document.page_bytes
-        while done < found.numel():
+        while done < target.numel():
             number, begin = divmod(at + done, page_bytes)
             page = torch.frombuffer(self._have(source.file, number), dtype=torch.uint8)
-            part = page[begin : begin + found.numel() - done]
-            found[done : done + part.numel()] = part
+            part = page[begin : begin + target.numel() - done]
+            target[done : done + part.numel()] = part
             done += part.numel()
-        return found.view(source.dtype)
 
     def _have(self, number: int, page: int) -> bytearray:
         """A page of a file, whose checksum was compared."""
