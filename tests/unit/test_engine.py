@@ -118,3 +118,18 @@ def test_an_operator_out_of_memory_is_tried_again_then_explained():
     with pytest.raises(BudgetError, match=r"found no memory.*chunks.*budget is 16777216"):
         engine(torch.arange(6))
     engine.close()
+
+
+@pytest.mark.parametrize(("percent", "kept"), [(70, False), (90, True)])
+def test_before_a_step_was_measured_parameters_fit_in_the_warm_ups_share_of_the_device(percent, kept):
+    """Where they do none has to leave, and the host keeps no copies of those that come up."""
+
+    def engine_within(**budget: int) -> Engine:
+        config = ps.Config(device="cpu", chunk_size=4096, **budget)
+        return Engine(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(10))), config, meter=NoMeter())
+
+    whole = engine_within()
+    engine = engine_within(device_memory=whole.layout.param16_bytes * 100 // percent)
+    assert engine._manager.moves.keep_duplicates is kept
+    whole.close()
+    engine.close()

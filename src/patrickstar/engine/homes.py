@@ -18,7 +18,7 @@ class Homes:
         self._data = data
         self._update = update
         self._clock = clock
-        self._keep_duplicates(data.manager.compute.budget_bytes * WARM_UP_PERCENT // 100)
+        self._keep_duplicates(data.manager.compute.budget_bytes * (100 - WARM_UP_PERCENT) // 100)
 
     def begin(self, placement: Mapping[int, Tiers]) -> None:
         """Before anything is measured."""
