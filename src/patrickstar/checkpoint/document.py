@@ -34,11 +34,13 @@ FILE_NAME = re.compile(r"rank-\d{5}\.safetensors")
 _SUM = re.compile(r"[0-9a-f]{16}")
 
 
-class _Part(BaseModel):
+class Checked(BaseModel):
+    """Data of a checkpoint, of which nothing is believed before it was looked at."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class File(_Part):
+class File(Checked):
     """A file of one process: its name, its length, and the checksum of each of its pages."""
 
     name: str
@@ -54,7 +56,7 @@ class File(_Part):
         return self
 
 
-class Stored(_Part):
+class Stored(Checked):
     """A box of a tensor: where it begins in the tensor, its sizes, and where its bytes begin in which file."""
 
     offsets: list[int]
@@ -80,7 +82,7 @@ def _overlap(parts: Sequence[Stored]) -> bool:
     return False
 
 
-class StoredTensor(_Part):
+class StoredTensor(Checked):
     """A tensor by its dtype and shape, and its boxes; or plain data, as so many bytes of JSON."""
 
     dtype: str
@@ -107,7 +109,7 @@ class StoredTensor(_Part):
         return self
 
 
-class Document(_Part):
+class Document(Checked):
     """What a checkpoint says of itself."""
 
     processes: int = Field(ge=1)
@@ -137,7 +139,7 @@ class Document(_Part):
         return self
 
 
-class Head(_Part):
+class Head(Checked):
     """The first line. `sequence` counts the checkpoints of a folder, so that the newest is known."""
 
     format: Literal["patrickstar checkpoint"] = "patrickstar checkpoint"

@@ -3,9 +3,10 @@
 import json
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, field_validator
+from pydantic import BaseModel, NonNegativeInt, ValidationError, field_validator
 from torch import nn
 
+from patrickstar.checkpoint.document import Checked, what_is_wrong
 from patrickstar.checkpoint.reader import CheckpointReader
 from patrickstar.cli.data import Corpus
 from patrickstar.cli.models import ModelSource
@@ -17,10 +18,8 @@ if TYPE_CHECKING:
     from patrickstar.cli.train import TrainOptions
 
 
-class About(BaseModel):
-    """Plain data; from a checkpoint nothing of it is believed before it was looked at."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+class About(Checked):
+    """Plain data."""
 
     step: NonNegativeInt = 0
     """The last one that is done."""
@@ -61,17 +60,20 @@ class About(BaseModel):
     @classmethod
     def read(cls, reader: CheckpointReader) -> "About":
         """The run that wrote a checkpoint. Raises CheckpointError if that was another program."""
-        told = read_own(reader, 0).user.get("run")
         try:
-            return cls.model_validate(told)
+            return _State.model_validate(read_own(reader, 0).user).run
         except ValidationError as error:
-            wrong = error.errors()[0]
             raise CheckpointError(
                 f"{reader.folder} was not written by patrickstar train, and says neither how to go on nor what model "
-                f"it is of ({'.'.join(map(str, ('run', *wrong['loc'])))}: {wrong['msg']}); load it into an engine with "
-                f"engine.load"
+                f"it is of ({what_is_wrong(error)}); load it into an engine with engine.load"
             ) from None
 
     def after(self, step: int) -> dict[str, Any]:
         """As a checkpoint has it."""
         return self.model_copy(update={"step": step}).model_dump()
+
+
+class _State(BaseModel):
+    """What a run gives to be kept, as far as that is of interest."""
+
+    run: About

@@ -381,7 +381,7 @@ class Engine:
         self._persistence.look()
         self._interceptor.abandon()
         if self._clock.end_iteration():
-            self._homes.follow_traces()
+            self._homes.follow_traces(self.layout)
         manager = self._manager
         manager.compute.comfort_bytes = manager.compute.budget_bytes
         with self._at_work():
@@ -394,7 +394,7 @@ class Engine:
             self._gradients.drop()
             self._data.settle_embeddings()
         if self._data.end_step():
-            self._homes.follow_traces()
+            self._homes.follow_traces(self.layout)
         self._scaler.update(overflow)
         peak = max(self._clock.non_model_peak, self._clock.trace.peak_non_model_bytes)
         self.stats.close_step(manager, overflow, self._scaler.scale, peak)
@@ -439,7 +439,6 @@ class Engine:
                 with managing():
                     states = self.config.optimizer.states
                     self.layout = promote(thawed, self.layout, self._data, self._interceptor, states)
-                self._homes.layout = self.layout
                 self._clock.forget()
 
     def _signature(self, args: Any, kwargs: Any) -> Hashable:

@@ -18,7 +18,6 @@ from patrickstar.engine.state import ModelState
 from patrickstar.errors import CheckpointError, ConfigError, ModelError
 from patrickstar.kernels.rounding import rounded
 from patrickstar.layout.sizes import parse_size
-from patrickstar.parallel.world import World
 
 _ROUNDED_NUMEL = 1 << 20
 """Elements that are rounded at once."""
@@ -71,14 +70,14 @@ class Export:
             if world is not None:
                 for _ in values:
                     pass
-                failed = _first_told(world, failed)
+                failed = world.agreed(failed, CheckpointError)
             if partial is not None and failed is None:
                 try:
                     partial.appear()
                     partial = None
                 except CheckpointError as error:
                     failed = error
-            return failed if world is None else _first_told(world, failed)
+            return failed if world is None else world.agreed(failed, CheckpointError)
         finally:
             if partial is not None:
                 partial.abandon()
@@ -129,9 +128,3 @@ def _values(state: ModelState, item: Item) -> Iterator[torch.Tensor]:
     for piece in state.pieces(item.held):
         for part in piece.split(_ROUNDED_NUMEL):
             yield rounded(part, item.entry.dtype)
-
-
-def _first_told(world: World, own: CheckpointError | None) -> CheckpointError | None:
-    """What went wrong here, or else in any process."""
-    wrong = world.wrong(own)
-    return own if own is not None or wrong is None else CheckpointError(wrong)

@@ -14,11 +14,10 @@ class Homes:
     """Says it to the update, and to the manager whether parameters that come up keep their copies on the host."""
 
     def __init__(self, layout: Layout, data: ModelData, update: Update, clock: Clock) -> None:
-        self.layout = layout
         self._data = data
         self._update = update
         self._clock = clock
-        self._keep_duplicates(data.manager.compute.budget_bytes * (100 - WARM_UP_PERCENT) // 100)
+        self._keep_duplicates(layout, data.manager.compute.budget_bytes * (100 - WARM_UP_PERCENT) // 100)
 
     def begin(self, placement: Mapping[int, Tiers]) -> None:
         """Before anything is measured."""
@@ -27,10 +26,10 @@ class Homes:
         else:
             self._update.homes = {index: place.optimizer for index, place in placement.items()}
 
-    def follow_traces(self) -> None:
+    def follow_traces(self, layout: Layout) -> None:
         """When a step has been measured."""
-        chunks, manager, beside_bytes = self.layout.chunks, self._data.manager, self._clock.peak_non_model_bytes
-        self._keep_duplicates(beside_bytes)
+        chunks, manager, beside_bytes = layout.chunks, self._data.manager, self._clock.peak_non_model_bytes
+        self._keep_duplicates(layout, beside_bytes)
         stuck = self._update.stuck() if manager.disk is None else set()
         chunkable = manager.compute.budget_bytes - beside_bytes - self._update.workspace_bytes()
         accumulates = self._data.accumulates
@@ -41,14 +40,14 @@ class Homes:
             return
         beside_chunks = manager.host.budget_bytes - manager.host.other_peak
         kept = 0 if manager.evict_everything else chunkable
-        room = optimizer_room_bytes(self.layout, beside_chunks, kept, on_host)
+        room = optimizer_room_bytes(layout, beside_chunks, kept, on_host)
         self._update.homes = homes(chunks, above, room, accumulates=accumulates)
 
-    def _keep_duplicates(self, beside_bytes: int) -> None:
+    def _keep_duplicates(self, layout: Layout, beside_bytes: int) -> None:
         """They do, and can be dropped without a write, unless all of `param16` fits beside this many bytes.
 
         Then none has to leave, and the host needs no room for it. With a disk they always do.
         """
         manager = self._data.manager
-        fits = self.layout.param16_bytes + beside_bytes <= manager.compute.budget_bytes
+        fits = layout.param16_bytes + beside_bytes <= manager.compute.budget_bytes
         manager.moves.keep_duplicates = manager.disk is not None or not fits or manager.evict_everything

@@ -45,8 +45,6 @@ class Persistence:
 
     def __init__(self, engine: "Engine") -> None:
         self.engine = engine
-        self.saving: Saving | None = None
-        """The checkpoint that is being written."""
         self._reserved_bytes = 0
         """Host memory that it takes."""
 
@@ -84,8 +82,8 @@ class Persistence:
                 page_bytes = self._page_bytes()
                 target = Path(self.tell(str(target.absolute())))
                 group = None if engine.world is None else engine.world.checkpoints
-                data.saving = self.saving = Saving(target, pieces, data, group, page_bytes=page_bytes, done=done)
-                self.saving.copy_what_is_at_hand()
+                data.saving = saving = Saving(target, pieces, data, group, page_bytes=page_bytes, done=done)
+                saving.copy_what_is_at_hand()
         if error is not None:
             raise error
 
@@ -108,7 +106,7 @@ class Persistence:
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one. Raises CheckpointError if it failed."""
-        saving, self.saving = self.saving, None
+        saving = self.engine._data.saving
         if saving is not None:
             try:
                 with self._explaining():
@@ -122,7 +120,8 @@ class Persistence:
 
     def look(self) -> None:
         """Take note of a checkpoint that has ended meanwhile: a failure is a warning, and training goes on."""
-        if self.saving is not None and self.saving.ended:
+        saving = self.engine._data.saving
+        if saving is not None and saving.ended:
             self.end()
 
     def end(self) -> bool:
@@ -136,8 +135,8 @@ class Persistence:
 
     def copy_all(self) -> None:
         """What is wanted of chunks is copied: they will change."""
-        if self.saving is not None:
-            self.saving.copy_all()
+        if (saving := self.engine._data.saving) is not None:
+            saving.copy_all()
 
     def _pieces(self, state: Mapping[str, Any], frozen: bool) -> list[Piece]:
         """All that this process writes: first what may change at any time."""
@@ -329,9 +328,8 @@ class Persistence:
         return (0, 1) if world is None else (world.rank, world.size)
 
     def _agreed(self, error: Exception | None) -> Exception | None:
-        """What went wrong in any process; where nothing did, what another one says."""
-        wrong = None if self.engine.world is None else self.engine.world.wrong(error)
-        return error if error is not None or wrong is None else CheckpointError(wrong)
+        """What went wrong in any process."""
+        return error if self.engine.world is None else self.engine.world.agreed(error, CheckpointError)
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:

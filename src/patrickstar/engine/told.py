@@ -2,10 +2,10 @@
 
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, field_validator
+from pydantic import NonNegativeInt, ValidationError, field_validator
 
 from patrickstar.checkpoint import plain
-from patrickstar.checkpoint.document import what_is_wrong
+from patrickstar.checkpoint.document import Checked, what_is_wrong
 from patrickstar.checkpoint.reader import CheckpointReader
 from patrickstar.errors import CheckpointError
 
@@ -18,14 +18,10 @@ def of_rank(rank: int) -> str:
     return f"patrickstar.rank-{rank:05d}"
 
 
-class _Told(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+_Kind = TypeVar("_Kind", bound=Checked)
 
 
-_Kind = TypeVar("_Kind", bound=_Told)
-
-
-class Common(_Told):
+class Common(Checked):
     """Of all processes together. frozen: whether frozen parameters are there. steps, memory: by parameter name."""
 
     patrickstar: str
@@ -56,7 +52,7 @@ class Common(_Told):
         return groups
 
 
-class Own(_Told):
+class Own(Checked):
     """Of one process: its random generators, and what the user gave."""
 
     random: dict[str, Any]

@@ -5,9 +5,9 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import psutil
@@ -19,6 +19,8 @@ from patrickstar.errors import ConfigError, PeerError
 
 if TYPE_CHECKING:
     from patrickstar.parallel.rounds import Rounds
+
+_Error = TypeVar("_Error", bound=Exception)
 
 ROLL_CALL_S = 10.0
 """How long those on other machines have to answer, once one process was found to be gone."""
@@ -144,11 +146,11 @@ class World:
         found = self.collect(padded)
         return [json.loads(bytes(row[: int(size)].tolist()).decode()) for row, size in zip(found, sizes, strict=True)]
 
-    def wrong(self, own: Exception | None) -> str | None:
-        """What has gone wrong in any process, as all are told; None where all is well. All have to come."""
+    def agreed(self, own: _Error | None, kind: Callable[[str], _Error]) -> _Error | None:
+        """What went wrong here, or else, as a `kind` of error, in others; None if all is well. All have to come."""
         said = self.tell(None if own is None else f"{type(own).__name__}: {own}")
         told = [f"{self._name(rank)}: {text}" for rank, text in enumerate(said) if text is not None]
-        return "; ".join(told) or None
+        return kind("; ".join(told)) if told and own is None else own
 
     def check_agreement(self, facts: Mapping[str, Any]) -> None:
         """Raise ConfigError, naming the first difference, unless all processes say the same."""

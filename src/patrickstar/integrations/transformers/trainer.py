@@ -3,7 +3,6 @@
 import os
 import shutil
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -274,10 +273,9 @@ class Trainer(transformers.Trainer):
 
 def _put_in_place(partial: Path, complete: Path) -> None:
     """Give a folder that is complete its name, in the place of an older one, when all of it is on the disk."""
-    for file in partial.iterdir():
-        with file.open("rb") if file.is_file() else nullcontext() as opened:
-            if opened is not None:
-                os.fsync(opened.fileno())
+    for file in filter(Path.is_file, partial.iterdir()):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
     synchronise(partial)
     before = complete.with_name(f"{PARTIAL}{complete.name}{BEFORE}")
     if complete.is_dir():
