@@ -4,6 +4,23 @@ import signal
 
 import pytest
 import torch
+from late_copies import LateHardware
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--late-copies",
+        type=int,
+        metavar="SEED",
+        help="run every engine beside a simulated accelerator whose copies are late, by the schedule of this seed",
+    )
+
+
+@pytest.fixture(autouse=True)
+def _late_copies(request, monkeypatch):
+    seed = request.config.getoption("--late-copies")
+    if seed is not None:
+        monkeypatch.setattr("patrickstar.engine.engine.Hardware", lambda device: LateHardware(seed))
 
 
 @pytest.fixture(autouse=True, scope="session")

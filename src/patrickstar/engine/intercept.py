@@ -5,7 +5,7 @@ The only file that touches autograd's machinery.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -285,13 +285,9 @@ class Interceptor:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-        manager = self.data.manager
-        manager.compute.comfort_bytes = 0
-        with managing(), suppress(BudgetError):
-            manager.make_room(0, protect=())
-        self.data.follow_moves()
-        if manager.device.type == "cuda":
-            torch.cuda.empty_cache()
+        with managing():
+            self.data.manager.free_memory()
+            self.data.follow_moves()
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:

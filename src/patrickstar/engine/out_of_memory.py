@@ -5,10 +5,21 @@ import torch
 from patrickstar.engine.model_data import ModelData
 from patrickstar.errors import BudgetError
 
+OTHER_ALLOCATORS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "Cuda failure 2 'out of memory'",
+)
+"""What errors without a class of their own say: PyTorch's CPU allocator, cuBLAS, cuDNN, the CUDA driver (which loads
+kernels when they are first launched), Triton's launcher, and NCCL."""
+
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator had nothing left, of the GPU or of the CPU (whose error has no class of its own)."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+    """Return whether an allocation failed, PyTorch's own or one of a library beside its allocator."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OTHER_ALLOCATORS)
 
 
 def explain(who: str, data: ModelData, error: BaseException) -> BudgetError:

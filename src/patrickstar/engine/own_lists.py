@@ -86,7 +86,6 @@ class OwnLists:
         """A master, or a frozen parameter, was replaced: the parameter is what it rounds to."""
         torch.autograd.graph.increment_version(slot.param)
         if slot.scheme.trained and slot.place.numel:
-            self.have_own(slot)
             self._round_master(slot)
             self.manager.mark_written(slot.own, on_device=slot.own.device_valid)
 
@@ -113,6 +112,7 @@ class OwnLists:
 
     def _round_master(self, slot: Slot) -> None:
         """Put the rounded master over whatever lies there."""
+        self.have_own(slot)  # in memory, and read by no copy in flight: making room for a list may have evicted it
         payload = slot.flat(slot.own)
         for where, part in self.parts(slot, PARAM32):
             copy_rounded(part, payload[where])
@@ -128,6 +128,7 @@ class OwnLists:
         """Add the gradient over a parameter to the gradient list, whose chunk is made when it is first needed."""
         index = slot.place.chunk
         self._have_list(slot)
+        self.have_own(slot)  # again: making room for the list may have evicted it
         self._count(slot.own, self.manager[GRAD32, index], slot.place.numel * slot.own.dtype.itemsize)
         self._add_to_list(slot, slot.flat(slot.own))
 

@@ -31,6 +31,8 @@ class StepStats:
     rounds: int = 0
     """How often the processes agreed on what to communicate."""
     evictions: int = 0
+    memory_retries: int = 0
+    """How often the device's allocator had no memory within the budget; chunks were evicted for a second try."""
     stall_s: float = 0.0
 
     def plus(self, later: "StepStats") -> "StepStats":
@@ -52,6 +54,7 @@ class StepStats:
             reduced_bytes=self.reduced_bytes + later.reduced_bytes,
             rounds=self.rounds + later.rounds,
             evictions=self.evictions + later.evictions,
+            memory_retries=self.memory_retries + later.memory_retries,
             stall_s=self.stall_s + later.stall_s,
         )
 
@@ -85,6 +88,7 @@ class Stats:
             reduced_bytes=moved.reduced_bytes,
             rounds=moved.rounds,
             evictions=moved.evictions,
+            memory_retries=moved.memory_retries,
             stall_s=moved.stall_s,
         )
         self.total = self.total.plus(self.last)

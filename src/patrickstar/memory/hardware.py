@@ -55,6 +55,15 @@ class Hardware:
     def crossed(self, nbytes: int, *, to_device: bool) -> None:
         """Bytes that are no whole chunk cross between host and device; whoever says so copies them."""
 
+    def release_cached_memory(self) -> None:
+        """Have the allocator give back to the device what it keeps of freed memory."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def allocator_report(self) -> str:
+        """Return what the device's allocator says of its memory, for an error message; nothing on a CPU."""
+        return ""
+
     def free_disk_bytes(self, directory: Path) -> int:
         """What a directory's disk has free. Raises DiskError if it can't be used."""
         try:

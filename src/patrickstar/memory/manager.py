@@ -1,7 +1,7 @@
 """The chunk manager: brings chunks to the compute tier and lets them go, within byte budgets (Algorithms 1 and 2)."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -93,7 +93,7 @@ class Manager:
         chunk = self.compute.new(kind, index, numel, dtype)
         if tier is Tier.DEVICE:
             self.make_room(chunk.nbytes, protect=())
-            self.compute.take(chunk)
+            self._with_retry(self.compute.take, chunk, protect=())
             chunk.on_device(chunk.whole).zero_()
             chunk.device_valid = True
         elif tier is Tier.HOST:
@@ -211,16 +211,21 @@ class Manager:
             if chunk in self._line:
                 self._line.remove(chunk)
             self.make_room(chunk.nbytes, protect=chunks, later_bytes=later, gently=gently)
-            self.moves.fetch(chunk)
+            self._with_retry(self.moves.fetch, chunk, protect=chunks)
         for chunk in chunks:
             if chunk.coming is not None:
                 self.moves.arrive(chunk)
         self.make_room(0, protect=chunks, gently=gently)
 
     def have(self, *chunks: Chunk) -> None:
-        """Have chunks in memory, wherever, and not on their way."""
+        """Ensure that chunks are in memory, on either tier, with no copy in flight, so that they can be written."""
         if any(chunk.coming is not None or not chunk.in_memory for chunk in chunks):
             self.bring(chunks)
+        for chunk in chunks:
+            if chunk.host_reader is not None and not chunk.device_valid:
+                # An earlier fetch that only the device has waited for may still read what is written now.
+                self.transit.wait(chunk.host_reader)
+                chunk.host_reader = None
 
     @uninterrupted
     def make_room(self, nbytes: int, protect: Iterable[Chunk], later_bytes: int = 0, *, gently: bool = False) -> None:
@@ -236,15 +241,7 @@ class Manager:
         self.compute.trim(self.compute.comfortable_bytes - nbytes)
 
     def _evict_until(self, nbytes: int, comfort: int, protected: set[Chunk], later_bytes: int, gently: bool) -> None:
-        movable = [
-            chunk
-            for chunk in self.chunks.values()
-            if chunk.on_device_now
-            and not chunk.pins
-            and chunk.leaving is None
-            and chunk not in protected
-            and not chunk.has_gradients  # which leave for their owners when they are complete
-        ]
+        movable = self._movable(protected)
         by_index = {chunk.index: chunk for chunk in movable if chunk.kind == PARAM16}
         for index in self.policy.order(by_index, self.now):
             if self._staying_bytes + nbytes <= comfort:
@@ -256,14 +253,76 @@ class Manager:
             if chunk.kind != PARAM16:
                 self._evict(chunk)
         limit = comfort if self.evict_everything else self.compute.chunkable_bytes
-        for chunk in list(self.moves.in_flight):
+        for chunk in self._leaving(protected):
             if self.compute.used + nbytes <= limit:
                 break
-            waits = chunk.shared and self.transit.peers is not None and self.transit.peers.serving
-            if chunk.leaving is not None and chunk not in protected and not waits:
-                self.moves.land(chunk)
+            self.moves.land(chunk)
         if self.compute.used + nbytes > self.compute.chunkable_bytes:
             self._fail_device(nbytes + later_bytes, protected)
+
+    def _movable(self, protected: set[Chunk]) -> list[Chunk]:
+        """Return the chunks that may be evicted from the device."""
+        return [
+            chunk
+            for chunk in self.chunks.values()
+            if chunk.on_device_now
+            and not chunk.pins
+            and chunk.leaving is None
+            and chunk not in protected
+            and not chunk.has_gradients  # which leave for their owners when they are complete
+        ]
+
+    def _leaving(self, protected: set[Chunk]) -> list[Chunk]:
+        """Return the chunks whose eviction is in flight and can be waited for."""
+        serving = self.transit.peers is not None and self.transit.peers.serving
+        return [
+            chunk
+            for chunk in self.moves.in_flight
+            if chunk.leaving is not None and chunk not in protected and not (chunk.shared and serving)
+        ]
+
+    # When the allocator has no memory
+
+    def _with_retry(self, take: Callable[[Chunk], None], chunk: Chunk, protect: Iterable[Chunk]) -> None:
+        """Run `take`, which allocates a chunk's device memory; once more if the allocator finds none.
+
+        The budget has room, so it is fragmentation, or another program. Raises BudgetError if the second try fails.
+        """
+        try:
+            take(chunk)
+            return
+        except torch.OutOfMemoryError:
+            self.free_memory(chunk.nbytes, protect)
+        try:
+            take(chunk)
+        except torch.OutOfMemoryError as error:
+            compute = self.compute
+            raise BudgetError(
+                f"{chunk} needs {chunk.nbytes} bytes on the device and the allocator found none, twice, although of "
+                f"the budget of {compute.budget_bytes} bytes chunks take only {compute.used} and non-model data "
+                f"{compute.non_model_bytes}{self.hardware.allocator_report()}. Lower device_memory, so that room is "
+                f"left for fragmentation, or end other programs that use this device. PyTorch said: {error}"
+            ) from error
+
+    @uninterrupted
+    def free_memory(self, nbytes: int | None = None, protect: Iterable[Chunk] = ()) -> None:
+        """Give device memory back to the allocator, and from there to the device, after it has found none.
+
+        Args:
+            nbytes: evict idle chunks of `param16` of so many bytes in all; by default every idle one.
+            protect: chunks that stay.
+        """
+        protected = set(protect)
+        by_index = {chunk.index: chunk for chunk in self._movable(protected) if chunk.kind == PARAM16}
+        enough = -1 if nbytes is None else self._staying_bytes - nbytes
+        for index in self.policy.order(by_index, self.now):
+            if self._staying_bytes <= enough:
+                break
+            self._evict(by_index[index])
+        for chunk in self._leaving(protected):
+            self.moves.land(chunk)
+        self.hardware.release_cached_memory()
+        self.traffic.memory_retries += 1
 
     @property
     def _line_bytes(self) -> int:
@@ -333,14 +392,19 @@ class Manager:
         self.compute.trim(self.compute.chunkable_bytes)
 
     def _begin_line(self) -> None:
-        """Have those in line come, up to the first that waits until those who leave have left."""
+        """Start the fetches in line, up to the first that waits: for evictions, or for an update of its host copy."""
         while self._line:
             chunk = self._line[0]
-            if chunk.leaving is not None or self.compute.used + chunk.nbytes > self.compute.chunkable_bytes:
+            updating = chunk.pins > 0 and not chunk.device_bytes
+            if updating or chunk.leaving is not None or self.compute.used + chunk.nbytes > self.compute.chunkable_bytes:
                 break
             self._line.popleft()
-            if not chunk.device_bytes:
+            if chunk.device_bytes:
+                continue
+            try:
                 self.moves.come(chunk, urgent=False)
+            except torch.OutOfMemoryError:
+                break  # It is fetched when it is accessed, and memory is made for it then.
 
     def _ask_ahead(self, prefetch: Prefetch) -> None:
         present = {index for index, chunk in self.param16.items() if chunk.on_device_now and chunk.leaving is None}
@@ -408,7 +472,7 @@ class Manager:
             fits = self.compute.used + chunk.nbytes <= self.compute.chunkable_bytes
             movable = chunk.kind == PARAM16 and chunk is not newcomer and not chunk.pins
             if movable and chunk.host_valid and not chunk.device_bytes and fits:
-                self.moves.fetch(chunk)
+                self._with_retry(self.moves.fetch, chunk, protect=(newcomer,))
 
     # Leaving the device
 

@@ -1,5 +1,7 @@
 """Moves of whole chunks between tiers: at once, or beside what computes, and then owned until they end."""
 
+import torch
+
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.compute import ComputeTier
 from patrickstar.memory.copies import StreamTransfer
@@ -38,9 +40,17 @@ class Moves:
     # Up
 
     def fetch(self, chunk: Chunk) -> None:
-        """Copy a chunk to the device, or begin to read it where a disk has it."""
+        """Copy a chunk to the device, or start to read it from disk or to gather it.
+
+        Beside an accelerator the copy runs on its own stream: what is computed from now on is ordered after it, and
+        the host does not wait.
+        """
         if not chunk.host_valid:
             self.come(chunk, urgent=True)
+            return
+        if self.transit.hardware.beside:
+            self.come(chunk, urgent=True)
+            self.arrive(chunk)
             return
         self.compute.take(chunk)
         with self.transit.stalled():
@@ -51,9 +61,13 @@ class Moves:
             self.host.give(chunk, for_good=True)
 
     def come(self, chunk: Chunk, urgent: bool) -> None:
-        """Have a chunk on its way to the device."""
+        """Start a chunk's transfer to the device. Raises OutOfMemoryError, with nothing changed, if that is full."""
         self.in_flight[chunk] = None  # first: Ctrl-C may strike between any two lines
-        self.compute.take(chunk)
+        try:
+            self.compute.take(chunk)
+        except torch.OutOfMemoryError:
+            del self.in_flight[chunk]
+            raise
         chunk.coming = self.transit.up(chunk, urgent)
         self._count_up(chunk)
 
@@ -157,9 +171,12 @@ class Moves:
         chunk.host_reader = None
 
     def abandon(self) -> None:
-        """Drop what is on its way: chunks stay where they were."""
-        for chunk in self.in_flight:
-            if chunk.coming is not None:
+        """Cancel transfers: chunks stay where they were, but for those that have no other copy; these arrive."""
+        for chunk in list(self.in_flight):
+            only_copy = not (chunk.host_valid or chunk.disk_valid or chunk.shared)
+            if chunk.coming is not None and only_copy:
+                self.land(chunk)
+            elif chunk.coming is not None:
                 chunk.coming.cancel()
                 chunk.coming = None
                 self.compute.give(chunk)

@@ -20,6 +20,8 @@ class Traffic:
     rounds: int = 0
     """How often processes have agreed on what to communicate."""
     evictions: int = 0
+    memory_retries: int = 0
+    """How often memory was freed for a second try, since the device's allocator had none within the budget."""
     stall_s: float = 0.0
 
     def since(self, earlier: "Traffic") -> "Traffic":

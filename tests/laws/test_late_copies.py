@@ -1,0 +1,213 @@
+"""Law 1 beside an accelerator whose copies are late: the bits are those of plain PyTorch, by any schedule.
+
+See [Note: late copies] in `late_copies.py`. The seed of a schedule is the test's parameter.
+"""
+
+import random
+
+import pytest
+import torch
+from late_copies import LateHardware, LateKernels, LateTransfer
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar.engine.engine import Engine
+from patrickstar.errors import BudgetError
+from patrickstar.kernels.native import Native
+from patrickstar.memory.chunk import fill_poison
+from patrickstar.memory.manager import Manager
+from patrickstar.memory.moves import Moves
+from patrickstar.schedule.placement import Tier
+
+from .models import Shape, batches, config, train
+from .tiers import small_engine, with_budgets
+
+SCHEDULES_PER_TEST = 10
+
+
+def random_shape(choice: random.Random) -> Shape:
+    kinds = choice.choices(["mlp", "attention", "plain"], k=choice.randint(1, 4))
+    return Shape(tuple(kinds), choice.random() < 0.5, choice.random() < 0.3, choice.random() < 0.4)
+
+
+def random_loop(choice: random.Random, precision: str) -> testing.Script:
+    """Draw a training loop of five steps: accumulation, clipping, early updates, evaluation and states in between."""
+    steps = [
+        {
+            "accumulation": choice.choice([1, 1, 2]),
+            "clip": choice.random() < 0.3,
+            "update": precision != "fp16" and choice.random() < 0.4,
+            "evaluate": choice.random() < 0.2,
+            "save_and_load": choice.random() < 0.15,
+            "length": choice.choice([5, 5, 5, 3]),
+        }
+        for _ in range(5)
+    ]
+
+    def script(trainer, optimizer):
+        seen = []
+        for step in steps:
+            if step["evaluate"]:
+                with torch.no_grad():
+                    seen.append(trainer.eval()(*batches(1)[0]).clone())
+                trainer.train()
+            if step["save_and_load"]:
+                trainer.load_state_dict({name: value.clone() for name, value in trainer.state_dict().items()})
+            early = step["update"] and not step["clip"] and step["accumulation"] == 1
+            for batch in batches(step["accumulation"], step["length"]):
+                loss = trainer(*batch)
+                trainer.backward(loss, **({"update": True} if early else {}))
+                seen.append(loss.detach().clone())
+            if step["clip"]:
+                seen.append(trainer.clip_grad_norm_(0.1).clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    return script
+
+
+def least_device_bytes(shape: Shape, options: ps.Config, script: testing.Script) -> int:
+    """Return what the most demanding operator of a loop needs at once, found by running it where all fits."""
+    engine = Engine(shape.build, options, meter=testing.NoMeter())
+    seen, access = [0], engine._data.access
+
+    def watch(slots, belongs, **how):
+        seen.append(sum({slot.chunk.index: slot.chunk.nbytes for slot in slots}.values()))
+        access(slots, belongs, **how)
+
+    engine._data.access = watch
+    script(engine, engine.optimizer)
+    engine.close()
+    return max(seen)
+
+
+def run_schedule(seed: int, directory, failures: float = 0.0) -> LateHardware | None:
+    """Train a random model by a random loop under random budgets; None if the budgets are refused."""
+    choice = random.Random(seed)
+    shape, precision = random_shape(choice), choice.choice(["bf16", "fp16", "fp32"])
+    chunk_size = choice.choice([256, 700, 4096, "auto"])
+    script = random_loop(choice, precision)
+    least = least_device_bytes(shape, config(precision, chunk_size), script)
+    options = config(precision, chunk_size, device_memory=least + choice.choice([0, 700, 4000]))
+    options = options.model_copy(update={"activation_offload": choice.random() < 0.3})
+    if choice.random() < 0.3:
+        host = 60 * 1024 + choice.randint(0, 30000)
+        options = with_budgets(options, options.device_memory, host, ps.Disk(directory))
+    torch.manual_seed(0)
+    reference = testing.ReferenceTrainer(shape.build, options)
+    expected = script(reference, reference.optimizer)
+    torch.manual_seed(0)
+    hardware = LateHardware(seed, failures)
+    try:
+        engine = small_engine(
+            shape.build,
+            options,
+            hardware=hardware,
+            kernels=LateKernels(Native.find()),
+            evict_everything=choice.random() < 0.3,
+        )
+    except BudgetError:
+        return None
+    try:
+        testing.assert_same_bits(expected, script(engine, engine.optimizer), f"schedule {seed}: what the loop saw")
+        testing.assert_same_bits(reference.state_dict(), engine.state_dict(), f"schedule {seed}: parameters")
+        testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
+        hardware.memory_retries = engine.stats.total.memory_retries
+    finally:
+        engine.close()
+    return hardware
+
+
+def run_schedules(first: int, directory, failures: float = 0.0) -> list[LateHardware]:
+    """Run `SCHEDULES_PER_TEST` of them; most of their budgets must not have been refused."""
+    seeds = range(first, first + SCHEDULES_PER_TEST)
+    ran = [hardware for seed in seeds if (hardware := run_schedule(seed, directory, failures)) is not None]
+    assert len(ran) > SCHEDULES_PER_TEST // 2, f"only {len(ran)} of the schedules from {first} on ran"
+    return ran
+
+
+def some_are_slow(count: int, fast: int) -> list:
+    """The first seeds of tests that run `count` schedules in all, `fast` of them on every run."""
+    return [
+        pytest.param(first, marks=[pytest.mark.slow] if first >= fast else [])
+        for first in range(0, count, SCHEDULES_PER_TEST)
+    ]
+
+
+@pytest.mark.parametrize("first", some_are_slow(200, fast=30))
+def test_no_schedule_of_late_copies_changes_a_bit(first, tmp_path):
+    assert sum(hardware.queued for hardware in run_schedules(first, tmp_path)) > 0, "no copy was queued"
+
+
+@pytest.mark.parametrize("first", some_are_slow(100, fast=10))
+def test_an_allocation_that_fails_is_tried_again_and_changes_no_bit(first, tmp_path):
+    assert sum(hardware.memory_retries for hardware in run_schedules(first, tmp_path, failures=0.1)) > 0
+
+
+def test_an_allocation_that_fails_twice_is_an_error_and_training_goes_on():
+    shape = Shape(("mlp", "mlp", "mlp"), tied=False, frozen_norms=False, checkpointing=False)
+    options = config("bf16", 256, device_memory=4000)
+    torch.manual_seed(0)
+    reference = testing.ReferenceTrainer(shape.build, options)
+    expected = train(reference, 2), train(reference, 3)
+    torch.manual_seed(0)
+    hardware = LateHardware(seed=0, failures_in_a_row=2)
+    engine = Engine(shape.build, options, meter=testing.NoMeter(), poison=True, hardware=hardware)
+    assert train(engine, 2) == expected[0]
+    hardware.failures = 1.0
+    with pytest.raises(BudgetError, match=r"param16\[\d\] needs \d+ bytes .* found none, twice.*no \d+ bytes in a row"):
+        engine(*batches(1)[0])
+    hardware.failures = 0.0
+    assert train(engine, 3) == expected[1]
+    engine.close()
+
+
+def no_order(monkeypatch):
+    """Computation is not ordered after the copy that it needs."""
+    monkeypatch.setattr(LateTransfer, "order", lambda self: None)
+
+
+def no_wait_before_host_memory_is_freed(monkeypatch):
+    """Host memory is reused while a copy may still read it."""
+    monkeypatch.setattr("patrickstar.memory.host._wait_for_copies", lambda chunk: None)
+
+
+def no_wait_before_the_host_writes(monkeypatch):
+    """A gradient is written over a host copy that an earlier fetch may still read."""
+
+    def ensure(self, *chunks):
+        if any(chunk.coming is not None or not chunk.in_memory for chunk in chunks):
+            self.bring(chunks)
+
+    monkeypatch.setattr(Manager, "have", ensure)
+
+
+def device_memory_is_reused_at_once(monkeypatch):
+    """An evicted chunk's device memory is written by others while it is still being copied to the host."""
+    leave = Moves.leave
+
+    def leave_at_once(self, chunk, tier):
+        leave(self, chunk, tier)
+        if tier is Tier.HOST:
+            fill_poison(chunk.on_device(chunk.whole))
+
+    monkeypatch.setattr(Moves, "leave", leave_at_once)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        no_order,
+        no_wait_before_host_memory_is_freed,
+        no_wait_before_the_host_writes,
+        device_memory_is_reused_at_once,
+    ],
+    ids=lambda fault: fault.__name__,
+)
+def test_a_missing_wait_is_found(fault, monkeypatch, tmp_path):
+    """The simulation itself: with a fault planted, one of the schedules fails."""
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        for first in range(0, 200, SCHEDULES_PER_TEST):
+            run_schedules(first, tmp_path)
