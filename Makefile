@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Made last by the set-up: while it is newer than what it depends on, nothing is installed again.
 INSTALLED := $(VENV)/installed
 
-.PHONY: train test nightly bench bench-disk check format clean
+.PHONY: train test nightly bench bench-disk gpu check format clean
 
 # 89 million parameters: 1.2 GB of model data, five times the device budget.
 train: $(INSTALLED)
@@ -18,9 +18,14 @@ train: $(INSTALLED)
 
 test: check
 	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" --late-copies 1 $(LATE)
 
 nightly: check
 	$(BIN)/pytest
+	$(BIN)/pytest --late-copies 1 tests/autograd tests/laws/test_exactness.py
+
+# What runs a second time, beside a simulated accelerator: sharing, accumulation and early updates.
+LATE := tests/autograd/test_sharing.py tests/autograd/test_accumulation.py tests/autograd/test_early_update.py
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/throughput.py
@@ -34,6 +39,12 @@ bench-disk: $(INSTALLED)
 	$(BIN)/python benchmarks/disk_training.py --directory $(DISK)
 	$(BIN)/python benchmarks/checkpoints.py --directory $(DISK)
 	$(BIN)/python benchmarks/policies.py
+
+# Forty minutes on a GPU, or with DEVICE=cpu their rehearsal. STAGES: some of them by name, as `--list` prints them.
+# It needs no network: where the set-up has not been run, it takes what PYTHON has, and builds the package there.
+DEVICE ?= cuda
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --device $(DEVICE) $(STAGES)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -25,8 +25,10 @@ CHUNK_BYTES = 1 << 26
 COPIED_BYTES = 1 << 29
 UPDATED = 64_000_000
 """What is copied, and the parameters that are updated: more than caches hold."""
-MATRIX = 2048
-"""Rows and columns of the matrices that are multiplied."""
+SMALLEST_MATRIX, LARGEST_MATRIX = 256, 8192
+"""Rows and columns of the matrices that are multiplied: twice as many until a product takes `LEAST_PRODUCT_S`."""
+LEAST_PRODUCT_S = 0.005
+"""Many times what launching a product and waiting for it takes. Processors without bf16 take seconds for large ones."""
 
 
 def describe(device: torch.device, directory: str | Path | None = None) -> Machine:
@@ -80,8 +82,13 @@ def _seconds(act: Callable[[], object], device: torch.device) -> float:
 
 
 def _matmul_tflops(device: torch.device) -> float:
-    a, b = (torch.randn(MATRIX, MATRIX, device=device).bfloat16() for _ in range(2))
-    return 2 * MATRIX**3 / _seconds(lambda: a @ b, device) / 1e12
+    size = SMALLEST_MATRIX
+    while True:
+        a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+        took = _seconds(lambda a=a, b=b: a @ b, device)
+        if took >= LEAST_PRODUCT_S or size >= LARGEST_MATRIX:
+            return 2 * size**3 / took / 1e12
+        size *= 2
 
 
 def _copy_bandwidth(device: torch.device) -> float:

@@ -1,0 +1,243 @@
+"""What single operations take: copies, registration of host memory, launches, bookkeeping of the engine."""
+
+import argparse
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import patrickstar as ps
+from gpu_stages.record import Record
+from gpu_stages.timing import once, seconds
+from patrickstar.engine.engine import Engine
+from patrickstar.engine.here import trial_span
+from patrickstar.kernels.adam import AdamRule
+from patrickstar.kernels.choice import Kernels
+from patrickstar.kernels.rule import Gradient, Span
+from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.hardware import Hardware
+from patrickstar.memory.host import HostTier
+from patrickstar.memory.movers import Transfer
+from patrickstar.memory.slab import Slab
+from patrickstar.testing import NoMeter
+
+MIB, GIB = 1 << 20, 1 << 30
+PCIE_GB_PER_S = 63.0
+"""PCIe 5.0, 16 lanes, one direction, before headers."""
+
+
+def run(record: Record, options: argparse.Namespace) -> None:
+    """Measure all of them."""
+    device = torch.device(options.device)
+    bare_copies(record, device, options.small)
+    engine_copies(record, device, options.small)
+    bookkeeping(record, device, options.small)
+    updates(record, device, options.small)
+    registration(record, device, options.small)
+
+
+def bare_copies(record: Record, device: torch.device, small: bool) -> None:
+    """Copies between host and device of PyTorch's own, from locked and from pageable memory."""
+    cuda = device.type == "cuda"
+    for nbytes in (MIB // 4,) if small else (4 * MIB, 8 * MIB, 64 * MIB):
+        there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        for kind, pinned, predicted in (("pinned", cuda, 52.0), ("pageable", False, 8.0)):
+            here = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+            ends = {"host to device": (there[0], here[0]), "device to host": (here[1], there[1])}
+            for name, (target, source) in ends.items():
+                copy = partial(target.copy_, source, non_blocking=True)
+                rate = nbytes / seconds(copy, device, inner=20) / 1e9
+                record.figure(
+                    f"copy {name}, {kind}, {nbytes / MIB:g} MiB",
+                    rate,
+                    "GB/s",
+                    predicted=predicted,
+                    limit=PCIE_GB_PER_S,
+                )
+        if cuda:
+            _both_ways(record, device, nbytes)
+
+
+def _both_ways(record: Record, device: torch.device, nbytes: int) -> None:
+    here = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+
+    def act() -> None:
+        with torch.cuda.stream(streams[0]):
+            there[0].copy_(here[0], non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            here[1].copy_(there[1], non_blocking=True)
+
+    rate = 2 * nbytes / seconds(act, device, inner=20) / 1e9
+    record.figure(
+        f"copies both ways at once, pinned, {nbytes / MIB:g} MiB", rate, "GB/s", predicted=90, limit=2 * PCIE_GB_PER_S
+    )
+
+
+def engine_copies(record: Record, device: torch.device, small: bool) -> None:
+    """The engine's own copies of a chunk, and how much of them a matrix product hides."""
+    nbytes = MIB if small else 64 * MIB
+    hardware = Hardware(device)
+    host, copies = HostTier(2 * nbytes, 2 * nbytes, hardware.slab, poison=False), hardware.copies()
+    up, down = (Chunk("param16", index, nbytes // 2, "bfloat16", device) for index in range(2))
+    for chunk in (up, down):
+        host.take(chunk).zero_()
+        chunk.take_device()
+    size = 128 if small else 8192
+    matrix = torch.randn(size, size, device=device).bfloat16()
+    peak_tflops = 2 * size**3 / seconds(lambda: torch.mm(matrix, matrix), device, inner=4) / 1e12
+    record.figure(f"matrix product of {size}, bf16", peak_tflops, "TFLOP/s", predicted=700, limit=989)
+
+    def compute() -> None:
+        for _ in range(4):
+            torch.mm(matrix, matrix)
+
+    def both(act=None) -> None:
+        moves: list[Transfer] = [copies.up(up), copies.down(down)]
+        if act is not None:
+            act()
+        for move in moves:
+            move.wait()
+
+    alone = {
+        "up": seconds(lambda: copies.up(up).wait(), device),
+        "down": seconds(lambda: copies.down(down).wait(), device),
+    }
+    for name, took in alone.items():
+        record.figure(
+            f"engine's copy of a chunk {name}, {nbytes / MIB:g} MiB",
+            nbytes / took / 1e9,
+            "GB/s",
+            predicted=50,
+            limit=PCIE_GB_PER_S,
+        )
+    copying, computing, together = (
+        seconds(both, device),
+        seconds(compute, device),
+        seconds(lambda: both(compute), device),
+    )
+    hidden = (computing + copying - together) / min(copying, computing)
+    record.figure("copies hidden beside a matrix product", hidden, "of 1", predicted=0.95, limit=1.0)
+    for chunk in (up, down):
+        chunk.free_device(poison=False)
+        host.give(chunk)
+        chunk.memory.close()
+    copies.close()
+    host.close()
+
+
+def bookkeeping(record: Record, device: torch.device, small: bool) -> None:
+    """What the engine's Python takes per parameter, and one reading of its meter."""
+    meter = Hardware(device).meter()
+    record.figure(
+        "one reading of non-model data", 1e6 * seconds(lambda: meter.now(0), device, inner=50), "us", predicted=10
+    )
+    if device.type == "cuda":
+        took = seconds(lambda: torch.cuda.memory_allocated(device), device, inner=50)
+        record.figure("torch.cuda.memory_allocated", 1e6 * took, "us", predicted=60)
+    layers, width = (4, 32) if small else (64, 64)
+    x = torch.randn(8, width, device=device).bfloat16()
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    torch.manual_seed(0)
+    plain = build().to(device, torch.bfloat16)
+    steps: dict[str, object] = {"plain PyTorch": lambda: plain(x).float().pow(2).mean().backward()}
+    engines = []
+    everything = 16 * layers * (width + 1) * width + 32 * MIB
+    for name, budget, chunk_bytes in (
+        ("engine, everything on the device", everything, "auto"),
+        ("engine, every layer moves", MIB, 2 * width * (width + 2)),
+    ):
+        config = ps.Config(device=str(device), device_memory=budget, chunk_size=chunk_bytes)
+        # Workspaces alone are more than the second budget, and are not what is measured here.
+        engine = Engine(build, config, meter=NoMeter())
+        engines.append(engine)
+
+        def step(engine: Engine = engine) -> None:
+            engine.backward(engine(x).float().pow(2).mean())
+            engine.optimizer.zero_grad()
+
+        for _ in range(2):  # Both iterations that are watched.
+            step()
+            engine.optimizer.step()
+        steps[name] = step
+    predicted = {"plain PyTorch": 30, "engine, everything on the device": 60, "engine, every layer moves": 250}
+    for name, act in steps.items():
+        took = 1e6 * seconds(act, device, rounds=5, inner=2) / layers
+        record.figure(f"forward and backward of a small linear, {name}", took, "us", predicted=predicted[name])
+    for engine in engines:
+        engine.close()
+    weight = torch.randn(width, width, device=device).bfloat16()
+    took = 1e6 * seconds(lambda: F.linear(x, weight), device, inner=100)
+    record.figure("F.linear alone, without grad", took, "us", predicted=8)
+
+
+def updates(record: Record, device: torch.device, small: bool) -> None:
+    """Adam on either side: the launch for a small parameter, and the rate for a large one."""
+    host = Kernels.best(torch.device("cpu"))
+    numel = 100_000 if small else 64_000_000
+    span = trial_span(numel)
+    rate = 28 * numel / seconds(lambda: host.update([span], ()), torch.device("cpu")) / 1e9
+    target, source = torch.zeros(numel), torch.zeros(numel)
+    copy = 8 * numel / seconds(lambda: target.copy_(source), torch.device("cpu")) / 1e9
+    record.figure(
+        "update on the host, 28 bytes per parameter", rate, "GB/s", predicted=100, limit=copy, note="limit: copying"
+    )
+    kernels = Kernels.best(device)
+    for what, numel in (
+        ("launch of an update of 4096 elements", 4096),
+        ("update on the device", 1 << 20 if small else 1 << 28),
+    ):
+        param, master, *moments = (
+            torch.zeros(numel, dtype=dtype, device=device) for dtype in (torch.bfloat16, *3 * (torch.float32,))
+        )
+        rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=1)
+        span = Span(param, Gradient(param), master, tuple(moments), rule)
+        took = seconds(lambda span=span: kernels.update([span], ()), device, inner=20 if numel == 4096 else 1)
+        if numel == 4096:
+            record.figure(what, 1e6 * took, "us", predicted=40)
+        else:
+            record.figure(what, 28 * numel / took / 1e9, "GB/s", predicted=2600, limit=3350)
+
+
+def registration(record: Record, device: torch.device, small: bool) -> None:
+    """Locking host memory: bare, with and without touching it first, and the engine's slab."""
+    import psutil
+
+    available = psutil.virtual_memory().available
+    sizes = (
+        (16 * MIB,) if small else tuple(size for size in (GIB, 8 * GIB, 32 * GIB, 96 * GIB) if size < 0.8 * available)
+    )
+    for nbytes in sizes:
+        name = f"{nbytes / GIB:g} GiB"
+        if device.type == "cuda":
+            for touched in (False, True):
+                _register(record, name, nbytes, touched)
+        slabs: list[Slab] = []
+        took = once(lambda slabs=slabs, nbytes=nbytes: slabs.append(Hardware(device).slab(nbytes)), device)
+        record.figure(f"the engine's slab of {name}", took, "s", predicted=0.1 * nbytes / GIB)
+        slabs.pop().close()
+
+
+def _register(record: Record, name: str, nbytes: int, touched: bool) -> None:
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    device = torch.device("cpu")
+    if touched:
+        took = once(memory.zero_, device)
+        record.figure(f"touching {name}", took, "s", predicted=0.05 * nbytes / GIB)
+    cudart = torch.cuda.cudart()
+    status = None
+
+    def register() -> None:
+        nonlocal status
+        status = int(cudart.cudaHostRegister(memory.data_ptr(), nbytes, 1))
+
+    took = once(register, device)
+    what = f"cudaHostRegister of {name}, {'touched before' if touched else 'not touched before'}"
+    record.figure(what, took, "s", predicted=(0.03 if touched else 0.1) * nbytes / GIB, note=f"status {status}")
+    if status == 0:
+        cudart.cudaHostUnregister(memory.data_ptr())

@@ -1,0 +1,106 @@
+"""Who else trains: plain PyTorch, FSDP2 with its parameters on the host, DeepSpeed if it is installed."""
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import patrickstar as ps
+from gpu_stages.shapes import build_on_meta, materialize
+from patrickstar.testing import ReferenceTrainer
+
+if TYPE_CHECKING:
+    from gpu_stages.trainer import Run
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+Made = tuple[Step, Callable[[], None]]
+
+
+def nothing() -> None:
+    """End nothing."""
+
+
+def plain(run: "Run", found: dict[str, Any]) -> Made:
+    """Plain PyTorch under the same precision protocol, with its fused AdamW over fp32 masters."""
+    options = ps.AdamW()
+    fused = partial(torch.optim.AdamW, lr=options.lr, weight_decay=options.weight_decay, fused=True)
+    model = materialize(build_on_meta(run.model, run.checkpointing), torch.device(run.device))
+    trainer = ReferenceTrainer(model, ps.Config(device=run.device, optimizer=fused))
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = trainer(input_ids=ids, labels=ids).loss
+        trainer.backward(loss)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        return loss.detach()
+
+    return step, nothing
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the transformer layers of a causal language model."""
+    body: Any = model.model if hasattr(model, "model") else model.transformer
+    return list(body.layers if hasattr(body, "layers") else body.h)
+
+
+def fsdp2(run: "Run", found: dict[str, Any]) -> Made:
+    """FSDP2 on one device, with `CPUOffloadPolicy` beside a GPU: fp32 parameters, gradients and states on the host."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    cuda = run.device != "cpu"
+    store = tempfile.mktemp(prefix="gpu-fsdp2-")
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
+    mesh = init_device_mesh("cuda" if cuda else "cpu", (1,))
+    model = materialize(build_on_meta(run.model, run.checkpointing), torch.device("cpu"))
+    policy: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy() if cuda else OffloadPolicy(),
+    }
+    for layer in layers_of(model):
+        fully_shard(layer, **policy)
+    fully_shard(model, **policy)
+    options = ps.AdamW()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=True)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, dist.destroy_process_group
+
+
+def deepspeed(run: "Run", found: dict[str, Any]) -> Made:
+    """DeepSpeed's ZeRO-3 with parameters and optimizer on the host."""
+    import deepspeed
+
+    options = ps.AdamW()
+    on_host = {"device": "cpu", "pin_memory": True}
+    config = {
+        "train_micro_batch_size_per_gpu": run.batch,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "weight_decay": options.weight_decay}},
+        "zero_optimization": {"stage": 3, "offload_param": on_host, "offload_optimizer": on_host},
+    }
+    model = materialize(build_on_meta(run.model, run.checkpointing), torch.device("cpu"))
+    trainer, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = trainer(input_ids=ids, labels=ids).loss
+        trainer.backward(loss)
+        trainer.step()
+        return loss.detach()
+
+    return step, nothing
+
+
+PEERS: dict[str, Callable[["Run", dict[str, Any]], Made]] = {"plain": plain, "fsdp2": fsdp2, "deepspeed": deepspeed}

@@ -1,0 +1,51 @@
+"""Races between streams and accesses out of bounds: PyTorch's CUDA sanitizer, and NVIDIA's compute-sanitizer."""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from gpu_stages.record import Record
+
+TRAIN = (sys.executable, "-m", "gpu_stages.tiny")
+EXACT = "every step was exact"
+
+
+def run(record: Record, options: argparse.Namespace) -> None:
+    """Train the tiny model under each."""
+    settings = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    if options.device == "cpu":
+        _check(record, "the tiny model trains", [*TRAIN, options.device], settings, unwanted="CSAN detected")
+        return
+    # It compares the addresses of whole tensors, and would not see the second parameter of a chunk.
+    _check(
+        record,
+        "no race between streams (TORCH_CUDA_SANITIZER)",
+        [*TRAIN, options.device],
+        settings | {"TORCH_CUDA_SANITIZER": "1"},
+        unwanted="CSAN detected",
+    )
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).exists():
+        record.fact("compute-sanitizer", "not installed")
+        return
+    _check(
+        record,
+        "no access out of bounds (compute-sanitizer)",
+        [tool, "--tool", "memcheck", "--error-exitcode", "9", *TRAIN, options.device],
+        settings | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        unwanted="Invalid __",
+    )
+
+
+def _check(record: Record, what: str, command: list[str], settings: dict[str, str], unwanted: str) -> None:
+    done = subprocess.run(
+        command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150
+    )
+    print(done.stdout, flush=True)
+    passed = done.returncode == 0 and unwanted not in done.stdout and EXACT in done.stdout
+    lines = done.stdout.strip().splitlines()
+    at = next((number for number, line in enumerate(lines) if unwanted in line), max(0, len(lines) - 3))
+    record.check(what, passed, "" if passed else f"exit code {done.returncode}: {' / '.join(lines[at : at + 4])[:400]}")

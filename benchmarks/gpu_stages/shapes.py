@@ -1,0 +1,96 @@
+"""Models by name, built without holding their parameters, and values to fill these with."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.cli.presets import PRESETS
+from patrickstar.integrations.transformers.build import parameters_on_meta
+
+LLAMAS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+    },
+    "3b": {
+        "num_hidden_layers": 28,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+}
+"""The shapes of Llama 3.2 3B and Llama 3.1 8B, and a tiny one. Other names are presets of the command line."""
+
+PATTERN_NUMEL = 1 << 20
+
+
+def build(name: str, checkpointing: bool) -> nn.Module:
+    """Build a causal language model in training mode."""
+    from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    if name in LLAMAS:
+        config = LlamaConfig(
+            **LLAMAS[name], max_position_embeddings=8192, bos_token_id=0, eos_token_id=0, use_cache=False
+        )
+        model: Any = LlamaForCausalLM(config)
+    else:
+        config = PRESETS[name].config()
+        config.use_cache = False
+        model = GPT2LMHeadModel(config)
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def build_on_meta(name: str, checkpointing: bool) -> nn.Module:
+    """Build it with its parameters on the meta device, and its buffers real."""
+    with parameters_on_meta():
+        return build(name, checkpointing)
+
+
+def pattern(model: nn.Module, name: str) -> torch.Tensor:
+    """Return a value for a parameter: norms are 1, biases 0, matrices a row of normal numbers, repeated.
+
+    Drawing billions of numbers would take minutes.
+    """
+    param = model.get_parameter(name)
+    if param.dim() < 2:
+        return torch.full(param.shape, 0.0 if name.endswith("bias") else 1.0, device="cpu")
+    numbers = 0.02 * torch.randn(PATTERN_NUMEL, generator=torch.Generator().manual_seed(0))
+    times = math.ceil(param.numel() / PATTERN_NUMEL)
+    return numbers.repeat(times)[: param.numel()].view(param.shape)
+
+
+def materialize(model: nn.Module, device: torch.device) -> nn.Module:
+    """Give a model whose parameters are on the meta device the values of `pattern`, in fp32."""
+    seen: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            if id(param) not in seen:
+                value = pattern(model, f"{prefix}.{name}" if prefix else name).to(device)
+                seen[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, seen[id(param)])
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = buffer.to(device)
+    return model

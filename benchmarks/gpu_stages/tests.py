@@ -1,0 +1,79 @@
+"""tests/cuda, file by file, each in a process of its own."""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+from gpu_stages.record import Record
+
+ROOT = Path(__file__).parents[2]
+MOST_FAILURES = 20
+
+
+def run(record: Record, options: argparse.Namespace) -> None:
+    """Run every file of tests/cuda as it is."""
+    run_files(record, options, {})
+
+
+def run_blocking(record: Record, options: argparse.Namespace) -> None:
+    """Run them again with every launch blocking, so that an error is raised where it is made."""
+    environment = {"CUDA_LAUNCH_BLOCKING": "1"}
+    if options.small:
+        file = ROOT / "tests" / "cuda" / "test_triton_cuda.py"
+        _run_pytest(record, file.name, [str(file)], environment)
+        return
+    run_files(record, options, environment)
+
+
+def run_files(record: Record, options: argparse.Namespace, environment: dict[str, str]) -> None:
+    """Run pytest over each file; one check per file, and one more per test that failed."""
+    files = sorted((ROOT / "tests" / "cuda").glob("test_*.py"))
+    assert files, "tests/cuda has no tests"
+    if options.small:
+        # The rehearsal: that every test is found.
+        _run_pytest(record, "tests/cuda, collected", [*map(str, files), "--collect-only"], environment)
+        return
+    for file in files:
+        _run_pytest(record, file.name, [str(file)], environment)
+
+
+def _run_pytest(record: Record, what: str, arguments: list[str], environment: dict[str, str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        start = time.perf_counter()
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "--tb=short", "-rN"),
+                *(f"--maxfail={MOST_FAILURES}", f"--junit-xml={report}", *arguments),
+            ],
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        took = time.perf_counter() - start
+        print(done.stdout, flush=True)
+        if not report.exists():
+            record.check(what, False, f"pytest ended with {done.returncode}: {_last_line(done.stdout)}")
+            return
+        suite = ElementTree.parse(report).getroot()
+    cases = list(suite.iter("testcase"))
+    bad = [(case, fault) for case in cases for fault in (*case.findall("failure"), *case.findall("error"))]
+    skipped = [fault for case in cases for fault in case.findall("skipped")]
+    note = f"{len(cases) - len(bad) - len(skipped)} passed, {len(bad)} failed, {len(skipped)} skipped in {took:.0f} s"
+    reasons = sorted({(fault.get("message") or "")[:120] for fault in skipped})
+    # 5: nothing was collected to run.
+    record.check(what, not bad and done.returncode in (0, 5), "; ".join([note, *reasons]))
+    for case, fault in bad:
+        record.check(f"{what}: {case.get('name')}", False, (fault.get("message") or "")[:300])
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1][:300] if lines else "no output"

@@ -1,0 +1,56 @@
+"""A tiny model that trains for some steps with one parameter per chunk, everything moving: what sanitizers look at."""
+
+import torch
+from torch import nn
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar.engine.engine import Engine
+from patrickstar.memory.hardware import Hardware
+
+WIDTH = 64
+
+
+def build() -> nn.Module:
+    """Four layers with a norm each."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(4)))
+
+
+def config(device: str) -> ps.Config:
+    """A budget that holds three of the chunks."""
+    return ps.Config(device=device, chunk_size=256, device_memory=3 * 2 * WIDTH * (WIDTH + 8))
+
+
+def train(trainer, optimizer, steps: int = 3) -> list[torch.Tensor]:
+    """Train on random numbers; return the losses."""
+    losses = []
+    for step in range(steps):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = trainer(x).float().pow(2).mean()
+        trainer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+    return losses
+
+
+def compare(device: str, hardware: Hardware) -> None:
+    """Assert that the bits are those of plain PyTorch."""
+    torch.manual_seed(0)
+    reference = testing.ReferenceTrainer(build, config(device))
+    expected = train(reference, reference.optimizer, 5)
+    torch.manual_seed(0)
+    engine = Engine(build, config(device), meter=testing.NoMeter(), hardware=hardware, poison=True)
+    found = train(engine, engine.optimizer, 5)
+    assert engine.stats.total.evictions > 0, "nothing moved"
+    testing.assert_same_bits(expected, found, "losses")
+    testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
+    engine.close()
+
+
+if __name__ == "__main__":
+    import sys
+
+    torch.use_deterministic_algorithms(True)
+    compare(sys.argv[1], Hardware(torch.device(sys.argv[1])))
+    print("every step was exact")

@@ -1,0 +1,71 @@
+"""The machine, the packages, `patrickstar doctor`, and memory that CUDA takes outside of PyTorch's allocator."""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+
+from gpu_stages.record import Record
+
+PACKAGES = (
+    *("torch", "triton", "numpy", "psutil", "pydantic", "scipy", "xxhash", "transformers", "accelerate", "safetensors"),
+    *("typer", "rich", "pytest", "hypothesis", "deepspeed"),
+)
+
+
+def run(record: Record, options: argparse.Namespace) -> None:
+    """Record what the machine is."""
+    import torch
+
+    from patrickstar.cli.doctor import examine
+    from patrickstar.cli.machine import machine_name
+
+    device = torch.device(options.device)
+    record.fact("machine", machine_name(device))
+    record.fact("Python", f"{platform.python_version()} on {platform.platform()}")
+    record.fact("processors", f"{os.cpu_count()}, {torch.get_num_threads()} threads of PyTorch")
+    for name in PACKAGES:
+        try:
+            record.fact(name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            record.fact(name, "not installed")
+    if device.type == "cuda":
+        _gpu(record, device)
+    for finding in examine(trial_numel=100_000 if options.small else 16_000_000):
+        advice = f" -> {finding.advice}" if finding.advice else ""
+        record.fact(f"doctor: {finding.name}", finding.text + advice)
+    from patrickstar.kernels.native import Native
+
+    record.check("the C++ kernel is there", Native.find() is not None)
+
+
+def _gpu(record: Record, device) -> None:
+    import torch
+
+    if (tool := shutil.which("nvidia-smi")) is not None:
+        asked = [tool, "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"]
+        found = subprocess.run([*asked, "--format=csv,noheader"], stdout=subprocess.PIPE, text=True, timeout=60)
+        record.fact("nvidia-smi", found.stdout.strip())
+    record.fact("CUDA", f"{torch.version.cuda}, capability {torch.cuda.get_device_capability(device)}")
+    before, total = torch.cuda.mem_get_info(device)
+    record.figure("device memory", total / 2**30, "GiB", predicted=79.1)
+    record.figure(
+        "context", (total - before) / 2**20, "MiB", predicted=530, note="used before the first allocation, others' too"
+    )
+    x = torch.randn(256, 256, device=device, requires_grad=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.nn.functional.linear(x.to(dtype), x.to(dtype)).float().pow(2).mean().backward()
+    torch.cuda.synchronize()
+    after, _ = torch.cuda.mem_get_info(device)
+    held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    record.figure(
+        "workspaces",
+        held / 2**20,
+        "MiB",
+        predicted=64,
+        note="cuBLAS of two threads, inside the allocator, after a linear forward and backward",
+    )
+    outside = before - after - reserved
+    record.figure("libraries", outside / 2**20, "MiB", predicted=250, note="handles and kernels, outside the allocator")

@@ -1,0 +1,49 @@
+"""`make gpu DEVICE=cpu`: every stage of the run on a GPU, in miniature, so that no minute there is lost to a mistake."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, SCRIPT, *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+def stages():
+    return [line.split()[0] for line in run("--list").stdout.splitlines()]
+
+
+def test_every_stage_runs_and_leaves_its_results(tmp_path):
+    done = run("--device", "cpu", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    names = stages()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["gpu-cpu.md", *(f"gpu_{name}-cpu.md" for name in names)]
+    )
+    summary = (tmp_path / "gpu-cpu.md").read_text()
+    for name in names:
+        text = (tmp_path / f"gpu_{name}-cpu.md").read_text()
+        (result,) = [line for line in text.splitlines() if line.startswith("Result: ")]
+        assert result.startswith("Result: ran in") and " 0 failed;" in result, text
+        assert f"| {name} | {result.removeprefix('Result: ')} |" in summary
+        assert "Machine: " in text and text.count("\n| ") > 1, f"{name} found nothing:\n{text}"
+
+
+def test_a_stage_that_runs_into_its_limit_says_so_and_the_next_one_runs(tmp_path):
+    done = run("versions", "micro", "--device", "cpu", "--minutes", "0.002", "--output", str(tmp_path))
+    assert done.returncode == 1
+    assert "FAILED: it was ended at its limit of 0 s" in (tmp_path / "gpu_versions-cpu.md").read_text()
+    assert "FAILED: no time was left for it" in (tmp_path / "gpu_micro-cpu.md").read_text()
+
+
+def test_wrong_input_is_refused_in_a_line():
+    for arguments, message in (
+        (["tets"], "there is no stage 'tets': the stages are versions, tests"),
+        (["--minutes", "0"], "--minutes has to be more than 0"),
+        (["--device", "tpu"], "--device is cuda or cpu, not 'tpu'"),
+    ):
+        done = run(*arguments)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
