@@ -78,8 +78,10 @@ class Engine:
         self.world = world
         hardware = hardware if hardware is not None else Hardware(config.find_device())
         self.device = hardware.device
+        hardware.start()
         sharing = 1 if world is None else len(world.on_this_host)
-        self.device_budget_bytes, self.host_budget_bytes = budgets(config, hardware, sharing)
+        memory = budgets(config, hardware, sharing, several=world is not None)
+        self.device_budget_bytes, self.host_budget_bytes = memory
         self.module = model if isinstance(model, nn.Module) else model()
         check_model(self.module, self.device)
         params = param_specs(self.module, config)
@@ -87,8 +89,8 @@ class Engine:
             self.layout: Layout = make_layout(params, config, self.device_budget_bytes)
         else:
             self.layout = agreed_layout(world, self.module, params, config, self.device_budget_bytes)
-        memory = self.device_budget_bytes, self.host_budget_bytes
-        tiers = plan_tiers(config, self.layout, used_together(self.module), memory, hardware, page_bytes, sharing)
+        together = used_together(self.module)
+        tiers = plan_tiers(config, self.layout, together, memory, hardware, page_bytes, sharing)
         meter = meter if meter is not None else hardware.meter()
         # A GPU's host slab is locked as a whole, so it begins no larger than what is sure to be in it.
         needed = self.layout.model_data_bytes + tiers.staging_bytes
@@ -136,7 +138,7 @@ class Engine:
         self._release = weakref.finalize(self, release, self._interceptor, self._blocks, self._state)
         self._release.atexit = False
         self._interceptor.release = self._release
-        self.stats = Stats()
+        self.stats = Stats(_retries=hardware.allocator_stats().retries)
         self.optimizer = ChunkOptimizer(self)
         self._persistence = Persistence(self)
 

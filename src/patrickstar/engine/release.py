@@ -22,6 +22,7 @@ def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list
         # The garbage collector came by in a thread that must end for this.
         threading.Thread(target=release, args=(interceptor, blocks, state), name="release").start()
         return []
+    state.data.manager.hardware.enter_thread()
     # The garbage collector may come at any time, in the middle of a compiler's tracing too.
     with _disable_current_modes(), managing(), torch._C.DisableTorchFunctionSubclass():
         interceptor.window = None

@@ -30,16 +30,17 @@ class TierPlan:
     """Host memory that pages on their way take."""
 
 
-def budgets(config: Config, hardware: Hardware, sharing: int = 1) -> tuple[int, int]:
+def budgets(config: Config, hardware: Hardware, sharing: int = 1, several: bool = False) -> tuple[int, int]:
     """The bytes of device and host. On a CPU they share one RAM: what one is not given is the other's, or half each.
 
-    sharing: how many processes share this machine's RAM; each has its own device, but for a CPU.
+    sharing: how many processes share this machine's RAM; each has its own device, but for a CPU. several: whether more
+    than one process trains, on whatever machines.
     """
     device_memory = int(config.device_memory) if config.device_memory is not None else None
     host_memory = int(config.host_memory) // sharing if config.host_memory is not None else None
     ram = hardware.host_bytes() // sharing
     if hardware.beside:
-        return device_memory or hardware.device_bytes(), host_memory or ram
+        return device_memory or hardware.device_bytes(several), host_memory or ram
     if device_memory is None:
         device_memory = ram // 2 if host_memory is None else max(0, ram - host_memory)
     if host_memory is None:

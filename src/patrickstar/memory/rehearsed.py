@@ -26,7 +26,7 @@ class RehearsedSlab(Slab):
     """Places in memory that is not there."""
 
     def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes, pinned=False)
+        super().__init__(nbytes)
 
     def _reserve(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=META)
@@ -139,7 +139,7 @@ class RehearsedHardware(Hardware):
     def meter(self) -> Meter:
         return self._meter
 
-    def device_bytes(self) -> int:
+    def device_bytes(self, several: bool = False) -> int:
         return self.machine.device_memory
 
     def host_bytes(self) -> int:
