@@ -91,7 +91,7 @@ def test_a_cpu_has_no_calls_to_make():
     hardware = Hardware(torch.device("cpu"))
     hardware.start()
     hardware.enter_thread()
-    assert hardware.cuda is None and hardware.allocator_report() == ""
+    assert hardware.cuda is None and hardware.allocator_report() == "" and hardware.library_bytes(torch.bfloat16) == 0
     assert hardware.allocator_stats().retries == 0
 
 

@@ -14,6 +14,7 @@ from patrickstar.memory.meter import Meter, default_meter, installed_bytes
 from patrickstar.memory.pages import PageBank, can_move_pages
 from patrickstar.memory.scratch import ScratchFile
 from patrickstar.memory.slab import Slab
+from patrickstar.memory.workspaces import library_bytes
 
 
 class Hardware:
@@ -36,6 +37,10 @@ class Hardware:
         """Make the device current in the calling thread; the first act of every thread that uses it."""
         if self.cuda is not None:
             self.cuda.enter_thread()
+
+    def library_bytes(self, dtype: torch.dtype) -> int:
+        """Return what the device's libraries keep of it once matrices of `dtype` were multiplied."""
+        return library_bytes(self.cuda, dtype) if self.cuda is not None else 0
 
     def allocator_stats(self) -> AllocatorStats:
         """Return the figures of the device's allocator; zeros where it has none."""

@@ -106,9 +106,10 @@ class RehearsedDisk(DiskTier):
 class RehearsedHardware(Hardware):
     """What a `Machine` describes; `meter` counts the bytes of tensors that would be there."""
 
-    def __init__(self, machine: Machine, meter: Meter) -> None:
+    def __init__(self, machine: Machine, meter: Meter, library_bytes: int = 0) -> None:
         super().__init__(META)
         self.machine = machine
+        self._library_bytes = library_bytes
         self.host_device = META
         self.beside = machine.gpu is not None
         self.clock = Clock()
@@ -141,6 +142,9 @@ class RehearsedHardware(Hardware):
 
     def device_bytes(self, several: bool = False) -> int:
         return self.machine.device_memory
+
+    def library_bytes(self, dtype: torch.dtype) -> int:
+        return self._library_bytes
 
     def host_bytes(self) -> int:
         return self.machine.host.memory
