@@ -1,11 +1,11 @@
-"""Three tiers below a GPU: copies on streams of their own, pages through pinned stages, the same bits."""
+"""Three tiers below a GPU: copies on streams of their own, pages through stages, the same bits."""
+
+import time
 
 import pytest
 import torch
-from torch import nn
 
 import patrickstar as ps
-from patrickstar.engine.engine import Engine
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.copies import Copies
 from patrickstar.memory.hardware import Hardware
@@ -13,59 +13,132 @@ from patrickstar.memory.host import HostTier
 from patrickstar.schedule.prefetch import NextUseAhead, OnDemand
 from patrickstar.testing import ReferenceTrainer, assert_exact, assert_same_bits
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine offers no CUDA device"),
-]
+from .machine import DEVICE, ON_GPU, budget, make_engine, marks, run_program
+from .toys import inputs, layers, outcome, train
 
+pytestmark = marks
 
-def build() -> nn.Module:
-    return nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.GELU())], nn.Linear(256, 16))
-
-
-def batches(count: int) -> list[tuple[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(32, 256, generator=generator),) for _ in range(count)]
+CYCLES = 100_000_000
+"""Of a GPU that sleeps: about 50 ms."""
 
 
 @pytest.mark.parametrize("stress", [True, False])
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_training_from_disk_gives_the_bits_of_plain_pytorch(tmp_path, stress, max_norm):
     config = ps.Config(
-        device="cuda", chunk_size="128KiB", device_memory="700KiB", host_memory="6MiB", disk=ps.Disk(directory=tmp_path)
+        device=str(DEVICE), chunk_size="128KiB", device_memory="700KiB", host_memory="6MiB", disk=ps.Disk(tmp_path)
     )
-    assert_exact(build, batches(5), config, stress=stress, max_norm=max_norm)
+    assert_exact(layers(), [(values,) for values in inputs(5)], config, stress=stress, max_norm=max_norm)
+
+
+def expected(config: ps.Config, steps: int) -> list[torch.Tensor]:
+    """What plain PyTorch comes to. It has left the device when this returns."""
+    torch.manual_seed(0)
+    reference = ReferenceTrainer(layers(), config)
+    return train(reference, inputs(steps)) + outcome(reference)
 
 
 @pytest.mark.parametrize("policy", [OnDemand, NextUseAhead])
 def test_chunks_that_come_ahead_from_the_host_give_the_same_bits(policy):
-    config = ps.Config(device="cuda", chunk_size="128KiB", device_memory="2MiB", host_memory="64MiB")
-    torch.manual_seed(0)
-    reference = ReferenceTrainer(build, config)
-    torch.manual_seed(0)
-    engine = Engine(build, config, policy=policy)
-    for (values,) in batches(6):
-        for trainer in (reference, engine):
-            loss = trainer(values).float().pow(2).mean()
-            trainer.backward(loss)
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
-    assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
+    """1 MiB of parameters in 16 bits, and activations of 16 KiB a layer."""
+    options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
+    plain = expected(ps.Config(**options), 6)
+    engine = make_engine(layers(), ps.Config(**options, device_memory=budget("1536KiB")), policy=policy)
+    assert_same_bits(plain, train(engine, inputs(6)) + outcome(engine), "what training came to")
+    assert engine.stats.total.h2d_bytes > 0
     engine.close()
 
 
+class LateCopies(Copies):
+    """Copies that begin long after they were asked for."""
+
+    def up(self, chunk):
+        self._sleep(self.up_stream)
+        return super().up(chunk)
+
+    def down(self, chunk):
+        self._sleep(self.down_stream)
+        return super().down(chunk)
+
+    def _sleep(self, stream) -> None:
+        if stream is None:
+            time.sleep(1e-3)
+            return
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(CYCLES // 20)
+
+
+class LateHardware(Hardware):
+    """The machine, with slow copies."""
+
+    def copies(self) -> Copies:
+        return LateCopies(self.device)
+
+
+def test_copies_that_come_late_change_nothing():
+    """In a planned step too: whoever computes waits for them, and what a chunk leaves behind is not used too early."""
+    options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
+    plain = expected(ps.Config(**options), 5)
+    config = ps.Config(**options, device_memory=budget("1536KiB"))
+    engine = make_engine(layers(), config, hardware=LateHardware(config.find_device()), policy=NextUseAhead)
+    assert_same_bits(plain, train(engine, inputs(5)) + outcome(engine), "what training came to")
+    engine.close()
+
+
+def test_an_engine_is_closed_with_copies_in_flight():
+    options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB", precision="fp32")
+    plain = expected(ps.Config(**options), 3)
+    config = ps.Config(**options, device_memory=budget("3MiB", torch.float32))
+    engine = make_engine(layers(), config, hardware=LateHardware(config.find_device()), policy=NextUseAhead)
+    found = train(engine, inputs(3))
+    engine(inputs(1)[0])
+    module = engine.module
+    engine.close()
+    found += [value.detach().cpu() for value in module.state_dict().values()]
+    assert_same_bits(plain[: len(found)], found, "losses, and parameters after the end")
+
+
+EXIT = """
+import torch
+from tests.cuda import machine, toys
+import patrickstar as ps
+config = ps.Config(device=str(machine.DEVICE), chunk_size="128KiB", host_memory="64MiB", disk={disk!r},
+                   device_memory=machine.budget("1536KiB"))
+engine = machine.make_engine(toys.layers(), config)
+toys.train(engine, toys.inputs(3))
+engine(toys.inputs(1)[0])
+print("done")
+"""
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_process_may_end_without_closing_its_engine(tmp_path, disk):
+    assert run_program(EXIT.format(disk=str(tmp_path) if disk else None)).split() == ["done"]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="streams are a GPU's")
 def test_a_copy_runs_on_a_stream_of_its_own_and_computing_waits_for_it_on_the_gpu():
+    """Each copy begins after 50 ms, long after it was asked for."""
     device = torch.device("cuda")
     host, copies = HostTier(1 << 26, 1 << 26, Hardware(device).slab, poison=False), Copies(device)
     chunk = Chunk("param16", 0, 1 << 24, "bfloat16", device)
     host.take(chunk).fill_(3.0)
     chunk.host_valid = True
     chunk.take_device()
+    chunk.on_device(chunk.whole).fill_(7.0)
+    with torch.cuda.stream(copies.up_stream):
+        torch.cuda._sleep(CYCLES)
     transfer = copies.up(chunk)
+    assert not transfer.done, "it runs beside what computes"
     transfer.order()
-    assert bool((chunk.on_device(chunk.whole) == 3).all())
+    found = (chunk.on_device(chunk.whole) == 3).all()
+    assert not transfer.done, "nobody has waited for it"
+    assert bool(found)
     chunk.on_device(chunk.whole).fill_(5.0)
+    with torch.cuda.stream(copies.down_stream):
+        torch.cuda._sleep(CYCLES)
     down = copies.down(chunk)
+    assert not down.done
     down.wait()
     assert bool((chunk.host == 5).all())
     chunk.free_device(poison=False)

@@ -7,10 +7,9 @@ import torch
 from patrickstar.kernels.fused import Fused
 from patrickstar.kernels.rule import Gradient, Span
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine offers no CUDA device"),
-]
+from .machine import gpu_marks
+
+pytestmark = gpu_marks
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def content(slab: Slab, place: Place) -> set[int]:
 @quick
 @given(st.lists(st.integers(1, 40).map(lambda n: ALIGN_BYTES * n), min_size=1, max_size=20))
 def test_chunks_fill_a_slab_of_just_their_bytes_to_the_last_one(sizes):
-    slab = Slab(sum(sizes), pinned=False)
+    slab = Slab(sum(sizes))
     places = [slab.take(nbytes) for nbytes in sizes]
     assert [place.start for place in places] == [sum(sizes[:count]) for count in range(len(sizes))]
     assert places[-1].end == slab.nbytes
@@ -41,7 +41,7 @@ def test_chunks_fill_a_slab_of_just_their_bytes_to_the_last_one(sizes):
 
 
 def test_the_first_place_that_is_large_enough_is_taken():
-    slab = Slab(1024, pinned=False)
+    slab = Slab(1024)
     places = [slab.take(nbytes) for nbytes in (64, 32, 128, 32, 64, 32)]
     for place in places[::2]:
         slab.give(place)
@@ -52,7 +52,7 @@ def test_the_first_place_that_is_large_enough_is_taken():
 
 
 def test_a_slab_ends_at_its_last_byte():
-    slab = Slab(96, pinned=False)
+    slab = Slab(96)
     assert slab.take(97) is None
     kept = slab.take(32)
     assert slab.take(65) is None
@@ -63,7 +63,7 @@ def test_a_slab_ends_at_its_last_byte():
 
 
 def test_a_slab_need_not_end_at_a_whole_unit():
-    slab = Slab(100, pinned=False)
+    slab = Slab(100)
     assert slab.take(96).end == 96
     assert slab.take(5) is None
     last = slab.take(4)
@@ -71,7 +71,7 @@ def test_a_slab_need_not_end_at_a_whole_unit():
 
 
 def test_places_begin_at_whole_units_and_have_the_bytes_asked_for():
-    slab = Slab(1024, pinned=False)
+    slab = Slab(1024)
     for nbytes in (1, 31, 32, 33, 100):
         place = slab.take(nbytes)
         assert place.start % ALIGN_BYTES == 0 and place.nbytes == nbytes
@@ -81,7 +81,7 @@ def test_places_begin_at_whole_units_and_have_the_bytes_asked_for():
 
 
 def test_a_slab_of_no_bytes_has_only_places_of_none():
-    slab = Slab(0, pinned=True)
+    slab = Slab(0)
     assert not slab.pinned, "there is nothing to lock"
     assert slab.take(1) is None
     assert slab.view(slab.take(0), torch.float32).shape == (0,)
@@ -90,7 +90,7 @@ def test_a_slab_of_no_bytes_has_only_places_of_none():
 
 @pytest.mark.parametrize("before", [0, 32])
 def test_a_place_of_no_bytes_is_in_nobodys_way(before):
-    slab = Slab(160, pinned=False)
+    slab = Slab(160)
     first = slab.take(before)
     none, second, other_none, third = (slab.take(nbytes) for nbytes in (0, 32, 0, 64))
     places = sorted([first, second, third], key=lambda place: place.start)
@@ -102,7 +102,7 @@ def test_a_place_of_no_bytes_is_in_nobodys_way(before):
 
 
 def test_views_are_of_the_slabs_own_memory_in_any_type():
-    slab = Slab(256, pinned=False)
+    slab = Slab(256)
     slab.take(64)
     place = slab.take(64)
     numbers = slab.view(place, torch.float32)
@@ -115,7 +115,7 @@ def test_views_are_of_the_slabs_own_memory_in_any_type():
 
 
 def test_compaction_closes_gaps_in_order_and_keeps_bytes():
-    slab = Slab(512, pinned=False)
+    slab = Slab(512)
     places = [filled(slab, nbytes, value) for value, nbytes in enumerate((32, 64, 32, 96, 33, 32))]
     for place in (places[0], places[2]):
         slab.give(place)
@@ -130,7 +130,7 @@ def test_compaction_closes_gaps_in_order_and_keeps_bytes():
 
 
 def test_compaction_of_places_in_a_row_moves_nothing():
-    slab = Slab(256, pinned=False)
+    slab = Slab(256)
     places = [filled(slab, 64, value) for value in range(4)]
     slab.compact()
     assert [place.start for place in places] == [0, 64, 128, 192]
@@ -138,7 +138,7 @@ def test_compaction_of_places_in_a_row_moves_nothing():
 
 
 def test_a_place_moves_over_its_own_bytes():
-    slab = Slab(4096 + 32, pinned=False)
+    slab = Slab(4096 + 32)
     gap, place = slab.take(32), slab.take(4096)
     pattern = torch.arange(4096).to(torch.uint8)
     slab.view(place, torch.uint8).copy_(pattern)
@@ -149,7 +149,7 @@ def test_a_place_moves_over_its_own_bytes():
 
 
 def test_only_what_was_ever_in_a_place_is_taken_of_the_machine():
-    slab = Slab(1 << 40, pinned=False)
+    slab = Slab(1 << 40)
     assert slab.touched_bytes == 0
     first, second = filled(slab, 64, 1), filled(slab, 100, 2)
     page = mmap.PAGESIZE
@@ -165,7 +165,7 @@ def test_only_what_was_ever_in_a_place_is_taken_of_the_machine():
 
 def test_what_is_given_back_for_good_is_the_machines_again():
     page = mmap.PAGESIZE
-    slab = Slab(1 << 30, pinned=False)
+    slab = Slab(1 << 30)
     before, large, after = filled(slab, 64, 1), filled(slab, 8 * page, 2), filled(slab, 64, 3)
     assert slab.touched_bytes == 9 * page
     slab.give(large, for_good=True)
@@ -177,7 +177,7 @@ def test_what_is_given_back_for_good_is_the_machines_again():
 
 
 def test_memory_lives_as_long_as_a_tensor_over_it():
-    slab = Slab(4096, pinned=False)
+    slab = Slab(4096)
     view = slab.view(filled(slab, 4096, 7), torch.uint8)
     slab.close()
     del slab
@@ -191,7 +191,7 @@ class Operations(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slab = Slab(self.NBYTES, pinned=False)
+        self.slab = Slab(self.NBYTES)
         self.places: dict[Place, int] = {}
         self.turns = 0
         self.touched: set[int] = set()

@@ -19,6 +19,7 @@ from patrickstar.kernels.fused import Fused
 from patrickstar.kernels.listed import Listed
 from patrickstar.kernels.native import Native, Unavailable
 from patrickstar.layout.sizes import format_size
+from patrickstar.memory.cuda import FREE_PERCENT, NCCL_BYTES, OUTSIDE_BYTES, CudaDevice, default_budget
 from patrickstar.memory.meter import default_meter, installed_bytes
 from patrickstar.memory.probe import measure
 from patrickstar.schedule.workload import STATE_BYTES, UPDATE_BYTES
@@ -83,11 +84,19 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
 def _gpus() -> list[Finding]:
     if not torch.cuda.is_available():
         return [Finding("gpu", "none that PyTorch can use; device='cpu' trains under a budget in RAM")]
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return [
-        Finding(f"gpu {device.index}", f"{torch.cuda.get_device_name(device)}, {format_size(installed_bytes(device))}")
-        for device in devices
-    ]
+    devices = (CudaDevice(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
+    return [_gpu(device, device.free_bytes()) for device in devices]
+
+
+def _gpu(device: CudaDevice, free_bytes: int) -> Finding:
+    budget = default_budget(free_bytes)
+    return Finding(
+        f"gpu {device.index}",
+        f"{torch.cuda.get_device_name(device.device)}, {format_size(free_bytes)} free; device_memory is "
+        f"{format_size(budget)} ({budget} bytes) unless you give one: {FREE_PERCENT} % of what is free, or all but "
+        f"{format_size(OUTSIDE_BYTES)} if that is less, since kernels and handles are loaded later and free memory is "
+        f"in pieces ({format_size(NCCL_BYTES)} less with several processes)",
+    )
 
 
 def _kernel() -> tuple[Finding, Implementation]:

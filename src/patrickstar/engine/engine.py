@@ -78,18 +78,24 @@ class Engine:
         self.world = world
         hardware = hardware if hardware is not None else Hardware(config.find_device())
         self.device = hardware.device
+        hardware.start()
+        meter = meter if meter is not None else hardware.meter()
+        # Before budgets are made: what libraries load is no longer free then. A meter that counts nothing counts no
+        # workspaces either.
+        library_bytes = min(hardware.library_bytes(config.compute_dtype), meter.now(0))
         sharing = 1 if world is None else len(world.on_this_host)
-        self.device_budget_bytes, self.host_budget_bytes = budgets(config, hardware, sharing)
+        memory = budgets(config, hardware, sharing, several=world is not None)
+        self.device_budget_bytes, self.host_budget_bytes = memory
+        for_chunks = max(0, self.device_budget_bytes - library_bytes)
         self.module = model if isinstance(model, nn.Module) else model()
         check_model(self.module, self.device)
         params = param_specs(self.module, config)
         if world is None:
-            self.layout: Layout = make_layout(params, config, self.device_budget_bytes)
+            self.layout: Layout = make_layout(params, config, for_chunks)
         else:
-            self.layout = agreed_layout(world, self.module, params, config, self.device_budget_bytes)
-        memory = self.device_budget_bytes, self.host_budget_bytes
-        tiers = plan_tiers(config, self.layout, used_together(self.module), memory, hardware, page_bytes, sharing)
-        meter = meter if meter is not None else hardware.meter()
+            self.layout = agreed_layout(world, self.module, params, config, for_chunks)
+        together = used_together(self.module)
+        tiers = plan_tiers(config, self.layout, together, memory, hardware, page_bytes, sharing, library_bytes)
         # A GPU's host slab is locked as a whole, so it begins no larger than what is sure to be in it.
         needed = self.layout.model_data_bytes + tiers.staging_bytes
         self._manager = Manager(
@@ -101,6 +107,7 @@ class Engine:
             hardware=hardware,
         )
         self._manager.evict_everything = evict_everything
+        self._manager.compute.non_model_bytes = library_bytes
         self._clock = Clock(self._manager, meter, policy or (NextUseAhead if world is not None else None))
         self._data = ModelData(self._manager, self._clock)
         if world is not None:
@@ -136,7 +143,7 @@ class Engine:
         self._release = weakref.finalize(self, release, self._interceptor, self._blocks, self._state)
         self._release.atexit = False
         self._interceptor.release = self._release
-        self.stats = Stats()
+        self.stats = Stats(_retries=hardware.allocator_stats().retries)
         self.optimizer = ChunkOptimizer(self)
         self._persistence = Persistence(self)
 

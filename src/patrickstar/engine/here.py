@@ -37,6 +37,7 @@ def describe(device: torch.device, directory: str | Path | None = None) -> Machi
     Raises DiskError if that can't be used.
     """
     hardware = Hardware(device)
+    hardware.start()
     disk = None
     if directory is not None:
         rates = measure(directory)

@@ -38,6 +38,7 @@ from patrickstar.errors import ModelError, PatrickStarError
 from patrickstar.kernels.choice import Kernels
 from patrickstar.kernels.rule import Gradient, Span
 from patrickstar.kernels.survey import Survey
+from patrickstar.memory.hardware import Hardware
 from patrickstar.memory.lanes import LaneTransfer
 from patrickstar.memory.manager import Manager
 from patrickstar.memory.rehearsed import META, RehearsedHardware
@@ -162,6 +163,7 @@ def rehearse_here(
 def _rehearse_here(
     model: nn.Module | Callable[[], nn.Module], config: Config, step: Step, device: torch.device, machine: Machine
 ) -> Forecast:
+    library_bytes = Hardware(device).library_bytes(config.compute_dtype)
     bandwidth = (machine.gpu or machine.host).memory_bandwidth
     costs = MeasuredCosts(device, bandwidth, roofline(machine))
     rehearse(model, config, step, machine, costs, steps=1)  # after which all operators, and libraries, are known
@@ -170,7 +172,9 @@ def _rehearse_here(
         costs.meter.now(0)
     meter_s = (time.perf_counter() - start) / LOOKS
     unseen_bytes = UNSEEN_BYTES if device.type == "cpu" else 0
-    found = rehearse(model, config, step, machine, costs, meter_s=meter_s, unseen_bytes=unseen_bytes)
+    found = rehearse(
+        model, config, step, machine, costs, meter_s=meter_s, unseen_bytes=unseen_bytes, library_bytes=library_bytes
+    )
     return replace(found, estimated=tuple(sorted(costs.estimated)))
 
 
@@ -261,6 +265,7 @@ def rehearse(
     steps: int | None = None,
     meter_s: float | None = None,
     unseen_bytes: int = 0,
+    library_bytes: int = 0,
     **hooks: Any,
 ) -> Forecast:
     """Train a model for some steps without its bytes, and tell of the last of them.
@@ -268,11 +273,12 @@ def rehearse(
     model: on the meta device, or a function that builds it, which is called under it. step: must read no value of a
     tensor. steps: how many; by default until they repeat. costs: what operators take; by default what the machine's
     rates say. meter_s: what a look at the meter takes on this machine; given, the time that Python, autograd and the
-    engine took here counts too. unseen_bytes: non-model data that is neither a tensor nor an operator's. hooks: the
-    engine's. Raises BudgetError, as a run would, where the model does not fit.
+    engine took here counts too. unseen_bytes: non-model data that is neither a tensor nor an operator's.
+    library_bytes: what the device's libraries keep of it from the start. hooks: the engine's.
+    Raises BudgetError, as a run would, where the model does not fit.
     """
     meter = TensorMeter(DEVICE_GRAIN_BYTES) if machine.gpu is not None else TensorMeter(HOST_GRAIN_BYTES, True)
-    hardware = RehearsedHardware(machine, meter)
+    hardware = RehearsedHardware(machine, meter, library_bytes)
     engine: Engine | None = None
     timeline: list[Filled] = []
 
@@ -286,11 +292,12 @@ def rehearse(
         with META:
             model = model()
     values = {name: torch.empty_like(param, device=META) for name, param in model.named_parameters()}
+    meter.keep(library_bytes)  # calibration forgets it, and it is counted anew below
     with watching(watch, "cpu" if machine.gpu is None else "cuda"):
         engine = Engine(
             model, config, values.__getitem__, kernels=RehearsedKernels(hardware), hardware=hardware, **hooks
         )
-        meter.keep(unseen_bytes)
+        meter.keep(unseen_bytes + library_bytes)
         try:
             found: list[StepStats] = []
             while not _settled(found, steps):

@@ -20,7 +20,7 @@ def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list
     """
     if threading.current_thread().name.startswith(THREAD_NAME):
         # The garbage collector came by in a thread that must end for this.
-        threading.Thread(target=release, args=(interceptor, blocks, state), name="release").start()
+        threading.Thread(target=_release_there, args=(interceptor, blocks, state), name="release").start()
         return []
     # The garbage collector may come at any time, in the middle of a compiler's tracing too.
     with _disable_current_modes(), managing(), torch._C.DisableTorchFunctionSubclass():
@@ -49,3 +49,9 @@ def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list
             if state.data.peers is not None:
                 state.data.peers.close()
         return lost
+
+
+def _release_there(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> None:
+    """Call `release` in a new thread, whose current device is not the engine's yet."""
+    state.data.manager.hardware.enter_thread()
+    release(interceptor, blocks, state)

@@ -75,6 +75,7 @@ class Saving:
 
         def run() -> None:
             try:
+                data.manager.hardware.enter_thread()
                 save(writer, planner, group)
                 if done is not None:
                     done()

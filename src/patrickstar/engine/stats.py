@@ -1,5 +1,6 @@
 """What a step cost, in bytes and seconds."""
 
+import warnings
 from dataclasses import dataclass, field
 
 from patrickstar.memory.manager import Manager
@@ -34,6 +35,12 @@ class StepStats:
     memory_retries: int = 0
     """How often the device's allocator had no memory within the budget; chunks were evicted for a second try."""
     stall_s: float = 0.0
+    reserved_bytes: int = 0
+    """Memory that the allocator held of a GPU when the step ended, in use or not; 0 on a CPU, as are the next two."""
+    inactive_split_bytes: int = 0
+    """Of it, free parts of segments in use: what fragmentation costs."""
+    allocator_retries: int = 0
+    """How often the allocator found no memory, freed what it cached, and tried again."""
 
     def plus(self, later: "StepStats") -> "StepStats":
         """Both together."""
@@ -56,6 +63,9 @@ class StepStats:
             evictions=self.evictions + later.evictions,
             memory_retries=self.memory_retries + later.memory_retries,
             stall_s=self.stall_s + later.stall_s,
+            reserved_bytes=max(self.reserved_bytes, later.reserved_bytes),
+            inactive_split_bytes=max(self.inactive_split_bytes, later.inactive_split_bytes),
+            allocator_retries=self.allocator_retries + later.allocator_retries,
         )
 
 
@@ -66,11 +76,16 @@ class Stats:
     last: StepStats = StepStats()
     total: StepStats = StepStats()
     _mark: Traffic = field(default_factory=Traffic)
+    _retries: int = 0
+    """The allocator's retries before the current step."""
+    _warned: bool = False
 
     def close_step(self, manager: Manager, overflow: bool, loss_scale: float, non_model_peak: int) -> None:
         """Read the manager's counters at the end of a step, and start its peaks anew."""
         moved = manager.traffic.since(self._mark)
         self._mark = manager.traffic.copy()
+        allocator = manager.hardware.allocator_stats()
+        retries, self._retries = allocator.retries - self._retries, allocator.retries
         self.last = StepStats(
             steps=1,
             overflows=int(overflow),
@@ -90,7 +105,19 @@ class Stats:
             evictions=moved.evictions,
             memory_retries=moved.memory_retries,
             stall_s=moved.stall_s,
+            reserved_bytes=allocator.reserved_bytes,
+            inactive_split_bytes=allocator.inactive_split_bytes,
+            allocator_retries=retries,
         )
+        if retries and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the device had no memory left {retries} times in this step, although the budget of "
+                f"{manager.compute.budget_bytes} bytes was kept: {allocator}. Each time it waits for all kernels and "
+                f"frees its cache, which is slow. Lower device_memory, end other programs on this device, or set "
+                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if it is set to something else",
+                stacklevel=2,
+            )
         self.total = self.total.plus(self.last)
         manager.compute.restart_peak()
         manager.host.restart_peaks()

@@ -30,16 +30,17 @@ class TierPlan:
     """Host memory that pages on their way take."""
 
 
-def budgets(config: Config, hardware: Hardware, sharing: int = 1) -> tuple[int, int]:
+def budgets(config: Config, hardware: Hardware, sharing: int = 1, several: bool = False) -> tuple[int, int]:
     """The bytes of device and host. On a CPU they share one RAM: what one is not given is the other's, or half each.
 
-    sharing: how many processes share this machine's RAM; each has its own device, but for a CPU.
+    sharing: how many processes share this machine's RAM; each has its own device, but for a CPU. several: whether more
+    than one process trains, on whatever machines.
     """
     device_memory = int(config.device_memory) if config.device_memory is not None else None
     host_memory = int(config.host_memory) // sharing if config.host_memory is not None else None
     ram = hardware.host_bytes() // sharing
     if hardware.beside:
-        return device_memory or hardware.device_bytes(), host_memory or ram
+        return device_memory or hardware.device_bytes(several), host_memory or ram
     if device_memory is None:
         device_memory = ram // 2 if host_memory is None else max(0, ram - host_memory)
     if host_memory is None:
@@ -55,18 +56,20 @@ def plan_tiers(
     hardware: Hardware,
     page_bytes: int = PAGE_BYTES,
     sharing: int = 1,
+    library_bytes: int = 0,
 ) -> TierPlan:
     """Decide where chunks begin, and make the scratch file if memory can't hold them and a disk may be used.
 
-    memory: budgets of device and host. sharing: how many processes share the disk. Raises BudgetError when all tiers
-    together are too small, DiskError when the directory can't be used.
+    memory: budgets of device and host. sharing: how many processes share the disk. library_bytes: what the device's
+    libraries keep of its budget. Raises BudgetError when all tiers together are too small, DiskError when the directory
+    can't be used.
     """
-    device, host = memory
+    device, host = memory[0] - library_bytes, memory[1]
     working_set = working_set_bytes(layout, together)
     in_memory = initial_placement(layout.chunks, Budgets(device, host), working_set)
     free = hardware.free_disk_bytes(Path(config.disk.directory)) // sharing if config.disk is not None else 0
     if config.disk is None or in_memory is not None:
-        check_budgets(layout, together, Budgets(device, host))
+        check_budgets(layout, together, Budgets(device, host), library_bytes=library_bytes)
         assert in_memory is not None, "budgets were checked"
         return TierPlan(in_memory)
     folder = Path(config.disk.directory)
@@ -83,7 +86,7 @@ def plan_tiers(
     ring = RingSize.suited(lists, largest, page_bytes, rule.by_pages, room)
     staging = pages_bytes + ring.nbytes
     budget = Budgets(device, host - staging, capacity if capacity is not None else free)
-    check_budgets(layout, together, budget, staging)
+    check_budgets(layout, together, budget, staging, library_bytes)
     placement = initial_placement(layout.chunks, budget, working_set)
     assert placement is not None, "budgets were checked"
     nbytes = disk_bytes(layout.chunks, placement)

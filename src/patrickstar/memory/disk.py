@@ -21,13 +21,18 @@ def pages(nbytes: int, page_bytes: int = PAGE_BYTES) -> Iterator[tuple[int, int]
 
 
 class DiskTier:
-    """Reads and writes chunks of one engine. What moves is a flat tensor of bytes, on any device."""
+    """Reads and writes chunks of one engine. What moves is a flat tensor of bytes, on any device.
 
-    def __init__(self, file: ScratchFile, page_bytes: int = PAGE_BYTES) -> None:
+    `begin` is called first in each of its threads.
+    """
+
+    def __init__(
+        self, file: ScratchFile, page_bytes: int = PAGE_BYTES, begin: Callable[[], None] | None = None
+    ) -> None:
         self.file = file
         self.page_bytes = page_bytes
-        self.readers = Movers(READERS, "read", page_bytes)
-        self.writers = Movers(WRITERS, "write", page_bytes)
+        self.readers = Movers(READERS, "read", page_bytes, begin)
+        self.writers = Movers(WRITERS, "write", page_bytes, begin)
         self._written: set[int] = set()  # offsets of pages in the file; the others are zeros
         self._stream: torch.cuda.Stream | None = None
 

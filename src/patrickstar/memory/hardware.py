@@ -8,11 +8,13 @@ import torch
 
 from patrickstar.errors import DiskError
 from patrickstar.memory.copies import Copies
+from patrickstar.memory.cuda import AllocatorStats, CudaDevice, default_budget
 from patrickstar.memory.disk import DiskTier
 from patrickstar.memory.meter import Meter, default_meter, installed_bytes
 from patrickstar.memory.pages import PageBank, can_move_pages
 from patrickstar.memory.scratch import ScratchFile
 from patrickstar.memory.slab import Slab
+from patrickstar.memory.workspaces import library_bytes
 
 
 class Hardware:
@@ -23,6 +25,30 @@ class Hardware:
         self.host_device = torch.device("cpu")
         self.beside = device.type != "cpu"
         """Whether copies between host and device, and updates on the host, run beside what the device computes."""
+        self.cuda = CudaDevice(device) if device.type == "cuda" else None
+
+    def start(self) -> None:
+        """Prepare the device for an engine that the calling thread makes, before anything is allocated on it."""
+        self.enter_thread()
+        if self.cuda is not None:
+            self.cuda.use_expandable_segments()
+
+    def enter_thread(self) -> None:
+        """Make the device current in the calling thread; the first act of every thread that uses it."""
+        if self.cuda is not None:
+            self.cuda.enter_thread()
+
+    def library_bytes(self, dtype: torch.dtype) -> int:
+        """Return what the device's libraries keep of it once matrices of `dtype` were multiplied."""
+        return library_bytes(self.cuda, dtype) if self.cuda is not None else 0
+
+    def allocator_stats(self) -> AllocatorStats:
+        """Return the figures of the device's allocator; zeros where it has none."""
+        return self.cuda.allocator_stats() if self.cuda is not None else AllocatorStats()
+
+    def allocator_report(self) -> str:
+        """Return what the device's allocator holds, as a sentence for an error; empty where it has none."""
+        return str(self.allocator_stats()) if self.cuda is not None else ""
 
     def seconds(self) -> float:
         """A clock."""
@@ -32,8 +58,13 @@ class Hardware:
         """What measures non-model data on the device."""
         return default_meter(self.device)
 
-    def device_bytes(self) -> int:
-        """What the device has to give."""
+    def device_bytes(self, several: bool = False) -> int:
+        """Return the device budget of an engine whose user names none.
+
+        several: whether several processes train together, which takes memory of a GPU that no budget counts.
+        """
+        if self.cuda is not None:
+            return default_budget(self.cuda.free_bytes(), several)
         return installed_bytes(self.device)
 
     def host_bytes(self) -> int:
@@ -46,7 +77,7 @@ class Hardware:
 
     def slab(self, nbytes: int) -> Slab:
         """Memory of the host; page-locked where a GPU copies from it."""
-        return Slab(nbytes, pinned=self.device.type == "cuda")
+        return Slab(nbytes, self.cuda)
 
     def copies(self) -> Copies:
         """What copies chunks between host and device."""
@@ -79,4 +110,4 @@ class Hardware:
     ) -> DiskTier:
         """A tier over a scratch file of so many bytes."""
         file = ScratchFile(directory, nbytes, checksums=checksums, capacity_bytes=capacity_bytes)
-        return DiskTier(file, page_bytes)
+        return DiskTier(file, page_bytes, begin=self.enter_thread)

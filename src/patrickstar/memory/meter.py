@@ -8,6 +8,7 @@ from typing import Protocol
 import psutil
 import torch
 
+from patrickstar.memory.cuda import CudaDevice
 from patrickstar.memory.heap import process_heap
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -60,19 +61,19 @@ class CudaMeter:
     keeps = False
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self._cuda = CudaDevice(device)
 
     def calibrate(self, chunk_bytes: int) -> None:
-        """Nothing to calibrate: the allocator counts tensors only, whoever made them."""
+        """Nothing to calibrate: the allocator counts tensors and workspaces only, whoever made them."""
 
     def now(self, chunk_bytes: int) -> int:
-        return max(0, torch.cuda.memory_allocated(self.device) - chunk_bytes)
+        return max(0, self._cuda.allocated_bytes - chunk_bytes)
 
     def peak(self, chunk_bytes: int) -> int:
-        return max(0, torch.cuda.max_memory_allocated(self.device) - chunk_bytes)
+        return max(0, self._cuda.peak_allocated_bytes - chunk_bytes)
 
     def restart(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self._cuda.restart_peak()
 
     def reclaim(self) -> None:
         """Cached blocks are not counted, and the allocator frees them by itself before it fails."""
@@ -171,7 +172,7 @@ def default_meter(device: torch.device) -> Meter:
 def installed_bytes(device: torch.device) -> int:
     """What the machine has to give now: free memory of the GPU, or memory available to this process on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        return CudaDevice(device).free_bytes()
     available = psutil.virtual_memory().available
     for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         if limit.exists() and (text := limit.read_text().strip()).isdigit():

@@ -208,7 +208,9 @@ def _told(error: BaseException, what: str) -> BaseException:
     return told
 
 
-def _work(board: _Board, stage: torch.Tensor) -> None:
+def _work(board: _Board, stage: torch.Tensor, begin: Callable[[], None] | None) -> None:
+    if begin is not None:
+        begin()
     while True:
         board.wakes.get()
         if board.stopping:
@@ -234,12 +236,15 @@ class Movers:
 
     `threads` of them, called after `name`, start at the first `submit`. Each hands its jobs a uint8 tensor of
     `stage_bytes` on page-aligned memory, whose content is undefined. They end with `close`, or when the movers are
-    collected.
+    collected. `begin` is called first in each thread.
     """
 
-    def __init__(self, threads: int, name: str, stage_bytes: int = PAGE_BYTES) -> None:
+    def __init__(
+        self, threads: int, name: str, stage_bytes: int = PAGE_BYTES, begin: Callable[[], None] | None = None
+    ) -> None:
         assert threads > 0, f"{threads} threads move nothing"
         self.name = name
+        self._begin = begin
         self._count = threads
         self._stage_bytes = stage_bytes
         self._board = _Board()
@@ -272,7 +277,9 @@ class Movers:
                     memory = mmap.mmap(-1, self._stage_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                     stage = torch.frombuffer(memory, dtype=torch.uint8)
                     stage.zero_()  # what was never written is not there yet, and a meter would miss it
-                    thread = threading.Thread(target=_work, args=(self._board, stage), name=name, daemon=True)
+                    thread = threading.Thread(
+                        target=_work, args=(self._board, stage, self._begin), name=name, daemon=True
+                    )
                     thread.start()
                 except (OSError, RuntimeError) as error:
                     raise MoveError(

@@ -26,7 +26,7 @@ class RehearsedSlab(Slab):
     """Places in memory that is not there."""
 
     def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes, pinned=False)
+        super().__init__(nbytes)
 
     def _reserve(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=META)
@@ -106,9 +106,10 @@ class RehearsedDisk(DiskTier):
 class RehearsedHardware(Hardware):
     """What a `Machine` describes; `meter` counts the bytes of tensors that would be there."""
 
-    def __init__(self, machine: Machine, meter: Meter) -> None:
+    def __init__(self, machine: Machine, meter: Meter, library_bytes: int = 0) -> None:
         super().__init__(META)
         self.machine = machine
+        self._library_bytes = library_bytes
         self.host_device = META
         self.beside = machine.gpu is not None
         self.clock = Clock()
@@ -139,8 +140,11 @@ class RehearsedHardware(Hardware):
     def meter(self) -> Meter:
         return self._meter
 
-    def device_bytes(self) -> int:
+    def device_bytes(self, several: bool = False) -> int:
         return self.machine.device_memory
+
+    def library_bytes(self, dtype: torch.dtype) -> int:
+        return self._library_bytes
 
     def host_bytes(self) -> int:
         return self.machine.host.memory

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import weakref
 from bisect import insort
 from dataclasses import dataclass
 
@@ -9,9 +10,9 @@ import numpy as np
 import torch
 
 from patrickstar.errors import BudgetError
+from patrickstar.memory.cuda import LOCK_BYTES, CudaDevice
 from patrickstar.memory.pages import RESERVE, round_up
 
-PINNED_READ_WRITE = 0
 ALIGN_BYTES = 32
 """What every chunk's size is a multiple of, so that places lie side by side; chunks of 16 bits and more get 64."""
 
@@ -34,6 +35,10 @@ def _start(place: Place) -> int:
     return place.start
 
 
+def _unlock(cuda: CudaDevice, locked: list[int], memory: torch.Tensor) -> None:
+    cuda.unlock(locked)
+
+
 class Slab:
     """Memory of a fixed size, which places are taken from and given back to without asking the system.
 
@@ -43,21 +48,25 @@ class Slab:
     Places that can move close gaps when there is room enough, but not in a row (`compact`).
     """
 
-    def __init__(self, nbytes: int, pinned: bool) -> None:
+    def __init__(self, nbytes: int, cuda: CudaDevice | None = None) -> None:
         self.nbytes = nbytes
-        self.pinned = pinned and nbytes > 0
         self._resident = np.zeros(-(-nbytes // mmap.PAGESIZE), dtype=bool)  # which of its pages the system has given
         self.touched_bytes = 0
         """What the slab takes of the machine's memory: pages that were in a place, and were not given back since."""
         self._places: list[Place] = []
         self.memory = self._reserve(nbytes)
-        if self.pinned:
-            status = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), nbytes, PINNED_READ_WRITE)
-            if int(status) != 0:
-                raise MemoryError(
-                    f"cudaHostRegister could not lock {nbytes} bytes of host memory: error {int(status)}; "
-                    f"give a smaller host_memory, or raise the limit of locked memory (ulimit -l)"
-                )
+        self._unlock: weakref.finalize[[CudaDevice, list[int], torch.Tensor], Slab] | None = None
+        if cuda is not None and nbytes:
+            locked = cuda.lock(self.memory.data_ptr(), nbytes)
+            # A slab that nobody closes is unlocked before its memory is unmapped: the finalizer holds the memory. When
+            # the process ends, the driver unlocks it.
+            self._unlock = weakref.finalize(self, _unlock, cuda, locked, self.memory)
+            self._unlock.atexit = False
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the memory is page-locked."""
+        return self._unlock is not None and self._unlock.alive
 
     def _reserve(self, nbytes: int) -> torch.Tensor:
         try:
@@ -75,9 +84,10 @@ class Slab:
         """The first place of that size; None if there is none in a row."""
         start = 0
         for place in self._full():
-            if place.start - start >= nbytes:
+            if place.start - self._within(start, nbytes) >= nbytes:
                 break
             start = place.end
+        start = self._within(start, nbytes)
         if start + nbytes > self.nbytes:
             return None
         taken = Place(start, nbytes, self)
@@ -85,6 +95,11 @@ class Slab:
         if nbytes:
             self._touch(taken)
         return taken
+
+    def _within(self, start: int, nbytes: int) -> int:
+        """Return where so many bytes fit from `start` on without crossing from one registration into the next."""
+        end = round_up(start + 1, LOCK_BYTES)
+        return end if self.pinned and start + nbytes > end and nbytes <= LOCK_BYTES else start
 
     def _full(self) -> list[Place]:
         """Places in their order; those of no bytes lie anywhere, and in nobody's way."""
@@ -115,6 +130,7 @@ class Slab:
         """Close all gaps: places move towards the start, their bytes with them. Views of them must be taken anew."""
         start = 0
         for place in self._full():
+            start = self._within(start, place.nbytes)
             if place.start != start:
                 self._move(place, start)
                 place.start = start
@@ -128,7 +144,5 @@ class Slab:
 
     def close(self) -> None:
         """Unlock the memory; it goes with the last tensor over it."""
-        if self.pinned:
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
-            self.pinned = False
+        if self._unlock is not None:
+            self._unlock()

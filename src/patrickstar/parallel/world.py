@@ -44,10 +44,11 @@ class World:
         """Engines that were made in it, and have not been closed."""
         self.rounds: Rounds | None = None
         """Where these meet those of the others, once there is one."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # or NCCL would take the first one, and a context on it
         self.control = dist.new_group(backend="gloo")
         self.data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo")
         if device.type == "cuda":
-            torch.cuda.set_device(device)
             dist.all_reduce(torch.zeros(1, device=device), group=self.data)  # point to point can't be the first call
         self._checkpoints: dist.ProcessGroup | None = None
         self._store = distributed_c10d.PrefixStore("patrickstar", distributed_c10d._get_default_store())

@@ -33,11 +33,14 @@ def least(works: Callable[[int], bool], upper: int) -> int:
     return upper
 
 
-def check_budgets(layout: Layout, together: Iterable[set[str]], budgets: Budgets, staging_bytes: int = 0) -> None:
+def check_budgets(
+    layout: Layout, together: Iterable[set[str]], budgets: Budgets, staging_bytes: int = 0, library_bytes: int = 0
+) -> None:
     """Raise BudgetError, with the smallest budgets that work, when the model data can't fit the tiers.
 
     together: names of parameters that one operator reads at once. staging_bytes: what pages on their way to the disk
-    take of the host; `budgets` are without. What activations take comes on top.
+    take of the host. library_bytes: what the device's libraries keep of it. `budgets` are without both; the error
+    counts them. What activations take comes on top.
     """
     working_set = working_set_bytes(layout, together)
 
@@ -46,21 +49,27 @@ def check_budgets(layout: Layout, together: Iterable[set[str]], budgets: Budgets
 
     if budgets.host >= 0 and works():
         return
-    total = layout.model_data_bytes
+    total, given_device = layout.model_data_bytes, budgets.device + library_bytes
     given = (
-        f"the model data of {total} bytes ({format_size(total)}) does not fit a device budget of {budgets.device} "
-        f"bytes ({format_size(budgets.device)}) and a host budget of {budgets.host + staging_bytes} bytes "
+        f"the model data of {total} bytes ({format_size(total)}) does not fit a device budget of {given_device} "
+        f"bytes ({format_size(given_device)}) and a host budget of {budgets.host + staging_bytes} bytes "
         f"({format_size(budgets.host + staging_bytes)})"
     )
     needs = f"the most demanding operator needs {working_set} bytes at once on the device"
+    if library_bytes:
+        needs += (
+            f", and this device needs {library_bytes} bytes ({format_size(library_bytes)}) more for its libraries "
+            f"(cuBLAS workspaces)"
+        )
     if staging_bytes:
         plain = {chunk.index: Tiers(Tier.DEVICE, Tier.DISK) for chunk in layout.chunks}
         disk = disk_bytes(layout.chunks, plain)
         shards = sum(chunk.shard_bytes for chunk in layout.chunks)
         least_host = staging_bytes + shards
         parts = " and this process's part of what operators read" if shards else ""
+        least_device = working_set + library_bytes
         short = {
-            f"device_memory={working_set} bytes ({format_size(working_set)})": working_set - budgets.device,
+            f"device_memory={least_device} bytes ({format_size(least_device)})": working_set - budgets.device,
             f"host_memory={least_host} bytes ({format_size(least_host)}), for pages on their way{parts}": (
                 shards - budgets.host
             ),
@@ -74,12 +83,13 @@ def check_budgets(layout: Layout, together: Iterable[set[str]], budgets: Budgets
         )
     plenty = 2 * total + working_set
     device = least(lambda nbytes: works(device=nbytes), plenty)
-    device_at_all = max(budgets.device, least(lambda nbytes: works(device=nbytes, host=plenty), plenty))
-    host = least(lambda nbytes: works(device=device_at_all, host=nbytes), plenty)
+    at_all = max(budgets.device, least(lambda nbytes: works(device=nbytes, host=plenty), plenty))
+    host = least(lambda nbytes: works(device=at_all, host=nbytes), plenty)
+    device, device_at_all = device + library_bytes, at_all + library_bytes
     raise BudgetError(
         f"{given}; {needs}. The smallest budgets that work, activations and accumulated gradients not counted: "
         f"device_memory={device} bytes ({format_size(device)}) with this host_memory, or "
         f"device_memory={device_at_all} with host_memory={host} bytes ({format_size(host)}). With less, give a disk: "
         f"ps.Config(disk=ps.Disk(directory))",
-        device - budgets.device,
+        device - given_device,
     )

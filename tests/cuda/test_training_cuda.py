@@ -1,0 +1,184 @@
+"""What users do beside a plain loop, with chunks that move: evaluation, data loaders, errors, accumulation."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import patrickstar as ps
+from patrickstar.layout.mapping import ALIGN_NUMEL
+from patrickstar.testing import ReferenceTrainer, assert_exact, assert_same_bits, compare
+
+from .machine import DEVICE, budget, make_engine, marks
+from .toys import gpt, inputs, layers, outcome, train
+
+pytestmark = marks
+
+OPTIONS = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
+
+
+def plain(steps: int) -> list[torch.Tensor]:
+    """What plain PyTorch comes to after so many steps."""
+    torch.manual_seed(0)
+    reference = ReferenceTrainer(layers(), ps.Config(**OPTIONS))
+    return train(reference, inputs(steps)) + outcome(reference)
+
+
+def small_engine():
+    """An engine whose parameters do not fit the device all at once."""
+    return make_engine(layers(), ps.Config(**OPTIONS, device_memory=budget("1536KiB")))
+
+
+def test_data_loaders_whose_workers_are_forked():
+    """They begin when host memory is locked, while chunks are copied, and inherit none of it."""
+    expected = plain(6)
+    engine = small_engine()
+    losses = []
+    data = TensorDataset(torch.cat(inputs(6)))
+    for _ in range(2):
+        with warnings.catch_warnings():  # Python's of a fork beside threads, which is what this is about
+            warnings.simplefilter("ignore", DeprecationWarning)
+            loader = iter(DataLoader(data, batch_size=32, num_workers=2, multiprocessing_context="fork"))
+            batches = [next(loader)[0] for _ in range(3)]
+        losses += train(engine, batches if not losses else inputs(6)[3:])
+        del loader
+    assert_same_bits(expected, losses + outcome(engine), "what training came to")
+    engine.close()
+
+
+def test_evaluation_between_steps():
+    """With no_grad and with inference_mode, in which chunks come on demand."""
+    expected = plain(4)
+    engine = small_engine()
+    found, seen = [], []
+    for step, values in enumerate(inputs(4)):
+        found += train(engine, [values])
+        engine.eval()
+        with torch.no_grad() if step % 2 else torch.inference_mode():
+            seen.append(engine(inputs(1, seed=9)[0]).cpu())
+            assert torch.equal(seen[-1], engine(inputs(1, seed=9)[0]).cpu())
+        engine.train()
+    assert not torch.equal(seen[0], seen[-1])
+    assert_same_bits(expected, found + outcome(engine), "what training came to")
+    engine.close()
+
+
+def test_text_is_generated_between_steps():
+    ids = torch.randint(0, 128, (2, 8), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+
+    def script(trainer, optimizer):
+        seen = []
+        for _ in range(3):
+            loss = trainer(input_ids=ids, labels=ids).loss
+            trainer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                seen.append(trainer.module.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0))
+        return seen
+
+    compare(gpt(False), ps.Config(device=str(DEVICE), device_memory="1GiB", chunk_size=4096), script)
+
+
+def test_accumulation_with_states_on_the_host():
+    config = ps.Config(**OPTIONS, device_memory="1280KiB")
+    assert_exact(layers(), [(values,) for values in inputs(6)], config, accumulation=2, stress=False)
+
+
+class Breaks(torch.autograd.Function):
+    """Passes values on; its backward fails once."""
+
+    fails = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Breaks.fails:
+            Breaks.fails = False
+            raise RuntimeError("made to fail")
+        return grad
+
+
+class Breaking(nn.Module):
+    """Layers with a function that fails between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = layers(count=4)(), layers(count=4)()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(Breaks.apply(self.before(x)))
+
+
+def test_an_error_in_backward_and_training_goes_on():
+    """The error is raised in autograd's thread for the device; gradients that were there by then are dropped."""
+    torch.manual_seed(0)
+    reference = ReferenceTrainer(Breaking, ps.Config(**OPTIONS))
+    expected = train(reference, inputs(4)) + outcome(reference)
+    del reference
+    engine = make_engine(Breaking, ps.Config(**OPTIONS, device_memory=budget("1536KiB")))
+    found = train(engine, inputs(4)[:2])
+    Breaks.fails = True
+    loss = engine(inputs(1, seed=7)[0]).float().pow(2).mean()
+    with pytest.raises(RuntimeError, match="made to fail"):
+        engine.backward(loss)
+    del loss
+    engine.optimizer.zero_grad()
+    found += train(engine, inputs(4)[2:])
+    assert_same_bits(expected, found + outcome(engine), "what training came to")
+    engine.close()
+
+
+def test_a_default_device(tmp_path):
+    """Tensors that mean the host say so: a step, a checkpoint, and loading it."""
+    expected = plain(3)
+    torch.manual_seed(0)
+    module = layers()()  # on the host: of the same seed, a GPU draws other numbers
+    memory = budget("1536KiB")
+    torch.set_default_device(DEVICE)
+    try:
+        engine = make_engine(lambda: module, ps.Config(**OPTIONS, device_memory=memory))
+        found = train(engine, inputs(2))
+        engine.save(tmp_path / "kept")
+        engine.load(tmp_path / "kept")
+        found += train(engine, inputs(3)[2:])
+        found += outcome(engine)
+        engine.close()
+    finally:
+        torch.set_default_device(None)
+    assert_same_bits(expected, found, "what training came to")
+
+
+SHAPES = [(64, 96), (100, 36), (72, 200), (256, 8), (33, 65), (128, 1000)]
+
+
+class Uneven(nn.Module):
+    """Layers of sizes at which parameters would begin anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(*shape) for shape in SHAPES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(layer(x[:, : layer.in_features]).float().pow(2).mean() for layer in self.layers)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_layers_of_any_size_have_the_bits_of_plain_pytorch(precision):
+    """cuBLAS chooses a kernel by the alignment of what it is given, up to 256 bytes; plain tensors begin at 512."""
+    config = ps.Config(device=str(DEVICE), device_memory="1GiB", chunk_size="64KiB", precision=precision)
+    batches = [(values,) for values in inputs(3, 256)]
+    assert_exact(Uneven, batches, config, loss_fn=lambda out, _: out, stress=False)
+
+
+@pytest.mark.xfail(2 * ALIGN_NUMEL < 256, strict=True, reason="parameters are aligned to 64 bytes")
+def test_parameters_begin_at_multiples_of_256_bytes():
+    engine = make_engine(Uneven, ps.Config(device=str(DEVICE), device_memory="1GiB", chunk_size="64KiB"))
+    for slot in engine._data.slots:
+        assert slot.place.offset * slot.chunk.dtype.itemsize % 256 == 0, slot.name
+    engine.close()

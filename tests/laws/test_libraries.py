@@ -1,0 +1,126 @@
+"""Law 2 with libraries that keep a part of the device: the check before training counts it, as every moment does."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import patrickstar as ps
+from patrickstar.engine.engine import Engine
+from patrickstar.engine.rehearsal import forward_backward_step, rehearse
+from patrickstar.errors import BudgetError
+from patrickstar.memory.hardware import Hardware
+from patrickstar.schedule.machine import Gpu, Host, Links, Machine
+from patrickstar.testing import NoMeter
+
+WIDTH = 64
+LIBRARY_BYTES = 1 << 20
+
+
+class Libraries(NoMeter):
+    """Nothing beside chunks but what libraries keep."""
+
+    def now(self, chunk_bytes: int) -> int:
+        return LIBRARY_BYTES
+
+    def peak(self, chunk_bytes: int) -> int:
+        return LIBRARY_BYTES
+
+
+class WithLibraries(Hardware):
+    """A CPU whose device tier holds workspaces of libraries."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def library_bytes(self, dtype: torch.dtype) -> int:
+        return LIBRARY_BYTES
+
+
+def build() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+
+
+def engine(**options) -> Engine:
+    config = ps.Config(device="cpu", chunk_size=2 * WIDTH * (WIDTH + 1), **options)
+    return Engine(build, config, hardware=WithLibraries(), meter=Libraries(), poison=True)
+
+
+def train(made: Engine) -> None:
+    used = []
+    take = made._manager.compute.take
+    made._manager.compute.take = lambda chunk: (take(chunk), used.append(made._manager.compute.used))
+    for step in range(3):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        made.backward(made(x).float().pow(2).mean())
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+    assert made.stats.last.device_peak_non_model_bytes == LIBRARY_BYTES
+    assert max([0, *used]) + LIBRARY_BYTES <= made.device_budget_bytes
+
+
+def test_a_budget_that_holds_the_model_but_not_the_libraries_is_refused():
+    """By name, before training, with the smallest budgets that work; and these work."""
+    with pytest.raises(BudgetError) as refused:
+        engine(device_memory=LIBRARY_BYTES, host_memory=1 << 30)
+    text = str(refused.value)
+    assert f"this device needs {LIBRARY_BYTES} bytes (1.00 MiB) more for its libraries (cuBLAS workspaces)" in text
+    assert f"a device budget of {LIBRARY_BYTES} bytes" in text
+    (least,) = re.findall(r"device_memory=(\d+) bytes .*with this host_memory", text)
+    assert int(least) > LIBRARY_BYTES and refused.value.short_bytes == int(least) - LIBRARY_BYTES
+    with pytest.raises(BudgetError):
+        engine(device_memory=int(least) - 1, host_memory=1 << 30)
+    made = engine(device_memory=int(least), host_memory=1 << 30)
+    train(made)
+    made.close()
+
+
+def test_a_pair_of_budgets_that_is_named_works():
+    with pytest.raises(BudgetError) as refused:
+        engine(device_memory=LIBRARY_BYTES + 100, host_memory=1000)
+    ((device, host),) = re.findall(r"device_memory=(\d+) with host_memory=(\d+) bytes", str(refused.value))
+    made = engine(device_memory=int(device), host_memory=int(host))
+    train(made)
+    made.close()
+
+
+def test_with_a_disk_libraries_count_too(tmp_path):
+    with pytest.raises(BudgetError) as refused:
+        engine(device_memory=LIBRARY_BYTES, host_memory="64KiB", disk=tmp_path)
+    text = str(refused.value)
+    (device,) = re.findall(r"device_memory=(\d+) bytes", text.partition("What works")[2])
+    (host,) = re.findall(r"host_memory=(\d+) bytes", text.partition("What works")[2])
+    made = engine(device_memory=int(device), host_memory=int(host), disk=tmp_path)
+    train(made)
+    made.close()
+
+
+def test_chunks_are_as_large_as_suits_what_libraries_leave():
+    config = ps.Config(device="cpu", device_memory=LIBRARY_BYTES + 40_000, host_memory="1GiB")
+    made = Engine(build, config, hardware=WithLibraries(), meter=Libraries())
+    assert max(chunk.compute_bytes for chunk in made.layout.chunks) <= 40_000 // 4
+    made.close()
+
+
+def test_a_meter_that_counts_nothing_counts_no_libraries():
+    config = ps.Config(device="cpu", chunk_size=2 * WIDTH * (WIDTH + 1), device_memory="64KiB", host_memory="1GiB")
+    Engine(build, config, hardware=WithLibraries(), meter=NoMeter()).close()
+
+
+def test_a_rehearsal_counts_them():
+    machine = Machine(
+        name="a test's",
+        source="made up",
+        gpu=Gpu(count=1, memory=LIBRARY_BYTES + (1 << 18), matmul_tflops=1.0, memory_bandwidth=1e9),
+        host=Host(memory=1 << 30, memory_bandwidth=1e9, cores=1),
+        links=Links(h2d=1e9, d2h=1e9),
+    )
+    config = ps.Config(device="cpu", chunk_size=2 * WIDTH * (WIDTH + 1))
+    step = forward_backward_step(lambda out: out.float().pow(2).mean(), (torch.zeros(4, WIDTH),), {})
+    found = [rehearse(build, config, step, machine, library_bytes=n) for n in (0, LIBRARY_BYTES)]
+    peaks = [one.stats.device_peak_non_model_bytes for one in found]
+    assert abs(peaks[1] - peaks[0] - LIBRARY_BYTES) < 4096, "all else is the same, but for what is on its way"
+    with pytest.raises(BudgetError, match=r"for its libraries"):
+        small = machine.model_copy(update={"gpu": machine.gpu.model_copy(update={"memory": LIBRARY_BYTES})})
+        rehearse(build, config, step, small, library_bytes=LIBRARY_BYTES)

@@ -1,0 +1,247 @@
+"""A CUDA device's calls, against a fake of PyTorch's: threads, locked memory, the allocator, the default budget."""
+
+import gc
+import mmap
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_cuda import MIB, OUT_OF_MEMORY, FakeCuda, install
+
+from patrickstar.cli import doctor
+from patrickstar.engine.stats import Stats
+from patrickstar.errors import BudgetError
+from patrickstar.memory import cuda as cuda_module
+from patrickstar.memory import slab as slab_module
+from patrickstar.memory.cuda import PORTABLE, CudaDevice, allocator_settings, default_budget
+from patrickstar.memory.hardware import Hardware
+from patrickstar.memory.meter import CudaMeter
+from patrickstar.memory.movers import Movers
+from patrickstar.memory.slab import Slab
+from patrickstar.memory.traffic import Traffic
+
+GIB = 1 << 30
+SECOND = torch.device("cuda", 1)
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """PyTorch's calls, replaced."""
+    return install(monkeypatch)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Registrations of four pages at most."""
+    for module in (cuda_module, slab_module):
+        monkeypatch.setattr(module, "LOCK_BYTES", 4 * PAGE)
+
+
+# Threads
+
+
+def test_a_device_without_an_index_is_the_current_one(fake_cuda: FakeCuda):
+    fake_cuda.set_device(1)
+    device = CudaDevice(torch.device("cuda"))
+    fake_cuda.set_device(0)
+    assert device.index == 1 and device.device == SECOND
+
+
+def test_every_worker_thread_begins_on_the_device(fake_cuda: FakeCuda):
+    seen = []
+    movers = Movers(3, "begins", PAGE, Hardware(SECOND).enter_thread)
+    meet = threading.Barrier(3)
+
+    def job(stage: torch.Tensor) -> None:
+        meet.wait(10)
+        seen.append(fake_cuda.device)
+
+    movers.submit([job] * 3, "exp_avg[0]").wait()
+    movers.close()
+    assert seen == [1, 1, 1], "a new thread's device is the first one until it is set"
+    assert {(name, index) for name, index in fake_cuda.entered} == {(f"patrickstar-begins-{n}", 1) for n in range(3)}
+    assert fake_cuda.device == 0, "the calling thread's is its own affair"
+
+
+def test_the_disk_tiers_threads_begin_on_the_device(fake_cuda: FakeCuda, tmp_path):
+    disk = Hardware(SECOND).disk(tmp_path, 1 << 16, PAGE, checksums=True, capacity_bytes=None)
+    for movers in (disk.readers, disk.writers):
+        movers.submit([lambda stage: None], "a page").wait()
+    disk.close()
+    assert {index for _, index in fake_cuda.entered} == {1}
+    assert {name.rstrip("0123456789") for name, _ in fake_cuda.entered} == {"patrickstar-read-", "patrickstar-write-"}
+
+
+def test_two_devices_keep_apart(fake_cuda: FakeCuda):
+    first, second = Hardware(torch.device("cuda", 0)), Hardware(SECOND)
+    first.enter_thread()
+    assert fake_cuda.device == 0
+    second.enter_thread()
+    assert fake_cuda.device == 1
+    slab = Slab(PAGE, first.cuda)
+    assert fake_cuda.calls[0][:2] == ("register", 0)
+    slab.close()
+    assert fake_cuda.calls[1:] == [("synchronize", 0), ("unregister", 0, slab.memory.data_ptr())]
+    assert fake_cuda.device == 1, "the device of before is current again"
+
+
+def test_a_cpu_has_no_calls_to_make():
+    hardware = Hardware(torch.device("cpu"))
+    hardware.start()
+    hardware.enter_thread()
+    assert hardware.cuda is None and hardware.allocator_report() == "" and hardware.library_bytes(torch.bfloat16) == 0
+    assert hardware.allocator_stats().retries == 0
+
+
+# Page-locked memory
+
+
+def test_a_slab_is_locked_in_pieces_for_all_devices(fake_cuda: FakeCuda, small_pieces):
+    slab = Slab(9 * PAGE + 100, CudaDevice(SECOND))
+    base = slab.memory.data_ptr()
+    assert slab.pinned
+    assert fake_cuda.calls == [
+        ("register", 1, base, 4 * PAGE, PORTABLE),
+        ("register", 1, base + 4 * PAGE, 4 * PAGE, PORTABLE),
+        ("register", 1, base + 8 * PAGE, PAGE + 100, PORTABLE),
+    ]
+    slab.close()
+    assert not slab.pinned and not fake_cuda.registered
+    calls = len(fake_cuda.calls)
+    slab.close()
+    assert len(fake_cuda.calls) == calls, "once is enough"
+
+
+def test_no_place_crosses_from_one_registration_into_the_next(fake_cuda: FakeCuda, small_pieces):
+    slab = Slab(12 * PAGE, CudaDevice(SECOND))
+    places = [slab.take(3 * PAGE) for _ in range(3)]
+    assert [place.start // PAGE for place in places] == [0, 4, 8]
+    assert slab.take(3 * PAGE) is None
+    between = [slab.take(PAGE) for _ in range(3)]
+    assert [place.start // PAGE for place in between] == [3, 7, 11]
+    slab.give(between[0])
+    slab.give(places[0])
+    slab.compact()
+    assert all(place.start // (4 * PAGE) == (place.end - 1) // (4 * PAGE) for place in slab._places)
+    assert places[1].start == 0
+    slab.close()
+    unlocked = Slab(12 * PAGE)
+    assert [unlocked.take(3 * PAGE).start // PAGE for _ in range(3)] == [0, 3, 6], "nothing to keep apart"
+
+
+def test_a_driver_that_refuses_is_told_in_bytes_and_leaves_nothing_behind(
+    fake_cuda: FakeCuda, small_pieces, monkeypatch
+):
+    fake_cuda.lockable_bytes = 8 * PAGE
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", fake_cuda.launch)
+    with pytest.raises(BudgetError) as refused:
+        Slab(10 * PAGE, CudaDevice(SECOND))
+    text = str(refused.value)
+    assert f"can't page-lock {10 * PAGE} bytes" in text and f"after {8 * PAGE} bytes" in text
+    assert f"error {OUT_OF_MEMORY} (out of memory)" in text
+    assert "smaller host_memory" in text and "ulimit" not in text
+    assert not fake_cuda.registered, "what was locked is unlocked"
+    assert not fake_cuda.latched, "the next kernel would have raised the driver's error"
+    monkeypatch.setattr(torch, "ones", ones)
+    gc.collect()
+    assert not fake_cuda.registered
+
+
+def test_a_slab_that_nobody_closes_is_unlocked_before_its_memory_goes(fake_cuda: FakeCuda):
+    slab = Slab(PAGE, CudaDevice(SECOND))
+    view = slab.view(slab.take(64), torch.uint8)
+    assert fake_cuda.registered
+    del slab
+    gc.collect()
+    assert fake_cuda.calls[-2:] == [("synchronize", 1), ("unregister", 1, view.data_ptr())]
+    view.fill_(3)
+    assert set(view.tolist()) == {3}
+
+
+# The allocator
+
+
+def test_the_meter_reads_allocated_bytes_and_their_peak(fake_cuda: FakeCuda, monkeypatch):
+    fake_cuda.allocated = {"allocated": 100 * MIB, "reserved": 130 * MIB, "inactive_split": 7 * MIB}
+    meter = CudaMeter(SECOND)
+    assert meter.now(40 * MIB) == 60 * MIB and meter.now(1 << 40) == 0
+    assert meter.peak(40 * MIB) == 160 * MIB
+    reset = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    meter.restart()
+    assert reset == [1]
+    report = Hardware(SECOND).allocator_report()
+    assert all(str(nbytes * MIB) in report for nbytes in (100, 130, 7))
+
+
+def test_segments_become_expandable_unless_somebody_has_configured_the_allocator(fake_cuda: FakeCuda, monkeypatch):
+    device = CudaDevice(SECOND)
+    assert device.use_expandable_segments() and fake_cuda.configured == ["expandable_segments:True"]
+    assert not device.use_expandable_segments(), "configured by now"
+    fake_cuda.settings = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    assert not device.use_expandable_segments()
+    fake_cuda.settings = {}
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    assert allocator_settings() == "expandable_segments:False"
+    assert not device.use_expandable_segments()
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert not device.use_expandable_segments()
+    assert fake_cuda.configured == ["expandable_segments:True"]
+
+
+def test_a_step_in_which_the_allocator_tried_again_is_a_warning_once(fake_cuda: FakeCuda):
+    nothing = SimpleNamespace(peak=0, other_peak=0, restart_peak=lambda: None, restart_peaks=lambda: None)
+    hardware = Hardware(SECOND)
+    manager = SimpleNamespace(
+        traffic=Traffic(), compute=nothing, host=nothing, disk=None, hardware=hardware, device=SECOND
+    )
+    nothing.budget_bytes = 5000
+    fake_cuda.retries = 4
+    stats = Stats(_retries=hardware.allocator_stats().retries)
+    stats.close_step(manager, False, 1.0, 0)
+    assert stats.last.allocator_retries == 0, "those before were not its own"
+    fake_cuda.retries, fake_cuda.allocated["reserved"], fake_cuda.allocated["inactive_split"] = 6, 900, 30
+    with pytest.warns(UserWarning, match=r"no memory left 2 times.*5000 bytes.*900 bytes.*Lower device_memory"):
+        stats.close_step(manager, False, 1.0, 0)
+    fake_cuda.retries, fake_cuda.allocated["reserved"] = 7, 800
+    stats.close_step(manager, False, 1.0, 0)
+    assert (stats.last.allocator_retries, stats.last.reserved_bytes, stats.last.inactive_split_bytes) == (1, 800, 30)
+    assert (stats.total.allocator_retries, stats.total.reserved_bytes) == (3, 900)
+
+
+# The default budget
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "several", "expected"),
+    [
+        (80 * GIB, False, 80 * GIB * 92 // 100),
+        (80 * GIB, True, 80 * GIB * 92 // 100),
+        (16 * GIB, False, 16 * GIB - 3 * GIB // 2),
+        (16 * GIB, True, 16 * GIB - 5 * GIB // 2),
+        (2 * GIB, False, 2 * GIB * 60 // 100),
+        (0, False, 0),
+    ],
+)
+def test_the_default_budget_leaves_room_for_what_no_budget_counts(free_bytes, several, expected):
+    assert default_budget(free_bytes, several) == expected
+    assert default_budget(free_bytes, several) <= default_budget(free_bytes)
+
+
+def test_it_counts_what_the_allocator_holds_as_free(fake_cuda: FakeCuda):
+    fake_cuda.free_bytes, fake_cuda.allocated["reserved"] = 10 * GIB, 6 * GIB
+    assert Hardware(SECOND).device_bytes() == default_budget(16 * GIB)
+    assert Hardware(SECOND).device_bytes(several=True) == default_budget(16 * GIB, several=True)
+
+
+def test_doctor_says_the_default_budget_and_why(fake_cuda: FakeCuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    first, second = doctor._gpus()
+    assert (first.name, second.name) == ("gpu 0", "gpu 1")
+    assert f"80.00 GiB free; device_memory is 73.60 GiB ({default_budget(80 * GIB)} bytes) unless" in second.text
+    assert "fragment" in second.text or "in pieces" in second.text

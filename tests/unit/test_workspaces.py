@@ -1,0 +1,89 @@
+"""cuBLAS workspaces: counted before memory is planned, against a fake of PyTorch's CUDA calls."""
+
+import pytest
+import torch
+from fake_cuda import MIB, FakeCuda, install
+
+from patrickstar.errors import BudgetError
+from patrickstar.memory import workspaces
+from patrickstar.memory.cuda import CudaDevice
+from patrickstar.memory.hardware import Hardware
+
+SECOND = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """PyTorch's calls, replaced."""
+    return install(monkeypatch)
+
+
+@pytest.fixture
+def multiplied(fake_cuda: FakeCuda, monkeypatch):
+    """Products of matrices, of which each thread's first takes a workspace. Returns the threads that have theirs."""
+    having: set[str] = set()
+    monkeypatch.setattr(workspaces, "_known", {})
+    monkeypatch.setattr(torch, "ones", lambda *size, device, **options: torch.zeros(*size, **options))
+
+    def product(x, weight, bias):
+        if "here" not in having:
+            fake_cuda.allocated["allocated"] += 32 * MIB
+            having.add("here")
+        return x @ weight
+
+    def grad(out, weight):
+        if "backward" not in having:
+            fake_cuda.allocated["allocated"] += 32 * MIB
+            having.add("backward")
+
+    monkeypatch.setattr(workspaces, "_product", product)
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    return having
+
+
+@pytest.mark.parametrize("before", [(), ("here",), ("backward",), ("here", "backward")])
+def test_workspaces_of_both_threads_count_whoever_made_them(fake_cuda: FakeCuda, multiplied, before):
+    multiplied.update(before)
+    hardware = Hardware(SECOND)
+    with torch.no_grad():
+        assert hardware.library_bytes(torch.bfloat16) == 64 * MIB
+    assert multiplied == {"here", "backward"}
+    assert hardware.library_bytes(torch.float32) == 64 * MIB, "there is nothing to see the second time"
+    multiplied.clear()
+    with torch.inference_mode():
+        assert Hardware(SECOND).library_bytes(torch.float16) == 64 * MIB, "somebody cleared them"
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "expected"),
+    [
+        (None, (9, 0), 32 * MIB),
+        (None, (10, 0), 32 * MIB),
+        (None, (8, 0), 8320 << 10),
+        (":4096:8", (8, 0), 32 * MIB),
+        (":4096:2:16:8", (9, 0), 8320 << 10),
+        (":16:8", (9, 0), 128 << 10),
+        (":0:0", (9, 0), 0),
+    ],
+)
+def test_a_workspace_has_the_size_of_pytorchs_rule(fake_cuda: FakeCuda, monkeypatch, config, capability, expected):
+    if config is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    assert workspaces.workspace_bytes(CudaDevice(SECOND)) == expected
+
+
+def test_a_full_device_is_a_budget_error(fake_cuda: FakeCuda, monkeypatch):
+    def full(*size, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "ones", full)
+    with pytest.raises(BudgetError, match=r"cuda:1 has no memory left for the workspaces"):
+        Hardware(SECOND).library_bytes(torch.bfloat16)
+
+
+def test_the_products_of_the_warm_up_are_differentiable():
+    """By themselves, on a CPU: their shapes fit."""
+    weight = torch.ones(4, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(workspaces._product(torch.ones(4, 4), weight, torch.ones(4)).sum(), weight)
+    assert grad.shape == (4, 4)
