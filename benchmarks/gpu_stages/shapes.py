@@ -56,7 +56,9 @@ def build(name: str, checkpointing: bool) -> nn.Module:
         model = GPT2LMHeadModel(config)
     model.train()
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Its name before transformers 5.23.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return model
 
 

@@ -1,4 +1,4 @@
-"""`make gpu DEVICE=cpu`: every stage of the run on a GPU, in miniature, so that no minute there is lost to a mistake."""
+"""`make gpu DEVICE=cpu`: every stage of the run on a GPU, in miniature, so that no minute is lost there."""
 
 import subprocess
 import sys

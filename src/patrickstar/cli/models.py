@@ -54,7 +54,9 @@ class ModelSource:
             # What the library takes by itself where it finds no name, but not without a warning.
             model.loss_type = "ForCausalLM"
         if activation_checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            # Its name before transformers 5.23.
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         return model
 
 

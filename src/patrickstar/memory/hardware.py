@@ -88,12 +88,8 @@ class Hardware:
 
     def release_cached_memory(self) -> None:
         """Have the allocator give back to the device what it keeps of freed memory."""
-        if self.device.type == "cuda":
+        if self.cuda is not None:
             torch.cuda.empty_cache()
-
-    def allocator_report(self) -> str:
-        """Return what the device's allocator says of its memory, for an error message; nothing on a CPU."""
-        return ""
 
     def free_disk_bytes(self, directory: Path) -> int:
         """What a directory's disk has free. Raises DiskError if it can't be used."""

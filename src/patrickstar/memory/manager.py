@@ -296,11 +296,11 @@ class Manager:
         try:
             take(chunk)
         except torch.OutOfMemoryError as error:
-            compute = self.compute
+            compute, report = self.compute, self.hardware.allocator_report()
             raise BudgetError(
                 f"{chunk} needs {chunk.nbytes} bytes on the device and the allocator found none, twice, although of "
                 f"the budget of {compute.budget_bytes} bytes chunks take only {compute.used} and non-model data "
-                f"{compute.non_model_bytes}{self.hardware.allocator_report()}. Lower device_memory, so that room is "
+                f"{compute.non_model_bytes}{report and '; '}{report}. Lower device_memory, so that room is "
                 f"left for fragmentation, or end other programs that use this device. PyTorch said: {error}"
             ) from error
 
