@@ -9,11 +9,14 @@ import numpy as np
 import torch
 
 from patrickstar.errors import BudgetError
+from patrickstar.layout.mapping import ALIGN_NUMEL
 from patrickstar.memory.pages import RESERVE, round_up
 
 PINNED_READ_WRITE = 0
-ALIGN_BYTES = 32
-"""What every chunk's size is a multiple of, so that places lie side by side; chunks of 16 bits and more get 64."""
+ALIGN_BYTES = ALIGN_NUMEL
+"""Places begin at multiples of this. It is the alignment in one-byte elements, which every chunk's size is a multiple
+of, so a place takes no more of the slab than of the budget. Chunks of 16 bits and more have twice this alignment, and
+among themselves begin at multiples of 256 bytes. See [Note: alignment]."""
 
 
 @dataclass(eq=False)
