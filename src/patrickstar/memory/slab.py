@@ -10,7 +10,7 @@ import torch
 
 from patrickstar.errors import BudgetError
 from patrickstar.layout.mapping import ALIGN_NUMEL
-from patrickstar.memory.pages import RESERVE, round_up
+from patrickstar.memory.pages import advise_huge, discard, private_memory, round_up
 
 PINNED_READ_WRITE = 0
 ALIGN_BYTES = ALIGN_NUMEL
@@ -64,15 +64,14 @@ class Slab:
 
     def _reserve(self, nbytes: int) -> torch.Tensor:
         try:
-            self._map = mmap.mmap(-1, max(nbytes, 1), flags=RESERVE)
+            memory = torch.frombuffer(private_memory(max(nbytes, 1)), dtype=torch.uint8)
         except OSError as error:
             raise BudgetError(
                 f"the system reserves no {nbytes} bytes of addresses for host_memory ({error.strerror}): give a "
                 f"smaller one, or raise its limit (ulimit -v, vm.overcommit_memory)"
             ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(self._map, dtype=torch.uint8)
+        advise_huge(memory.data_ptr(), nbytes)
+        return memory
 
     def take(self, nbytes: int) -> Place | None:
         """The first place of that size; None if there is none in a row."""
@@ -108,7 +107,7 @@ class Slab:
         pages[:] = True
 
     def _discard(self, start: int, nbytes: int) -> None:
-        self._map.madvise(mmap.MADV_DONTNEED, start, nbytes)
+        discard(self.memory.data_ptr() + start, nbytes)
 
     def view(self, place: Place, dtype: torch.dtype) -> torch.Tensor:
         """The bytes of a place as a flat tensor."""
