@@ -245,7 +245,7 @@ class Engine:
             return number
         with self._stopping_on_loss():
             self._data.meet(Want.AVERAGE)
-            found = self.world.collect(torch.tensor([number], dtype=torch.float64))
+            found = self.world.collect(torch.tensor([number], dtype=torch.float64, device="cpu"))
             total: float = sum(found[:, 0].tolist())
             return total / self.world.size
 

@@ -33,7 +33,7 @@ class ModelState:
         """A copy, on the host, of a parameter in a list; of several processes each gives its part."""
         kind = slot.own.kind if kind == PARAM16 else kind
         chunk = self.data.manager[kind, slot.place.chunk]
-        found = torch.empty_strided(slot.shape, slot.region.strides, dtype=chunk.dtype)
+        found = torch.empty_strided(slot.shape, slot.region.strides, dtype=chunk.dtype, device="cpu")
         flat = found.as_strided((slot.numel,), (1,))
         own = flat[slot.part]
         try:

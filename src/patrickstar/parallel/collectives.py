@@ -160,7 +160,7 @@ class GlooCollectives(Collectives):
                 theirs = {rank: self.part(whole, cuts, rank)[pieces[rank]].to(dtype) for rank in range(size)}
                 works += [self._give(theirs[rank], rank) for rank in range(size) if rank != me]
             _finish(works)
-            added = torch.zeros(mine, dtype=total)
+            added = torch.zeros(mine, dtype=total, device="cpu")
             for rank in ranks:
                 if rank != me:
                     added += room[rank]
