@@ -230,7 +230,8 @@ class Numbers(Dataset):
         return 12
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        gc.collect()
+        if index % 6 == 0:
+            gc.collect()
         return torch.randn(6, generator=torch.Generator().manual_seed(index))
 
 
