@@ -164,7 +164,7 @@ class PageFile:
     def _copied(self, number: int, begin: int, part: torch.Tensor) -> torch.Tensor:
         """A part of a page, copied to where the page is put together; of the last page there, nothing is under way."""
         place = self._buffers[number % (WRITERS + 1)][begin : begin + part.numel()]
-        if part.is_cuda:
+        if part.device.type != "cpu":
             place.copy_(part)
         else:
             ctypes.memmove(place.data_ptr(), part.data_ptr(), part.numel())
