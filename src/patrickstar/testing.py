@@ -59,7 +59,7 @@ class PlainOptimizer(torch.optim.Optimizer):
                 if param.grad is None:
                     continue
                 state = self.state[param]
-                state["step"] = state.get("step", torch.zeros(())) + 1
+                state["step"] = state.get("step", torch.zeros((), device="cpu")) + 1
                 rule = self.spec.rule(group, int(state["step"]), {})
                 for kind in dict.fromkeys((*self.spec.states, *rule.kinds)):
                     if kind not in state:

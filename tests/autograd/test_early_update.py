@@ -142,7 +142,7 @@ def test_no_more_bytes_move(precision):
     moved = []
     for update in (False, True):
         # Less than `param16` takes, so that chunks are evicted and fetched.
-        config = small_chunks(precision).model_copy(update={"device_memory": 900 if precision == "bf16" else 1800})
+        config = small_chunks(precision).model_copy(update={"device_memory": 3600 if precision == "bf16" else 7200})
         engine = Engine(stack, config, meter=testing.NoMeter())
         for (x,) in normal_batches(4):
             engine.backward(mean_square(engine(x)), update=update)

@@ -11,7 +11,7 @@ from patrickstar import testing
 WIDTH = 8
 
 
-def small_chunks(precision, *, chunk_bytes=256, lr=1e-2, weight_decay=0.1, param_groups=None, optimizer=None):
+def small_chunks(precision, *, chunk_bytes=1024, lr=1e-2, weight_decay=0.1, param_groups=None, optimizer=None):
     """A configuration in which even the smallest model has several chunks; with AdamW, unless `optimizer` is given."""
     groups = {} if param_groups is None else {"param_groups": param_groups}
     chosen = optimizer if optimizer is not None else ps.AdamW(lr=lr, weight_decay=weight_decay, **groups)

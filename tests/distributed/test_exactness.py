@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from laws.models import Shape, Waves, smallest_device_bytes
+from laws.models import Shape, Waves, check_alignment, smallest_device_bytes
 from torch import nn
 
 import patrickstar as ps
@@ -30,7 +30,7 @@ def random_config(draw: random.Random, **options: Any) -> ps.Config:
     return ps.Config(
         device="cpu",
         precision=draw.choice(["bf16", "bf16", "fp16", "fp32"]),
-        chunk_size=draw.choice([64, 256, 700, 4096, "auto"]),
+        chunk_size=draw.choice([256, 1024, 2800, 16384, "auto"]),
         optimizer=ps.AdamW(lr=1e-2, weight_decay=0.1),
         reduce_dtype=draw.choice(["16-bit", "fp32"]),
         **options,
@@ -63,6 +63,7 @@ def compare(
     engine = Engine(build, config, poison=True, world=world, **options)
     torch.manual_seed(100 * seed + world.rank)
     found = script(engine)
+    check_alignment(engine)
     testing.assert_same_bits(expected, found, "what the script returned")
     testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters and buffers")
     testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
@@ -98,10 +99,10 @@ def any_budget(seeds: list[int]) -> None:
         world = World(CPU)
         script = random_script(draw, world.rank, seed)
         own = random.Random(100 * seed + world.rank)
-        wave_bytes, spare_bytes = own.randint(0, 3000), own.randint(0, 4000)
+        wave_bytes, spare_bytes = own.randint(0, 12000), own.randint(0, 16000)
         # Groups of chunks are as large as so many chunks.
         group = config.chunk_size if config.chunk_size == "auto" else config.chunk_size * world.size
-        least = smallest_device_bytes(shape, group, config.precision) + 256 * world.size
+        least = smallest_device_bytes(shape, group, config.precision) + 1024 * world.size
         config = config.model_copy(update={"device_memory": 2 * least + spare_bytes + wave_bytes})
         print(f"seed {seed}: {shape}, {config!r}, waves of {wave_bytes}", flush=True)
         compare(world, shape.build, config, script, seed, meter=Waves(wave_bytes))

@@ -119,7 +119,7 @@ def scripts(names: list[str]) -> None:
         build, script = SCRIPTS[name]
         precision, evict = ("bf16", "fp32")[seed % 2], seed % 3 > 0
         print(name, precision, evict, flush=True)
-        config = ps.Config(device="cpu", precision=precision, chunk_size=300, optimizer=ps.AdamW(lr=1e-2))
+        config = ps.Config(device="cpu", precision=precision, chunk_size=1200, optimizer=ps.AdamW(lr=1e-2))
         compare(World(CPU), build, config, script, seed, meter=testing.NoMeter(), evict_everything=evict)
     dist.destroy_process_group()
 
@@ -132,7 +132,7 @@ def two_engines() -> None:
     """In each process: a teacher without gradients, of which one process keeps what the other drops, and a student."""
     dist.init_process_group("gloo")
     world = World(CPU)
-    config = ps.Config(device="cpu", chunk_size=300, optimizer=ps.AdamW(lr=1e-2))
+    config = ps.Config(device="cpu", chunk_size=1200, optimizer=ps.AdamW(lr=1e-2))
     torch.manual_seed(1)
     plain_teacher = Odd().to(torch.bfloat16).eval()
     plain_teacher.norm.float()
@@ -178,7 +178,7 @@ def from_disk(seeds: list[int], folder: str) -> None:
             precision="fp32",
             chunk_size=draw.choice([1000, 3000]),
             device_memory=own.randint(10_000, 20_000),
-            host_memory=world.size * own.randint(150_000, 170_000),
+            host_memory=world.size * own.randint(205_000, 225_000),
             disk=ps.Disk(folder),
         )
         print(f"seed {seed}: {shape}, {config!r}", flush=True)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar.engine.engine import Engine
-from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.chunk import Chunk, Region
 from patrickstar.memory.manager import Manager
 from patrickstar.memory.pages import round_up
 
@@ -71,7 +71,7 @@ shapes = st.builds(
     frozen_norms=st.booleans(),
     checkpointing=st.booleans(),
 )
-chunk_sizes = st.sampled_from([64, 256, 700, 4096, "auto"])
+chunk_sizes = st.sampled_from([256, 1024, 2800, 16384, "auto"])
 precisions = st.sampled_from(["bf16", "fp16", "fp32"])
 
 
@@ -130,6 +130,30 @@ def train(engine: Engine, steps: int) -> list[float]:
         engine.optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def check_alignment(engine: Engine) -> set[tuple[str, str]]:
+    """Assert that all parameters begin at multiples of 256 bytes, in all copies of all lists that exist at the moment.
+
+    Returns which lists were checked, each with the tier of the copy.
+    """
+    checked = set()
+    chunks = engine._manager.chunks
+    for slot in engine._data.slots:
+        for (kind, index), chunk in chunks.items():
+            if index != slot.place.chunk or 0 in (slot.numel, slot.place.numel, chunk.numel):
+                continue
+            offset = slot.region.offset if chunk is slot.chunk else slot.place.offset
+            views = []
+            if chunk.on_device_now:
+                views.append(("device", chunk.on_device(Region(offset, (1,), (1,)))))
+            if chunk.host is not None:
+                views.append(("host", chunk.on_host(Region(offset, (1,), (1,)))))
+            for tier, view in views:
+                address = view.data_ptr()
+                assert address % 256 == 0, f"{slot.name} in {chunk} on the {tier}: {address % 256} bytes off"
+                checked.add((kind, tier))
+    return checked
 
 
 def check_real_bytes(manager: Manager, *more: Chunk) -> None:

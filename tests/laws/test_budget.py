@@ -72,7 +72,7 @@ class Watched(Manager):
 
 
 @settings(max_examples=25, deadline=None, print_blob=True)
-@given(shapes, chunk_sizes, precisions, st.integers(0, 4000), st.integers(0, 3000), st.integers(0, 2000))
+@given(shapes, chunk_sizes, precisions, st.integers(0, 16000), st.integers(0, 12000), st.integers(0, 8000))
 def test_both_budgets_hold_at_every_moment(shape, chunk_size, precision, spare_bytes, wave_bytes, host_spare_bytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("patrickstar.engine.engine.Manager", Watched)

@@ -19,7 +19,7 @@ def test_everything_evicted_at_every_access(shape, chunk_size, precision, accumu
 
 
 @settings(max_examples=25, deadline=None, print_blob=True)
-@given(shapes, chunk_sizes, precisions, st.integers(0, 4000), st.integers(0, 3000))
+@given(shapes, chunk_sizes, precisions, st.integers(0, 16000), st.integers(0, 12000))
 def test_any_device_budget(shape, chunk_size, precision, spare_bytes, wave_bytes):
     """From the least that the largest operator needs up to plenty, while non-model data comes and goes."""
     least = smallest_device_bytes(shape, chunk_size, precision)

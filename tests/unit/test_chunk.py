@@ -157,6 +157,22 @@ def test_current_is_the_copy_that_holds_the_bytes_the_devices_if_both_do(bank, h
         chunk.on_host(chunk.whole)
 
 
+@pytest.mark.parametrize("view", [lambda chunk: chunk.on_device(chunk.whole), Chunk.device_bytes_view])
+def test_device_memory_that_a_chunk_does_not_have_is_not_looked_at(view, bank, host):
+    """On a GPU PyTorch would silently allocate it, behind the budget's back."""
+    chunk = Chunk("param16", 3, 4, "float32", CPU, bank)
+    message = r"param16\[3\] has no memory on the device"
+    with pytest.raises(AssertionError, match=message):
+        view(chunk)
+    chunk.take_device()
+    assert view(chunk).numel() > 0
+    host.take(chunk)
+    chunk.free_device(poison=True)
+    with pytest.raises(AssertionError, match=message):
+        view(chunk)
+    assert really_taken(chunk, bank) == 0
+
+
 def test_what_is_on_disk_alone_is_not_in_memory(bank):
     chunk = chunk_of([1.0], bank)
     chunk.disk_valid = True

@@ -208,6 +208,18 @@ def test_the_device_that_is_there(cuda, count, name, device):
 
 
 @pytest.mark.parametrize(
+    ("count", "local_rank", "device"),
+    [(4, 3, "cuda:3"), (1, 3, "cuda:0"), (2, 3, "cuda:1"), (8, 0, "cuda:0")],
+)
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_each_process_of_a_machine_takes_a_device_that_it_sees(cuda, monkeypatch, count, local_rank, device, name):
+    """Some launchers show each process one GPU alone, and number the processes all the same."""
+    cuda(count)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    assert Config(device=name).find_device() == torch.device(device)
+
+
+@pytest.mark.parametrize(
     ("count", "name", "words"),
     [
         (0, "cuda", "offers 0 CUDA devices; use 'cpu'"),

@@ -23,8 +23,8 @@ def tier(budget: int, slab: int | None = None, *, poison: bool = True) -> HostTi
 
 
 def chunk_on(host: HostTier, units: int, value: float = 1.0, index: int = 0) -> Chunk:
-    """A chunk of so many times 32 bytes, filled with a number of its own."""
-    chunk = Chunk("param32", index, 8 * units, "float32", CPU)
+    """A chunk of so many times ALIGN_BYTES, filled with a number of its own."""
+    chunk = Chunk("param32", index, ALIGN_BYTES // 4 * units, "float32", CPU)
     host.take(chunk).fill_(value)
     chunk.host_valid = True
     return chunk
@@ -50,28 +50,28 @@ class Ended(Transfer):
 
 
 def test_chunks_and_what_else_is_there_are_counted_apart_under_one_budget():
-    host = tier(320)
-    assert (host.used, host.other_bytes, host.free_bytes) == (0, 0, 320)
-    chunk, place = chunk_on(host, 3), host.borrow(64)
-    assert (host.used, host.other_bytes, host.free_bytes) == (96, 64, 160)
+    host = tier(1280)
+    assert (host.used, host.other_bytes, host.free_bytes) == (0, 0, 1280)
+    chunk, place = chunk_on(host, 3), host.borrow(256)
+    assert (host.used, host.other_bytes, host.free_bytes) == (384, 256, 640)
     host.give(chunk)
-    assert (host.used, host.other_bytes, host.free_bytes) == (0, 64, 256)
+    assert (host.used, host.other_bytes, host.free_bytes) == (0, 256, 1024)
     host.give_back(place)
-    assert (host.used, host.other_bytes, host.free_bytes) == (0, 0, 320)
+    assert (host.used, host.other_bytes, host.free_bytes) == (0, 0, 1280)
 
 
 def test_peaks_are_those_since_they_were_last_asked_for():
-    host = tier(1024)
+    host = tier(4096)
     chunk, kept = chunk_on(host, 8), chunk_on(host, 2)
-    place = host.borrow(128)
+    place = host.borrow(512)
     host.give(chunk)
     host.give_back(place)
-    assert (host.peak, host.other_peak) == (320, 128)
+    assert (host.peak, host.other_peak) == (1280, 512)
     host.restart_peaks()
-    assert (host.peak, host.other_peak) == (64, 0)
+    assert (host.peak, host.other_peak) == (256, 0)
     host.give(kept)
-    place = host.borrow(32)
-    assert (host.peak, host.other_peak) == (64, 32)
+    place = host.borrow(128)
+    assert (host.peak, host.other_peak) == (256, 128)
 
 
 def test_a_budget_is_filled_to_the_last_byte():
@@ -83,11 +83,11 @@ def test_a_budget_is_filled_to_the_last_byte():
 
 
 def test_the_account_says_what_takes_how_much():
-    host = tier(1024)
+    host = tier(4096)
     chunk_on(host, 2)
-    host.borrow(32)
+    host.borrow(128)
     assert host.account() == (
-        "chunks take 64 bytes and offloaded activations and pages on their way 32 of a budget of 1024"
+        "chunks take 256 bytes and offloaded activations and pages on their way 128 of a budget of 4096"
     )
 
 
@@ -98,15 +98,15 @@ def test_the_slab_is_no_larger_than_the_budget_and_may_be_smaller():
 
 
 def test_what_a_smaller_slab_can_not_hold_gets_memory_of_its_own_within_the_budget():
-    host = tier(4096, 1024)
+    host = tier(16384, 4096)
     kept = [chunk_on(host, 8, value, value) for value in range(4)]
     more = chunk_on(host, 32, 9.0)
-    assert len(host.slabs) == 2 and host.slab_bytes == 2048
-    assert (host.used, host.free_bytes) == (2048, 2048)
+    assert len(host.slabs) == 2 and host.slab_bytes == 8192
+    assert (host.used, host.free_bytes) == (8192, 8192)
     assert [values(chunk) for chunk in (*kept, more)] == [{0.0}, {1.0}, {2.0}, {3.0}, {9.0}]
     assert host.touched_bytes == 2 * mmap.PAGESIZE
     host.give(more)
-    place = host.borrow(1024)
+    place = host.borrow(4096)
     assert len(host.slabs) == 2, "memory that is there is used first"
     host.view(place, torch.uint8).fill_(1)
     assert [values(chunk) for chunk in kept] == [{0.0}, {1.0}, {2.0}, {3.0}]
@@ -114,16 +114,16 @@ def test_what_a_smaller_slab_can_not_hold_gets_memory_of_its_own_within_the_budg
 
 
 def test_what_a_tier_can_not_give_is_said_in_bytes_and_not_counted():
-    host = tier(1024)
+    host = tier(4096)
     chunk = chunk_on(host, 16)
     with pytest.raises(
-        BudgetError, match=r"pages needs 1024 bytes on the host.*raise host_memory by at least 512 "
+        BudgetError, match=r"pages needs 4096 bytes on the host.*raise host_memory by at least 2048 "
     ) as caught:
-        host.borrow(1000, "pages")
-    assert caught.value.short_bytes == 512
-    with pytest.raises(BudgetError, match="has no 1024 in a row"):
+        host.borrow(4000, "pages")
+    assert caught.value.short_bytes == 2048
+    with pytest.raises(BudgetError, match="has no 4096 in a row"):
         chunk_on(host, 32)
-    assert (host.used, host.other_bytes, host.free_bytes) == (512, 0, 512)
+    assert (host.used, host.other_bytes, host.free_bytes) == (2048, 0, 2048)
     assert values(chunk) == {1.0}
 
 
@@ -159,11 +159,11 @@ def test_the_place_of_a_chunk_that_is_being_written_to_it_makes_no_room():
 
 
 def test_a_chunk_has_its_bytes_in_the_slab_until_it_gives_them_back():
-    host = tier(1024)
-    host.borrow(32)
+    host = tier(4096)
+    host.borrow(128)
     chunk = chunk_on(host, 4, 5.0)
-    assert chunk.host_bytes == chunk.nbytes == chunk.place.nbytes == 128
-    assert chunk.host.dtype == torch.float32 and chunk.host.shape == (32,)
+    assert chunk.host_bytes == chunk.nbytes == chunk.place.nbytes == 512
+    assert chunk.host.dtype == torch.float32 and chunk.host.shape == (128,)
     assert chunk.host.data_ptr() == host.slabs[0].memory.data_ptr() + chunk.place.start
     host.give(chunk)
     assert (chunk.host, chunk.place, chunk.host_valid, chunk.host_bytes) == (None, None, False, 0)
@@ -171,7 +171,7 @@ def test_a_chunk_has_its_bytes_in_the_slab_until_it_gives_them_back():
 
 @pytest.mark.parametrize("poison", [True, False])
 def test_what_is_given_back_is_poisoned_where_a_test_asks_for_it(poison):
-    host = tier(1024, poison=poison)
+    host = tier(4096, poison=poison)
     chunk = chunk_on(host, 1, 5.0)
     kept = chunk.host
     host.give(chunk)
@@ -179,7 +179,7 @@ def test_what_is_given_back_is_poisoned_where_a_test_asks_for_it(poison):
 
 
 def test_memory_that_comes_again_is_the_same_memory():
-    host = tier(64)
+    host = tier(256)
     first = chunk_on(host, 2)
     address = first.host.data_ptr()
     host.give(first)
@@ -198,7 +198,7 @@ def test_chunks_change_places_where_there_is_room_but_not_in_a_row_and_say_so():
     assert host.moved == set()
     newcomer = chunk_on(host, 4, 9.0)
     assert host.moved == {chunks[1], chunks[3]}
-    assert [chunk.place.start for chunk in (chunks[1], chunks[3], newcomer)] == [0, 64, 128]
+    assert [chunk.place.start for chunk in (chunks[1], chunks[3], newcomer)] == [0, 256, 512]
     for chunk, value in ((chunks[1], 1.0), (chunks[3], 3.0), (newcomer, 9.0)):
         assert values(chunk) == {value}
         assert chunk.host.data_ptr() == host.slabs[0].memory.data_ptr() + chunk.place.start
@@ -218,13 +218,13 @@ def test_who_left_before_is_not_said_to_have_moved():
 
 def test_what_is_no_chunk_changes_places_too_and_is_found_by_its_place():
     host = tier(6 * ALIGN_BYTES)
-    chunk, place = chunk_on(host, 2), host.borrow(64)
+    chunk, place = chunk_on(host, 2), host.borrow(256)
     host.view(place, torch.uint8).fill_(42)
     last = chunk_on(host, 1)
     host.give(chunk)
     host.give(last)
-    borrowed = host.borrow(128)
-    assert (place.start, borrowed.start) == (0, 64)
+    borrowed = host.borrow(512)
+    assert (place.start, borrowed.start) == (0, 256)
     assert set(host.view(place, torch.uint8).tolist()) == {42}
     assert host.moved == set()
 
@@ -233,11 +233,11 @@ def test_a_tier_that_is_full_in_bytes_gives_nothing_and_stays_whole():
     host = tier(4 * ALIGN_BYTES)
     first, second = chunk_on(host, 2, 1.0), chunk_on(host, 1, 2.0)
     host.give(first)
-    with pytest.raises(BudgetError, match="has no 128 in a row"):
+    with pytest.raises(BudgetError, match="has no 512 in a row"):
         chunk_on(host, 4)
     assert values(second) == {2.0}
     assert second.host.data_ptr() == host.slabs[0].memory.data_ptr() + second.place.start
-    assert (host.used, host.free_bytes) == (32, 96)
+    assert (host.used, host.free_bytes) == (128, 384)
 
 
 @pytest.mark.parametrize("kind", ["coming", "leaving", "host_reader"])
@@ -248,7 +248,7 @@ def test_copies_on_their_way_are_waited_for_before_places_change(kind):
     setattr(second, kind, copy)
     host.give(first)
     host.give(third)
-    place = host.borrow(64)
+    place = host.borrow(256)
     assert copy.waits == 0, "there was a place, and none has changed"
     host.give_back(place)
     chunk_on(host, 4)

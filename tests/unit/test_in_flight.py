@@ -8,6 +8,7 @@ import torch
 from patrickstar.layout.lists import PARAM16, PARAM32
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.manager import Manager
+from patrickstar.memory.slab import ALIGN_BYTES
 from patrickstar.schedule.placement import Tier
 
 CPU = torch.device("cpu")
@@ -24,8 +25,8 @@ class Slow:
 
 
 def filled(manager: Manager, index: int, units: int, tier: Tier, value: float) -> Chunk:
-    """A chunk of 32 bytes times `units`."""
-    chunk = manager.new_chunk(PARAM16 if value < 5 else PARAM32, index, 8 * units, "float32", tier)
+    """A chunk of ALIGN_BYTES times `units`."""
+    chunk = manager.new_chunk(PARAM16 if value < 5 else PARAM32, index, ALIGN_BYTES // 4 * units, "float32", tier)
     chunk.current(chunk.whole).fill_(value)
     manager.mark_written(chunk, on_device=tier is Tier.DEVICE)
     return chunk
@@ -33,7 +34,7 @@ def filled(manager: Manager, index: int, units: int, tier: Tier, value: float) -
 
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_a_chunk_changes_places_only_when_its_copy_is_done(way):
-    manager = Manager(CPU, 10_000, 6 * 32, poison=True)
+    manager = Manager(CPU, 10_000, 6 * ALIGN_BYTES, poison=True)
     gap = filled(manager, 0, 2, Tier.HOST, 1.0)
     chunk = filled(manager, 1, 2, Tier.HOST if way == "up" else Tier.DEVICE, 2.0)
     if way == "down":
@@ -63,28 +64,28 @@ def test_a_chunk_changes_places_only_when_its_copy_is_done(way):
 
 def test_a_chunk_that_is_leaving_keeps_its_place():
     """The device has its bytes still, but not for long: what looks like a spare copy is to be the only one."""
-    manager = Manager(CPU, 10_000, 3 * 32, poison=True)
+    manager = Manager(CPU, 10_000, 3 * ALIGN_BYTES, poison=True)
     chunk = filled(manager, 0, 2, Tier.DEVICE, 2.0)
     assert manager._has_host_place(chunk)
     slow = Slow(manager)
     manager.moves.leave(chunk, Tier.HOST)
-    assert not manager.host.has_room(2 * 32)
+    assert not manager.host.has_room(2 * ALIGN_BYTES)
     newcomer = filled(manager, 1, 1, Tier.HOST, 9.0)
     slow.timer.join()
     manager.settle(chunk, Tier.HOST)
-    assert (chunk.on_host(chunk.whole) == 2.0).all() and chunk.host_bytes == 64
+    assert (chunk.on_host(chunk.whole) == 2.0).all() and chunk.host_bytes == 2 * ALIGN_BYTES
     assert (newcomer.on_host(newcomer.whole) == 9.0).all()
     manager.close()
 
 
 def test_a_chunk_that_is_coming_and_is_removed_takes_nothing_along():
-    manager = Manager(CPU, 10_000, 4 * 32, poison=True)
+    manager = Manager(CPU, 10_000, 4 * ALIGN_BYTES, poison=True)
     chunk, other = filled(manager, 0, 2, Tier.HOST, 2.0), filled(manager, 1, 2, Tier.HOST, 3.0)
     slow = Slow(manager)
     manager.moves.come(chunk, urgent=False)
     manager.remove(chunk)
     slow.timer.join()
-    assert (manager.compute.used, manager.host.used) == (0, 64)
+    assert (manager.compute.used, manager.host.used) == (0, 2 * ALIGN_BYTES)
     newcomer = filled(manager, 2, 2, Tier.HOST, 9.0)
     assert (newcomer.on_host(newcomer.whole) == 9.0).all()
     assert (other.on_host(other.whole) == 3.0).all()

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from patrickstar.errors import BudgetError
 from patrickstar.layout.lists import PARAM16, PARAM32
+from patrickstar.layout.mapping import ALIGN_NUMEL
 from patrickstar.memory.chunk import Chunk
 from patrickstar.memory.hardware import Hardware
 from patrickstar.memory.host import HostTier
@@ -29,6 +30,8 @@ from patrickstar.schedule.trace import Moment, Trace
 CPU = torch.device("cpu")
 DTYPES = {PARAM16: "bfloat16", PARAM32: "float32"}
 KINDS = list(DTYPES)
+UNIT = 2 * ALIGN_NUMEL
+"""Bytes of the smallest chunk in 16 bits."""
 tiers = st.sampled_from([Tier.DEVICE, Tier.HOST])
 
 
@@ -92,8 +95,10 @@ class Operations(RuleBasedStateMachine):
 
     @initialize(data=st.data(), device=st.integers(2, 24), host=st.integers(0, 48))
     def begin(self, data, device: int, host: int) -> None:
-        self.manager = Watched.manager = WatchedHost.manager = Manager(CPU, device * 64, host * 64, poison=True)
-        self.manager.host = self.manager.moves.host = WatchedHost(host * 64, host * 64, Hardware(CPU).slab, poison=True)
+        self.manager = Watched.manager = WatchedHost.manager = Manager(CPU, device * UNIT, host * UNIT, poison=True)
+        self.manager.host = self.manager.moves.host = WatchedHost(
+            host * UNIT, host * UNIT, Hardware(CPU).slab, poison=True
+        )
         self.places: list[Place] = []
         self.value: dict[Watched, int] = {}
         self.writes = 0
@@ -193,11 +198,11 @@ class Operations(RuleBasedStateMachine):
         on_device = tier is Tier.DEVICE
         try:
             with patch("patrickstar.memory.compute.Chunk", Watched):
-                chunk = self.manager.new_chunk(kind, index, 32 * size, DTYPES[kind], tier)
+                chunk = self.manager.new_chunk(kind, index, ALIGN_NUMEL * size, DTYPES[kind], tier)
             assert self.manager[kind, index] is chunk
         except BudgetError as error:
             needs = named_figure(error, tier.value)
-            nbytes = 32 * size * getattr(torch, DTYPES[kind]).itemsize
+            nbytes = ALIGN_NUMEL * size * getattr(torch, DTYPES[kind]).itemsize
             assert needs > 0 if on_device else needs == nbytes - self.host_room()
             return
         assert chunk.device_valid is on_device and chunk.host_valid is not on_device
@@ -221,7 +226,7 @@ class Operations(RuleBasedStateMachine):
             assert all(c.host_valid is (c.host is not None) for c in came)
             assert self.manager.moves.keep_duplicates or not any(c.host_valid for c in came)
 
-    @rule(data=st.data(), nbytes=st.integers(0, 1000) | st.integers(0, 15).map(lambda n: 64 * n))
+    @rule(data=st.data(), nbytes=st.integers(0, 4000) | st.integers(0, 15).map(lambda n: UNIT * n))
     def make_room(self, data, nbytes: int) -> None:
         protect = self.some(data)
         self.operate(lambda: self.manager.make_room(nbytes, protect), protect, nbytes)
@@ -247,7 +252,7 @@ class Operations(RuleBasedStateMachine):
     def pin(self, data, pins: int) -> None:
         data.draw(st.sampled_from([c for c in self.value if c.device_valid])).pins = pins
 
-    @rule(nbytes=st.integers(0, 1000))
+    @rule(nbytes=st.integers(0, 4000))
     def reserve(self, nbytes: int) -> None:
         room = self.host_room()
         try:
@@ -271,7 +276,7 @@ class Operations(RuleBasedStateMachine):
 
     @rule(non_model=st.integers(0, 5), comfort=st.integers(0, 120), everything=st.booleans(), keep=st.booleans())
     def conditions(self, non_model: int, comfort: int, everything: bool, keep: bool) -> None:
-        self.manager.compute.non_model_bytes = min(64 * non_model, self.manager.compute.budget_bytes)
+        self.manager.compute.non_model_bytes = min(UNIT * non_model, self.manager.compute.budget_bytes)
         self.manager.compute.comfort_bytes = self.manager.compute.budget_bytes * comfort // 100
         self.manager.evict_everything = everything
         self.manager.moves.keep_duplicates = keep
@@ -300,40 +305,40 @@ TestOperations.settings = settings(derandomize=True, deadline=None, max_examples
 
 
 def manager_of(count: int, device_bytes: int, host_bytes: int, tier: Tier) -> tuple[Manager, list[Chunk]]:
-    """A manager with `param16` chunks of 64 bytes each."""
+    """A manager with `param16` chunks of UNIT bytes each."""
     manager = Manager(CPU, device_bytes, host_bytes, poison=True)
-    return manager, [manager.new_chunk(PARAM16, i, 32, "bfloat16", tier) for i in range(count)]
+    return manager, [manager.new_chunk(PARAM16, i, ALIGN_NUMEL, "bfloat16", tier) for i in range(count)]
 
 
 @pytest.mark.parametrize("more_bytes", [0, -1])
 @pytest.mark.parametrize("what", ["device", "host", "activations"])
 def test_what_a_refusal_asks_for_is_enough_and_one_byte_less_is_not(what, more_bytes):
     tier = "device" if what == "device" else "host"
-    manager, chunks = manager_of(4, 1000, 1000, Tier.HOST if what == "device" else Tier.DEVICE)
+    manager, chunks = manager_of(4, 4000, 4000, Tier.HOST if what == "device" else Tier.DEVICE)
     owner = manager.compute if what == "device" else manager.host
-    manager.compute.non_model_bytes = 40
-    manager.host.borrow(96)
-    owner.budget_bytes = 150
+    manager.compute.non_model_bytes = 160
+    manager.host.borrow(384)
+    owner.budget_bytes = 600
     refused = {
         "device": lambda: manager.bring(chunks[:3]),
         "host": lambda: manager.settle(chunks[0], Tier.HOST),
-        "activations": lambda: manager.host.borrow(64),
+        "activations": lambda: manager.host.borrow(256),
     }[what]
     with pytest.raises(BudgetError) as caught:
         refused()
     named = named_figure(caught.value, tier)
-    owner.budget_bytes = 150 + named + more_bytes
+    owner.budget_bytes = 600 + named + more_bytes
     with pytest.raises(BudgetError) if more_bytes else nullcontext():
         refused()
 
 
 def test_host_memory_that_is_not_whole_units_is_refused_in_time():
-    """Places begin at multiples of 32 bytes: what they take of the budget must not be less than of the slab."""
+    """Places begin at multiples of ALIGN_BYTES: what they take of the budget must not be less than of the slab."""
     manager = Manager(CPU, 1000, 10 * ALIGN_BYTES, poison=True)
     places = []
     with pytest.raises(BudgetError):
         while True:
-            places.append(manager.host.borrow(33))
+            places.append(manager.host.borrow(ALIGN_BYTES + 1))
     assert len(places) >= 5
     for place in places:
         manager.host.give_back(place)
@@ -341,7 +346,7 @@ def test_host_memory_that_is_not_whole_units_is_refused_in_time():
 
 
 def test_the_policy_is_asked_at_the_moment_that_is_now():
-    manager, chunks = manager_of(4, 3 * 64, 10 * 64, Tier.HOST)
+    manager, chunks = manager_of(4, 3 * UNIT, 10 * UNIT, Tier.HOST)
     manager.policy = NextUse(Trace([Moment((index,)) for index in (0, 1, 2, 1, 3, 0, 2, 1)]))
     manager.bring(chunks[:3])
     manager.now = 4
@@ -350,13 +355,13 @@ def test_the_policy_is_asked_at_the_moment_that_is_now():
 
 
 def test_a_chunk_that_was_not_written_is_not_written_back():
-    manager, (first, second) = manager_of(2, 64, 3 * 64, Tier.HOST)
+    manager, (first, second) = manager_of(2, UNIT, 3 * UNIT, Tier.HOST)
     for chunk in (first, second, first):
         manager.bring([chunk])
-    assert (manager.traffic.h2d_bytes, manager.traffic.d2h_bytes, manager.traffic.evictions) == (3 * 64, 0, 2)
+    assert (manager.traffic.h2d_bytes, manager.traffic.d2h_bytes, manager.traffic.evictions) == (3 * UNIT, 0, 2)
     before = manager.traffic.copy()
     manager.mark_written(first, on_device=True)
     manager.bring([second])
     since = manager.traffic.since(before)
-    assert (since.h2d_bytes, since.d2h_bytes, since.evictions) == (64, 64, 1)
+    assert (since.h2d_bytes, since.d2h_bytes, since.evictions) == (UNIT, UNIT, 1)
     assert manager.traffic.stall_s >= since.stall_s > 0

@@ -17,11 +17,11 @@ FROZEN16 = scheme_for("float16", trained=False)
 TRAINED32 = scheme_for("float32", trained=True)
 SCHEMES = [TRAINED16, FROZEN16, TRAINED32]
 
-chunk_numels = st.integers(1, 300)
+chunk_numels = st.integers(1, 1200)
 
 
 def parameters(schemes=SCHEMES, alone=None):
-    one = st.tuples(st.integers(0, 400), st.sampled_from(schemes), st.booleans() if alone is None else st.just(alone))
+    one = st.tuples(st.integers(0, 1600), st.sampled_from(schemes), st.booleans() if alone is None else st.just(alone))
     return st.lists(one, max_size=25).map(
         lambda drawn: [ParamSpec(f"p{i}", numel, scheme, alone) for i, (numel, scheme, alone) in enumerate(drawn)]
     )
@@ -49,7 +49,7 @@ def check_sound(layout: Layout, params: list[ParamSpec]) -> None:
             ends = place.offset + place.numel
 
 
-@pytest.mark.parametrize(("numel", "aligned"), [(0, 0), (1, 32), (31, 32), (32, 32), (33, 64), (1000, 1024)])
+@pytest.mark.parametrize(("numel", "aligned"), [(0, 0), (1, 128), (127, 128), (128, 128), (129, 256), (1000, 1024)])
 def test_alignment_rounds_up(numel, aligned):
     assert align(numel) == aligned
 
@@ -58,6 +58,19 @@ def test_alignment_rounds_up(numel, aligned):
 @given(parameters(), chunk_numels)
 def test_no_parameter_straddles_or_overlaps(params, chunk_numel):
     check_sound(build_layout(params, chunk_numel), params)
+
+
+@quick
+@given(parameters(), chunk_numels, st.integers(2, 4), st.booleans())
+def test_parts_of_several_processes_begin_aligned_too(params, chunk_numel, nproc, grouped):
+    for rank in range(nproc):
+        layout = build_layout(params, chunk_numel, nproc, rank, grouped=grouped)
+        for chunk in layout.chunks:
+            assert all(cut % ALIGN_NUMEL == 0 for cut in chunk.cuts)
+        for name, place in layout.places.items():
+            own, first = layout.own_place(name)
+            assert place.offset % ALIGN_NUMEL == own.offset % ALIGN_NUMEL == 0
+            assert first % ALIGN_NUMEL == 0, "a process's part of a parameter begins in the middle of a unit"
 
 
 @quick
@@ -132,21 +145,21 @@ def test_bytes_of_mixed_schemes_add_up(params, chunk_numel):
 
 
 def test_a_small_case_by_hand():
-    params = [ParamSpec("a", 40, TRAINED16), ParamSpec("b", 10, FROZEN16), ParamSpec("c", 64, TRAINED16)]
-    params += [ParamSpec("d", 200, TRAINED16), ParamSpec("e", 32, TRAINED16, alone=True), ParamSpec("f", 1, TRAINED16)]
-    layout = build_layout(params, 128)
+    params = [ParamSpec("a", 160, TRAINED16), ParamSpec("b", 40, FROZEN16), ParamSpec("c", 256, TRAINED16)]
+    params += [ParamSpec("d", 800, TRAINED16), ParamSpec("e", 128, TRAINED16, alone=True), ParamSpec("f", 4, TRAINED16)]
+    layout = build_layout(params, 512)
     assert layout.places == {
-        "a": Place(0, 0, 40),
-        "b": Place(1, 0, 10),
-        "c": Place(0, 64, 64),
-        "d": Place(2, 0, 200),
-        "e": Place(3, 0, 32),
-        "f": Place(4, 0, 1),
+        "a": Place(0, 0, 160),
+        "b": Place(1, 0, 40),
+        "c": Place(0, 256, 256),
+        "d": Place(2, 0, 800),
+        "e": Place(3, 0, 128),
+        "f": Place(4, 0, 4),
     }
-    assert [chunk.numel for chunk in layout.chunks] == [128, 32, 224, 32, 32]
+    assert [chunk.numel for chunk in layout.chunks] == [512, 128, 896, 128, 128]
     assert [chunk.private for chunk in layout.chunks] == [False, False, True, True, False]
-    assert layout.model_data_bytes == 14 * (128 + 224 + 32 + 32) + 2 * 32
-    assert layout.padding_bytes == layout.model_data_bytes - 14 * (40 + 64 + 200 + 32 + 1) - 2 * 10
+    assert layout.model_data_bytes == 14 * (512 + 896 + 128 + 128) + 2 * 128
+    assert layout.padding_bytes == layout.model_data_bytes - 14 * (160 + 256 + 800 + 128 + 4) - 2 * 40
 
 
 def test_a_name_laid_out_twice_is_refused():

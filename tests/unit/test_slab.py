@@ -41,38 +41,38 @@ def test_chunks_fill_a_slab_of_just_their_bytes_to_the_last_one(sizes):
 
 
 def test_the_first_place_that_is_large_enough_is_taken():
-    slab = Slab(1024)
-    places = [slab.take(nbytes) for nbytes in (64, 32, 128, 32, 64, 32)]
+    slab = Slab(4096)
+    places = [slab.take(nbytes) for nbytes in (256, 128, 512, 128, 256, 128)]
     for place in places[::2]:
         slab.give(place)
-    assert slab.take(128).start == 96, "the first gap is too small"
-    assert slab.take(64).start == 0
-    assert slab.take(96).start == 352, "behind all others"
-    assert slab.take(64).start == 256
+    assert slab.take(512).start == 384, "the first gap is too small"
+    assert slab.take(256).start == 0
+    assert slab.take(384).start == 1408, "behind all others"
+    assert slab.take(256).start == 1024
 
 
 def test_a_slab_ends_at_its_last_byte():
-    slab = Slab(96)
-    assert slab.take(97) is None
-    kept = slab.take(32)
-    assert slab.take(65) is None
-    assert slab.take(64).end == 96
+    slab = Slab(384)
+    assert slab.take(385) is None
+    kept = slab.take(128)
+    assert slab.take(257) is None
+    assert slab.take(256).end == 384
     slab.give(kept)
-    assert slab.take(33) is None
-    assert slab.take(32).start == 0
+    assert slab.take(129) is None
+    assert slab.take(128).start == 0
 
 
 def test_a_slab_need_not_end_at_a_whole_unit():
-    slab = Slab(100)
-    assert slab.take(96).end == 96
+    slab = Slab(388)
+    assert slab.take(384).end == 384
     assert slab.take(5) is None
     last = slab.take(4)
-    assert (last.start, slab.view(last, torch.uint8).numel()) == (96, 4)
+    assert (last.start, slab.view(last, torch.uint8).numel()) == (384, 4)
 
 
 def test_places_begin_at_whole_units_and_have_the_bytes_asked_for():
-    slab = Slab(1024)
-    for nbytes in (1, 31, 32, 33, 100):
+    slab = Slab(4096)
+    for nbytes in (1, 127, 128, 129, 400):
         place = slab.take(nbytes)
         assert place.start % ALIGN_BYTES == 0 and place.nbytes == nbytes
         assert place.end % ALIGN_BYTES == 0 and 0 <= place.end - place.start - nbytes < ALIGN_BYTES
@@ -88,58 +88,58 @@ def test_a_slab_of_no_bytes_has_only_places_of_none():
     slab.close()
 
 
-@pytest.mark.parametrize("before", [0, 32])
+@pytest.mark.parametrize("before", [0, 128])
 def test_a_place_of_no_bytes_is_in_nobodys_way(before):
-    slab = Slab(160)
+    slab = Slab(640)
     first = slab.take(before)
-    none, second, other_none, third = (slab.take(nbytes) for nbytes in (0, 32, 0, 64))
+    none, second, other_none, third = (slab.take(nbytes) for nbytes in (0, 128, 0, 256))
     places = sorted([first, second, third], key=lambda place: place.start)
     assert all(one.end <= other.start for one, other in pairwise(places))
     slab.compact()
     slab.give(none)
     slab.give(other_none)
-    assert third.end <= before + 96
+    assert third.end <= before + 384
 
 
 def test_views_are_of_the_slabs_own_memory_in_any_type():
-    slab = Slab(256)
-    slab.take(64)
-    place = slab.take(64)
+    slab = Slab(1024)
+    slab.take(256)
+    place = slab.take(256)
     numbers = slab.view(place, torch.float32)
-    numbers.copy_(torch.arange(16.0))
+    numbers.copy_(torch.arange(64.0))
     assert numbers.untyped_storage()._cdata == slab.memory.untyped_storage()._cdata
     assert numbers.data_ptr() == slab.memory.data_ptr() + place.start
     assert torch.equal(slab.view(place, torch.int32), numbers.view(torch.int32))
-    assert slab.view(place, torch.bfloat16).shape == (32,)
-    assert slab.view(place, torch.float64).shape == (8,)
+    assert slab.view(place, torch.bfloat16).shape == (128,)
+    assert slab.view(place, torch.float64).shape == (32,)
 
 
 def test_compaction_closes_gaps_in_order_and_keeps_bytes():
-    slab = Slab(512)
-    places = [filled(slab, nbytes, value) for value, nbytes in enumerate((32, 64, 32, 96, 33, 32))]
+    slab = Slab(2048)
+    places = [filled(slab, nbytes, value) for value, nbytes in enumerate((128, 256, 128, 384, 129, 128))]
     for place in (places[0], places[2]):
         slab.give(place)
     stale = slab.view(places[1], torch.uint8)
     slab.compact()
     kept = [places[1], *places[3:]]
-    assert [place.start for place in kept] == [0, 64, 160, 224]
+    assert [place.start for place in kept] == [0, 256, 640, 896]
     assert [content(slab, place) for place in kept] == [{1}, {3}, {4}, {5}]
-    assert stale.data_ptr() == slab.memory.data_ptr() + 32, "a view of before must be taken anew"
-    assert slab.take(256).start == 256
-    assert slab.take(32) is None
+    assert stale.data_ptr() == slab.memory.data_ptr() + 128, "a view of before must be taken anew"
+    assert slab.take(1024).start == 1024
+    assert slab.take(128) is None
 
 
 def test_compaction_of_places_in_a_row_moves_nothing():
-    slab = Slab(256)
-    places = [filled(slab, 64, value) for value in range(4)]
+    slab = Slab(1024)
+    places = [filled(slab, 256, value) for value in range(4)]
     slab.compact()
-    assert [place.start for place in places] == [0, 64, 128, 192]
+    assert [place.start for place in places] == [0, 256, 512, 768]
     assert [content(slab, place) for place in places] == [{0}, {1}, {2}, {3}]
 
 
 def test_a_place_moves_over_its_own_bytes():
-    slab = Slab(4096 + 32)
-    gap, place = slab.take(32), slab.take(4096)
+    slab = Slab(4096 + 128)
+    gap, place = slab.take(128), slab.take(4096)
     pattern = torch.arange(4096).to(torch.uint8)
     slab.view(place, torch.uint8).copy_(pattern)
     slab.give(gap)

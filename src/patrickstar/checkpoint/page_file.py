@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 from collections import deque
 from collections.abc import Hashable
@@ -16,6 +15,7 @@ from xxhash import xxh3_64_hexdigest
 from patrickstar.errors import CheckpointError, MoveError
 from patrickstar.layout.sizes import format_size
 from patrickstar.memory.movers import Movers, Transfer
+from patrickstar.memory.pages import private_memory
 from patrickstar.memory.scratch import BLOCK_BYTES, NO_SPACE, PAGE_BYTES, REFUSED
 
 WRITERS = 4
@@ -59,8 +59,8 @@ class PageFile:
         self.taken = 0
         """Bytes that were handed in."""
         self._movers = Movers(WRITERS, "save", page_bytes)
-        self._memory = mmap.mmap(-1, (WRITERS + 1) * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._buffers = torch.frombuffer(self._memory, dtype=torch.uint8).view(-1, page_bytes)
+        self._buffers = torch.frombuffer(private_memory((WRITERS + 1) * page_bytes), dtype=torch.uint8)
+        self._buffers = self._buffers.view(-1, page_bytes)
         self._buffers.zero_()  # what was never written is not there yet, and a meter would miss it
         self._parts: list[_Part] = []
         """Of the page that is not full yet."""
@@ -164,7 +164,7 @@ class PageFile:
     def _copied(self, number: int, begin: int, part: torch.Tensor) -> torch.Tensor:
         """A part of a page, copied to where the page is put together; of the last page there, nothing is under way."""
         place = self._buffers[number % (WRITERS + 1)][begin : begin + part.numel()]
-        if part.is_cuda:
+        if part.device.type != "cpu":
             place.copy_(part)
         else:
             ctypes.memmove(place.data_ptr(), part.data_ptr(), part.numel())

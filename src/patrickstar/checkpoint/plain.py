@@ -88,7 +88,11 @@ def _decode(value: Any) -> Any:
         dtype, shape, raw = _BY_NAME[inside[0]], _shape(inside[1]), base64.b64decode(inside[2], validate=True)
         if len(raw) != prod(shape) * dtype.itemsize:
             raise ValueError(f"{len(raw)} bytes for a tensor {shape} of {dtype}")
-        flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        flat = (
+            torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+            if raw
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         return flat.view(dtype).view(shape)
     if key == "$array":
         if not _ARRAY.fullmatch(inside[0]):

@@ -113,7 +113,7 @@ class CheckpointReader(StorageReader):
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor by its name."""
         told = self.document.tensors[name]
-        whole = torch.empty(told.shape, dtype=getattr(torch, told.dtype))
+        whole = torch.empty(told.shape, dtype=getattr(torch, told.dtype), device="cpu")
         for part in told.parts:
             source = self._sources[MetadataIndex(name, part.offsets)]
             self._fill(narrowed(whole, part.offsets, part.sizes), source, 0, _strides(source))
@@ -160,7 +160,7 @@ class CheckpointReader(StorageReader):
 
     def _read(self, source: _Source, first: int, numel: int) -> torch.Tensor:
         """A copy of so many elements of a box."""
-        found = torch.empty(numel * source.dtype.itemsize, dtype=torch.uint8)
+        found = torch.empty(numel * source.dtype.itemsize, dtype=torch.uint8, device="cpu")
         self._copy(found, source, first)
         return found.view(source.dtype)
 

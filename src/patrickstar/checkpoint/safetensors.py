@@ -86,7 +86,7 @@ class SafetensorsFile:
     def write(self, values: torch.Tensor, owner: Hashable = None) -> None:
         """Hand in the next elements, contiguous. See [Note: bytes that stay where they are] for `owner`."""
         if self._paddings and self._paddings[0][0] == self.file.taken and values.numel():
-            self.file.write(torch.zeros(self._paddings.popleft()[1], dtype=torch.uint8))
+            self.file.write(torch.zeros(self._paddings.popleft()[1], dtype=torch.uint8, device="cpu"))
         self.file.write(values, owner)
 
     def close(self) -> None:

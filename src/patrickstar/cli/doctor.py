@@ -121,7 +121,7 @@ def _triton() -> Finding:
 
 def _speed(implementation: Implementation, numel: int) -> list[Finding]:
     """One update beside one copy: what of the memory's speed an update on the host reaches."""
-    span, copied = trial_span(numel), torch.zeros(numel)
+    span, copied = trial_span(numel), torch.zeros(numel, device="cpu")
     copies, updates = [], []
     for _ in range(ROUNDS):
         copies.append(_gb_per_s(lambda: copied.copy_(span.master), 8 * numel))

@@ -151,7 +151,7 @@ def rehearse_training(options: TrainOptions, console: Console, machine: str | No
     config = _config(options)
     source = find_model(options.model, options.vocab_size)
     check_sequence(options.sequence, source)
-    ids = torch.zeros(options.batch, options.sequence, dtype=torch.int64)
+    ids = torch.zeros(options.batch, options.sequence, dtype=torch.int64, device="cpu")
 
     def step(engine: ps.Engine) -> None:
         for _ in range(options.accumulation):
@@ -174,7 +174,7 @@ def language_model_workloads(source: ModelSource, sequence: int, machine: Machin
     """The work of a language model's steps, by batch and checkpointing."""
 
     def step_of(batch: int) -> Step:
-        ids = torch.zeros(batch, sequence, dtype=torch.int64)
+        ids = torch.zeros(batch, sequence, dtype=torch.int64, device="cpu")
         return forward_backward_step(lambda out: out.loss, (), {"input_ids": ids, "labels": ids})
 
     return traced_workloads(partial(_without_bytes, source), step_of, lambda batch: batch * sequence, machine)

@@ -110,9 +110,11 @@ class Config(Options):
         if device.type == "cuda":
             count = torch.cuda.device_count() if torch.cuda.is_available() else 0
             if device.index is None and count:
-                # Of several processes on a machine, as torchrun numbers them, each has a device of its own.
+                # Each process of a machine, as torchrun numbers them, takes a device of its own. Slurm may show each
+                # process one GPU alone (--gpus-per-task=1); then all take the first that they see.
                 local = os.environ.get("LOCAL_RANK")
-                device = torch.device("cuda", int(local) if local is not None else torch.cuda.current_device())
+                index = int(local) % count if local is not None else torch.cuda.current_device()
+                device = torch.device("cuda", index)
             if not count or device.index is None or device.index >= count:
                 raise DeviceError(f"device {name!r} is not there: this machine offers {count} CUDA devices; use 'cpu'")
         return device

@@ -1,5 +1,6 @@
 """The engine: what a user calls instead of the model and of `loss.backward()`."""
 
+import os
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -251,7 +252,7 @@ class Engine:
             return number
         with self._stopping_on_loss():
             self._data.meet(Want.AVERAGE)
-            found = self.world.collect(torch.tensor([number], dtype=torch.float64))
+            found = self.world.collect(torch.tensor([number], dtype=torch.float64, device="cpu"))
             total: float = sum(found[:, 0].tolist())
             return total / self.world.size
 
@@ -502,6 +503,12 @@ class Engine:
     def _check_open(self) -> None:
         if not self._release.alive:
             raise TrainingError("this engine was closed; call ps.initialize for a new one")
+        if os.getpid() != self._state.process:
+            raise TrainingError(
+                f"this engine's chunks are in the memory of process {self._state.process}, which its child "
+                f"{os.getpid()}, made by fork(), does not have: use the engine in the process that made it, and give "
+                f"the child copies of what it needs (engine.state_dict())"
+            )
 
 
 def _loss_of(out: Any) -> Any:

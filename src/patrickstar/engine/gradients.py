@@ -47,7 +47,7 @@ class Gradients:
         if not self.data.has_gradient(slot):
             return None
         with torch.no_grad():
-            grad = torch.empty(slot.numel, dtype=getattr(torch, slot.scheme.master_dtype))
+            grad = torch.empty(slot.numel, dtype=getattr(torch, slot.scheme.master_dtype), device="cpu")
             if slot.has_gradient:
                 self._read_own(slot, grad[slot.part])
             self.data.complete_parts(slot, grad)

@@ -101,10 +101,10 @@ def _copy_bandwidth(device: torch.device) -> float:
 
 def trial_span(numel: int) -> Span:
     """So many parameters on the host, for Adam in mixed precision to update."""
-    param, master = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel)
-    moments = torch.zeros(numel), torch.zeros(numel)
+    param = torch.zeros(numel, dtype=torch.bfloat16, device="cpu")
+    master, first, second = (torch.zeros(numel, device="cpu") for _ in range(3))
     rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=1)
-    return Span(param, Gradient(param), master, moments, rule)
+    return Span(param, Gradient(param), master, (first, second), rule)
 
 
 def _update_rate() -> float:

@@ -93,7 +93,7 @@ class LoadingPlanner(LoadPlanner):
         if whole is not None:
             return narrowed(whole, read_item.dest_offsets, read_item.lengths)
         dtype = self.data.manager[self._list(target)].dtype
-        return torch.empty(read_item.lengths, dtype=dtype)
+        return torch.empty(read_item.lengths, dtype=dtype, device="cpu")
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Elements have come."""
@@ -109,7 +109,7 @@ class LoadingPlanner(LoadPlanner):
         if target.box.numel == tensor.numel():
             flat = _folded(tensor, slot)
         else:  # a part of the box: the rest of it is what is there
-            flat = torch.empty(target.box.numel, dtype=tensor.dtype)
+            flat = torch.empty(target.box.numel, dtype=tensor.dtype, device="cpu")
             for where, part in self.data.parts(slot, kind, within=target.run):
                 flat[where.start - target.first : where.stop - target.first] = part
             box = unfolded(flat, target.box, slot)

@@ -74,7 +74,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         for slot, position in positions.items():
             if slot.steps:
                 lists = {kind: self._engine._state.read(slot, kind) for kind in self._kinds}
-                count = {} if self._options.counts_itself else {"step": torch.tensor(float(slot.steps))}
+                count = {} if self._options.counts_itself else {"step": torch.tensor(float(slot.steps), device="cpu")}
                 if saved := copy.deepcopy(slot.memory) | count | lists:
                     state[position] = saved
         return {"state": state, "param_groups": groups, "loss_scale": self._engine._scaler.state_dict()}
@@ -127,7 +127,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
             slot.memory.clear()
             if slot.scheme.trained and position not in state_dict["state"]:
                 for kind in self._kinds:
-                    self._engine._state.write(slot, kind, torch.zeros(()))
+                    self._engine._state.write(slot, kind, torch.zeros((), device="cpu"))
         self._engine._scaler.load_state_dict(state_dict.get("loss_scale", {}))
         for position, values in state_dict["state"].items():
             slot = by_position[position]

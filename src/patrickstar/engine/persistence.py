@@ -307,7 +307,7 @@ class Persistence:
             for slot in data.slots:
                 for kind in kinds_of(slot):
                     if kind not in (PARAM16, PARAM32) and name_of(slot, kind) not in reader.document.tensors:
-                        engine._state.write(slot, kind, torch.zeros(()))  # it was frozen then
+                        engine._state.write(slot, kind, torch.zeros((), device="cpu"))  # it was frozen then
                 slot.steps, slot.watched = int(common.steps.get(slot.name, 0)), False
                 slot.memory.clear()
                 slot.memory.update(common.memory.get(slot.name, {}))

@@ -124,5 +124,5 @@ def clip_coefficient(norm: float, max_norm: float) -> tuple[float, float]:
     """The total norm as fp32, and the factor for gradients, with `torch.nn.utils.clip_grad_norm_`'s arithmetic."""
     if math.isnan(norm):
         return math.nan, math.nan
-    total = torch.tensor(norm, dtype=torch.float32)
+    total = torch.tensor(norm, dtype=torch.float32, device="cpu")
     return float(total), float(torch.clamp(max_norm / (total + 1e-6), max=1.0))

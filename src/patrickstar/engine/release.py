@@ -1,5 +1,6 @@
 """How an engine ends: an ordinary model stays behind."""
 
+import os
 import sys
 import threading
 
@@ -16,8 +17,11 @@ from patrickstar.memory.movers import THREAD_NAME
 def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list[str]:
     """Leave an ordinary model behind: when the engine is closed, or when nobody holds it any more.
 
-    Returns the names of parameters that were lost with a disk that has failed.
+    Returns the names of parameters that were lost with a disk that has failed. Does nothing in a child made by fork():
+    it has none of the chunks' memory, and shares the connections to other processes with its parent.
     """
+    if os.getpid() != state.process:
+        return []
     if threading.current_thread().name.startswith(THREAD_NAME):
         # The garbage collector came by in a thread that must end for this.
         threading.Thread(target=_release_there, args=(interceptor, blocks, state), name="release").start()

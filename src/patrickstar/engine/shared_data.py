@@ -46,7 +46,9 @@ def _plain(memory: dict[str, Any]) -> dict[str, Any]:
 
 def _with_tensors(memory: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: torch.tensor(value["value"], dtype=getattr(torch, value["dtype"])) if isinstance(value, dict) else value
+        key: torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]), device="cpu")
+        if isinstance(value, dict)
+        else value
         for key, value in memory.items()
     }
 
@@ -357,7 +359,7 @@ class SharedModelData(ModelData):
         self.kept.hand_over_rest()
         self.meet(want)
         self.kept.forget()
-        here = torch.tensor([slot.came for slot in self.slots], dtype=torch.uint8)
+        here = torch.tensor([slot.came for slot in self.slots], dtype=torch.uint8, device="cpu")
         for slot, came in zip(self.slots, self.peers.world.collect(here).any(0).tolist(), strict=True):
             if not came and (slot.reduced or slot.in_list):
                 self._forget(slot)
@@ -411,7 +413,9 @@ class SharedModelData(ModelData):
 
         Parts of one parameter are added in the order of ranks.
         """
-        row = torch.tensor([*(sums.get(slot, 0.0) for slot in self.slots), float(not_finite)], dtype=torch.float64)
+        row = torch.tensor(
+            [*(sums.get(slot, 0.0) for slot in self.slots), float(not_finite)], dtype=torch.float64, device="cpu"
+        )
         rows = self.peers.world.collect(row)
         total = torch.zeros_like(row)
         for one in rows:

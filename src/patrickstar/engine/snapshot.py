@@ -170,7 +170,7 @@ def values(piece: Piece, data: ModelData, run: slice) -> Iterator[torch.Tensor]:
         for _, part in parts:
             yield part
         return
-    flat = torch.empty(piece.box.numel, dtype=piece.dtype)
+    flat = torch.empty(piece.box.numel, dtype=piece.dtype, device="cpu")
     for where, part in parts:
         flat[where.start - piece.first : where.stop - piece.first] = part
     yield unfolded(flat, piece.box, slot).contiguous()

@@ -1,6 +1,7 @@
 """Parameters, buffers and optimizer states by name, in full precision."""
 
 import copy
+import os
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -25,12 +26,14 @@ class ModelState:
         """Whether `release` leaves parameters their values."""
         self.complete = False
         """Whether all processes are here for that, if there are several."""
+        self.process = os.getpid()
+        """Whose memory the chunks are in: not that of its children. See [Note: memory that children do not get]."""
 
     def read(self, slot: Slot, kind: str) -> torch.Tensor:
         """A copy, on the host, of a parameter in a list; of several processes each gives its part."""
         kind = slot.own.kind if kind == PARAM16 else kind
         chunk = self.data.manager[kind, slot.place.chunk]
-        found = torch.empty_strided(slot.shape, slot.region.strides, dtype=chunk.dtype)
+        found = torch.empty_strided(slot.shape, slot.region.strides, dtype=chunk.dtype, device="cpu")
         flat = found.as_strided((slot.numel,), (1,))
         own = flat[slot.part]
         try:

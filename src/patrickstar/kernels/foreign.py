@@ -21,6 +21,10 @@ PROBE_SHAPE = (4, 6)
 PROBE_STEPS = 3
 
 
+ON_HOST = torch.device("cpu")
+"""Where optimizers keep their counts. PyTorch's make them on the default device, which a user may have changed."""
+
+
 @dataclass(frozen=True)
 class ForeignRule(Rule):
     """One update by an optimizer class. `memory` holds what it keeps of a parameter beside the lists `names`."""
@@ -47,7 +51,8 @@ class ForeignRule(Rule):
         views = dict(zip(self.names, states, strict=True))
         if self.step > 1:
             optimizer.state[param] = self.memory | views
-        optimizer.step()
+        with ON_HOST:
+            optimizer.step()
         after = dict(optimizer.state[param])
         for name, view in views.items():
             value = after.pop(name, None)
@@ -66,13 +71,16 @@ class ForeignRule(Rule):
 def probe(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the states that are as long as the parameter. Raises ConfigError for what is not element-wise."""
     generator = torch.Generator().manual_seed(0)
-    value, *grads = (torch.randn(PROBE_SHAPE, generator=generator, dtype=torch.float64) for _ in range(1 + PROBE_STEPS))
+    value, *grads = (
+        torch.randn(PROBE_SHAPE, generator=generator, dtype=torch.float64, device="cpu") for _ in range(1 + PROBE_STEPS)
+    )
     whole = torch.nn.Parameter(value.clone())
     try:
         optimizer = kind([whole], **options)
         for grad in grads:
             whole.grad = grad.clone()
-            optimizer.step()
+            with ON_HOST:
+                optimizer.step()
         state = optimizer.state[whole]
         shaped = (name for name, item in state.items() if isinstance(item, torch.Tensor) and item.shape == PROBE_SHAPE)
         names = tuple(shaped)
@@ -110,7 +118,7 @@ def _update_alone(
 
 def defaults_of(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
     """What such an optimizer's param groups hold beside their parameters."""
-    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **options)
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **options)
     return {name: item for name, item in optimizer.param_groups[0].items() if name != "params"}
 
 

@@ -34,7 +34,7 @@ class Survey:
     @property
     def norm(self) -> float:
         """The global 2-norm."""
-        total = float(fold(torch.tensor(self.sums, dtype=torch.float64)))
+        total = float(fold(torch.tensor(self.sums, dtype=torch.float64, device="cpu")))
         return math.nan if math.isnan(total) else math.sqrt(total)
 
 
@@ -48,8 +48,8 @@ def block_sums(grad: torch.Tensor) -> torch.Tensor:
 
 def survey_of_parts(parts: Iterable[torch.Tensor]) -> Survey:
     """The survey of one gradient that comes in parts of any length, flat and in order."""
-    blocks = [torch.zeros(0, dtype=torch.float64)]
-    rest, not_finite = torch.zeros(0), 0
+    blocks = [torch.zeros(0, dtype=torch.float64, device="cpu")]
+    rest, not_finite = torch.zeros(0, device="cpu"), 0
     for part in parts:
         not_finite += int((~part.isfinite()).sum())
         rest = torch.cat([rest.to(part), part])

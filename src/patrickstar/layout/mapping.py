@@ -16,12 +16,18 @@ from patrickstar.layout.lists import Scheme
 # chunk makes a group by itself and is shared out evenly. Where a whole group is more than the device holds, chunks are
 # not grouped: chunk i, owned by process i mod p, comes to the others from there.
 
-ALIGN_NUMEL = 32
-"""Offsets are multiples of this many elements: 64 bytes, one AVX-512 vector and one cache line, in 16 bits."""
+# [Note: alignment]
+# PyTorch tells cuBLASLt how the addresses of a matrix product's operands and of its bias are aligned, up to 256 bytes,
+# and cuBLASLt chooses the kernel by that. Tensors from PyTorch's own allocator always reach 256 bytes. A parameter that
+# did not could be multiplied by another kernel, which adds in another order: other bits than plain PyTorch's. On the
+# device chunks begin at multiples of 256 bytes or more, so it is enough that offsets are such multiples in the
+# narrowest floating dtype. One-byte integers, which no such kernel reads, get 128.
+ALIGN_NUMEL = 128
+"""Offsets and chunk sizes are multiples of this many elements: 256 bytes in 16 bits. See [Note: alignment]."""
 
 
 def align(numel: int) -> int:
-    """The element count rounded up to the alignment."""
+    """Return the element count rounded up to the alignment."""
     return -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL
 
 

@@ -105,12 +105,15 @@ class Chunk:
         return (self.device_valid and self.leaving is None) or self.host_valid
 
     def on_device(self, region: Region) -> torch.Tensor:
-        """A view of the device copy with its own version counter. See [Note: one storage for life]."""
+        """Return a view of the device copy with its own version counter. See [Note: one storage for life]."""
+        # On a GPU `set_` resizes a storage that is too small: it would take memory that no budget knows of.
+        assert self.on_device_now, f"{self} has no memory on the device"
         alias = torch.empty(0, dtype=self.dtype, device=self.device)
         return alias.set_(self.storage, region.offset, region.shape, region.strides)
 
     def device_bytes_view(self) -> torch.Tensor:
-        """The device's memory of this chunk as flat bytes."""
+        """Return the device's memory of this chunk as flat bytes."""
+        assert self.on_device_now, f"{self} has no memory on the device"
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)[: self.nbytes]
 
     def on_host(self, region: Region) -> torch.Tensor:

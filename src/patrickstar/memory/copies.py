@@ -13,7 +13,8 @@ from patrickstar.memory.movers import Movers, Transfer
 class StreamTransfer(Transfer):
     """A copy on a stream of the GPU. Who computes waits for it on the GPU, by `order`; `wait` has the caller wait."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device, what: str) -> None:
+        self.what = what
         self.event = event
         self.device = device
 
@@ -71,7 +72,7 @@ class Copies:
             stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(stream):
                 target.copy_(source, non_blocking=True)
-                return StreamTransfer(stream.record_event(), self.device)
+                return StreamTransfer(stream.record_event(), self.device, what)
         to, come = target.data_ptr(), source.data_ptr()
 
         def job(start: int, nbytes: int) -> Callable[[torch.Tensor], None]:

@@ -85,7 +85,7 @@ class DiskTier:
         assert chunk.disk_at is not None and start % self.page_bytes == 0, f"{chunk} has no page at {start}"
         what, at = repr(chunk), chunk.disk_at + start
         ready = None
-        if memory.is_cuda:
+        if memory.device.type != "cpu":
             if self._stream is None:
                 self._stream = torch.cuda.Stream(memory.device)
             ready = torch.cuda.current_stream(memory.device).record_event()

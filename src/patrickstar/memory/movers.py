@@ -1,7 +1,6 @@
 """Movers: threads that move bytes between tiers while the others compute."""
 
 import atexit
-import mmap
 import threading
 import time
 import weakref
@@ -14,6 +13,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from patrickstar.errors import MoveError
+from patrickstar.memory.pages import private_memory
 from patrickstar.memory.scratch import PAGE_BYTES
 
 Job = Callable[[torch.Tensor], None]
@@ -274,8 +274,7 @@ class Movers:
             while len(self._board.threads) < self._count and not self._board.stopping:
                 name = f"{THREAD_NAME}{self.name}-{len(self._board.threads)}"
                 try:
-                    memory = mmap.mmap(-1, self._stage_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                    stage = torch.frombuffer(memory, dtype=torch.uint8)
+                    stage = torch.frombuffer(private_memory(self._stage_bytes), dtype=torch.uint8)
                     stage.zero_()  # what was never written is not there yet, and a meter would miss it
                     thread = threading.Thread(
                         target=_work, args=(self._board, stage, self._begin), name=name, daemon=True

@@ -22,6 +22,14 @@ from patrickstar.errors import BudgetError
 # some: then the kernel moves them there by `mremap`, at 0.4 ms per 64 MiB. Pages that nobody needs count as used, and
 # go back to the system when the budget wants them (`PageBank.trim`).
 
+# [Note: memory that children do not get]
+# fork(), as DataLoader workers begin, shares private memory with the child, and gives whoever writes first a copy of
+# the page. Kernels from 5.10 on copy every page-locked page for the child at once, whole host tiers of it. Older ones
+# share them, and after a write the GPU goes on with the old page: stale bytes, both ways. On a CPU every page that
+# the engine writes while workers live is there twice. So all memory mapped here is kept from children
+# (MADV_DONTFORK). In a child nothing is mapped at these addresses, or something of its own, so nobody may unmap them
+# there, as a finalizer would.
+
 SYSTEM_PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 * 1024**2
 """Ranges begin at multiples of this, so that the system can back them with huge pages, and move these whole."""
@@ -44,12 +52,12 @@ def _function(name: str, result: object, *arguments: object) -> Callable[..., An
     return function  # type: ignore[no-any-return]
 
 
+_mmap = _function("mmap", _ADDRESS, _ADDRESS, _SIZE, _INT, _INT, _INT, ctypes.c_long)
+_munmap = _function("munmap", _INT, _ADDRESS, _SIZE)
+_mprotect = _function("mprotect", _INT, _ADDRESS, _SIZE, _INT)
+_madvise = _function("madvise", _INT, _ADDRESS, _SIZE, _INT)
 if sys.platform == "linux":
-    _mmap = _function("mmap", _ADDRESS, _ADDRESS, _SIZE, _INT, _INT, _INT, ctypes.c_long)
-    _munmap = _function("munmap", _INT, _ADDRESS, _SIZE)
     _mremap = _function("mremap", _ADDRESS, _ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS)
-    _mprotect = _function("mprotect", _INT, _ADDRESS, _SIZE, _INT)
-    _madvise = _function("madvise", _INT, _ADDRESS, _SIZE, _INT)
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -67,17 +75,52 @@ def round_up(nbytes: int, unit: int = SYSTEM_PAGE) -> int:
 
 
 def _map(address: int | None, nbytes: int, protection: int) -> int:
+    try:
+        return _try_to_map(address, nbytes, protection)
+    except OSError:
+        _fail("map", nbytes)
+
+
+def _try_to_map(address: int | None, nbytes: int, protection: int) -> int:
     fixed = _MAP_FIXED if address is not None else 0
     found = _mmap(address, nbytes, protection, RESERVE | fixed, -1, 0)
-    if found == _FAILED:
-        _fail("map", nbytes)
+    # Pages that `mremap` moves keep this at their new addresses. See [Note: memory that children do not get].
+    if found == _FAILED or _madvise(found, nbytes, mmap.MADV_DONTFORK):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
     return int(found)
 
 
-def _advise_huge(address: int, nbytes: int) -> None:
+def _unmap(process: int, address: int, nbytes: int) -> None:
+    """Unmap addresses, in the process that mapped them. See [Note: memory that children do not get]."""
+    if os.getpid() == process:
+        _munmap(address, nbytes)
+
+
+def private_memory(nbytes: int) -> Any:
+    """Map zeros, as an object with a buffer that children made by fork() do not get.
+
+    The pages are unmapped once nothing refers to the object. Raises OSError if the system refuses.
+    """
+    if sys.platform != "linux":  # where nothing is page-locked
+        return mmap.mmap(-1, nbytes, flags=RESERVE)
+    size = round_up(nbytes)
+    address = _try_to_map(None, size, _READ_WRITE)
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(memory, _unmap, os.getpid(), address, size).atexit = False
+    return memory
+
+
+def advise_huge(address: int, nbytes: int) -> None:
     """Ask for huge pages; a system that has none says so, and small ones do."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         _madvise(address, nbytes, mmap.MADV_HUGEPAGE)
+
+
+def discard(address: int, nbytes: int) -> None:
+    """Give whole pages back to the system; they read as zeros when they are next used."""
+    if _madvise(address, nbytes, mmap.MADV_DONTNEED):
+        _fail("take back", nbytes)
 
 
 @cache
@@ -103,7 +146,7 @@ class Range:
         self.pieces: list[Piece] = []
         self.memory = (ctypes.c_char * nbytes).from_address(self.address)
         # Tensors over the memory hold it, and may outlive the range.
-        weakref.finalize(self.memory, _munmap, start, whole).atexit = False
+        weakref.finalize(self.memory, _unmap, os.getpid(), start, whole).atexit = False
 
     def storage(self) -> torch.UntypedStorage:
         """A storage over these addresses, to be read only while pages are there."""
@@ -144,7 +187,7 @@ class PageBank:
         if missing:
             address = target.address + target.nbytes - missing
             _map(address, missing, _READ_WRITE)
-            _advise_huge(address, missing)
+            advise_huge(address, missing)
             target.pieces.append(Piece(address, missing))
             self.mapped_bytes += missing
         if _mprotect(target.address, target.nbytes, _READ_WRITE):

@@ -10,11 +10,14 @@ import numpy as np
 import torch
 
 from patrickstar.errors import BudgetError
+from patrickstar.layout.mapping import ALIGN_NUMEL
 from patrickstar.memory.cuda import LOCK_BYTES, CudaDevice
-from patrickstar.memory.pages import RESERVE, round_up
+from patrickstar.memory.pages import advise_huge, discard, private_memory, round_up
 
-ALIGN_BYTES = 32
-"""What every chunk's size is a multiple of, so that places lie side by side; chunks of 16 bits and more get 64."""
+ALIGN_BYTES = ALIGN_NUMEL
+"""Places begin at multiples of this. It is the alignment in one-byte elements, which every chunk's size is a multiple
+of, so a place takes no more of the slab than of the budget. Chunks of 16 bits and more have twice this alignment, and
+among themselves begin at multiples of 256 bytes. See [Note: alignment]."""
 
 
 @dataclass(eq=False)
@@ -70,15 +73,14 @@ class Slab:
 
     def _reserve(self, nbytes: int) -> torch.Tensor:
         try:
-            self._map = mmap.mmap(-1, max(nbytes, 1), flags=RESERVE)
+            memory = torch.frombuffer(private_memory(max(nbytes, 1)), dtype=torch.uint8)
         except OSError as error:
             raise BudgetError(
                 f"the system reserves no {nbytes} bytes of addresses for host_memory ({error.strerror}): give a "
                 f"smaller one, or raise its limit (ulimit -v, vm.overcommit_memory)"
             ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(self._map, dtype=torch.uint8)
+        advise_huge(memory.data_ptr(), nbytes)
+        return memory
 
     def take(self, nbytes: int) -> Place | None:
         """The first place of that size; None if there is none in a row."""
@@ -120,7 +122,7 @@ class Slab:
         pages[:] = True
 
     def _discard(self, start: int, nbytes: int) -> None:
-        self._map.madvise(mmap.MADV_DONTNEED, start, nbytes)
+        discard(self.memory.data_ptr() + start, nbytes)
 
     def view(self, place: Place, dtype: torch.dtype) -> torch.Tensor:
         """The bytes of a place as a flat tensor."""

@@ -160,7 +160,7 @@ class GlooCollectives(Collectives):
                 theirs = {rank: self.part(whole, cuts, rank)[pieces[rank]].to(dtype) for rank in range(size)}
                 works += [self._give(theirs[rank], rank) for rank in range(size) if rank != me]
             _finish(works)
-            added = torch.zeros(mine, dtype=total)
+            added = torch.zeros(mine, dtype=total, device="cpu")
             for rank in ranks:
                 if rank != me:
                     added += room[rank]
@@ -194,7 +194,7 @@ class NcclCollectives(Collectives):
         self.stream = torch.cuda.Stream(device)
 
     def gather(self, whole: torch.Tensor, cuts: Cuts) -> Transfer:
-        with self._beside() as done:
+        with self._beside("a gather over NCCL") as done:
             if self.even(cuts):
                 gather_into(whole, self.part(whole, cuts), self.world.data)
             else:
@@ -202,7 +202,7 @@ class NcclCollectives(Collectives):
             return done()
 
     def send(self, own: torch.Tensor, whole: torch.Tensor | None, cuts: Cuts, ranks: Sequence[int]) -> Transfer:
-        with self._beside() as done:
+        with self._beside("a send over NCCL") as done:
             own = own.to(self.device, non_blocking=True)
             pairs = []
             for rank in range(self.world.size):
@@ -218,7 +218,7 @@ class NcclCollectives(Collectives):
             return done()
 
     def reduce(self, whole: torch.Tensor | None, target: torch.Tensor, cuts: Cuts, ranks: Sequence[int]) -> Transfer:
-        with self._beside() as done:
+        with self._beside("a reduction over NCCL") as done:
             if whole is None:
                 whole = torch.zeros(cuts[-1], dtype=target.dtype, device=self.device)
             else:
@@ -235,11 +235,11 @@ class NcclCollectives(Collectives):
         self.stream.synchronize()
 
     @contextmanager
-    def _beside(self) -> Iterator[Callable[[], Transfer]]:
+    def _beside(self, what: str) -> Iterator[Callable[[], Transfer]]:
         """Inside, what is launched comes after what computes now, on the stream. Gives what says when it has ended."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            yield lambda: StreamTransfer(self.stream.record_event(), self.device)
+            yield lambda: StreamTransfer(self.stream.record_event(), self.device, what)
 
 
 def collectives(world: World, device: torch.device) -> Collectives:

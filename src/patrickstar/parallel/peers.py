@@ -71,6 +71,12 @@ class _Nothing(Transfer):
     def wait(self) -> None:
         """There is nothing to wait for."""
 
+    def hasten(self) -> None:
+        """There is nothing to hasten."""
+
+    def cancel(self) -> None:
+        """There is nothing to drop."""
+
 
 NOTHING = _Nothing()
 

@@ -91,14 +91,16 @@ class Rounds:
 
     def _exchange(self, word: Word) -> list[Word]:
         ready = sorted(word.ready)
-        said = torch.full((_HEAD + _AT_ONCE,), -1, dtype=torch.int32)
-        said[:_HEAD] = torch.tensor([word.want, word.chunk, word.engine, len(ready)], dtype=torch.int32)
+        said = torch.full((_HEAD + _AT_ONCE,), -1, dtype=torch.int32, device="cpu")
+        said[:_HEAD] = torch.tensor([word.want, word.chunk, word.engine, len(ready)], dtype=torch.int32, device="cpu")
         if ready:
-            said[_HEAD : _HEAD + min(len(ready), _AT_ONCE)] = torch.tensor(ready[:_AT_ONCE], dtype=torch.int32)
+            said[_HEAD : _HEAD + min(len(ready), _AT_ONCE)] = torch.tensor(
+                ready[:_AT_ONCE], dtype=torch.int32, device="cpu"
+            )
         rows = self.world.collect(said).tolist()
         longest = max(row[3] for row in rows)
         if longest > _AT_ONCE:
-            rest = torch.full((longest,), -1, dtype=torch.int32)
-            rest[: len(ready)] = torch.tensor(ready, dtype=torch.int32)
+            rest = torch.full((longest,), -1, dtype=torch.int32, device="cpu")
+            rest[: len(ready)] = torch.tensor(ready, dtype=torch.int32, device="cpu")
             rows = [row[:_HEAD] + more for row, more in zip(rows, self.world.collect(rest).tolist(), strict=True)]
         return [Word(Want(row[0]), row[1], frozenset(row[_HEAD : _HEAD + row[3]]), row[2]) for row in rows]

@@ -122,7 +122,7 @@ class World:
 
         Waits in Python, where Ctrl-C is heard.
         """
-        words = torch.empty(self.size * word.numel(), dtype=word.dtype)
+        words = torch.empty(self.size * word.numel(), dtype=word.dtype, device="cpu")
         try:
             work = gather_into(words, word, self.control, async_op=True)
             while not work.is_completed():
@@ -142,7 +142,7 @@ class World:
     def tell(self, value: Any) -> list[Any]:
         """Plain data (what JSON can say) of all, by rank."""
         said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = self.collect(torch.tensor([said.numel()]))[:, 0]
+        sizes = self.collect(torch.tensor([said.numel()], device="cpu"))[:, 0]
         padded = torch.nn.functional.pad(said, (0, int(sizes.max()) - said.numel()))
         found = self.collect(padded)
         return [json.loads(bytes(row[: int(size)].tolist()).decode()) for row, size in zip(found, sizes, strict=True)]

@@ -23,7 +23,7 @@ class Saved(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         place = self.places[name]
-        found = torch.empty(place.numel, dtype=DTYPES[place.dtype])
+        found = torch.empty(place.numel, dtype=DTYPES[place.dtype], device="cpu")
         place.read_into(found, 0)
         return found.view(place.shape)
 
@@ -80,7 +80,7 @@ def adapter_names(model: nn.Module) -> dict[str, dict[str, str]]:
 
     adapters: Collection[str] = getattr(model, "peft_config")  # noqa: B009 (nn.Module types it as a tensor)
     every = list(model.state_dict(keep_vars=True))
-    numbers = {name: torch.tensor(number) for number, name in enumerate(every)}
+    numbers = {name: torch.tensor(number, device="cpu") for number, name in enumerate(every)}
     found = {}
     for adapter in adapters:
         picked = get_peft_model_state_dict(model, state_dict=dict(numbers), adapter_name=adapter)

@@ -74,7 +74,7 @@ class Source:
 
     def read(self, first: int, numel: int) -> torch.Tensor:
         """`numel` of its elements from `first` on, in a row."""
-        found = torch.empty(numel, dtype=DTYPES[self.dtype])
+        found = torch.empty(numel, dtype=DTYPES[self.dtype], device="cpu")
         at = 0  # where the piece begins
         for piece in self.pieces:
             begin, end = max(first, at), min(first + numel, at + piece.numel)

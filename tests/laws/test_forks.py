@@ -1,0 +1,254 @@
+"""Children made by fork(): they do not get the chunks' memory, and neither they nor the engine come to harm."""
+
+import gc
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar.checkpoint.page_file import PageFile
+from patrickstar.engine.engine import Engine
+from patrickstar.errors import TrainingError
+from patrickstar.memory.movers import Movers
+from patrickstar.memory.pages import SYSTEM_PAGE, PageBank, Range, can_move_pages
+from patrickstar.memory.slab import Slab
+
+from .models import config
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps memory from children"),
+    # From Python 3.12 on; engines have threads.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+
+def inherited(address: int, nbytes: int) -> list[str]:
+    """Return the mappings at these addresses that a child would get, as /proc/self/smaps describes them."""
+    found, covered, inside = [], 0, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            low, high = (int(part, 16) for part in span.groups())
+            overlap = min(high, address + nbytes) - max(low, address)
+            inside = line if overlap > 0 else ""
+            covered += max(0, overlap)
+        elif inside and line.startswith("VmFlags:") and "dc" not in line.split():
+            found.append(f"{inside} {line}")
+    assert covered == nbytes, "some of it is not mapped at all"
+    return found
+
+
+def in_child(function: Callable[[], object], seconds: float = 20.0) -> int:
+    """Run a function in a forked child that then ends as Python does; return its exit status, negative for a signal."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(int(seconds))
+            function()
+            gc.collect()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# Memory
+
+
+def test_the_host_slab_is_not_inherited():
+    slab = Slab(10 * SYSTEM_PAGE, pinned=False)
+    assert not inherited(slab.memory.data_ptr(), 10 * SYSTEM_PAGE)
+    slab.give(slab.take(8 * SYSTEM_PAGE), for_good=True)
+    assert not inherited(slab.memory.data_ptr(), 10 * SYSTEM_PAGE)
+
+
+@pytest.mark.skipif(not can_move_pages(), reason="this system moves no pages")
+def test_ranges_are_not_inherited_wherever_their_pages_have_moved():
+    bank, ranges = PageBank(), [Range(8 * SYSTEM_PAGE), Range(5 * SYSTEM_PAGE), Range(11 * SYSTEM_PAGE)]
+
+    def check() -> None:
+        for memory in ranges:
+            assert not inherited(memory.address, memory.nbytes)
+
+    check()
+    bank.commit(ranges[0])
+    check()
+    bank.park(ranges[0])
+    for taker in (ranges[1], ranges[2]):  # a part of the first one's pages, then the rest and new ones
+        bank.commit(taker)
+        check()
+    bank.park(ranges[2])
+    bank.trim(2 * SYSTEM_PAGE)
+    check()
+    bank.commit(ranges[0])
+    check()
+    bank.forget(ranges[1])
+    check()
+
+
+def test_stages_of_threads_are_not_inherited():
+    movers, stages, gate = Movers(2, "test", 3 * SYSTEM_PAGE), [], threading.Barrier(2)
+
+    def job(stage: torch.Tensor) -> None:
+        stages.append(stage)
+        gate.wait()
+
+    movers.submit([job, job], "nothing").wait()
+    assert len({stage.data_ptr() for stage in stages}) == 2
+    for stage in stages:
+        assert not inherited(stage.data_ptr(), stage.numel())
+    movers.close()
+
+
+def test_buffers_of_a_checkpoints_file_are_not_inherited(tmp_path):
+    file = PageFile(tmp_path / "file", 100, page_bytes=SYSTEM_PAGE)
+    assert not inherited(file._buffers.data_ptr(), file._buffers.numel())
+    file.abandon()
+
+
+def test_a_child_keeps_what_it_has_mapped_at_addresses_that_its_parent_used():
+    """Finalizers of the parent's memory do not unmap the child's own."""
+
+    def use_the_addresses() -> None:
+        nonlocal memory, stage
+        import ctypes
+        import mmap
+
+        from patrickstar.memory import pages
+
+        addresses = [(memory.address, memory.nbytes), (stage.memory.data_ptr(), 4 * SYSTEM_PAGE)]
+        for address, nbytes in addresses:
+            flags = pages.RESERVE | pages._MAP_FIXED
+            assert pages._mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address
+            ctypes.memset(address, 7, nbytes)
+        memory = stage = None
+        gc.collect()
+        for address, nbytes in addresses:
+            assert ctypes.string_at(address, nbytes) == b"\7" * nbytes
+
+    memory, stage = Range(4 * SYSTEM_PAGE), Slab(4 * SYSTEM_PAGE, pinned=False)
+    assert in_child(use_the_addresses) == 0
+
+
+# Engines
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 800), nn.Tanh(), nn.Linear(800, 3))
+
+
+def new_engine(**options: object) -> Engine:
+    torch.manual_seed(0)
+    return Engine(build, config("bf16", 4096, **options), meter=testing.NoMeter(), evict_everything=True, poison=True)
+
+
+def step(engine: Engine) -> float:
+    loss = engine(torch.ones(2, 6)).float().square().mean()
+    engine.backward(loss)
+    engine.optimizer.step()
+    return loss.item()
+
+
+def test_a_child_that_drops_the_engine_or_its_model_or_closes_it_ends_well():
+    engine = new_engine()
+    losses = [step(engine)]
+    model = engine.module
+
+    def drop() -> None:
+        nonlocal engine
+        engine = None
+        gc.collect()
+
+    def drop_the_model_too() -> None:
+        nonlocal model
+        model = None
+        drop()
+
+    def close() -> None:
+        engine.close()
+
+    for function in (lambda: None, drop, drop_the_model_too, close):
+        assert in_child(function) == 0, function
+        losses.append(step(engine))
+    assert engine.optimizer is not None
+    expected = new_engine()
+    assert losses == [step(expected) for _ in losses]
+    testing.assert_same_bits(expected.state_dict(), engine.state_dict(), "parameters")
+    expected.close()
+    engine.close()
+
+
+def test_a_child_that_leaves_as_an_interpreter_does_ends_well():
+    """With exit handlers and finalizers, as `sys.exit` in a child made by `os.fork` has them run."""
+    script = """
+import os, sys, torch, patrickstar as ps
+model = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Linear(40, 3))
+engine, optimizer = ps.initialize(model, ps.Config(device="cpu", chunk_size=256, activation_offload=True))
+def step():
+    engine.backward(engine(torch.ones(2, 6)).float().square().mean())
+    optimizer.step()
+step()
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+step()
+"""
+    import subprocess
+
+    options = {"timeout": 60, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", script], **options)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_child_that_uses_the_engine_is_told_whose_it_is():
+    engine = new_engine()
+
+    def use() -> None:
+        for call in (lambda: engine(torch.ones(2, 6)), engine.state_dict, engine.optimizer.step):
+            with pytest.raises(TrainingError, match=rf"memory of process {os.getppid()}.*made by fork"):
+                call()
+
+    assert in_child(use) == 0
+    engine.close()
+
+
+class Numbers(Dataset):
+    """Rows of numbers that depend on their index alone."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index % 6 == 0:
+            gc.collect()
+        return torch.randn(6, generator=torch.Generator().manual_seed(index))
+
+
+@pytest.mark.parametrize("room", ["plenty", "evicted"])
+def test_workers_that_load_data_leave_the_bits_of_plain_pytorch(room):
+    def script(trainer, optimizer):
+        losses = []
+        for _ in range(2):  # the second pass forks while chunks have been in use
+            for batch in DataLoader(Numbers(), batch_size=3, num_workers=2, multiprocessing_context="fork"):
+                loss = trainer(batch).float().square().mean()
+                trainer.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach().clone())
+        assert len(losses) == 8
+        return losses
+
+    budget = {"device_memory": "1MiB", "host_memory": "1MiB"} if room == "plenty" else {}
+    options = ps.Config(device="cpu", chunk_size=4096, activation_offload=True, **budget)
+    testing.compare(build, options, script)

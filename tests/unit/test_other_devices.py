@@ -1,0 +1,31 @@
+"""Memory of an accelerator that is not CUDA: it is never read as if it lay on the host.
+
+The meta device stands for one. A copy from its address would end the process.
+"""
+
+import pytest
+import torch
+
+from patrickstar.checkpoint.page_file import PageFile
+from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.disk import DiskTier
+from patrickstar.memory.scratch import ScratchFile
+
+META = torch.device("meta")
+
+
+def test_a_checkpoints_file_copies_by_pytorch(tmp_path):
+    file = PageFile(tmp_path / "file", 400)
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        file.write(torch.empty(100, device=META))
+    file.abandon()
+
+
+@pytest.mark.parametrize("call", [DiskTier.read, DiskTier.write])
+def test_the_disk_tier_moves_memory_of_the_host_and_of_cuda_alone(tmp_path, call):
+    tier = DiskTier(ScratchFile(tmp_path, 4096))
+    chunk = Chunk("param16", 0, 1024, "float32", META)
+    tier.place(chunk)
+    with pytest.raises((RuntimeError, ValueError, AssertionError)):
+        call(tier, chunk, 0, torch.empty(4096, dtype=torch.uint8, device=META)).wait()
+    tier.close()
