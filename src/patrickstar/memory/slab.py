@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import os
 import weakref
 from bisect import insort
 from dataclasses import dataclass
@@ -38,8 +39,9 @@ def _start(place: Place) -> int:
     return place.start
 
 
-def _unlock(cuda: CudaDevice, locked: list[int], memory: torch.Tensor) -> None:
-    cuda.unlock(locked)
+def _unlock(process: int, cuda: CudaDevice, locked: list[int], memory: torch.Tensor) -> None:
+    if os.getpid() == process:  # a child made by fork() has neither the memory nor CUDA
+        cuda.unlock(locked)
 
 
 class Slab:
@@ -58,12 +60,12 @@ class Slab:
         """What the slab takes of the machine's memory: pages that were in a place, and were not given back since."""
         self._places: list[Place] = []
         self.memory = self._reserve(nbytes)
-        self._unlock: weakref.finalize[[CudaDevice, list[int], torch.Tensor], Slab] | None = None
+        self._unlock: weakref.finalize[[int, CudaDevice, list[int], torch.Tensor], Slab] | None = None
         if cuda is not None and nbytes:
             locked = cuda.lock(self.memory.data_ptr(), nbytes)
             # A slab that nobody closes is unlocked before its memory is unmapped: the finalizer holds the memory. When
             # the process ends, the driver unlocks it.
-            self._unlock = weakref.finalize(self, _unlock, cuda, locked, self.memory)
+            self._unlock = weakref.finalize(self, _unlock, os.getpid(), cuda, locked, self.memory)
             self._unlock.atexit = False
 
     @property
