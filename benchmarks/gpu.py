@@ -13,7 +13,6 @@ Nothing is fetched from a network. Where the package is not installed for the Py
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from datetime import date
 from importlib import import_module
 from pathlib import Path
 
+from gpu_stages.logged import run_logged
 from gpu_stages.record import Check, Fact, Figure, Record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,8 +33,9 @@ RESULT = "Result: "
 PROBE = """
 import sys, torch
 from patrickstar.cli.machine import machine_name
-from patrickstar.kernels.native import Native
-Native.load()
+if sys.argv[2] == "complete":
+    from patrickstar.kernels.native import Native
+    Native.load()
 print(f"{machine_name(torch.device(sys.argv[1]))}; PyTorch {torch.__version__}; Python {sys.version.split()[0]}")
 """
 
@@ -59,21 +60,22 @@ class Stage:
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage("versions", 1, "machine, packages, memory outside of the allocator", "versions:run"),
-        Stage("tests", 7, "tests/cuda, file by file", "tests:run"),
+        Stage("versions", 1.5, "machine, packages, memory outside of the allocator", "versions:run"),
+        Stage("tests", 6.5, "tests/cuda, file by file", "tests:run"),
         Stage("sanitizer", 4, "races between streams, accesses out of bounds", "sanitizer:run"),
         Stage("bits", 3, "bits under delayed copies, at other alignments, of the update", "bits:run"),
         Stage("micro", 5, "copies, locking of host memory, launches, bookkeeping", "micro:run"),
         Stage("resident", 5, "whole steps where everything fits, beside plain PyTorch", "training:resident"),
-        Stage("capped", 9.5, "whole steps within 24 GiB, beside FSDP2 and DeepSpeed", "training:capped"),
-        Stage("blocking", 4, "tests/cuda with every launch blocking", "tests:run_blocking"),
+        Stage("capped", 7, "3 billion parameters within 24 GiB, beside FSDP2 and DeepSpeed", "training:capped"),
+        Stage("large", 5, "8 billion parameters within 24 GiB", "training:large"),
+        Stage("blocking", 3, "tests/cuda with every launch blocking", "tests:run_blocking"),
     )
 }
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage ended: `problem` is empty if it ran to its end."""
+    """The end of a stage: `problem` is empty if it ran to its end."""
 
     stage: Stage
     seconds: float
@@ -145,7 +147,7 @@ def prepare(options: argparse.Namespace) -> tuple[dict[str, str], str]:
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    found = probe(options.device, environment)
+    found = probe(options.device, environment, complete=True)
     if found.returncode == 0:
         return environment, found.stdout.strip()
     wheels = sorted(map(str, options.wheels.glob("*.whl")))
@@ -153,7 +155,7 @@ def prepare(options: argparse.Namespace) -> tuple[dict[str, str], str]:
     print(f"building the package into {SITE.relative_to(ROOT)}, with {len(wheels)} wheels", flush=True)
     subprocess.run([*command, "--upgrade", "--target", str(SITE), *wheels, str(ROOT)], check=True)
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(SITE)])
-    found = probe(options.device, environment)
+    found = probe(options.device, environment, complete=False)  # The stage `versions` tells of a missing kernel.
     if found.returncode != 0:
         sys.exit(
             f"the package can't be used by {sys.executable}: {found.stderr.strip().splitlines()[-1]}\n"
@@ -162,9 +164,9 @@ def prepare(options: argparse.Namespace) -> tuple[dict[str, str], str]:
     return environment, found.stdout.strip()
 
 
-def probe(device: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Try the package, its kernel included, in a process of its own."""
-    command = [sys.executable, "-c", PROBE, device]
+def probe(device: str, environment: dict[str, str], *, complete: bool) -> subprocess.CompletedProcess[str]:
+    """Try the package in a process of its own; `complete` with its C++ kernel."""
+    command = [sys.executable, "-c", PROBE, device, "complete" if complete else ""]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
@@ -177,28 +179,10 @@ def run_stage(
     if limit_s <= 0:
         return Outcome(stage, 0.0, "no time was left for it", "")
     start = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, __file__, stage.name, "--device", options.device, "--child", str(record.path)],
-        env=environment,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    problem = ""
-    try:
-        printed, _ = process.communicate(timeout=limit_s)
-        if process.returncode != 0:
-            problem = f"it ended with exit code {process.returncode}"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        printed, _ = process.communicate()
-        problem = f"it was ended at its limit of {limit_s:.0f} s"
-    print(printed, flush=True)
-    tail = "\n".join(printed.splitlines()[-TAIL_LINES:]) if problem else ""
-    return Outcome(stage, time.monotonic() - start, problem, tail)
+    command = [sys.executable, __file__, stage.name, "--device", options.device, "--child", str(record.path)]
+    done = run_logged(command, environment, limit_s=limit_s, cwd=str(ROOT))
+    tail = "\n".join(done.text.splitlines()[-TAIL_LINES:]) if done.problem else ""
+    return Outcome(stage, time.monotonic() - start, done.problem, tail)
 
 
 def write(outcome: Outcome, record: Record, machine: str, options: argparse.Namespace, output: Path) -> bool:

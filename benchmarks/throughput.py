@@ -1,6 +1,6 @@
 """Everything fits: the engine against the plain PyTorch loop of the same precision protocol, GPT-2 124M, bf16.
 
-python benchmarks/throughput.py [--device cpu] [--batch 1] [--sequence 512] [--rounds 9]
+python benchmarks/throughput.py [--batch 1] [--sequence 512] [--rounds 9]
 Steps of the two take turns in one process, PyTorch's with its fused AdamW; the ratio is the median over pairs. Before
 that, the losses of a few steps must be the same bits as the reference's, whose AdamW is PyTorch's without fused
 multiply-adds.
@@ -81,7 +81,7 @@ def run(checkpointing: bool, options: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", choices=["cpu"], help="on a GPU: make gpu STAGES=resident")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=9)

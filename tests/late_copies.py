@@ -44,6 +44,8 @@ class LateTransfer(StreamTransfer):
         self.chunk = chunk
         self.to, self.come, self.nbytes = target.data_ptr(), source.data_ptr(), source.nbytes
         self.ran = False
+        self.ordered = False
+        """Whether computation waits for it."""
         self.seen = False
         """Whether the host knows that the copy has ended."""
         self.read: bytes | None = None
@@ -73,6 +75,9 @@ class LateTransfer(StreamTransfer):
 
     def order(self) -> None:
         self.stream.advance_to(self)
+        for transfer in self.stream.hardware.unseen:
+            if transfer.stream is self.stream and transfer.number <= self.number:
+                transfer.ordered = True
 
     def run(self) -> None:
         """Copy the bytes as they are now."""
@@ -208,8 +213,13 @@ class LateHardware(Hardware):
         """Allow `target` to change: the device writes it, after the copies that computation was ordered after."""
         start, end = target.data_ptr(), target.data_ptr() + target.nbytes
         for transfer in self.unseen:
-            if transfer.ran and transfer.come < end and start < transfer.come + transfer.nbytes:
+            if transfer.ordered and transfer.come < end and start < transfer.come + transfer.nbytes:
                 transfer.check()
+
+    def check_rest(self) -> None:
+        """Assert of the copies that nobody has waited for, too, that their source has not changed."""
+        for transfer in self.unseen:
+            transfer.check()
 
     def copies(self) -> Copies:
         return LateCopies(self)

@@ -1,4 +1,4 @@
-"""What single operations take: copies, registration of host memory, launches, bookkeeping of the engine."""
+"""Times of single operations: copies, registration of host memory, launches, bookkeeping of the engine."""
 
 import argparse
 from functools import partial
@@ -12,6 +12,7 @@ from gpu_stages.record import Record
 from gpu_stages.timing import once, seconds
 from patrickstar.engine.engine import Engine
 from patrickstar.engine.here import trial_span
+from patrickstar.errors import BudgetError
 from patrickstar.kernels.adam import AdamRule
 from patrickstar.kernels.choice import Kernels
 from patrickstar.kernels.rule import Gradient, Span
@@ -38,7 +39,7 @@ def run(record: Record, options: argparse.Namespace) -> None:
 
 
 def bare_copies(record: Record, device: torch.device, small: bool) -> None:
-    """Copies between host and device of PyTorch's own, from locked and from pageable memory."""
+    """Measure PyTorch's own copies between host and device, from locked and from pageable memory."""
     cuda = device.type == "cuda"
     for nbytes in (MIB // 4,) if small else (4 * MIB, 8 * MIB, 64 * MIB):
         there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -77,7 +78,7 @@ def _both_ways(record: Record, device: torch.device, nbytes: int) -> None:
 
 
 def engine_copies(record: Record, device: torch.device, small: bool) -> None:
-    """The engine's own copies of a chunk, and how much of them a matrix product hides."""
+    """Measure the engine's own copies of a chunk, and how much of them a matrix product hides."""
     nbytes = MIB if small else 64 * MIB
     hardware = Hardware(device)
     host, copies = HostTier(2 * nbytes, 2 * nbytes, hardware.slab, poison=False), hardware.copies()
@@ -129,7 +130,7 @@ def engine_copies(record: Record, device: torch.device, small: bool) -> None:
 
 
 def bookkeeping(record: Record, device: torch.device, small: bool) -> None:
-    """What the engine's Python takes per parameter, and one reading of its meter."""
+    """Measure the engine's Python per parameter, and one reading of its meter."""
     meter = Hardware(device).meter()
     record.figure(
         "one reading of non-model data", 1e6 * seconds(lambda: meter.now(0), device, inner=50), "us", predicted=10
@@ -177,7 +178,7 @@ def bookkeeping(record: Record, device: torch.device, small: bool) -> None:
 
 
 def updates(record: Record, device: torch.device, small: bool) -> None:
-    """Adam on either side: the launch for a small parameter, and the rate for a large one."""
+    """Measure Adam on either side: the launch for a small parameter, and the rate for a large one."""
     host = Kernels.best(torch.device("cpu"))
     numel = 100_000 if small else 64_000_000
     span = trial_span(numel)
@@ -205,7 +206,7 @@ def updates(record: Record, device: torch.device, small: bool) -> None:
 
 
 def registration(record: Record, device: torch.device, small: bool) -> None:
-    """Locking host memory: bare, with and without touching it first, and the engine's slab."""
+    """Measure the locking of host memory: bare, with and without touching it first, and the engine's slab."""
     import psutil
 
     available = psutil.virtual_memory().available
@@ -218,7 +219,11 @@ def registration(record: Record, device: torch.device, small: bool) -> None:
             for touched in (False, True):
                 _register(record, name, nbytes, touched)
         slabs: list[Slab] = []
-        took = once(lambda slabs=slabs, nbytes=nbytes: slabs.append(Hardware(device).slab(nbytes)), device)
+        try:
+            took = once(lambda slabs=slabs, nbytes=nbytes: slabs.append(Hardware(device).slab(nbytes)), device)
+        except BudgetError as error:
+            record.figure(f"the engine's slab of {name}", None, "s", note=str(error)[:300])
+            continue
         record.figure(f"the engine's slab of {name}", took, "s", predicted=0.1 * nbytes / GIB)
         slabs.pop().close()
 
@@ -241,3 +246,8 @@ def _register(record: Record, name: str, nbytes: int, touched: bool) -> None:
     record.figure(what, took, "s", predicted=(0.03 if touched else 0.1) * nbytes / GIB, note=f"status {status}")
     if status == 0:
         cudart.cudaHostUnregister(memory.data_ptr())
+        return
+    try:  # The next launch raises the error of the call that failed, and clears it.
+        torch.ones(1, device="cuda").add_(1)
+    except RuntimeError as error:
+        print(f"cleared: {error}", flush=True)

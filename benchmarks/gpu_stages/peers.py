@@ -1,5 +1,6 @@
-"""Who else trains: plain PyTorch, FSDP2 with its parameters on the host, DeepSpeed if it is installed."""
+"""Other trainers: plain PyTorch, FSDP2 with its parameters on the host, DeepSpeed if it is installed."""
 
+import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +25,7 @@ def nothing() -> None:
 
 
 def plain(run: "Run", found: dict[str, Any]) -> Made:
-    """Plain PyTorch under the same precision protocol, with its fused AdamW over fp32 masters."""
+    """Return a step of plain PyTorch under the same precision protocol, with its fused AdamW over fp32 masters."""
     options = ps.AdamW()
     fused = partial(torch.optim.AdamW, lr=options.lr, weight_decay=options.weight_decay, fused=True)
     model = materialize(build_on_meta(run.model, run.checkpointing), torch.device(run.device))
@@ -47,11 +48,12 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def fsdp2(run: "Run", found: dict[str, Any]) -> Made:
-    """FSDP2 on one device, with `CPUOffloadPolicy` beside a GPU: fp32 parameters, gradients and states on the host."""
+    """Return a step of FSDP2 on one device; beside a GPU fp32 parameters, gradients and states are on the host."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     cuda = run.device != "cpu"
     store = tempfile.mktemp(prefix="gpu-fsdp2-")
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -80,7 +82,7 @@ def fsdp2(run: "Run", found: dict[str, Any]) -> Made:
 
 
 def deepspeed(run: "Run", found: dict[str, Any]) -> Made:
-    """DeepSpeed's ZeRO-3 with parameters and optimizer on the host."""
+    """Return a step of DeepSpeed's ZeRO-3 with parameters and optimizer on the host."""
     import deepspeed
 
     options = ps.AdamW()

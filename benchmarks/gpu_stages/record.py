@@ -1,4 +1,4 @@
-"""What a stage has found: figures beside their predictions, and checks that passed or failed."""
+"""Findings of a stage: figures beside their predictions, and checks that passed or failed."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -27,7 +27,7 @@ class Figure:
 
     @property
     def misses(self) -> bool:
-        """Whether the prediction was off by more than half, either way."""
+        """Return whether the prediction was off by more than half, either way."""
         if self.measured is None or not self.predicted:
             return False
         return not 2 / 3 <= self.measured / self.predicted <= 1.5

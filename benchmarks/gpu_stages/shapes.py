@@ -1,6 +1,7 @@
 """Models by name, built without holding their parameters, and values to fill these with."""
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -76,9 +77,13 @@ def pattern(model: nn.Module, name: str) -> torch.Tensor:
     param = model.get_parameter(name)
     if param.dim() < 2:
         return torch.full(param.shape, 0.0 if name.endswith("bias") else 1.0, device="cpu")
-    numbers = 0.02 * torch.randn(PATTERN_NUMEL, generator=torch.Generator().manual_seed(0))
     times = math.ceil(param.numel() / PATTERN_NUMEL)
-    return numbers.repeat(times)[: param.numel()].view(param.shape)
+    return _numbers().repeat(times)[: param.numel()].view(param.shape)
+
+
+@cache
+def _numbers() -> torch.Tensor:
+    return 0.02 * torch.randn(PATTERN_NUMEL, generator=torch.Generator().manual_seed(0))
 
 
 def materialize(model: nn.Module, device: torch.device) -> nn.Module:

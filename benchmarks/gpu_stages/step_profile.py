@@ -29,9 +29,14 @@ def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, 
     for name in WAITS:
         found[name] = sum(1 for event in events if event.name == name)
     if cuda:
-        on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-        copies = [event for event in on_device if "memcpy" in event.name.lower()]
-        kernels = [event for event in on_device if "mem" not in event.name.lower()]
+        on_device = [
+            event
+            for event in events
+            # Annotations span the gaps between the kernels of their range.
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+        ]
+        copies = [event for event in on_device if event.name.startswith("Memcpy")]
+        kernels = [event for event in on_device if not event.name.startswith(("Memcpy", "Memset"))]
         found["kernels"] = len(kernels)
         found["busy"] = _covered_s(kernels) / took
         found["copying"] = _covered_s(copies) / took

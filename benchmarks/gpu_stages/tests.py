@@ -2,17 +2,19 @@
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from xml.etree import ElementTree
 
+from gpu_stages.logged import run_logged
 from gpu_stages.record import Record
 
 ROOT = Path(__file__).parents[2]
 MOST_FAILURES = 20
+LIMIT_S = 120
+"""For one file."""
 
 
 def run(record: Record, options: argparse.Namespace) -> None:
@@ -46,21 +48,14 @@ def _run_pytest(record: Record, what: str, arguments: list[str], environment: di
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         start = time.perf_counter()
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "--tb=short", "-rN"),
-                *(f"--maxfail={MOST_FAILURES}", f"--junit-xml={report}", *arguments),
-            ],
-            cwd=ROOT,
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        command = [
+            *(sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-W", "default", "--tb=short", "-rN"),
+            *("-o", "faulthandler_timeout=60", f"--maxfail={MOST_FAILURES}", f"--junit-xml={report}", *arguments),
+        ]
+        done = run_logged(command, os.environ | environment, limit_s=LIMIT_S, cwd=str(ROOT))
         took = time.perf_counter() - start
-        print(done.stdout, flush=True)
         if not report.exists():
-            record.check(what, False, f"pytest ended with {done.returncode}: {_last_line(done.stdout)}")
+            record.check(what, False, f"{done.problem or 'no report'}: {_last_line(done.text)}")
             return
         suite = ElementTree.parse(report).getroot()
     cases = list(suite.iter("testcase"))

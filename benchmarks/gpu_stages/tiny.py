@@ -12,12 +12,12 @@ WIDTH = 64
 
 
 def build() -> nn.Module:
-    """Four layers with a norm each."""
+    """Build four layers with a norm each."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(4)))
 
 
 def config(device: str) -> ps.Config:
-    """A budget that holds three of the chunks."""
+    """Return a configuration whose budget holds three of the chunks."""
     return ps.Config(device=device, chunk_size=256, device_memory=3 * 2 * WIDTH * (WIDTH + 8))
 
 

@@ -1,4 +1,4 @@
-"""Train one model by one trainer in a process of its own; the last line it prints is a JSON object of figures.
+"""Train one model by one trainer in a process of its own; one line that it prints holds its figures, as a JSON object.
 
 python -m gpu_stages.trainer '{"trainer": "engine", "model": "tiny", "device": "cpu", ...}', in benchmarks/
 """
@@ -18,6 +18,7 @@ from gpu_stages.peers import PEERS, Step
 from gpu_stages.shapes import build_on_meta, pattern
 from gpu_stages.step_profile import profile_step
 from gpu_stages.timing import synchronize
+from gpu_stages.training import RESULT
 
 WARM_UP_STEPS = 3
 """The first is watched, the second checks the trace, the third is the first that is planned."""
@@ -25,11 +26,11 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class Run:
-    """What to train, by what, and for how long.
+    """A training run: the model, the trainer, the budget and the number of steps.
 
     Args:
         trainer: "engine", "plain", "fsdp2" or "deepspeed".
-        model: a name of `shapes.SHAPES`.
+        model: a name of `shapes.LLAMAS`, or a preset of the command line.
         device: "cuda" or "cpu".
         batch: samples per step.
         sequence: tokens per sample.
@@ -83,7 +84,7 @@ def engine(run: Run, found: dict[str, Any]) -> tuple[Step, Callable[[], None]]:
 
 
 def tokens(run: Run, device: torch.device) -> torch.Tensor:
-    """Random token ids, the same for every trainer."""
+    """Return random token ids, the same for every trainer."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (run.batch, run.sequence), generator=generator).to(device)
 
@@ -124,4 +125,5 @@ def main(run: Run) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Run(**json.loads(sys.argv[1])))))
+    found = main(Run(**json.loads(sys.argv[1])))
+    print(f"{RESULT}{json.dumps(found)}", flush=True)

@@ -4,10 +4,10 @@ import argparse
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
+from gpu_stages.logged import run_logged
 from gpu_stages.record import Record
 
 GIB = 1 << 30
@@ -15,8 +15,11 @@ GIB = 1 << 30
 # Rates that predictions are made with, per second. They are a guess of what an H100 machine reaches, not its limit.
 FLOPS, LINK_BYTES, HOST_BYTES = 500e12, 50e9, 100e9
 PEAK_FLOPS = 989e12
+LIMIT_S = {"8b": 290.0}
+RESULT = "result: "
+"""Begins the line of a trainer's output that holds its figures."""
 LAUNCH_BOUND_S = 0.02
-"""What the host takes to launch a step of a small model."""
+"""Time of the host to launch a step of a small model."""
 
 
 def resident(record: Record, options: argparse.Namespace) -> None:
@@ -42,27 +45,32 @@ def capped(record: Record, options: argparse.Namespace) -> None:
     """A budget far below the model data: the engine, with its peers and allocator settings."""
     checkpointing = {"checkpointing": True, "device": options.device}
     if options.small:
-        run = {"model": "tiny", "batch": 2, "sequence": 16} | checkpointing
-        budget: dict[str, Any] = {"device_memory": 64 << 20}
-        _measured(record, "tiny, FSDP2", run | {"trainer": "fsdp2"}, options)
-        _measured(record, "tiny in 64 MiB", run | {"trainer": "engine"} | budget, options, budget=64 << 20)
+        tiny = {"model": "tiny", "batch": 2, "sequence": 16}
+        _measured(record, "tiny, FSDP2", tiny | checkpointing | {"trainer": "fsdp2"}, options)
         return
     middle = {"model": "3b", "batch": 4, "sequence": 2048} | checkpointing
-    large = {"model": "8b", "batch": 2, "sequence": 2048} | checkpointing
     within = {"trainer": "engine", "device_memory": 24 * GIB}
-    _measured(record, "8b in 24 GiB, engine", large | within | {"plan": True}, options, budget=24 * GIB)
     _measured(record, "3b in 24 GiB, engine", middle | within | {"plan": True}, options, budget=24 * GIB)
     _measured(record, "3b, FSDP2 offloaded to the CPU", middle | {"trainer": "fsdp2", "steps": 3}, options)
-    _measured(record, "3b, plain, all of the GPU", middle | {"trainer": "plain"}, options)
     if importlib.util.find_spec("deepspeed") is not None:
         _measured(record, "3b, DeepSpeed ZeRO-3 offloaded", middle | {"trainer": "deepspeed", "steps": 3}, options)
     else:
         record.fact("DeepSpeed", "not installed")
+    _measured(record, "3b, plain, all of the GPU", middle | {"trainer": "plain"}, options)
     _measured(record, "3b in 24 GiB, engine, update=True", middle | within | {"update": True}, options, budget=24 * GIB)
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
     _measured(
         record, "3b in 24 GiB, engine, no expandable segments", middle | within, options, settings, budget=24 * GIB
     )
+
+
+def large(record: Record, options: argparse.Namespace) -> None:
+    """Train a model that no trainer here holds on the GPU: 8 billion parameters within 24 GiB, the rest in RAM."""
+    model, sequence, budget = ("tiny", 16, 64 << 20) if options.small else ("8b", 2048, 24 * GIB)
+    run = {"model": model, "batch": 2, "sequence": sequence, "checkpointing": True, "device": options.device}
+    name = f"{model} in {budget / GIB:g} GiB, engine"
+    planned = {"trainer": "engine", "device_memory": budget, "plan": not options.small}
+    _measured(record, name, run | planned, options, budget=budget)
 
 
 def _same_losses(record: Record, model: str, run: dict[str, Any]) -> None:
@@ -112,7 +120,7 @@ def _measured(
             limit = budget / GIB if budget is not None and key in ("allocated", "reserved") else None
             record.figure(f"{name}: {what}", found[key] / scale, unit, limit=limit)
     if budget is not None and "allocated" in found:
-        record.check(f"{name}: allocated memory stays within the budget", found["allocated"] <= budget)
+        record.check(f"{name}: allocated memory of planned steps stays within the budget", found["allocated"] <= budget)
     return found
 
 
@@ -133,10 +141,10 @@ def _record_step(record: Record, name: str, run: dict[str, Any], found: dict[str
 
 
 def step_s(numel: int, tokens: int, run: dict[str, Any]) -> tuple[float, float]:
-    """Return what a step should take, and the least it can take, all resources overlapped.
+    """Return what a step should take, and the least that computing and the link allow, overlapped, in seconds.
 
     With everything on the device it is computing, or launching. Under a budget the states are updated on the host:
-    28 bytes of memory traffic per parameter, 2 bytes down and up to 4 up.
+    28 bytes of memory traffic per parameter, whose rate is not known beforehand, 2 bytes down and up to 4 up.
     """
     flops = (8 if run.get("checkpointing") else 6) * numel * tokens
     if run.get("device_memory") is None:
@@ -145,21 +153,17 @@ def step_s(numel: int, tokens: int, run: dict[str, Any]) -> tuple[float, float]:
     # Without update=True the update follows backward.
     together = max(flops / FLOPS, link_s)
     predicted = max(together, host_s) if run.get("update") else together + host_s
-    return predicted, max(flops / PEAK_FLOPS, 4 * numel / 63e9, host_s)
+    return predicted, max(flops / PEAK_FLOPS, 4 * numel / 63e9)
 
 
 def _train(run: dict[str, Any], settings: dict[str, str]) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "gpu_stages.trainer", json.dumps(run)],
-        env=os.environ | settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    lines = done.stdout.strip().splitlines()
-    print(done.stdout, flush=True)
-    if done.returncode != 0 or not lines:
-        told = [line for line in lines if "Error" in line] or lines or [f"exit code {done.returncode}"]
-        return {"error": told[-1][:400]}
-    result: dict[str, Any] = json.loads(lines[-1])
-    return result
+    command = [sys.executable, "-m", "gpu_stages.trainer", json.dumps(run)]
+    done = run_logged(command, os.environ | settings, limit_s=LIMIT_S.get(run["model"], 120), cwd=os.getcwd())
+    lines = done.text.splitlines()
+    # Libraries may have the last word.
+    results = [line.removeprefix(RESULT) for line in lines if line.startswith(RESULT)]
+    if not results:
+        told = [line for line in lines if "Error" in line] or lines
+        return {"error": ": ".join([done.problem or "no result", *told[-1:]])[:400]}
+    found: dict[str, Any] = json.loads(results[-1])
+    return found

@@ -39,7 +39,7 @@ gpu_marks = [
 
 
 def held_bytes(dtype: torch.dtype = torch.bfloat16) -> int:
-    """What this process holds of the device without chunks: workspaces of libraries, and tensors that are alive."""
+    """Return the bytes of the device that no chunk holds: workspaces of libraries, and tensors that are alive."""
     hardware = Hardware(DEVICE)
     library_bytes = hardware.library_bytes(dtype)
     gc.collect()
@@ -74,7 +74,9 @@ def memory_limit(more_bytes: int):
 def run_program(program: str, **environment: str) -> str:
     """Run Python in a process of its own. Returns what it printed; asserts that it ended well."""
     root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root / "src"), str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # The package that this process has, which need not be the one in `src`: that one may lack its library.
+    package = str(Path(ps.__file__).parents[1])
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")]), package])
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=root,

@@ -35,13 +35,13 @@ def numbers(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def busy() -> None:
-    """What computes is late: collectives have to wait for it."""
+    """Keep the device busy, so that collectives have to wait for it."""
     if ON_GPU:
         torch.cuda._sleep(20_000_000)
 
 
 def result(tensor: torch.Tensor, transfer) -> torch.Tensor:
-    """What a tensor holds for those who compute after a transfer."""
+    """Return what a tensor holds for computation that is ordered after a transfer."""
     getattr(transfer, "order", transfer.wait)()
     return tensor.cpu()
 

@@ -47,7 +47,7 @@ def test_recurrent_layers():
 @pytest.mark.parametrize("memory", ["1GiB", "24MiB"], ids=["updated above", "updated below"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_updates_beside_backward(memory, precision):
-    """What the host works on while the GPU goes on, chunks of several pages included."""
+    """The host updates chunks, some of several pages, while the GPU goes on."""
     width = 1100
 
     def build():

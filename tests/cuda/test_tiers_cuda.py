@@ -32,7 +32,7 @@ def test_training_from_disk_gives_the_bits_of_plain_pytorch(tmp_path, stress, ma
 
 
 def expected(config: ps.Config, steps: int) -> list[torch.Tensor]:
-    """What plain PyTorch comes to. It has left the device when this returns."""
+    """Return plain PyTorch's result. Its memory is freed when this returns."""
     torch.manual_seed(0)
     reference = ReferenceTrainer(layers(), config)
     return train(reference, inputs(steps)) + outcome(reference)

@@ -1,4 +1,4 @@
-"""What users do beside a plain loop, with chunks that move: evaluation, data loaders, errors, accumulation."""
+"""Habits beside a plain loop, with chunks that move: evaluation, data loaders, errors, accumulation."""
 
 import warnings
 
@@ -20,7 +20,7 @@ OPTIONS = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
 
 
 def plain(steps: int) -> list[torch.Tensor]:
-    """What plain PyTorch comes to after so many steps."""
+    """Return plain PyTorch's parameters after so many steps."""
     torch.manual_seed(0)
     reference = ReferenceTrainer(layers(), ps.Config(**OPTIONS))
     return train(reference, inputs(steps)) + outcome(reference)

@@ -35,7 +35,7 @@ def test_every_stage_runs_and_leaves_its_results(tmp_path):
 def test_a_stage_that_runs_into_its_limit_says_so_and_the_next_one_runs(tmp_path):
     done = run("versions", "micro", "--device", "cpu", "--minutes", "0.002", "--output", str(tmp_path))
     assert done.returncode == 1
-    assert "FAILED: it was ended at its limit of 0 s" in (tmp_path / "gpu_versions-cpu.md").read_text()
+    assert "FAILED: ended at its limit of 0.1" in (tmp_path / "gpu_versions-cpu.md").read_text()
     assert "FAILED: no time was left for it" in (tmp_path / "gpu_micro-cpu.md").read_text()
 
 

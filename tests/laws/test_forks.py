@@ -66,7 +66,7 @@ def in_child(function: Callable[[], object], seconds: float = 20.0) -> int:
 
 
 def test_the_host_slab_is_not_inherited():
-    slab = Slab(10 * SYSTEM_PAGE, pinned=False)
+    slab = Slab(10 * SYSTEM_PAGE)
     assert not inherited(slab.memory.data_ptr(), 10 * SYSTEM_PAGE)
     slab.give(slab.take(8 * SYSTEM_PAGE), for_good=True)
     assert not inherited(slab.memory.data_ptr(), 10 * SYSTEM_PAGE)
@@ -136,7 +136,7 @@ def test_a_child_keeps_what_it_has_mapped_at_addresses_that_its_parent_used():
         for address, nbytes in addresses:
             assert ctypes.string_at(address, nbytes) == b"\7" * nbytes
 
-    memory, stage = Range(4 * SYSTEM_PAGE), Slab(4 * SYSTEM_PAGE, pinned=False)
+    memory, stage = Range(4 * SYSTEM_PAGE), Slab(4 * SYSTEM_PAGE)
     assert in_child(use_the_addresses) == 0
 
 

@@ -113,6 +113,7 @@ def run_schedule(seed: int, directory, failures: float = 0.0) -> LateHardware | 
         testing.assert_same_bits(expected, script(engine, engine.optimizer), f"schedule {seed}: what the loop saw")
         testing.assert_same_bits(reference.state_dict(), engine.state_dict(), f"schedule {seed}: parameters")
         testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
+        hardware.check_rest()
         hardware.memory_retries = engine.stats.total.memory_retries
     finally:
         engine.close()
@@ -163,6 +164,21 @@ def test_an_allocation_that_fails_twice_is_an_error_and_training_goes_on():
     engine.close()
 
 
+def test_the_host_does_not_wait_for_copies_to_the_device():
+    """Without grad every chunk is fetched on demand; computation is ordered after the copy, and the host goes on."""
+    shape = Shape(("mlp", "mlp", "mlp"), tied=False, frozen_norms=False, checkpointing=False)
+    hardware = LateHardware(seed=0)
+    options = config("bf16", 512, device_memory=6000)
+    engine = Engine(shape.build, options, meter=testing.NoMeter(), poison=True, hardware=hardware)
+    with torch.no_grad():
+        engine(*batches(1)[0])
+        queued, waited = hardware.queued, hardware.host_waits
+        engine(*batches(1)[0])
+    assert hardware.queued - queued > 5, "the budget holds everything"
+    assert hardware.host_waits == waited
+    engine.close()
+
+
 def no_order(monkeypatch):
     """Computation is not ordered after the copy that it needs."""
     monkeypatch.setattr(LateTransfer, "order", lambda self: None)
@@ -208,6 +224,7 @@ def device_memory_is_reused_at_once(monkeypatch):
 def test_a_missing_wait_is_found(fault, monkeypatch, tmp_path):
     """The simulation itself: with a fault planted, one of the schedules fails."""
     fault(monkeypatch)
-    with pytest.raises(AssertionError):
+    found = "schedule .* differs|source of a copy was overwritten|device memory was freed"
+    with pytest.raises(AssertionError, match=found):
         for first in range(0, 200, SCHEDULES_PER_TEST):
             run_schedules(first, tmp_path)

@@ -109,6 +109,9 @@ class Stats:
             inactive_split_bytes=allocator.inactive_split_bytes,
             allocator_retries=retries,
         )
+        self.total = self.total.plus(self.last)
+        manager.compute.restart_peak()
+        manager.host.restart_peaks()
         if retries and not self._warned:
             self._warned = True
             warnings.warn(
@@ -118,6 +121,3 @@ class Stats:
                 f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if it is set to something else",
                 stacklevel=2,
             )
-        self.total = self.total.plus(self.last)
-        manager.compute.restart_peak()
-        manager.host.restart_peaks()

@@ -21,11 +21,11 @@ class Hardware:
     """The machine itself."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.cuda = CudaDevice(device) if device.type == "cuda" else None
+        self.device = self.cuda.device if self.cuda is not None else device  # with its index
         self.host_device = torch.device("cpu")
         self.beside = device.type != "cpu"
         """Whether copies between host and device, and updates on the host, run beside what the device computes."""
-        self.cuda = CudaDevice(device) if device.type == "cuda" else None
 
     def start(self) -> None:
         """Prepare the device for an engine that the calling thread makes, before anything is allocated on it."""

@@ -404,7 +404,10 @@ class Manager:
             try:
                 self.moves.come(chunk, urgent=False)
             except torch.OutOfMemoryError:
-                break  # It is fetched when it is accessed, and memory is made for it then.
+                # What is needed is fetched when it is accessed, and memory is made for it then.
+                self.traffic.memory_retries += 1
+                self.prefetch = None
+                self._line.clear()
 
     def _ask_ahead(self, prefetch: Prefetch) -> None:
         present = {index for index, chunk in self.param16.items() if chunk.on_device_now and chunk.leaving is None}

@@ -65,10 +65,12 @@ class Moves:
         self.in_flight[chunk] = None  # first: Ctrl-C may strike between any two lines
         try:
             self.compute.take(chunk)
+            chunk.coming = self.transit.up(chunk, urgent)
         except torch.OutOfMemoryError:
             del self.in_flight[chunk]
+            if chunk.device_bytes:
+                self.compute.give(chunk)
             raise
-        chunk.coming = self.transit.up(chunk, urgent)
         self._count_up(chunk)
 
     def _count_up(self, chunk: Chunk) -> None:

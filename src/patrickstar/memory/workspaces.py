@@ -4,7 +4,6 @@ import os
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,10 +42,9 @@ def library_bytes(cuda: CudaDevice, dtype: torch.dtype) -> int:
         with torch.cuda.device(cuda.index), torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
             # Said once by the thread of backward, whose context is about to be made.
             warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
-            options: dict[str, Any] = {"dtype": dtype, "device": cuda.device}
-            x = torch.ones(SIZE, SIZE, **options)
-            weight = torch.ones(SIZE, SIZE, requires_grad=True, **options)
-            bias = torch.ones(SIZE, **options)
+            x = torch.ones(SIZE, SIZE, dtype=dtype, device=cuda.device)
+            weight = torch.ones(SIZE, SIZE, dtype=dtype, device=cuda.device, requires_grad=True)
+            bias = torch.ones(SIZE, dtype=dtype, device=cuda.device)
             here = _kept(cuda, lambda: _product(x, weight, bias))
             there = _kept(cuda, lambda: torch.autograd.grad(_product(x, weight, bias).sum(), weight))
     except torch.OutOfMemoryError as error:
