@@ -40,11 +40,14 @@ bench-disk: $(INSTALLED)
 	$(BIN)/python benchmarks/checkpoints.py --directory $(DISK)
 	$(BIN)/python benchmarks/policies.py
 
-# Forty minutes on a GPU, or with DEVICE=cpu their rehearsal. STAGES: some of them by name, as `--list` prints them.
+# Forty minutes on a GPU, or with DEVICE=cpu their rehearsal. STAGES: some of them by name, as `--list` prints them;
+# MINUTES: for all of them; OUTPUT: where results go.
 # It needs no network: where the set-up has not been run, it takes what PYTHON has, and builds the package there.
 DEVICE ?= cuda
+MINUTES ?= 40
 gpu:
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --device $(DEVICE) $(STAGES)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --device $(DEVICE) --minutes $(MINUTES) \
+		$(if $(OUTPUT),--output $(OUTPUT)) $(STAGES)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
