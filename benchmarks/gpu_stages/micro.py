@@ -17,6 +17,7 @@ from patrickstar.kernels.adam import AdamRule
 from patrickstar.kernels.choice import Kernels
 from patrickstar.kernels.rule import Gradient, Span
 from patrickstar.memory.chunk import Chunk
+from patrickstar.memory.cuda import CudaDevice
 from patrickstar.memory.hardware import Hardware
 from patrickstar.memory.host import HostTier
 from patrickstar.memory.movers import Transfer
@@ -234,20 +235,12 @@ def _register(record: Record, name: str, nbytes: int, touched: bool) -> None:
     if touched:
         took = once(memory.zero_, device)
         record.figure(f"touching {name}", took, "s", predicted=0.05 * nbytes / GIB)
-    cudart = torch.cuda.cudart()
-    status = None
-
-    def register() -> None:
-        nonlocal status
-        status = int(cudart.cudaHostRegister(memory.data_ptr(), nbytes, 1))
-
-    took = once(register, device)
     what = f"cudaHostRegister of {name}, {'touched before' if touched else 'not touched before'}"
-    record.figure(what, took, "s", predicted=(0.03 if touched else 0.1) * nbytes / GIB, note=f"status {status}")
-    if status == 0:
-        cudart.cudaHostUnregister(memory.data_ptr())
+    cuda, locked = CudaDevice(torch.device("cuda")), []
+    try:
+        took = once(lambda: locked.extend(cuda.lock(memory.data_ptr(), nbytes)), device)
+    except BudgetError as error:
+        record.figure(what, None, "s", note=str(error)[:300])
         return
-    try:  # The next launch raises the error of the call that failed, and clears it.
-        torch.ones(1, device="cuda").add_(1)
-    except RuntimeError as error:
-        print(f"cleared: {error}", flush=True)
+    record.figure(what, took, "s", predicted=(0.03 if touched else 0.1) * nbytes / GIB)
+    cuda.unlock(locked)

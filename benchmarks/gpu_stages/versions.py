@@ -44,6 +44,8 @@ def run(record: Record, options: argparse.Namespace) -> None:
 def _gpu(record: Record, device) -> None:
     import torch
 
+    from patrickstar.memory.hardware import Hardware
+
     if (tool := shutil.which("nvidia-smi")) is not None:
         asked = [tool, "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"]
         found = subprocess.run([*asked, "--format=csv,noheader"], stdout=subprocess.PIPE, text=True, timeout=60)
@@ -54,9 +56,7 @@ def _gpu(record: Record, device) -> None:
     record.figure(
         "context", (total - before) / 2**20, "MiB", predicted=530, note="used before the first allocation, others' too"
     )
-    x = torch.randn(256, 256, device=device, requires_grad=True)
-    for dtype in (torch.bfloat16, torch.float32):
-        torch.nn.functional.linear(x.to(dtype), x.to(dtype)).float().pow(2).mean().backward()
+    Hardware(device).library_bytes(torch.bfloat16)
     torch.cuda.synchronize()
     after, _ = torch.cuda.mem_get_info(device)
     held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)

@@ -13,7 +13,7 @@ OTHER_ALLOCATORS = (
     "Triton Error [CUDA]: out of memory",
     "Cuda failure 2 'out of memory'",
 )
-"""What errors without a class of their own say: PyTorch's CPU allocator, cuBLAS, cuDNN, the CUDA driver (which loads
+"""Texts of errors without a class of their own: PyTorch's CPU allocator, cuBLAS, cuDNN, the CUDA driver (which loads
 kernels when they are first launched), Triton's launcher, and NCCL."""
 
 

@@ -27,7 +27,7 @@ class ModelState:
         self.complete = False
         """Whether all processes are here for that, if there are several."""
         self.process = os.getpid()
-        """Whose memory the chunks are in: not that of its children. See [Note: memory that children do not get]."""
+        """The process that has the chunks. See [Note: memory that children do not get]."""
 
     def read(self, slot: Slot, kind: str) -> torch.Tensor:
         """A copy, on the host, of a parameter in a list; of several processes each gives its part."""

@@ -38,7 +38,7 @@ class StepStats:
     reserved_bytes: int = 0
     """Memory that the allocator held of a GPU when the step ended, in use or not; 0 on a CPU, as are the next two."""
     inactive_split_bytes: int = 0
-    """Of it, free parts of segments in use: what fragmentation costs."""
+    """Free parts of segments in use, part of `reserved_bytes`: the cost of fragmentation."""
     allocator_retries: int = 0
     """How often the allocator found no memory, freed what it cached, and tried again."""
 

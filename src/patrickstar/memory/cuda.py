@@ -20,10 +20,10 @@ PORTABLE = 1
 FREE_PERCENT = 92
 """The most of a device's free memory that the default budget takes: the allocator holds more than it hands out."""
 OUTSIDE_BYTES = 3 << 29
-"""What the default budget leaves at least, 1.5 GiB: kernels loaded on first use, handles of cuBLAS and cuDNN, Triton's
-modules, and memory that the allocator holds in pieces nobody can use. None of it is counted by the allocator."""
+"""The least that the default budget leaves free, 1.5 GiB: kernels loaded on first use, handles of cuBLAS and cuDNN,
+Triton's modules, and memory that the allocator holds in unusable pieces. None of it is counted by the allocator."""
 NCCL_BYTES = 1 << 30
-"""What it leaves on top where several processes train: NCCL's own buffers."""
+"""Left free on top where several processes train: NCCL's own buffers."""
 LEAST_PERCENT = 60
 """The least that it takes of a small device's free memory, where `OUTSIDE_BYTES` would leave next to nothing."""
 

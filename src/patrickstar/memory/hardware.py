@@ -87,7 +87,7 @@ class Hardware:
         """Bytes that are no whole chunk cross between host and device; whoever says so copies them."""
 
     def release_cached_memory(self) -> None:
-        """Have the allocator give back to the device what it keeps of freed memory."""
+        """Return memory that the allocator caches to the device."""
         if self.cuda is not None:
             torch.cuda.empty_cache()
 

@@ -70,7 +70,7 @@ class Slab:
 
     @property
     def pinned(self) -> bool:
-        """Whether the memory is page-locked."""
+        """Return whether the memory is page-locked."""
         return self._unlock is not None and self._unlock.alive
 
     def _reserve(self, nbytes: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ LEAST_BYTES = 1 << 16
 CONFIG_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
 _known: dict[int, int] = {}
-"""What was found, by device; workspaces belong to the process."""
+"""Bytes found so far, by device: workspaces belong to the process."""
 
 
 def library_bytes(cuda: CudaDevice, dtype: torch.dtype) -> int:
