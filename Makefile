@@ -62,7 +62,7 @@ format: $(INSTALLED)
 clean:
 	rm -rf $(VENV) build dist runs .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 
-KERNEL := $(wildcard src/patrickstar/kernels/native/*)
+KERNEL := $(wildcard src/patrickstar/_kernels/cpp/*)
 
 $(INSTALLED): pyproject.toml constraints.txt $(KERNEL)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "PatrickStar needs Python 3.11 or newer")'

@@ -16,10 +16,10 @@ from statistics import median
 import torch
 from report import publish
 
-from patrickstar.kernels.adam import AdamRule
-from patrickstar.kernels.native import Native
-from patrickstar.kernels.rule import Gradient, Span
-from patrickstar.memory.meter import ResidentMeter
+from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.cpp_backend import Native
+from patrickstar._kernels.update_rule import Gradient, Span
+from patrickstar._memory.memory_meter import ResidentMeter
 
 BYTES_PER_PARAM = 28
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01

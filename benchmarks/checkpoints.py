@@ -24,10 +24,10 @@ from report import publish
 from transformers import GPT2LMHeadModel
 
 import patrickstar as ps
-from patrickstar.checkpoint.page_file import PAGES
-from patrickstar.cli.presets import PRESETS
-from patrickstar.layout.sizes import format_size
-from patrickstar.memory.scratch import PAGE_BYTES
+from patrickstar._checkpoint.direct_writer import PAGES
+from patrickstar._cli.presets import PRESETS
+from patrickstar._layout.byte_size import format_size
+from patrickstar._memory.swap_file import PAGE_BYTES
 
 BARE_THREADS = 2
 

@@ -27,9 +27,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import GPT2LMHeadModel
 
 import patrickstar as ps
-from patrickstar.cli.presets import PRESETS
-from patrickstar.engine.adopt import make_layout, param_specs
-from patrickstar.parallel.world import World
+from patrickstar._cli.presets import PRESETS
+from patrickstar._distributed.process_group import World
+from patrickstar._engine.param_init import make_layout, param_specs
 from patrickstar.testing import NoMeter
 
 
@@ -72,7 +72,7 @@ class Ours:
         self.engine = ps.Engine(partial(build, options.model), config, meter=meter, world=world)
         self.optimizer = self.engine.optimizer
         self.most_bytes = 0
-        manager = self.engine._manager
+        manager = self.engine._core.manager
         take = manager.compute.take
 
         def watched(chunk: Any) -> None:
@@ -132,7 +132,7 @@ def worker(options: argparse.Namespace) -> None:
         layout = ours.engine.layout
         for _ in range(3):
             timed(ours, ids)
-        ours.most_bytes = ours.engine._manager.compute.used + ours.engine._manager.host.used
+        ours.most_bytes = ours.engine._core.manager.compute.used + ours.engine._core.manager.host.used
         _, wire, _ = timed(ours, ids)
         last = ours.engine.stats.last
         found[name] = {

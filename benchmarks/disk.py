@@ -20,8 +20,8 @@ import psutil
 import torch
 from report import publish
 
-from patrickstar.memory.movers import Movers
-from patrickstar.memory.scratch import PAGE_BYTES, ScratchFile
+from patrickstar._memory.swap_file import PAGE_BYTES, ScratchFile
+from patrickstar._memory.worker_pool import Movers
 
 CHUNK_BYTES = 64 * 1024**2
 SIDES = ("bare", "unchecked", "ours")

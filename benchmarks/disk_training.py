@@ -22,10 +22,10 @@ from report import publish
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar as ps
-from patrickstar.engine.engine import Engine
-from patrickstar.layout.sizes import format_size
-from patrickstar.memory.probe import measure
-from patrickstar.schedule.prefetch import NextUseAhead, OnDemand
+from patrickstar._dry_run.disk_benchmark import measure
+from patrickstar._engine.engine import Engine
+from patrickstar._layout.byte_size import format_size
+from patrickstar._schedule.prefetch import NextUseAhead, OnDemand
 from patrickstar.testing import ReferenceTrainer
 
 LEARNING_RATE = 1e-4

@@ -19,10 +19,10 @@ from report import publish
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar as ps
-from patrickstar.engine.rehearsal import rehearse, rehearse_here
-from patrickstar.layout.sizes import format_size
-from patrickstar.schedule.machine import Host, Machine
-from patrickstar.schedule.trace import Trace
+from patrickstar._engine.dry_run import dry_run, dry_run_here
+from patrickstar._layout.byte_size import format_size
+from patrickstar._perf_model.machine_spec import Host, Machine
+from patrickstar._schedule.trace import Trace
 
 STEPS, TIMED = 6, 3
 PEAKS = ("device_peak_model_bytes", "device_peak_non_model_bytes", "host_peak_model_bytes")
@@ -87,12 +87,12 @@ def configured(budget: int) -> ps.Config:
 def say(draw: dict) -> dict:
     """What a rehearsal says of one draw, and the budget that it chose for it."""
     step = step_of(draw)
-    wide = rehearse(lambda: build(draw), configured(16 << 30), step, RAM)
+    wide = dry_run(lambda: build(draw), configured(16 << 30), step, RAM)
     # A budget that makes parameters move, in part of the draws.
     param16 = sum(param.numel() * 2 for param in build(draw).parameters())
     budget = int(1.3 * wide.stats.device_peak_non_model_bytes + param16 * draw["share"] + (1 << 26))
     start = time.perf_counter()
-    forecast = rehearse_here(lambda: build(draw), configured(budget), step, torch.device("cpu"))
+    forecast = dry_run_here(lambda: build(draw), configured(budget), step, torch.device("cpu"))
     return {
         "budget": budget,
         "rehearsal_s": time.perf_counter() - start,
@@ -114,7 +114,7 @@ def take(draw: dict) -> dict:
         step(engine)
         seconds.append(time.perf_counter() - start)
         stats.append(engine.stats.last)
-    trace = plain(engine._clock.trace)
+    trace = plain(engine._core.clock.trace)
     engine.close(keep=False)
     return {
         "seconds": median(seconds[-TIMED:]),

@@ -32,9 +32,9 @@ RESULT = "Result: "
 
 PROBE = """
 import sys, torch
-from patrickstar.cli.machine import machine_name
+from patrickstar._cli.machine_name import machine_name
 if sys.argv[2] == "complete":
-    from patrickstar.kernels.native import Native
+    from patrickstar._kernels.cpp_backend import Native
     Native.load()
 print(f"{machine_name(torch.device(sys.argv[1]))}; PyTorch {torch.__version__}; Python {sys.version.split()[0]}")
 """

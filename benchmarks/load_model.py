@@ -23,12 +23,12 @@ from report import publish
 from transformers import AutoModelForCausalLM
 
 import patrickstar as ps
-from patrickstar.checkpoint.safetensors import Entry, SafetensorsFile
-from patrickstar.cli.presets import PRESETS
+from patrickstar._checkpoint.safetensors_file import Entry, SafetensorsFile
+from patrickstar._cli.presets import PRESETS
+from patrickstar._layout.byte_size import format_size
 from patrickstar.integrations.transformers import from_pretrained
-from patrickstar.integrations.transformers.build import build_model, parameters_on_meta
-from patrickstar.integrations.transformers.folder import tensors_of
-from patrickstar.layout.sizes import format_size
+from patrickstar.integrations.transformers._model_builder import build_model, parameters_on_meta
+from patrickstar.integrations.transformers._model_folder import tensors_of
 
 SLACK_BYTES = 300 * 1000**2
 OPTIMIZERS = {"SGD": ps.SGD(lr=1e-3), "AdamW": ps.AdamW()}

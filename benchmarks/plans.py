@@ -12,12 +12,12 @@ import torch
 from report import publish
 
 import patrickstar as ps
-from patrickstar.cli.models import find_model
-from patrickstar.cli.train import language_model_workloads
-from patrickstar.engine.rehearsal import rehearse
-from patrickstar.layout.sizes import format_size
-from patrickstar.schedule.estimate import estimate, least_moved_bytes
-from patrickstar.schedule.machine import find_machine
+from patrickstar._cli.model_source import find_model
+from patrickstar._cli.train import language_model_workloads
+from patrickstar._engine.dry_run import dry_run
+from patrickstar._layout.byte_size import format_size
+from patrickstar._perf_model.machine_spec import find_machine
+from patrickstar._perf_model.perf_model import estimate, least_moved_bytes
 
 CASES = (
     ("gpt-4b", "8xV100-32GB", 8, False),
@@ -48,7 +48,7 @@ def row(name: str, place: str, batch: int, disk: bool, directory: str) -> list[s
     work = language_model_workloads(source, 1024, machine)(batch, True)
     start = time.perf_counter()
     config = ps.Config(device="cpu", disk=ps.Disk(directory) if disk else None)
-    found = rehearse(model, config, step, machine)
+    found = dry_run(model, config, step, machine)
     took = time.perf_counter() - start
     crossed, paged = least_moved_bytes(work, machine)
     stats = found.stats

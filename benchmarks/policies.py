@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from patrickstar.schedule.prefetch import Conservative, LifeTime, NextUseAhead, OnDemand, Prefetch
-from patrickstar.schedule.simulator import Simulated, simulate
-from patrickstar.schedule.trace import Moment, Trace
+from policy_simulator import Simulated, simulate
+from prefetch_policies import Conservative, LifeTime
+
+from patrickstar._schedule.prefetch import NextUseAhead, OnDemand, Prefetch
+from patrickstar._schedule.trace import Moment, Trace
 
 RESULT = Path(__file__).parent / "results" / "policies.md"
 POLICIES: tuple[type[Prefetch], ...] = (OnDemand, NextUseAhead, Conservative, LifeTime)

@@ -3,8 +3,8 @@
 python benchmarks/published.py
 
 Nothing is measured, so the result is the same on every machine; it is written to results/published.md. The published
-figures are in reference/patrickstar_published.csv; the policy is schedule/original.py, the machines are the files in
-schedule/machines/.
+figures are in reference/patrickstar_published.csv; the policy is patrickstar_v043/simulation.py, the machines are the
+files in _perf_model/machines/.
 """
 
 import csv
@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from patrickstar_v043.simulation import best_step
+
+from patrickstar._perf_model.gpt_costs import Gpt
+from patrickstar._perf_model.machine_spec import Machine, find_machine
+from patrickstar._perf_model.perf_model import best_estimate
+from patrickstar._perf_model.workload import gpt_workload
 from patrickstar.errors import BudgetError
-from patrickstar.schedule.estimate import best_estimate
-from patrickstar.schedule.gpt import Gpt
-from patrickstar.schedule.machine import Machine, find_machine
-from patrickstar.schedule.original import best_step
-from patrickstar.schedule.workload import gpt_workload
 
 REFERENCE = Path(__file__).parent / "reference" / "patrickstar_published.csv"
 RESULT = Path(__file__).parent / "results" / "published.md"
@@ -202,7 +203,7 @@ def claims_table(own: Fits | None = None) -> str:
 
 
 def own_fits(gpt: Gpt, machine: Machine, gpus: int) -> bool:
-    """This package's policy: shares of the model data, everything overlapped (`schedule/estimate.py`)."""
+    """This package's policy: shares of the model data, everything overlapped (`perf_model.py`)."""
     try:
         best_estimate(partial(gpt_workload, gpt), machine, gpus, checkpointing=(True,))
     except BudgetError:
@@ -217,12 +218,12 @@ def main(own: Fits = own_fits) -> None:
     text = f"""# published
 
 What the original PatrickStar (v0.4.3) reached on 1 and 8 V100 (arXiv 2108.05818), and what the simulation of its policy
-(`schedule/original.py`) says: 14 bytes per parameter, its margins, its movement without overlap, the best batch of 4,
-8, 16, 32 and 64 sequences per GPU. TFLOPS of all GPUs, 8 operations per parameter and token. Published values are read
-from charts, to about 1 %. *In margin*: chunks per process whose optimizer states are on the GPU.
+(`patrickstar_v043/simulation.py`) says: 14 bytes per parameter, its margins, its movement without overlap, the best
+batch of 4, 8, 16, 32 and 64 sequences per GPU. TFLOPS of all GPUs, 8 operations per parameter and token. Published
+values are read from charts, to about 1 %. *In margin*: chunks per process whose optimizer states are on the GPU.
 
 {published_table(node)}
-One set of constants serves all points; `schedule/machines/{NODE}.toml` says where each comes from. Three are
+One set of constants serves all points; `_perf_model/machines/{NODE}.toml` says where each comes from. Three are
 fitted to the 16 figures, all at once:
 
 - a core streams {host.core_bandwidth / 1e9:g} GB/s in an update,
@@ -256,7 +257,7 @@ The second machine's rate of eviction is read from the same profiles as its thro
 
 The family is the published figures' models, then {", ".join(BEYOND)}, the next shape that the original's scripts name,
 then {", ".join(FURTHER)}, the same with more layers. On the PC 0.7B comes first, and a sequence has 128 tokens. An
-empty field: no figure in the sources at hand. The own policy is `schedule/estimate.py`; it has trained on one device
+empty field: no figure in the sources at hand. The own policy is `perf_model.py`; it has trained on one device
 only so far.
 
 {claims_table(own)}

@@ -17,9 +17,9 @@ from report import publish
 from transformers import GPT2LMHeadModel
 
 import patrickstar as ps
-from patrickstar.cli.presets import PRESETS
+from patrickstar._cli.presets import PRESETS
+from patrickstar._layout.byte_size import format_size, parse_size
 from patrickstar.errors import BudgetError
-from patrickstar.layout.sizes import format_size, parse_size
 from patrickstar.testing import ReferenceTrainer
 
 HOST = parse_size("16GiB")

@@ -17,10 +17,10 @@ from foresight import RAM, build, step_of
 from report import publish
 
 import patrickstar as ps
-from patrickstar.engine.here import describe
-from patrickstar.engine.rehearsal import rehearse, rehearse_here
+from patrickstar._dry_run.machine_profile import describe
+from patrickstar._engine.dry_run import dry_run, dry_run_here
+from patrickstar._perf_model.machine_spec import Machine
 from patrickstar.errors import BudgetError
-from patrickstar.schedule.machine import Machine
 
 STEPS = 3
 
@@ -55,7 +55,7 @@ def outcome(train: Callable[[ps.Config], object], config: ps.Config) -> str:
 
 def options_of(draw: dict, directory: str | None) -> ps.Config:
     plenty = ps.Config(device="cpu", device_memory="16GiB", host_memory="16GiB")
-    wide = rehearse(lambda: build(draw), plenty, step_of(draw), RAM)
+    wide = dry_run(lambda: build(draw), plenty, step_of(draw), RAM)
     numel = sum(param.numel() for param in build(draw).parameters())
     return ps.Config(
         device="cpu",
@@ -67,7 +67,7 @@ def options_of(draw: dict, directory: str | None) -> ps.Config:
 
 def said(draw: dict, config: ps.Config, machine: Machine) -> str:
     def train(config: ps.Config) -> None:
-        rehearse_here(lambda: build(draw), config, step_of(draw), torch.device("cpu"), machine)
+        dry_run_here(lambda: build(draw), config, step_of(draw), torch.device("cpu"), machine)
 
     return outcome(train, config)
 

@@ -20,7 +20,7 @@ def pytest_addoption(parser):
 def _late_copies(request, monkeypatch):
     seed = request.config.getoption("--late-copies")
     if seed is not None:
-        monkeypatch.setattr("patrickstar.engine.engine.Hardware", lambda device: LateHardware(seed))
+        monkeypatch.setattr("patrickstar._engine.core.Hardware", lambda device: LateHardware(seed))
 
 
 @pytest.fixture(autouse=True, scope="session")

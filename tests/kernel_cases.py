@@ -2,12 +2,12 @@
 
 import torch
 
-from patrickstar.kernels.adam import AdamRule
-from patrickstar.kernels.lion import LionRule
-from patrickstar.kernels.listed import Listed
-from patrickstar.kernels.rule import Gradient, Rule, Span
-from patrickstar.kernels.sgd import SGDRule
-from patrickstar.kernels.survey import BLOCK_NUMEL, LANES
+from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.eager_backend import Listed
+from patrickstar._kernels.grad_norm import BLOCK_NUMEL, LANES
+from patrickstar._kernels.lion import LionRule
+from patrickstar._kernels.sgd import SGDRule
+from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
 RULES = [
     AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, True, 3),

@@ -24,12 +24,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from patrickstar.kernels.choice import Kernels
-from patrickstar.kernels.rule import Span
-from patrickstar.memory.chunk import Chunk, fill_poison
-from patrickstar.memory.copies import Copies, StreamTransfer
-from patrickstar.memory.hardware import Hardware
-from patrickstar.memory.pages import PageBank, Range
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.update_rule import Span
+from patrickstar._memory.chunk import Chunk, fill_poison
+from patrickstar._memory.copy_streams import Copies, StreamTransfer
+from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.vm_pool import PageBank, Range
 
 CPU = torch.device("cpu")
 

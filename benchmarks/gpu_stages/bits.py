@@ -8,13 +8,13 @@ from torch.nn import functional as F
 
 from gpu_stages import tiny
 from gpu_stages.record import Record
-from patrickstar.kernels.adam import AdamRule
-from patrickstar.kernels.choice import Kernels
-from patrickstar.kernels.rule import Gradient, Span
-from patrickstar.memory.chunk import Chunk
-from patrickstar.memory.copies import Copies
-from patrickstar.memory.hardware import Hardware
-from patrickstar.memory.movers import Transfer
+from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.update_rule import Gradient, Span
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.copy_streams import Copies
+from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.worker_pool import Transfer
 
 DELAY_CYCLES = 2_000_000
 """About a millisecond: many times what the tiny model computes between two copies."""

@@ -10,18 +10,18 @@ from torch.nn import functional as F
 import patrickstar as ps
 from gpu_stages.record import Record
 from gpu_stages.timing import once, seconds
-from patrickstar.engine.engine import Engine
-from patrickstar.engine.here import trial_span
+from patrickstar._dry_run.machine_profile import trial_span
+from patrickstar._engine.engine import Engine
+from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.update_rule import Gradient, Span
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.cuda_device import CudaDevice
+from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.host_arena import Slab
+from patrickstar._memory.host_tier import HostTier
+from patrickstar._memory.worker_pool import Transfer
 from patrickstar.errors import BudgetError
-from patrickstar.kernels.adam import AdamRule
-from patrickstar.kernels.choice import Kernels
-from patrickstar.kernels.rule import Gradient, Span
-from patrickstar.memory.chunk import Chunk
-from patrickstar.memory.cuda import CudaDevice
-from patrickstar.memory.hardware import Hardware
-from patrickstar.memory.host import HostTier
-from patrickstar.memory.movers import Transfer
-from patrickstar.memory.slab import Slab
 from patrickstar.testing import NoMeter
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.cli.presets import PRESETS
-from patrickstar.integrations.transformers.build import parameters_on_meta
+from patrickstar._cli.presets import PRESETS
+from patrickstar.integrations.transformers._model_builder import parameters_on_meta
 
 LLAMAS: dict[str, dict[str, Any]] = {
     "tiny": {

@@ -5,8 +5,8 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.engine.engine import Engine
-from patrickstar.memory.hardware import Hardware
+from patrickstar._engine.engine import Engine
+from patrickstar._memory.hardware import Hardware
 
 WIDTH = 64
 

@@ -19,8 +19,8 @@ def run(record: Record, options: argparse.Namespace) -> None:
     """Record what the machine is."""
     import torch
 
-    from patrickstar.cli.doctor import examine
-    from patrickstar.cli.machine import machine_name
+    from patrickstar._cli.doctor import examine
+    from patrickstar._cli.machine_name import machine_name
 
     device = torch.device(options.device)
     record.fact("machine", machine_name(device))
@@ -36,7 +36,7 @@ def run(record: Record, options: argparse.Namespace) -> None:
     for finding in examine(trial_numel=100_000 if options.small else 16_000_000):
         advice = f" -> {finding.advice}" if finding.advice else ""
         record.fact(f"doctor: {finding.name}", finding.text + advice)
-    from patrickstar.kernels.native import Native
+    from patrickstar._kernels.cpp_backend import Native
 
     record.check("the C++ kernel is there", Native.find() is not None)
 
@@ -44,7 +44,7 @@ def run(record: Record, options: argparse.Namespace) -> None:
 def _gpu(record: Record, device) -> None:
     import torch
 
-    from patrickstar.memory.hardware import Hardware
+    from patrickstar._memory.hardware import Hardware
 
     if (tool := shutil.which("nvidia-smi")) is not None:
         asked = [tool, "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"]

@@ -1,13 +1,13 @@
 """Train PyTorch models larger than the GPU's memory, within a memory budget, bit for bit as plain PyTorch does."""
 
 from patrickstar import errors, testing
-from patrickstar.engine.checkpoints import Checkpoints
-from patrickstar.engine.config import Config, Disk
-from patrickstar.engine.engine import Engine, initialize
-from patrickstar.engine.optimizer import ChunkOptimizer
-from patrickstar.engine.optimizers import SGD, Adam, AdamW, Lion, Optimizer, TorchOptimizer
-from patrickstar.engine.stats import StepStats
-from patrickstar.kernels.rule import Rule
+from patrickstar._engine.checkpoint_manager import Checkpoints
+from patrickstar._engine.chunk_optimizer import ChunkOptimizer
+from patrickstar._engine.engine import Engine, initialize
+from patrickstar._kernels.update_rule import Rule
+from patrickstar._step.stats import StepStats
+from patrickstar.config import Config, Disk
+from patrickstar.optim import SGD, Adam, AdamW, Lion, Optimizer, TorchOptimizer
 
 __version__ = "0.1.0"
 __all__ = [

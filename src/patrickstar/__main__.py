@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Run the command line, or say how to install what it needs."""
     try:
-        from patrickstar.cli.main import app
+        from patrickstar._cli.main import app
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "typer"):
             raise

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from torch import nn
 
-from patrickstar.engine.config import Config
-from patrickstar.engine.engine import Engine, initialize
-from patrickstar.engine.optimizer import ChunkOptimizer
+from patrickstar._engine.chunk_optimizer import ChunkOptimizer
+from patrickstar._engine.engine import Engine, initialize
+from patrickstar.config import Config
 
 
 def initialize_engine(

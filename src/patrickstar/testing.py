@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.engine.config import Config
-from patrickstar.engine.engine import Engine
-from patrickstar.engine.optimizers import Optimizer, TorchOptimizer
-from patrickstar.engine.own_lists import follow_rounded
-from patrickstar.engine.precision import LossScaler, cast_inputs, clip_coefficient, compute_dtypes
-from patrickstar.kernels.rounding import canonical_nan_, round_into
-from patrickstar.kernels.survey import Survey, block_sums, fold
+from patrickstar._engine.engine import Engine
+from patrickstar._kernels.grad_norm import Survey, block_sums, fold
+from patrickstar._kernels.rounding import canonical_nan_, round_into
+from patrickstar._params.local_shards import follow_rounded
+from patrickstar._params.precision import LossScaler, cast_inputs, clip_coefficient, compute_dtypes
+from patrickstar.config import Config
+from patrickstar.optim import Optimizer, TorchOptimizer
 
 Script = Callable[[Any, Any], Sequence[torch.Tensor]]
 """What both trainers run: takes a trainer and its optimizer, returns tensors to compare."""

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from patrickstar import testing
-from patrickstar.engine.engine import Engine
+from patrickstar._engine.engine import Engine
+from patrickstar._kernels.cpp_backend import Native
 from patrickstar.errors import TrainingError
-from patrickstar.kernels.native import Native
 
 from .zoo import WIDTH, Stack, linear, mean_square, mlp, normal, normal_batches, small_chunks, weight
 
@@ -79,9 +79,9 @@ def test_the_same_bits_while_operators_go_on(precision):
     def script(trainer, optimizer):
         waits = []
         if isinstance(trainer, Engine):
-            trainer._early.beside = True
-            wait = trainer._early.wait
-            trainer._early.wait = lambda: (waits.append(len(trainer._early._running)), wait())
+            trainer._core.early.beside = True
+            wait = trainer._core.early.wait
+            trainer._core.early.wait = lambda: (waits.append(len(trainer._core.early._running)), wait())
         for step in range(4):
             loss = mean_square(trainer(normal(2, width, seed=step)))
             trainer.backward(loss, update=True)
@@ -97,9 +97,9 @@ def updated_before_the_step(engine):
     for (x,) in normal_batches(2):
         engine.backward(mean_square(engine(x)), update=True)
         engine.optimizer.step()
-    before = {slot.name: slot.steps for slot in engine._data.slots}
+    before = {slot.name: slot.steps for slot in engine._core.data.slots}
     engine.backward(mean_square(engine(normal_batches(1)[0][0])), update=True)
-    return {slot.name for slot in engine._data.slots if slot.steps > before[slot.name]}
+    return {slot.name for slot in engine._core.data.slots if slot.steps > before[slot.name]}
 
 
 def test_chunks_are_updated_before_the_step(precision):
@@ -107,7 +107,7 @@ def test_chunks_are_updated_before_the_step(precision):
     names = set(dict(engine.module.named_parameters()))
     assert updated_before_the_step(engine) == names
     engine.optimizer.step()
-    assert {slot.steps for slot in engine._data.slots} == {3}
+    assert {slot.steps for slot in engine._core.data.slots} == {3}
     engine.close()
 
 
@@ -116,7 +116,7 @@ def test_what_reentrant_checkpointing_adds_to_comes_later():
     x = normal(2, WIDTH).requires_grad_()
     for _ in range(3):
         engine.backward(mean_square(engine(x)), update=True)
-        late = {slot.name for slot in engine._data.slots if slot.has_gradient}
+        late = {slot.name for slot in engine._core.data.slots if slot.has_gradient}
         engine.optimizer.step()
     assert late == {"shared.weight", "shared.bias"}
     engine.close()
@@ -239,7 +239,7 @@ def test_no_other_backward_may_come_between(raw):
     with pytest.raises(TrainingError, match="another backward"):
         second.backward() if raw else engine.backward(second)
     engine.optimizer.step()
-    assert {slot.steps for slot in engine._data.slots} == {3}
+    assert {slot.steps for slot in engine._core.data.slots} == {3}
     engine.close()
 
 
@@ -280,12 +280,12 @@ def test_a_resumed_engine_watches_a_step_first():
 def test_closing_waits_for_what_is_at_work():
     width = 1200
     engine = Engine(lambda: nn.Linear(width, width), small_chunks("bf16", chunk_bytes=1 << 23), meter=testing.NoMeter())
-    engine._early.beside = True
+    engine._core.early.beside = True
     x = normal(2, width)
     for _ in range(3):
         engine.backward(mean_square(engine(x)), update=True)
         engine.optimizer.step()
     engine.backward(mean_square(engine(x)), update=True)
-    assert not engine._early._running
+    assert not engine._core.early._running
     engine.close()
     assert all(param.isfinite().all() for param in engine.module.parameters())

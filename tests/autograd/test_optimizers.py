@@ -420,7 +420,7 @@ def test_bytes_per_parameter(name, precision):
     assert {chunk.scheme.bytes_per_param for chunk in layout.chunks} == {expected}
     assert layout.model_data_bytes - layout.padding_bytes == expected * numel
     train(engine, optimizer, steps=1)
-    assert engine._manager.compute.used + engine._manager.host.used == layout.model_data_bytes
+    assert engine._core.manager.compute.used + engine._core.manager.host.used == layout.model_data_bytes
     engine.close()
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.engine.engine import Engine
+from patrickstar._engine.engine import Engine
 from patrickstar.errors import ModelError, TrainingError
 
 from .zoo import WIDTH, linear, mean_square, normal, small_chunks

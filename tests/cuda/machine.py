@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import patrickstar as ps
-from patrickstar.engine.engine import Engine
-from patrickstar.layout.sizes import parse_size
-from patrickstar.memory.cuda import CudaDevice
-from patrickstar.memory.hardware import Hardware
+from patrickstar._engine.engine import Engine
+from patrickstar._layout.byte_size import parse_size
+from patrickstar._memory.cuda_device import CudaDevice
+from patrickstar._memory.hardware import Hardware
 from patrickstar.testing import NoMeter
 
 DEVICE = torch.device(os.environ.get("PATRICKSTAR_TEST_DEVICE", "cuda"))

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from patrickstar.parallel.collectives import collectives
-from patrickstar.parallel.world import World
+from patrickstar._distributed.collectives import collectives
+from patrickstar._distributed.process_group import World
 
 from .machine import DEVICE, ON_GPU, marks
 

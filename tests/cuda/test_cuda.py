@@ -6,9 +6,9 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.kernels.adam import AdamRule
-from patrickstar.kernels.listed import Listed
-from patrickstar.kernels.rule import Gradient, Span
+from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.eager_backend import Listed
+from patrickstar._kernels.update_rule import Gradient, Span
 
 from .machine import DEVICE, marks
 from .toys import gpt

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import patrickstar as ps
-from patrickstar.engine.engine import Engine
+from patrickstar._engine.engine import Engine
+from patrickstar._layout.byte_size import parse_size
+from patrickstar._memory.cuda_device import CudaDevice
+from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.host_arena import Slab
+from patrickstar._memory.memory_meter import CudaMeter
+from patrickstar._memory.workspaces import THREADS, workspace_bytes
 from patrickstar.errors import BudgetError
-from patrickstar.layout.sizes import parse_size
-from patrickstar.memory.cuda import CudaDevice
-from patrickstar.memory.hardware import Hardware
-from patrickstar.memory.meter import CudaMeter
-from patrickstar.memory.slab import Slab
-from patrickstar.memory.workspaces import THREADS, workspace_bytes
 
 from .machine import DEVICE, budget, held_bytes, memory_limit, run_program
 from .machine import gpu_marks as pytestmark  # noqa: F401 (marks of all tests here)
@@ -130,7 +130,7 @@ EXPANDABLE = """
 import torch
 from tests.cuda import toys
 import patrickstar as ps
-from patrickstar.engine.engine import Engine
+from patrickstar._engine.engine import Engine
 torch.manual_seed(0)
 engine = Engine(toys.layers(512, 6), ps.Config(device="cuda", chunk_size="1MiB"))
 losses = toys.train(engine, toys.inputs(3, 512))

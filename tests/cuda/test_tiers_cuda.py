@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import patrickstar as ps
-from patrickstar.memory.chunk import Chunk
-from patrickstar.memory.copies import Copies
-from patrickstar.memory.hardware import Hardware
-from patrickstar.memory.host import HostTier
-from patrickstar.schedule.prefetch import NextUseAhead, OnDemand
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.copy_streams import Copies
+from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.host_tier import HostTier
+from patrickstar._schedule.prefetch import NextUseAhead, OnDemand
 from patrickstar.testing import ReferenceTrainer, assert_exact, assert_same_bits
 
 from .machine import DEVICE, ON_GPU, budget, make_engine, marks, run_program

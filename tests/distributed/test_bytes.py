@@ -10,8 +10,8 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.engine.engine import Engine
-from patrickstar.parallel.world import World
+from patrickstar._distributed.process_group import World
+from patrickstar._engine.engine import Engine
 
 from . import ranks
 from .test_exactness import CPU, compare, random_script
@@ -44,27 +44,27 @@ def traffic(stays: bool) -> None:
     assert engine.layout.padding_bytes == 0
     assert engine.layout.chunks[0].compute_bytes == group
     most = 0
-    take = engine._manager.compute.take
+    take = engine._core.manager.compute.take
 
     def watch(chunk):
         nonlocal most
         take(chunk)
-        most = max(most, engine._manager.compute.used + engine._manager.host.used)
+        most = max(most, engine._core.manager.compute.used + engine._core.manager.host.used)
 
-    engine._manager.compute.take = watch
+    engine._core.manager.compute.take = watch
     ahead = []
-    come = engine._manager.moves.come
+    come = engine._core.manager.moves.come
 
     def watch_coming(chunk, urgent):
         ahead.append(not urgent)
         come(chunk, urgent)
 
-    engine._manager.moves.come = watch_coming
+    engine._core.manager.moves.come = watch_coming
     for _ in range(3):
         ahead.clear()
         loss = engine(torch.randn(4, WIDTH))
         if not stays:
-            engine._data.forget_gathered()
+            engine._core.data.forget_gathered()
         engine.backward(loss)
         engine.optimizer.step()
         engine.optimizer.zero_grad()

@@ -13,10 +13,10 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.checkpoint.page_file import PageFile
-from patrickstar.engine.engine import Engine
+from patrickstar._checkpoint.direct_writer import PageFile
+from patrickstar._distributed.process_group import World
+from patrickstar._engine.engine import Engine
 from patrickstar.errors import CheckpointError, TrainingError
-from patrickstar.parallel.world import World
 
 from . import ranks
 from .test_exactness import CPU, random_config, random_shape

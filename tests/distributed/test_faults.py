@@ -14,9 +14,9 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.engine.engine import Engine
+from patrickstar._distributed.process_group import World
+from patrickstar._engine.engine import Engine
 from patrickstar.errors import ConfigError, PatrickStarError
-from patrickstar.parallel.world import World
 
 from . import ranks
 
@@ -57,10 +57,10 @@ def killed(where: str, rank: int, size: int, disk: str) -> None:
     config = ps.Config(device="cpu", chunk_size=512, precision="fp32", **options)
     world = World.find(torch.device("cpu"))
     engine = Engine(dying_build, config, meter=testing.NoMeter(), page_bytes=4096, world=world)
-    assert (engine._manager.disk is not None) == bool(disk)
+    assert (engine._core.manager.disk is not None) == bool(disk)
     optimizer = engine.optimizer
     step(engine, optimizer)
-    peers = engine._data.peers
+    peers = engine._core.data.peers
     if me and where in ("gather", "reduce"):
         setattr(peers.collectives, where, lambda *args: die())
     engine.backward(engine(ids(rank)))

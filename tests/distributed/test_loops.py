@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.engine.engine import Engine
-from patrickstar.parallel.world import World
+from patrickstar._distributed.process_group import World
+from patrickstar._engine.engine import Engine
 
 from . import ranks
 from .reference import AveragingTrainer, Loop

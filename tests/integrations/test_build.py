@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from patrickstar.integrations.transformers.build import parameters_on_meta
+from patrickstar.integrations.transformers._model_builder import parameters_on_meta
 
 
 def test_parameters_on_meta_keeps_buffers_sharing_and_flags() -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import patrickstar as ps
-from patrickstar.checkpoint.safetensors import SafetensorsFile
+from patrickstar._checkpoint.safetensors_file import SafetensorsFile
 from patrickstar.errors import CheckpointError, ConfigError, ModelError
 from patrickstar.integrations.transformers import from_pretrained
 

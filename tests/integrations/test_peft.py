@@ -6,8 +6,8 @@ import transformers
 
 peft = pytest.importorskip("peft")
 
-from patrickstar.checkpoint.reader import CheckpointReader  # noqa: E402
-from patrickstar.integrations.transformers.saved import adapter_names  # noqa: E402
+from patrickstar._checkpoint.storage_reader import CheckpointReader  # noqa: E402
+from patrickstar.integrations.transformers._saved_weights import adapter_names  # noqa: E402
 from patrickstar.testing import assert_same_bits  # noqa: E402
 
 from .test_trainer_resume import StopAfter, result  # noqa: E402
@@ -73,7 +73,7 @@ def test_the_base_is_frozen_in_16_bits(tmp_path, base_dtype):
     assert any(not torch.equal(before[name], value) for name, value in adapters(state).items())
     # A frozen parameter has no master and no states.
     assert sum(group.numel() for group in one.model.parameters() if group.requires_grad) < 3000
-    frozen = [slot for slot in one.engine._data.slots if not slot.scheme.trained]
+    frozen = [slot for slot in one.engine._core.data.slots if not slot.scheme.trained]
     assert frozen and all(slot.scheme.optimizer_lists == () for slot in frozen)
     close(one)
 

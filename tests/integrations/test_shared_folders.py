@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from patrickstar.errors import CheckpointError
 from patrickstar.integrations.transformers import from_pretrained
-from patrickstar.integrations.transformers.stored import Stored
+from patrickstar.integrations.transformers._safetensors_reader import Stored
 
 from .tiny import batch, logits, plain, small_chunks, step
 

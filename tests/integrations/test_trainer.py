@@ -234,7 +234,7 @@ def test_fp16_scales_and_skips(tmp_path):
     seen = []
     args = arguments(tmp_path, fp16=True, max_steps=3, gradient_accumulation_steps=1, per_device_train_batch_size=2)
     trainer = Stressed(gpt2(), args, train_dataset=texts(6), callbacks=[Watch()], config=BUDGET)
-    trainer.engine._scaler.scale = 2.0**40
+    trainer.engine._core.scaler.scale = 2.0**40
     trainer.train()
     assert seen == [(0.0, 1)] * 3
     close(trainer)
@@ -381,5 +381,5 @@ def test_a_frozen_model_is_evaluated_without_states(tmp_path):
     trainer = Stressed(gpt2().requires_grad_(False), arguments(tmp_path), eval_dataset=texts(5), config=BUDGET)
     plain = transformers.Trainer(gpt2(), arguments(tmp_path), eval_dataset=texts(5))
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
-    assert not any(slot.scheme.trained for slot in trainer.engine._data.slots)
+    assert not any(slot.scheme.trained for slot in trainer.engine._core.data.slots)
     close(trainer)

@@ -9,8 +9,8 @@ from distributed.ranks import run
 from distributed.reference import AveragingTrainer
 
 import patrickstar as ps
+from patrickstar._distributed.process_group import World
 from patrickstar.integrations.transformers import Trainer
-from patrickstar.parallel.world import World
 from patrickstar.testing import NoMeter, assert_same_bits
 
 from .trainers import BUDGET, Protocol, Shell, arguments, close, gpt2, logged, texts, weights

@@ -9,9 +9,9 @@ import transformers
 from transformers import PreTrainedModel
 
 import patrickstar as ps
-from patrickstar.engine.engine import Engine
-from patrickstar.integrations.transformers.build import build_model, parameters_on_meta, read_config
-from patrickstar.integrations.transformers.weights import FolderWeights
+from patrickstar._engine.engine import Engine
+from patrickstar.integrations.transformers._folder_weights import FolderWeights
+from patrickstar.integrations.transformers._model_builder import build_model, parameters_on_meta, read_config
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,

@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.engine.engine import Engine
-from patrickstar.memory.chunk import Chunk, Region
-from patrickstar.memory.manager import Manager
-from patrickstar.memory.pages import round_up
+from patrickstar._engine.engine import Engine
+from patrickstar._memory.chunk import Chunk, Region
+from patrickstar._memory.chunk_manager import Manager
+from patrickstar._memory.vm_pool import round_up
 
 WIDTH = 8
 
@@ -108,13 +108,13 @@ def smallest_device_bytes(shape: Shape, chunk_size: int | str, precision: str) -
     """What the most demanding operator of the model needs at once: an attention layer's chunks, found by trying."""
     engine = Engine(shape.build, config(precision, chunk_size), meter=Waves(0))
     seen = [0]
-    access = engine._data.access
+    access = engine._core.data.access
 
     def watch(slots, belongs, **options):
         seen.append(sum({slot.chunk.index: slot.chunk.nbytes for slot in slots}.values()))
         access(slots, belongs, **options)
 
-    engine._data.access = watch
+    engine._core.data.access = watch
     train(engine, 1)
     engine.close()
     return max(seen)
@@ -138,8 +138,8 @@ def check_alignment(engine: Engine) -> set[tuple[str, str]]:
     Returns which lists were checked, each with the tier of the copy.
     """
     checked = set()
-    chunks = engine._manager.chunks
-    for slot in engine._data.slots:
+    chunks = engine._core.manager.chunks
+    for slot in engine._core.data.slots:
         for (kind, index), chunk in chunks.items():
             if index != slot.place.chunk or 0 in (slot.numel, slot.place.numel, chunk.numel):
                 continue

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import patrickstar as ps
-from patrickstar.engine.engine import Engine
+from patrickstar._engine.engine import Engine
+from patrickstar._layout.byte_size import parse_size
+from patrickstar._memory.chunk_manager import Manager
+from patrickstar._memory.host_tier import HostTier
 from patrickstar.errors import BudgetError
-from patrickstar.layout.sizes import parse_size
-from patrickstar.memory.host import HostTier
-from patrickstar.memory.manager import Manager
 from patrickstar.testing import NoMeter
 
 from .models import (
@@ -75,7 +75,7 @@ class Watched(Manager):
 @given(shapes, chunk_sizes, precisions, st.integers(0, 16000), st.integers(0, 12000), st.integers(0, 8000))
 def test_both_budgets_hold_at_every_moment(shape, chunk_size, precision, spare_bytes, wave_bytes, host_spare_bytes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("patrickstar.engine.engine.Manager", Watched)
+        patch.setattr("patrickstar._engine.core.Manager", Watched)
         device = smallest_device_bytes(shape, chunk_size, precision) + spare_bytes + wave_bytes
         layout = Engine(shape.build, config(precision, chunk_size, device_memory=device)).layout
         host = layout.model_data_bytes + host_spare_bytes
@@ -109,7 +109,7 @@ def check_measured_process():
 def test_the_measured_process_stays_within_its_budget():
     """In a process of its own: what other tests leave behind is not its subject."""
     program = (
-        "from tests.laws import test_budget as tests; import patrickstar.engine.engine as engine; "
+        "from tests.laws import test_budget as tests; import patrickstar._engine.engine as engine; "
         "engine.Manager = tests.Watched; tests.check_measured_process()"
     )
     done = subprocess.run(

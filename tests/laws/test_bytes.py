@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar.engine.engine import Engine
-from patrickstar.layout.lists import GRAD32
+from patrickstar._engine.engine import Engine
+from patrickstar._layout.schema import GRAD32
 from patrickstar.testing import NoMeter
 
 from .models import Shape, chunk_sizes, config, precisions, shapes, train
@@ -24,7 +24,7 @@ def test_model_data_per_parameter(shape, chunk_size, precision):
     per_frozen = {"bf16": 2, "fp16": 2, "fp32": 4}[precision]
     expected = sum(p.numel() * (per_trained if p.requires_grad else per_frozen) for p in engine.module.parameters())
     assert engine.layout.model_data_bytes - engine.layout.padding_bytes == expected
-    assert engine._manager.compute.used + engine._manager.host.used == engine.layout.model_data_bytes
+    assert engine._core.manager.compute.used + engine._core.manager.host.used == engine.layout.model_data_bytes
     engine.close()
 
 
@@ -34,7 +34,10 @@ def test_peaks_when_everything_fits(shape, chunk_size, precision):
     """Warm-up: `param16` above, the optimizer's lists below. Afterwards everything above, and no byte is doubled."""
     engine = Engine(shape.build, config(precision, chunk_size, device_memory=PLENTY), meter=NoMeter())
     layout = engine.layout
-    assert (engine._manager.compute.used, engine._manager.host.used) == (layout.param16_bytes, layout.optimizer_bytes)
+    assert (engine._core.manager.compute.used, engine._core.manager.host.used) == (
+        layout.param16_bytes,
+        layout.optimizer_bytes,
+    )
     train(engine, 3)
     assert engine.stats.last.device_peak_model_bytes == layout.model_data_bytes
     assert engine.stats.last.host_peak_model_bytes == 0
@@ -56,8 +59,8 @@ def test_memory_follows_chunks_that_live_on_the_device_from_now_on():
         engine.backward(engine(torch.randn(2, width)).float().square().mean())
         engine.optimizer.step()
     assert engine.stats.last.device_peak_model_bytes == engine.layout.model_data_bytes, "not all came to the device"
-    pages = mmap.PAGESIZE * 2 * len(engine._manager.chunks)
-    assert engine._manager.resident_bytes <= engine.layout.model_data_bytes + pages
+    pages = mmap.PAGESIZE * 2 * len(engine._core.manager.chunks)
+    assert engine._core.manager.resident_bytes <= engine.layout.model_data_bytes + pages
     engine.close()
 
 
@@ -68,6 +71,6 @@ def test_accumulation_costs_one_gradient_list(accumulation):
     for _ in range(accumulation):
         engine.backward(engine(torch.zeros(2, 3, dtype=torch.long)))
     numel = sum(chunk.numel for chunk in engine.layout.chunks)
-    lists = {chunk.index: chunk.nbytes for (kind, _), chunk in engine._manager.chunks.items() if kind == GRAD32}
+    lists = {chunk.index: chunk.nbytes for (kind, _), chunk in engine._core.manager.chunks.items() if kind == GRAD32}
     assert sum(lists.values()) == (4 * numel if accumulation > 1 else 0)
     engine.close()

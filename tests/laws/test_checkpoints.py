@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR
 
 from patrickstar import testing
-from patrickstar.checkpoint import page_file
-from patrickstar.checkpoint.page_file import PageFile, write_all
-from patrickstar.engine.engine import Engine
+from patrickstar._checkpoint import direct_writer as page_file
+from patrickstar._checkpoint.direct_writer import PageFile, write_all
+from patrickstar._engine.engine import Engine
 
 from . import models, tiers
 from .models import batches, chunk_sizes, config, precisions, shapes, smallest_device_bytes
@@ -136,7 +136,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
 
 def needs_disk(engine):
     """Leave out what has a disk and needs none after all."""
-    if engine.config.disk is not None and engine._manager.disk is None:
+    if engine.config.disk is not None and engine._core.manager.disk is None:
         engine.close()
         reject()
 

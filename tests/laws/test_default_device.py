@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.engine.engine import Engine
+from patrickstar._engine.engine import Engine
 
 from .models import Shape, batches
 

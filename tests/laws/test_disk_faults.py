@@ -69,15 +69,15 @@ def run(engine, losses, before_step=lambda number: None):
 
 def open_again(engine, flags):
     """Put the same file, opened in another way, under the descriptor."""
-    other = os.open(f"/proc/self/fd/{engine._manager.disk.file._fd}", flags | os.O_DIRECT)
-    os.dup2(other, engine._manager.disk.file._fd)
+    other = os.open(f"/proc/self/fd/{engine._core.manager.disk.file._fd}", flags | os.O_DIRECT)
+    os.dup2(other, engine._core.manager.disk.file._fd)
     os.close(other)
 
 
 def put(engine, path):
     """Put another open file under the descriptor."""
     other = os.open(path, os.O_RDWR)
-    os.dup2(other, engine._manager.disk.file._fd)
+    os.dup2(other, engine._core.manager.disk.file._fd)
     os.close(other)
 
 
@@ -99,17 +99,17 @@ def fill_up(engine):
 
 
 def cut(engine):
-    os.ftruncate(engine._manager.disk.file._fd, 4096)
+    os.ftruncate(engine._core.manager.disk.file._fd, 4096)
 
 
 def cut_off(engine):
-    os.ftruncate(engine._manager.disk.file._fd, engine._manager.disk.file.used_bytes * 3 // 4 - 500)
+    os.ftruncate(engine._core.manager.disk.file._fd, engine._core.manager.disk.file.used_bytes * 3 // 4 - 500)
 
 
 def damage(engine):
     """Every page, by somebody else."""
-    other = os.open(f"/proc/self/fd/{engine._manager.disk.file._fd}", os.O_RDWR)
-    for at in range(0, engine._manager.disk.file.used_bytes, 4096):
+    other = os.open(f"/proc/self/fd/{engine._core.manager.disk.file._fd}", os.O_RDWR)
+    for at in range(0, engine._core.manager.disk.file.used_bytes, 4096):
         os.pwrite(other, bytes([random.Random(at).randrange(256)]), at + 17)
     os.close(other)
 
@@ -120,15 +120,15 @@ def kill(movers):
 
 
 def kill_readers(engine):
-    kill(engine._manager.disk.readers)
+    kill(engine._core.manager.disk.readers)
 
 
 def kill_writers(engine):
-    kill(engine._manager.disk.writers)
+    kill(engine._core.manager.disk.writers)
 
 
 def kill_one(engine):
-    thread = engine._manager.disk.readers._board.threads[0]
+    thread = engine._core.manager.disk.readers._board.threads[0]
     KILL(thread.ident, SystemExit, None)
 
 
@@ -146,7 +146,7 @@ FAULTS = {
 def check_message(error, engine, operation, reason):
     """It names the chunk, the file, the operation, and what to do, once."""
     text = str(error)
-    path = re.escape(str(engine._manager.disk.file.path))
+    path = re.escape(str(engine._core.manager.disk.file.path))
     assert re.search(rf"can't ({operation}) \d+ bytes of {CHUNK} at offset \d+ of .*{path}: ", text), text
     assert re.search(reason, text), text
     check_note(error)
@@ -165,7 +165,7 @@ def check_nothing_is_left(engine, folder, before):
     assert movers() == []
     assert not list(folder.iterdir())
     assert descriptors() == before
-    assert not engine._manager.chunks and engine._manager.compute.used == 0
+    assert not engine._core.manager.chunks and engine._core.manager.compute.used == 0
 
 
 def check_parameters(engine, error, states):
@@ -260,12 +260,12 @@ def test_damage_to_one_page_costs_who_lies_there(config, reference):
     torch.manual_seed(0)
     engine = small_engine(blocks, config)
     run(engine, [])
-    chunk = engine._manager["param32", 3]
+    chunk = engine._core.manager["param32", 3]
     assert chunk.disk_valid and not chunk.in_memory
-    other = os.open(f"/proc/self/fd/{engine._manager.disk.file._fd}", os.O_RDWR)
+    other = os.open(f"/proc/self/fd/{engine._core.manager.disk.file._fd}", os.O_RDWR)
     os.pwrite(other, b"\x55" * 64, chunk.disk_at + 4096)
     os.close(other)
-    there = [slot for slot in engine._data.by_chunk[3] if 1 in pages_of(slot.place.offset, slot.place.numel, 1024)]
+    there = [slot for slot in engine._core.data.by_chunk[3] if 1 in pages_of(slot.place.offset, slot.place.numel, 1024)]
     with pytest.raises(DiskError, match=r"can't read 4096 bytes of param32\[3\].*damaged") as raised:
         engine.state_dict()
     assert check_parameters(engine, raised.value, reference[1][-1:]) == [slot.name for slot in there]
@@ -320,7 +320,7 @@ def test_a_disk_that_refuses_what_lies_far_back(config, tmp_path):
     torch.manual_seed(0)
     engine, seen = small_engine(blocks, config), []
     run(engine, seen)
-    with files_no_larger_than(engine._manager.disk.file.used_bytes // 2), pytest.raises(DiskError) as raised:
+    with files_no_larger_than(engine._core.manager.disk.file.used_bytes // 2), pytest.raises(DiskError) as raised:
         run(engine, [])
     check_message(raised.value, engine, "write", r"File too large.*free space there")
     check_nothing_is_left(engine, tmp_path, before)
@@ -366,11 +366,11 @@ def test_no_room_for_accumulated_gradients(config, tmp_path, how):
     used = 0
     if how == "capacity":
         with_all = small_engine(blocks, config)
-        used = with_all._manager.disk.file.nbytes
+        used = with_all._core.manager.disk.file.nbytes
         with_all.close()
         config = config.model_copy(update={"disk": ps.Disk(directory=tmp_path, capacity=used)})
     engine = small_engine(blocks, config)
-    limit = files_no_larger_than(engine._manager.disk.file.nbytes if how == "system" else resource.RLIM_INFINITY)
+    limit = files_no_larger_than(engine._core.manager.disk.file.nbytes if how == "system" else resource.RLIM_INFINITY)
     kind = BudgetError if how == "capacity" else DiskError
     with limit, pytest.raises(kind, match=r"grad32\[\d+\]") as raised:
         for batch in inputs(2):

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from patrickstar._memory.swap_file import ScratchFile
 from patrickstar.errors import PatrickStarError
-from patrickstar.memory.scratch import ScratchFile
 
 from .tiers import Room, blocks, descriptors, inputs, mean_square, movers, on_disk, options, small_engine
 
@@ -125,7 +125,7 @@ def leave(engine):
 @pytest.mark.parametrize(("then", "slow_disk"), [(close, False), (close, True), (go_on, False), (leave, False)])
 def test_ctrl_c_in_the_middle_of_training(tmp_path, monkeypatch, slow_disk, then):
     if slow_disk:
-        monkeypatch.setattr("patrickstar.memory.hardware.ScratchFile", Slow)
+        monkeypatch.setattr("patrickstar._memory.hardware.ScratchFile", Slow)
     check_interrupts(tmp_path, range(3), then)
 
 
@@ -134,7 +134,7 @@ def test_ctrl_c_in_the_middle_of_training(tmp_path, monkeypatch, slow_disk, then
 @pytest.mark.parametrize("then", [close, go_on, leave])
 def test_ctrl_c_at_many_more_moments(tmp_path, monkeypatch, slow_disk, then):
     if slow_disk:
-        monkeypatch.setattr("patrickstar.memory.hardware.ScratchFile", Slow)
+        monkeypatch.setattr("patrickstar._memory.hardware.ScratchFile", Slow)
     check_interrupts(tmp_path, range(100, 160), then)
 
 

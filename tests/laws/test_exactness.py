@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar import testing
-from patrickstar.engine.engine import Engine
+from patrickstar._engine.engine import Engine
 
 from .models import Shape, Waves, batches, chunk_sizes, config, precisions, shapes, smallest_device_bytes, train
 

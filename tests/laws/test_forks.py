@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, Dataset
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.checkpoint.page_file import PageFile
-from patrickstar.engine.engine import Engine
+from patrickstar._checkpoint.direct_writer import PageFile
+from patrickstar._engine.engine import Engine
+from patrickstar._memory.host_arena import Slab
+from patrickstar._memory.vm_pool import SYSTEM_PAGE, PageBank, Range, can_move_pages
+from patrickstar._memory.worker_pool import Movers
 from patrickstar.errors import TrainingError
-from patrickstar.memory.movers import Movers
-from patrickstar.memory.pages import SYSTEM_PAGE, PageBank, Range, can_move_pages
-from patrickstar.memory.slab import Slab
 
 from .models import config
 
@@ -124,7 +124,7 @@ def test_a_child_keeps_what_it_has_mapped_at_addresses_that_its_parent_used():
         import ctypes
         import mmap
 
-        from patrickstar.memory import pages
+        from patrickstar._memory import vm_pool as pages
 
         addresses = [(memory.address, memory.nbytes), (stage.memory.data_ptr(), 4 * SYSTEM_PAGE)]
         for address, nbytes in addresses:

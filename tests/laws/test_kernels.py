@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar import testing
-from patrickstar.engine.engine import Engine
-from patrickstar.kernels.choice import Kernels
-from patrickstar.kernels.listed import Listed
-from patrickstar.kernels.native import Native
+from patrickstar._engine.engine import Engine
+from patrickstar._kernels.cpp_backend import Native
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.eager_backend import Listed
 
 from .models import chunk_sizes, config, precisions, shapes, train
 from .test_exactness import plain_run

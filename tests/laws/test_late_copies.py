@@ -11,13 +11,13 @@ from late_copies import LateHardware, LateKernels, LateTransfer
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.engine.engine import Engine
+from patrickstar._engine.engine import Engine
+from patrickstar._kernels.cpp_backend import Native
+from patrickstar._memory.chunk import fill_poison
+from patrickstar._memory.chunk_manager import Manager
+from patrickstar._memory.transfers import Moves
+from patrickstar._schedule.placement import Tier
 from patrickstar.errors import BudgetError
-from patrickstar.kernels.native import Native
-from patrickstar.memory.chunk import fill_poison
-from patrickstar.memory.manager import Manager
-from patrickstar.memory.moves import Moves
-from patrickstar.schedule.placement import Tier
 
 from .models import Shape, batches, config, train
 from .tiers import small_engine, with_budgets
@@ -70,13 +70,13 @@ def random_loop(choice: random.Random, precision: str) -> testing.Script:
 def least_device_bytes(shape: Shape, options: ps.Config, script: testing.Script) -> int:
     """Return what the most demanding operator of a loop needs at once, found by running it where all fits."""
     engine = Engine(shape.build, options, meter=testing.NoMeter())
-    seen, access = [0], engine._data.access
+    seen, access = [0], engine._core.data.access
 
     def watch(slots, belongs, **how):
         seen.append(sum({slot.chunk.index: slot.chunk.nbytes for slot in slots}.values()))
         access(slots, belongs, **how)
 
-    engine._data.access = watch
+    engine._core.data.access = watch
     script(engine, engine.optimizer)
     engine.close()
     return max(seen)
@@ -190,7 +190,7 @@ def no_order(monkeypatch):
 
 def no_wait_before_host_memory_is_freed(monkeypatch):
     """Host memory is reused while a copy may still read it."""
-    monkeypatch.setattr("patrickstar.memory.host._wait_for_copies", lambda chunk: None)
+    monkeypatch.setattr("patrickstar._memory.host_tier._wait_for_copies", lambda chunk: None)
 
 
 def no_wait_before_the_host_writes(monkeypatch):

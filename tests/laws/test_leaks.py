@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from patrickstar.engine.engine import Engine
-from patrickstar.engine.parameters import ChunkParameter
+from patrickstar._engine.engine import Engine
+from patrickstar._params.tensor_subclass import ChunkParameter
+from patrickstar._schedule.tensor_state import TensorState
 from patrickstar.errors import TrainingError
-from patrickstar.schedule.states import TensorState
 from patrickstar.testing import NoMeter
 
 from .models import Shape, batches, config, train
@@ -25,9 +25,9 @@ def make(**options) -> Engine:
 
 
 def assert_at_rest(engine: Engine) -> None:
-    assert all(chunk.pins == 0 for chunk in engine._manager.chunks.values())
-    assert all(slot.uses == 0 and slot.state is TensorState.HOLD for slot in engine._data.slots)
-    assert engine._interceptor.window is None
+    assert all(chunk.pins == 0 for chunk in engine._core.manager.chunks.values())
+    assert all(slot.uses == 0 and slot.state is TensorState.HOLD for slot in engine._core.data.slots)
+    assert engine._core.interceptor.window is None
 
 
 @pytest.mark.parametrize("evict_everything", [False, True])
@@ -52,7 +52,7 @@ def test_memory_does_not_grow_with_steps():
 
 def memory(engine: Engine) -> tuple[int, ...]:
     """What chunks take, and what of the system's memory is kept for them."""
-    manager = engine._manager
+    manager = engine._core.manager
     mapped = 0 if manager.compute.bank is None else manager.compute.bank.mapped_bytes
     return manager.compute.used, manager.host.used, manager.host.other_bytes, mapped, manager.host.touched_bytes
 
@@ -82,7 +82,7 @@ def test_close_leaves_an_ordinary_model_and_no_hooks():
 def test_an_engine_and_its_chunks_go_when_it_is_closed():
     engine = make()
     train(engine, 2)
-    chunks = [weakref.ref(chunk) for chunk in engine._manager.chunks.values()]
+    chunks = [weakref.ref(chunk) for chunk in engine._core.manager.chunks.values()]
     engine.close()
     gone = weakref.ref(engine)
     del engine

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 import patrickstar as ps
-from patrickstar.engine.engine import Engine
-from patrickstar.engine.rehearsal import forward_backward_step, rehearse
+from patrickstar._dry_run.simulation import forward_backward_step
+from patrickstar._engine.dry_run import dry_run
+from patrickstar._engine.engine import Engine
+from patrickstar._memory.hardware import Hardware
+from patrickstar._perf_model.machine_spec import Gpu, Host, Links, Machine
 from patrickstar.errors import BudgetError
-from patrickstar.memory.hardware import Hardware
-from patrickstar.schedule.machine import Gpu, Host, Links, Machine
 from patrickstar.testing import NoMeter
 
 WIDTH = 64
@@ -49,8 +50,8 @@ def engine(**options) -> Engine:
 
 def train(made: Engine) -> None:
     used = []
-    take = made._manager.compute.take
-    made._manager.compute.take = lambda chunk: (take(chunk), used.append(made._manager.compute.used))
+    take = made._core.manager.compute.take
+    made._core.manager.compute.take = lambda chunk: (take(chunk), used.append(made._core.manager.compute.used))
     for step in range(3):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
         made.backward(made(x).float().pow(2).mean())
@@ -118,9 +119,9 @@ def test_a_rehearsal_counts_them():
     )
     config = ps.Config(device="cpu", chunk_size=2 * WIDTH * (WIDTH + 1))
     step = forward_backward_step(lambda out: out.float().pow(2).mean(), (torch.zeros(4, WIDTH),), {})
-    found = [rehearse(build, config, step, machine, library_bytes=n) for n in (0, LIBRARY_BYTES)]
+    found = [dry_run(build, config, step, machine, library_bytes=n) for n in (0, LIBRARY_BYTES)]
     peaks = [one.stats.device_peak_non_model_bytes for one in found]
     assert abs(peaks[1] - peaks[0] - LIBRARY_BYTES) < 4096, "all else is the same, but for what is on its way"
     with pytest.raises(BudgetError, match=r"for its libraries"):
         small = machine.model_copy(update={"gpu": machine.gpu.model_copy(update={"memory": LIBRARY_BYTES})})
-        rehearse(build, config, step, small, library_bytes=LIBRARY_BYTES)
+        dry_run(build, config, step, small, library_bytes=LIBRARY_BYTES)

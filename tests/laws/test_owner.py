@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar.engine.engine import Engine
+from patrickstar._engine.engine import Engine
 from patrickstar.testing import NoMeter
 
 from .models import chunk_sizes, config, shapes, smallest_device_bytes, train
@@ -24,7 +24,7 @@ def test_one_owner_and_duplicates_that_agree(shape, chunk_size, spare_bytes, see
         drop_duplicates(dropping, seed + step)
         torch.manual_seed(step)
         assert train(dropping, 1) == losses
-        for chunk in engine._manager.chunks.values():
+        for chunk in engine._core.manager.chunks.values():
             assert chunk.in_memory and not chunk.disk_valid
             if chunk.device_valid and chunk.host_valid:
                 assert torch.equal(chunk.on_device(chunk.whole), chunk.on_host(chunk.whole))
@@ -35,7 +35,7 @@ def test_one_owner_and_duplicates_that_agree(shape, chunk_size, spare_bytes, see
 def drop_duplicates(engine: Engine, seed: int) -> None:
     """Drop one of two valid copies, at random."""
     generator = torch.Generator().manual_seed(seed)
-    manager = engine._manager
+    manager = engine._core.manager
     for chunk in manager.chunks.values():
         if chunk.device_valid and chunk.host_valid and torch.rand((), generator=generator) < 0.5:
             manager.host.give(chunk)

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar import testing
-from patrickstar.engine.engine import Engine
-from patrickstar.engine.rehearsal import rehearse
-from patrickstar.schedule.estimate import least_moved_bytes
-from patrickstar.schedule.machine import DiskDrive, Gpu, Host, Links, Machine
-from patrickstar.schedule.workload import Workload
+from patrickstar._engine.dry_run import dry_run
+from patrickstar._engine.engine import Engine
+from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
+from patrickstar._perf_model.perf_model import least_moved_bytes
+from patrickstar._perf_model.workload import Workload
 
 from . import models
 from .models import batches, config, shapes, smallest_device_bytes
@@ -33,9 +33,9 @@ def compare(build, options, **hooks):
     hooks["meter"] = testing.NoMeter()
     with contextlib.closing(Engine(build, options, **hooks)) as engine:
         moved = steps(engine, 3)
-        trace, last = engine._clock.trace, engine.stats.last
+        trace, last = engine._core.clock.trace, engine.stats.last
     found = []
-    forecast = rehearse(build, options, lambda other: found.extend(steps(other, 1)), LAPTOP, steps=3, **hooks)
+    forecast = dry_run(build, options, lambda other: found.extend(steps(other, 1)), LAPTOP, steps=3, **hooks)
     assert found == moved
     assert [moment.chunks for moment in forecast.trace.moments] == [moment.chunks for moment in trace.moments]
     for name in PEAKS:
@@ -46,18 +46,18 @@ def steps(engine, count):
     """Bytes that each step moves, its update done when it ends, without what is read for the next one."""
     found = []
     for batch in batches(count):
-        before, ahead = engine._manager.traffic.copy(), on_trust(engine)
+        before, ahead = engine._core.manager.traffic.copy(), on_trust(engine)
         engine.backward(engine(*batch))
         engine.optimizer.step()
         engine._complete()
-        moved = engine._manager.traffic.since(before)
+        moved = engine._core.manager.traffic.since(before)
         read = moved.disk_read_bytes + ahead - on_trust(engine)
         found.append((moved.h2d_bytes, moved.d2h_bytes, read, moved.disk_write_bytes))
     return found
 
 
 def on_trust(engine):
-    ring = engine._update.pipeline.ring if engine._update.pipeline is not None else None
+    ring = engine._core.update.pipeline.ring if engine._core.update.pipeline is not None else None
     return sum(bytes_of(engine, there) for there in ring.live if there.owner is None) if ring is not None else 0
 
 
@@ -85,11 +85,11 @@ def test_no_tier_is_over_its_budget_at_any_time_and_no_byte_comes_from_nowhere(s
     def step(engine):
         steps(engine, 1)
 
-    wide = rehearse(shape.build, config("bf16", chunk_size, device_memory=1 << 30, host_memory=1 << 30), step, LAPTOP)
+    wide = dry_run(shape.build, config("bf16", chunk_size, device_memory=1 << 30, host_memory=1 << 30), step, LAPTOP)
     non_model = wide.stats.device_peak_non_model_bytes
     device = smallest_device_bytes(shape, chunk_size, "bf16") + non_model + spare_bytes
     options_ = config("bf16", chunk_size, device_memory=device, host_memory=wide.stats.device_peak_model_bytes * 8)
-    forecast = rehearse(shape.build, options_, step, LAPTOP)
+    forecast = dry_run(shape.build, options_, step, LAPTOP)
     assert forecast.timeline
     for one in forecast.timeline:
         assert one.device_bytes <= device and one.host_bytes <= options_.host_memory
@@ -124,7 +124,7 @@ def test_no_plan_moves_less_than_the_fewest_bytes_there_can_be(layers, device, h
         host=Host(memory=int(14 * params * host) + (1 << 20), memory_bandwidth="20GB", cores=2),
         links=Links(h2d="1GB", d2h="1GB"),
     )
-    forecast = rehearse(build, config("bf16", width * width), step, machine)
+    forecast = dry_run(build, config("bf16", width * width), step, machine)
     work = Workload(params, 8, 8, False, 6.0 * params * 8, width, 0, 0)
     fewest, _ = least_moved_bytes(work, machine)
     assert forecast.stats.h2d_bytes + forecast.stats.d2h_bytes >= fewest * (1 - 1e-6)
@@ -137,7 +137,7 @@ def test_it_takes_no_memory_for_weights():
 
     # 22 GB of model data, and only shapes of it are made.
     options_ = config("bf16", "auto", device_memory=8 << 30, host_memory=40 << 30)
-    forecast = rehearse(
+    forecast = dry_run(
         build,
         options_,
         lambda engine: (
@@ -162,7 +162,7 @@ def test_time_is_what_the_slowest_lane_needs_at_least():
         engine.backward(engine(torch.empty(8, 256, device="meta")).float().mean())
         engine.optimizer.step()
 
-    fast, other = (rehearse(build, options_, once, machine) for machine in (LAPTOP, slow))
+    fast, other = (dry_run(build, options_, once, machine) for machine in (LAPTOP, slow))
     assert other.seconds > fast.seconds
     for forecast in (fast, other):
         assert forecast.seconds >= forecast.bound_s

@@ -12,10 +12,10 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
+from patrickstar._memory.chunk_manager import Manager
+from patrickstar._memory.disk_tier import STAGES
+from patrickstar._memory.host_tier import HostTier
 from patrickstar.errors import BudgetError
-from patrickstar.memory.disk import STAGES
-from patrickstar.memory.host import HostTier
-from patrickstar.memory.manager import Manager
 
 from . import models
 from .models import Waves, batches, precisions, shapes
@@ -225,15 +225,15 @@ def check_budgets(manager, *newcomers):
 def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, room, wave_bytes, loop):
     assume(precision != "fp16" or "update" not in loop)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("patrickstar.engine.engine.Manager", Watched)
-        patch.setattr("patrickstar.memory.manager.HostTier", WatchedHost)
+        patch.setattr("patrickstar._engine.core.Manager", Watched)
+        patch.setattr("patrickstar._memory.chunk_manager.HostTier", WatchedHost)
         config = on_disk(shape.build, options(precision, chunk_size), folder, batches(1)[0], room)
         config = config.model_copy(update={"device_memory": int(config.device_memory) + wave_bytes})
         capacity = capacity_needed(shape.build, config) + (1 << 20 if "accumulation" in loop else 0)
         config = config.model_copy(update={"disk": ps.Disk(directory=folder, capacity=capacity)})
         engine = small_engine(shape.build, config, meter=Waves(wave_bytes), evict_everything=room.evict_everything)
         try:
-            assume(engine._manager.disk is not None)
+            assume(engine._core.manager.disk is not None)
             train(engine, engine.optimizer, 4, **loop)
             assert_at_rest(engine)
             assert engine.stats.total.device_peak_model_bytes <= config.device_memory
@@ -262,7 +262,7 @@ def test_a_disk_that_is_too_small_is_refused_in_bytes(tmp_path):
     assert raised.value.short_bytes == named - 65536
     enough = with_budgets(config, config.device_memory, config.host_memory, ps.Disk(directory=tmp_path, capacity=named))
     engine = small_engine(blocks, enough)
-    assert engine._manager.disk.file.nbytes <= named
+    assert engine._core.manager.disk.file.nbytes <= named
     engine.close()
     assert not movers() and not list(tmp_path.iterdir())
 
@@ -275,17 +275,17 @@ def test_a_disk_that_is_too_small_is_refused_in_bytes(tmp_path):
 def test_every_chunk_has_its_bytes_and_duplicates_agree_after_every_operator(folder, shape, chunk_size, room):
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
     with contextlib.closing(small_engine(shape.build, config, evict_everything=room.evict_everything)) as engine:
-        assume(engine._manager.disk is not None)
-        boundary = engine._data.boundary
+        assume(engine._core.manager.disk is not None)
+        boundary = engine._core.data.boundary
 
         def watch(belongs):
             boundary(belongs)
-            still = [chunk for chunk in engine._manager.chunks.values() if not (chunk.coming or chunk.leaving)]
+            still = [chunk for chunk in engine._core.manager.chunks.values() if not (chunk.coming or chunk.leaving)]
             assert_one_owner(chunk for chunk in still if not chunk.pins)
 
-        engine._data.boundary = watch
+        engine._core.data.boundary = watch
         train(engine, engine.optimizer, 4)
-        del engine._data.boundary
+        del engine._core.data.boundary
 
 
 def test_two_engines_share_a_directory_and_do_not_meet(tmp_path):
@@ -302,7 +302,7 @@ def test_two_engines_share_a_directory_and_do_not_meet(tmp_path):
                 seen.append(loss.item())
             for engine in engines:
                 engine.optimizer.step()
-        assert len({engine._manager.disk.file.path for engine in engines}) == len(engines)
+        assert len({engine._core.manager.disk.file.path for engine in engines}) == len(engines)
         for engine in engines:
             engine.close()
         return losses[0], engines[0].module.state_dict()
@@ -329,7 +329,7 @@ def test_an_engine_that_goes_with_updates_pending_finishes_them_and_leaves_nothi
     torch.manual_seed(0)
     engine = small_engine(blocks, config)
     run(engine)
-    assert any(slot.pending for slot in engine._data.slots) and movers()
+    assert any(slot.pending for slot in engine._core.data.slots) and movers()
     module = engine.module
     if closed:
         engine.close()

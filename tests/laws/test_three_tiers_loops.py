@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import patrickstar as ps
-from patrickstar.engine.engine import Engine
+from patrickstar._engine.engine import Engine
 
 from .tiers import Room, blocks, compare, inputs, mean_square, on_disk, options
 
@@ -299,7 +299,7 @@ def test_param_groups(exact, optimizer):
 
 def test_overflow_in_fp16(exact):
     def script(trainer, optimizer):
-        scaler = trainer._scaler if isinstance(trainer, Engine) else trainer.scaler
+        scaler = trainer._core.scaler if isinstance(trainer, Engine) else trainer.scaler
         seen = usual(trainer, optimizer, 1)
         scaler.scale = 2.0**40
         seen += usual(trainer, optimizer, 2)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from patrickstar.layout.lists import PARAM16
-from patrickstar.memory.disk import DiskTier
-from patrickstar.memory.scratch import ScratchFile
+from patrickstar._layout.schema import PARAM16
+from patrickstar._memory.disk_tier import DiskTier
+from patrickstar._memory.swap_file import ScratchFile
 
 from . import models
 from .models import batches, shapes
@@ -61,7 +61,7 @@ def steps(engine, count):
 
     Without what was read for nothing: for an update that did not come next.
     """
-    found, dropped, ring = [], [0], engine._update.pipeline.ring
+    found, dropped, ring = [], [0], engine._core.update.pipeline.ring
     drop = type(ring).drop
 
     def watch(there):
@@ -70,12 +70,12 @@ def steps(engine, count):
 
     ring.drop = watch
     for batch in batches(count):
-        before, told = engine._manager.traffic.copy(), on_trust(engine) + dropped[0]
+        before, told = engine._core.manager.traffic.copy(), on_trust(engine) + dropped[0]
         loss = engine(*batch)
         engine.backward(loss)
         engine.optimizer.step()
         engine._complete()
-        moved = engine._manager.traffic.since(before)
+        moved = engine._core.manager.traffic.since(before)
         read = moved.disk_read_bytes + told - on_trust(engine) - dropped[0]
         found.append((moved.h2d_bytes, moved.d2h_bytes, read, moved.disk_write_bytes))
     del ring.drop
@@ -84,12 +84,12 @@ def steps(engine, count):
 
 def on_trust(engine):
     """Bytes that were read for the next updates."""
-    return sum(bytes_of(engine, there) for there in engine._update.pipeline.ring.live if there.owner is None)
+    return sum(bytes_of(engine, there) for there in engine._core.update.pipeline.ring.live if there.owner is None)
 
 
 def bytes_of(engine, there):
     """What a set of pages takes of the disk, where it was ever written."""
-    disk, sizes = engine._manager.disk, [(chunk, chunk.dtype.itemsize) for chunk in there.lists]
+    disk, sizes = engine._core.manager.disk, [(chunk, chunk.dtype.itemsize) for chunk in there.lists]
     return sum(disk.written_bytes(chunk, there.first * size, there.numel * size) for chunk, size in sizes)
 
 
@@ -112,11 +112,11 @@ def check_speeds(folder, shape, chunk_size, room):
     seen = []
     for kind, seed in ((ScratchFile, 0), (Slow, 1), (Slow, 2)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("patrickstar.memory.hardware.ScratchFile", kind)
+            patch.setattr("patrickstar._memory.hardware.ScratchFile", kind)
             patch.setattr(Slow, "seed", seed)
             hooks = {"evict_everything": room.evict_everything}
             with contextlib.closing(small_engine(shape.build, config, **hooks)) as engine:
-                assume(engine._manager.disk is not None)
+                assume(engine._core.manager.disk is not None)
                 seen.append(steps(engine, 6)[0])
                 assert_at_rest(engine)
     assert seen[1:] == seen[:1] * 2
@@ -149,10 +149,10 @@ def test_optimizer_states_move_as_their_homes_say_and_clean_parameters_are_not_w
     shape = dataclasses.replace(shape, checkpointing=False)
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr("patrickstar.memory.hardware.DiskTier", Noted)
+        patch.setattr("patrickstar._memory.hardware.DiskTier", Noted)
         engine = small_engine(shape.build, config, evict_everything=room.evict_everything)
         stack.callback(engine.close)
-        assume(engine._manager.disk is not None)
+        assume(engine._core.manager.disk is not None)
         steps(engine, 5)
         Noted.moved.clear()
         Noted.clean.clear()

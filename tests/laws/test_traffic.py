@@ -6,9 +6,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from patrickstar.engine.engine import Engine
-from patrickstar.layout.mapping import ALIGN_NUMEL
-from patrickstar.memory.manager import Manager
+from patrickstar._engine.engine import Engine
+from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
+from patrickstar._memory.chunk_manager import Manager
 from patrickstar.testing import NoMeter
 
 from .models import Shape, config, shapes, smallest_device_bytes, train
@@ -40,11 +40,11 @@ class Ledger(Manager):
 @given(shapes, st.integers(0, 3000))
 def test_what_was_not_written_is_not_written_back(shape, spare_bytes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("patrickstar.engine.engine.Manager", Ledger)
+        patch.setattr("patrickstar._engine.core.Manager", Ledger)
         budget = smallest_device_bytes(shape, 256, "bf16") + spare_bytes
         engine = Engine(shape.build, config("bf16", 256, device_memory=budget), meter=NoMeter())
         train(engine, 3)
-        assert not engine._manager.clean_write_backs
+        assert not engine._core.manager.clean_write_backs
         engine.close()
 
 
@@ -78,7 +78,7 @@ def test_a_planned_step_fetches_the_optimum(layers, chunks_that_fit):
     budget = chunks_that_fit * chunk_bytes
     engine = Engine(shape.build, config("bf16", chunk_bytes, device_memory=budget), meter=NoMeter())
     train(engine, 5)
-    (trace,) = engine._clock.traces.values()
+    (trace,) = engine._core.clock.traces.values()
     sizes = {chunk.index: chunk.compute_bytes for chunk in engine.layout.chunks}
     accesses = tuple(moment.chunks for moment in trace.moments if moment.chunks)
     lookups = engine.stats.last.h2d_bytes - (fetched := fetched_chunks(engine))
@@ -90,7 +90,7 @@ def test_a_planned_step_fetches_the_optimum(layers, chunks_that_fit):
 def fetched_chunks(engine: Engine) -> int:
     """Bytes of chunks fetched in one more step."""
     taken = []
-    compute = engine._manager.compute
+    compute = engine._core.manager.compute
     take = compute.take
     compute.take = lambda chunk: (taken.append(chunk.nbytes), take(chunk))
     train(engine, 1)

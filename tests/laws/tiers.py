@@ -15,10 +15,10 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.engine.engine import Engine
+from patrickstar._engine.engine import Engine
+from patrickstar._memory.chunk import Chunk
+from patrickstar._schedule.placement import Tier
 from patrickstar.errors import BudgetError
-from patrickstar.memory.chunk import Chunk
-from patrickstar.schedule.placement import Tier
 
 WIDTH = 64
 """Of models here: pages on their way take 60 KiB of the host, and model data has to be more for a disk to be used."""
@@ -97,13 +97,13 @@ def least_device_bytes(build: Build, config: ps.Config, batch: tuple[Any, ...]) 
     """What the most demanding operator needs at once, found by trying."""
     engine = Engine(build, with_budgets(config, None, None), meter=testing.NoMeter())
     seen = [max(chunk.compute_bytes for chunk in engine.layout.chunks)]
-    access = engine._data.access
+    access = engine._core.data.access
 
     def watch(slots: Any, *how: Any, **more: Any) -> None:
         seen.append(sum({slot.chunk.index: slot.chunk.nbytes for slot in slots}.values()))
         access(slots, *how, **more)
 
-    engine._data.access = watch
+    engine._core.data.access = watch
     engine.backward(mean_square(engine(*batch)))
     engine.close()
     return max(seen)
@@ -133,7 +133,7 @@ def compare(
     expected = script(reference, reference.optimizer)
     torch.manual_seed(0)
     engine = small_engine(build, config, evict_everything=evict_everything, **hooks)
-    if engine._manager.disk is None:
+    if engine._core.manager.disk is None:
         engine.close()
         reject()
     try:
@@ -151,14 +151,14 @@ def compare(
 
 def assert_at_rest(engine: Engine) -> None:
     """Nothing is pinned, pending or on its way; every chunk is somewhere, once; the counters tell the truth."""
-    manager = engine._manager
+    manager = engine._core.manager
     engine._complete()
     manager.land_all()
-    for there in engine._update.pipeline.ring.live:
-        engine._update.pipeline.ring.wait(there.reads)
+    for there in engine._core.update.pipeline.ring.live:
+        engine._core.update.pipeline.ring.wait(there.reads)
     file, traffic = manager.disk.file, manager.traffic
     assert (traffic.disk_read_bytes, traffic.disk_write_bytes) == (file.read_bytes, file.written_bytes)
-    assert not any(slot.pending or slot.uses for slot in engine._data.slots)
+    assert not any(slot.pending or slot.uses for slot in engine._core.data.slots)
     assert not manager.moves.in_flight and manager.moves.leaving_bytes == 0
     for chunk in manager.chunks.values():
         assert not (chunk.pins or chunk.coming or chunk.leaving or chunk.being_written), f"{chunk} is in use"
@@ -188,9 +188,9 @@ def real_bytes(chunks: Iterable[Chunk]) -> tuple[int, int]:
 def optimizer_bytes_on_disk(engine: Engine) -> int:
     """What an update of all parameters reads of the disk, and writes: pages of lists that live there."""
     found = 0
-    for index, slots in engine._data.by_chunk.items():
-        if slots[0].scheme.trained and engine._update.homes[index] is Tier.DISK:
-            lists = [engine._manager[spec.kind, index] for spec in slots[0].scheme.optimizer_lists]
+    for index, slots in engine._core.data.by_chunk.items():
+        if slots[0].scheme.trained and engine._core.update.homes[index] is Tier.DISK:
+            lists = [engine._core.manager[spec.kind, index] for spec in slots[0].scheme.optimizer_lists]
             length = PAGE_BYTES // lists[0].dtype.itemsize
             pages = {n for slot in slots for n in pages_of(slot.place.offset, slot.place.numel, length)}
             touched = sum(min(length, lists[0].numel - page * length) for page in pages)

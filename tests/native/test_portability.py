@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-import patrickstar.kernels
+import patrickstar._kernels
 
 pytestmark = pytest.mark.slow
 
-SOURCES = Path(patrickstar.kernels.__file__).parent / "native"
+SOURCES = Path(patrickstar._kernels.__file__).parent / "native"
 
 BUILDS = {
     "g++": ("g++", []),

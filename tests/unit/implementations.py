@@ -2,8 +2,8 @@
 
 import pytest
 
-from patrickstar.kernels.listed import Listed
-from patrickstar.kernels.native import Native
+from patrickstar._kernels.cpp_backend import Native
+from patrickstar._kernels.eager_backend import Listed
 
 VARIANTS = ("avx512", "avx2", "baseline")
 

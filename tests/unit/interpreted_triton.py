@@ -4,8 +4,8 @@ import kernel_cases
 import pytest
 import torch
 
-from patrickstar.kernels.fused import Fused
-from patrickstar.kernels.rule import Gradient, Span
+from patrickstar._kernels.triton_backend import Fused
+from patrickstar._kernels.update_rule import Gradient, Span
 
 # The interpreter computes with numpy, which warns of every infinity and NaN.
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]

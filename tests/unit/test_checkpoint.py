@@ -24,15 +24,16 @@ from xxhash import xxh3_64_hexdigest
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.checkpoint import folder as folders
-from patrickstar.checkpoint import page_file, plain
-from patrickstar.checkpoint.document import NAME
-from patrickstar.checkpoint.folder import complete
-from patrickstar.checkpoint.page_file import write_all
-from patrickstar.checkpoint.reader import CheckpointReader
-from patrickstar.engine.engine import Engine
+from patrickstar._checkpoint import atomic_dir as folders
+from patrickstar._checkpoint import direct_writer as page_file
+from patrickstar._checkpoint import json_codec
+from patrickstar._checkpoint.atomic_dir import complete
+from patrickstar._checkpoint.direct_writer import write_all
+from patrickstar._checkpoint.manifest import NAME
+from patrickstar._checkpoint.storage_reader import CheckpointReader
+from patrickstar._engine.engine import Engine
+from patrickstar._layout.shard_geometry import boxes_of
 from patrickstar.errors import CheckpointError, ConfigError, TrainingError
-from patrickstar.layout.boxes import boxes_of
 
 
 class Model(nn.Module):
@@ -150,9 +151,9 @@ def test_what_was_frozen_then_and_is_not_now_has_fresh_states(saved):
     model.conv.requires_grad_(False)
     engine = Engine(model, config(), meter=testing.NoMeter())
     engine.load(saved[0])
-    by_name = {slot.name: slot for slot in engine._data.slots}
+    by_name = {slot.name: slot for slot in engine._core.data.slots}
     assert by_name["head.bias"].steps == 0 and by_name["words.weight"].steps == 2
-    assert not engine._state.read(by_name["head.bias"], "exp_avg").any()
+    assert not engine._core.state.read(by_name["head.bias"], "exp_avg").any()
     train(engine)
 
 
@@ -252,18 +253,18 @@ data = st.recursive(
 
 @given(data)
 def test_plain_data_come_back(value):
-    found = plain.loads(plain.dumps(value, "it"), "it")
+    found = json_codec.loads(json_codec.dumps(value, "it"), "it")
     assert found == value and repr(found) == repr(value)
 
 
 def test_other_plain_data_come_back():
     value = [Counter({3: 1}), OrderedDict(b=1, a=2), {1, 2}, frozenset("a"), float("inf"), errno.ENOSPC, numpy.int64(3)]
-    assert plain.loads(plain.dumps(value, "it"), "it") == value
+    assert json_codec.loads(json_codec.dumps(value, "it"), "it") == value
     for array in (numpy.arange(6, dtype=numpy.uint32).reshape(2, 3), numpy.empty((0, 2))):
-        found = plain.loads(plain.dumps(array, "it"), "it")
+        found = json_codec.loads(json_codec.dumps(array, "it"), "it")
         assert found.dtype == array.dtype and numpy.array_equal(found, array)
     for tensor in (torch.randn(2, 3), torch.tensor(1.5, dtype=torch.bfloat16), torch.empty(0, 3), torch.tensor([True])):
-        found = plain.loads(plain.dumps(tensor, "it"), "it")
+        found = json_codec.loads(json_codec.dumps(tensor, "it"), "it")
         assert found.dtype == tensor.dtype and torch.equal(found, tensor)
 
 
@@ -491,7 +492,7 @@ def test_an_optimizer_with_the_same_states_is_not_the_same(saved, optimizer):
 def test_a_run_without_a_loss_scale_leaves_the_scaler_as_it_is(saved):
     engine = engine_of(precision="fp16")
     engine.load(saved[0])
-    assert engine._scaler.scale == 2.0**16
+    assert engine._core.scaler.scale == 2.0**16
 
 
 class Odd(nn.Module):
@@ -563,7 +564,7 @@ def test_a_full_disk_is_a_warning_and_what_was_there_stays(tmp_path):
             with pytest.warns(UserWarning, match=r"training goes on: can't write .*free") as told:
                 checkpoints.save(engine, 2, wait=wait)
                 train(engine, 1)
-                engine._persistence.end()
+                engine._core.background_save.end()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert len(told) == 1

@@ -8,17 +8,17 @@ import implementations
 import pytest
 import torch
 
-from patrickstar.kernels import choice
-from patrickstar.kernels.adam import AdamRule
-from patrickstar.kernels.choice import Kernels
-from patrickstar.kernels.foreign import ForeignRule
-from patrickstar.kernels.fused import Fused
-from patrickstar.kernels.lion import LionRule
-from patrickstar.kernels.listed import PAGE_NUMEL, WORKSPACE_ITEMS, Listed
-from patrickstar.kernels.native import Native, Unavailable
-from patrickstar.kernels.rule import Gradient, Rule, Span
-from patrickstar.kernels.sgd import SGDRule
-from patrickstar.kernels.survey import Survey
+from patrickstar._kernels import dispatch as choice
+from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.cpp_backend import Native, Unavailable
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.eager_backend import PAGE_NUMEL, WORKSPACE_ITEMS, Listed
+from patrickstar._kernels.grad_norm import Survey
+from patrickstar._kernels.lion import LionRule
+from patrickstar._kernels.sgd import SGDRule
+from patrickstar._kernels.torch_optim_adapter import ForeignRule
+from patrickstar._kernels.triton_backend import Fused
+from patrickstar._kernels.update_rule import Gradient, Rule, Span
 from patrickstar.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")

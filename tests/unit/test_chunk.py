@@ -5,11 +5,11 @@ import gc
 import pytest
 import torch
 
-from patrickstar.layout.lists import ITEMSIZE
-from patrickstar.memory.chunk import Chunk, Region, fill_poison
-from patrickstar.memory.hardware import Hardware
-from patrickstar.memory.host import HostTier
-from patrickstar.memory.pages import PageBank, can_move_pages, round_up
+from patrickstar._layout.schema import ITEMSIZE
+from patrickstar._memory.chunk import Chunk, Region, fill_poison
+from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.host_tier import HostTier
+from patrickstar._memory.vm_pool import PageBank, can_move_pages, round_up
 
 CPU = torch.device("cpu")
 

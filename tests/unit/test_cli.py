@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import patrickstar
-from patrickstar.cli.main import app
+from patrickstar._cli.main import app
 from patrickstar.errors import BudgetError
 
 
@@ -141,7 +141,7 @@ def test_every_error_is_one_line(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("patrickstar.cli.train.train", fail)
+    monkeypatch.setattr("patrickstar._cli.train.train", fail)
     result = train()
     assert (result.exit_code, result.stderr, result.stdout) == (code, message, "")
 

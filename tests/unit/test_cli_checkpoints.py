@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 import patrickstar as ps
-from patrickstar.checkpoint.reader import CheckpointReader
-from patrickstar.cli.main import app
+from patrickstar._checkpoint.storage_reader import CheckpointReader
+from patrickstar._cli.main import app
 
 ABOUT = {"step": 3, "lr": 0.01, "weight_decay": 0.01, "architecture": "A", "config": "{}"}
 ABOUT |= {"tokenizer": "{}", "trained": True}

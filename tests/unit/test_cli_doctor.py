@@ -3,10 +3,10 @@
 import pytest
 from typer.testing import CliRunner
 
-from patrickstar.cli import doctor
-from patrickstar.cli.main import app
-from patrickstar.kernels.listed import Listed
-from patrickstar.kernels.native import Native, Unavailable
+from patrickstar._cli import doctor
+from patrickstar._cli.main import app
+from patrickstar._kernels.cpp_backend import Native, Unavailable
+from patrickstar._kernels.eager_backend import Listed
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from patrickstar.cli.models import find_model
-from patrickstar.cli.presets import PRESETS
+from patrickstar._cli.model_source import find_model
+from patrickstar._cli.presets import PRESETS
 from patrickstar.errors import ConfigError, ModelError
 
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 300}

@@ -5,9 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from patrickstar.cli.main import app
-from patrickstar.cli.presets import PRESETS
-from patrickstar.schedule.report import PICTURE_WIDTH, picture
+from patrickstar._cli.main import app
+from patrickstar._cli.presets import PRESETS
+from patrickstar._perf_model.text_tables import PICTURE_WIDTH, picture
 
 runner = CliRunner()
 

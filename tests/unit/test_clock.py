@@ -6,15 +6,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prefetch_policies import Conservative
 
-from patrickstar.engine.clock import MOST_TRACES, Clock, Mode
-from patrickstar.layout.lists import PARAM16
-from patrickstar.memory.manager import Manager
-from patrickstar.memory.pages import round_up
-from patrickstar.schedule.eviction import ListOrder
-from patrickstar.schedule.placement import Tier
-from patrickstar.schedule.prefetch import Conservative, NextUseAhead, OnDemand, Prefetch
-from patrickstar.schedule.trace import Moment
+from patrickstar._layout.schema import PARAM16
+from patrickstar._memory.chunk_manager import Manager
+from patrickstar._memory.tracer import MOST_TRACES, Clock, Mode
+from patrickstar._memory.vm_pool import round_up
+from patrickstar._schedule.eviction import ListOrder
+from patrickstar._schedule.placement import Tier
+from patrickstar._schedule.prefetch import NextUseAhead, OnDemand, Prefetch
+from patrickstar._schedule.trace import Moment
 from patrickstar.testing import NoMeter
 
 quick = settings(derandomize=True, deadline=None, max_examples=100)

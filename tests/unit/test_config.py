@@ -7,9 +7,9 @@ import torch
 from pydantic import ValidationError
 
 import patrickstar as ps
-from patrickstar.engine.config import Config
-from patrickstar.engine.optimizers import SGD, Adam, AdamW, Lion, TorchOptimizer
+from patrickstar.config import Config
 from patrickstar.errors import ConfigError, DeviceError
+from patrickstar.optim import SGD, Adam, AdamW, Lion, TorchOptimizer
 
 
 def test_a_budget_is_all_there_is_to_choose():

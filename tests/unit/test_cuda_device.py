@@ -9,17 +9,17 @@ import pytest
 import torch
 from fake_cuda import MIB, OUT_OF_MEMORY, FakeCuda, install
 
-from patrickstar.cli import doctor
-from patrickstar.engine.stats import Stats
+from patrickstar._cli import doctor
+from patrickstar._memory import cuda_device as cuda_module
+from patrickstar._memory import host_arena as slab_module
+from patrickstar._memory.cuda_device import PORTABLE, CudaDevice, allocator_settings, default_budget
+from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.host_arena import Slab
+from patrickstar._memory.memory_meter import CudaMeter
+from patrickstar._memory.transfer_counters import Traffic
+from patrickstar._memory.worker_pool import Movers
+from patrickstar._step.stats import Stats
 from patrickstar.errors import BudgetError
-from patrickstar.memory import cuda as cuda_module
-from patrickstar.memory import slab as slab_module
-from patrickstar.memory.cuda import PORTABLE, CudaDevice, allocator_settings, default_budget
-from patrickstar.memory.hardware import Hardware
-from patrickstar.memory.meter import CudaMeter
-from patrickstar.memory.movers import Movers
-from patrickstar.memory.slab import Slab
-from patrickstar.memory.traffic import Traffic
 
 GIB = 1 << 30
 SECOND = torch.device("cuda", 1)

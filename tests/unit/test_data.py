@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from patrickstar.cli.data import Corpus, open_corpus, standard_library
+from patrickstar._cli.corpus import Corpus, open_corpus, standard_library
 from patrickstar.errors import DataError
 
 

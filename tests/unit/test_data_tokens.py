@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from patrickstar.cli.batches import Batches
-from patrickstar.cli.data import Corpus, open_corpus
-from patrickstar.cli.tokenizer import END, Vocabulary, cache_folder, load_tokens, train_tokenizer
+from patrickstar._cli.corpus import Corpus, open_corpus
+from patrickstar._cli.sampler import Batches
+from patrickstar._cli.tokenizer import END, Vocabulary, cache_folder, load_tokens, train_tokenizer
 from patrickstar.errors import ConfigError, DataError, ModelError
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(40))
@@ -52,7 +52,7 @@ def test_the_cache_is_used_and_left_whole(
     assert [file.name.partition(".")[2] for file in files] == ["npy", "tokenizer.json"]
     moved = tmp_path / "moved"
     corpus.paths[0].parent.rename(moved)
-    monkeypatch.setattr("patrickstar.cli.tokenizer.train_tokenizer", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("patrickstar._cli.tokenizer.train_tokenizer", lambda *_: pytest.fail("trained again"))
     again = load_tokens(open_corpus([moved]), Vocabulary(300))
     assert np.array_equal(first, again)
     assert sorted(cache.iterdir()) == files
@@ -70,7 +70,7 @@ def test_an_interrupted_write_leaves_nothing(corpus: Corpus, cache: Path, monkey
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("patrickstar.cli.tokenizer._save", interrupted)
+    monkeypatch.setattr("patrickstar._cli.tokenizer._save", interrupted)
     with pytest.raises(KeyboardInterrupt):
         load_tokens(corpus, Vocabulary(300))
     assert not list(cache.glob("*.npy*"))

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from patrickstar._perf_model.gpt_costs import Gpt
+from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
+from patrickstar._perf_model.perf_model import Room, best_estimate, estimate, fits, largest_batch, least_more
+from patrickstar._perf_model.workload import PARAM_BYTES, STATE_BYTES, UPDATE_BYTES, Workload, gpt_workload
 from patrickstar.errors import BudgetError
-from patrickstar.schedule.estimate import Room, best_estimate, estimate, fits, largest_batch, least_more
-from patrickstar.schedule.gpt import Gpt
-from patrickstar.schedule.machine import DiskDrive, Gpu, Host, Links, Machine
-from patrickstar.schedule.workload import PARAM_BYTES, STATE_BYTES, UPDATE_BYTES, Workload, gpt_workload
 
 machines = st.builds(
     Machine,

@@ -4,9 +4,10 @@ from itertools import combinations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prefetch_policies import NextUse
 
-from patrickstar.schedule.eviction import EvictionPolicy, ListOrder, NextUse
-from patrickstar.schedule.trace import NEVER, Moment, Trace
+from patrickstar._schedule.eviction import EvictionPolicy, ListOrder
+from patrickstar._schedule.trace import NEVER, Moment, Trace
 
 quick = settings(derandomize=True, deadline=None, max_examples=300)
 

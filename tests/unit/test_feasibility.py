@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import patrickstar as ps
-from patrickstar.engine.engine import Engine
+from patrickstar._engine.engine import Engine
+from patrickstar._layout.byte_size import format_size
+from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, ParamSpec, build_layout
+from patrickstar._layout.schema import scheme_for
+from patrickstar._schedule.feasibility import check_budgets, least, working_set_bytes
+from patrickstar._schedule.placement import Budgets, Tier, Tiers, disk_bytes, initial_placement
 from patrickstar.errors import BudgetError
-from patrickstar.layout.lists import scheme_for
-from patrickstar.layout.mapping import ALIGN_NUMEL, ParamSpec, build_layout
-from patrickstar.layout.sizes import format_size
-from patrickstar.schedule.feasibility import check_budgets, least, working_set_bytes
-from patrickstar.schedule.placement import Budgets, Tier, Tiers, disk_bytes, initial_placement
 from patrickstar.testing import NoMeter
 
 quick = settings(derandomize=True, deadline=None, max_examples=200)

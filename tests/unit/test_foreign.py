@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from patrickstar._kernels.eager_backend import PAGE_NUMEL, Listed
+from patrickstar._kernels.torch_optim_adapter import ForeignRule, defaults_of, one_by_one, probe
+from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar.errors import ConfigError
-from patrickstar.kernels.foreign import ForeignRule, defaults_of, one_by_one, probe
-from patrickstar.kernels.listed import PAGE_NUMEL, Listed
-from patrickstar.kernels.rule import Gradient, Span
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from patrickstar.memory.heap import LARGE_AT_FIRST, LARGE_AT_MOST, Heap, process_heap
-from patrickstar.memory.meter import ResidentMeter
+from patrickstar._memory.malloc_tuning import LARGE_AT_FIRST, LARGE_AT_MOST, Heap, process_heap
+from patrickstar._memory.memory_meter import ResidentMeter
 
 MIB = 1 << 20
 
@@ -118,7 +118,7 @@ def test_that_another_allocator_was_loaded_is_noticed(monkeypatch):
             self.free = SimpleFunction(lambda block: None)
             self.mallinfo2 = SimpleFunction(lambda: SimpleNamespace(hblks=0, fordblks=1 << 40))
 
-    monkeypatch.setattr("patrickstar.memory.heap.ctypes.CDLL", lambda name: Library())
+    monkeypatch.setattr("patrickstar._memory.malloc_tuning.ctypes.CDLL", lambda name: Library())
     heap = Heap()
     assert not heap._knows_plugs
     heap.let_keep(False, ME)

@@ -8,12 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.host_arena import ALIGN_BYTES, Place
+from patrickstar._memory.host_tier import HostTier
+from patrickstar._memory.worker_pool import Transfer
 from patrickstar.errors import BudgetError
-from patrickstar.memory.chunk import Chunk
-from patrickstar.memory.hardware import Hardware
-from patrickstar.memory.host import HostTier
-from patrickstar.memory.movers import Transfer
-from patrickstar.memory.slab import ALIGN_BYTES, Place
 
 CPU = torch.device("cpu")
 

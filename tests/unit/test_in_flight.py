@@ -5,11 +5,11 @@ import threading
 import pytest
 import torch
 
-from patrickstar.layout.lists import PARAM16, PARAM32
-from patrickstar.memory.chunk import Chunk
-from patrickstar.memory.manager import Manager
-from patrickstar.memory.slab import ALIGN_BYTES
-from patrickstar.schedule.placement import Tier
+from patrickstar._layout.schema import PARAM16, PARAM32
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.chunk_manager import Manager
+from patrickstar._memory.host_arena import ALIGN_BYTES
+from patrickstar._schedule.placement import Tier
 
 CPU = torch.device("cpu")
 

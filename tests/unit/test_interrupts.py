@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from patrickstar.memory.interrupts import Uninterrupted, uninterrupted
+from patrickstar._memory.defer_sigint import Uninterrupted, uninterrupted
 
 
 def strike():

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from patrickstar.layout.lists import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, PARAM16, PARAM32, ListSpec, Scheme, scheme_for
+from patrickstar._layout.schema import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, PARAM16, PARAM32, ListSpec, Scheme, scheme_for
 
 
 @pytest.mark.parametrize("dtype", sorted(ITEMSIZE))

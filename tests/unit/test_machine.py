@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from patrickstar._perf_model.machine_spec import Gpu, Host, Links, find_machine, known_machines, read_machine
 from patrickstar.errors import ConfigError
-from patrickstar.schedule.machine import Gpu, Host, Links, find_machine, known_machines, read_machine
 
 quick = settings(derandomize=True, deadline=None, max_examples=100)
 

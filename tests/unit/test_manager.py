@@ -12,20 +12,20 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from prefetch_policies import NextUse
 
+from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
+from patrickstar._layout.schema import PARAM16, PARAM32
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.chunk_manager import Manager
+from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.host_arena import ALIGN_BYTES, Place
+from patrickstar._memory.host_tier import HostTier
+from patrickstar._memory.transfer_counters import Traffic
+from patrickstar._memory.vm_pool import round_up
+from patrickstar._schedule.placement import Tier
+from patrickstar._schedule.trace import Moment, Trace
 from patrickstar.errors import BudgetError
-from patrickstar.layout.lists import PARAM16, PARAM32
-from patrickstar.layout.mapping import ALIGN_NUMEL
-from patrickstar.memory.chunk import Chunk
-from patrickstar.memory.hardware import Hardware
-from patrickstar.memory.host import HostTier
-from patrickstar.memory.manager import Manager
-from patrickstar.memory.pages import round_up
-from patrickstar.memory.slab import ALIGN_BYTES, Place
-from patrickstar.memory.traffic import Traffic
-from patrickstar.schedule.eviction import NextUse
-from patrickstar.schedule.placement import Tier
-from patrickstar.schedule.trace import Moment, Trace
 
 CPU = torch.device("cpu")
 DTYPES = {PARAM16: "bfloat16", PARAM32: "float32"}
@@ -197,7 +197,7 @@ class Operations(RuleBasedStateMachine):
             return
         on_device = tier is Tier.DEVICE
         try:
-            with patch("patrickstar.memory.compute.Chunk", Watched):
+            with patch("patrickstar._memory.device_tier.Chunk", Watched):
                 chunk = self.manager.new_chunk(kind, index, ALIGN_NUMEL * size, DTYPES[kind], tier)
             assert self.manager[kind, index] is chunk
         except BudgetError as error:

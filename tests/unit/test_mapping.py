@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, Layout, ParamSpec, Place, align, build_layout
+from patrickstar._layout.schema import scheme_for
 from patrickstar.errors import ModelError
-from patrickstar.layout.lists import scheme_for
-from patrickstar.layout.mapping import ALIGN_NUMEL, Layout, ParamSpec, Place, align, build_layout
 
 quick = settings(derandomize=True, deadline=None, max_examples=200)
 

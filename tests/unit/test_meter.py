@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch
 
-from patrickstar.memory import meter
-from patrickstar.memory.meter import ResidentMeter, SampledMeter, default_meter, installed_bytes
+from patrickstar._memory import memory_meter as meter
+from patrickstar._memory.memory_meter import ResidentMeter, SampledMeter, default_meter, installed_bytes
 
 MIB = 1024**2
 SIZE = 64 * MIB

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from patrickstar._memory.swap_file import PAGE_BYTES
+from patrickstar._memory.worker_pool import Movers
 from patrickstar.errors import MoveError
-from patrickstar.memory.movers import Movers
-from patrickstar.memory.scratch import PAGE_BYTES
 
 SOON_S = 20.0
 KILL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object, ctypes.py_object)(
@@ -292,7 +292,7 @@ def test_a_thread_that_cannot_start_is_an_error():
 
 def test_the_interpreter_leaves_with_jobs_in_flight():
     code = (
-        "import torch; from patrickstar.memory.movers import Movers\n"
+        "import torch; from patrickstar._memory.worker_pool import Movers\n"
         "movers = Movers(2, 'leave')\n"
         "a, b = torch.zeros(2**22), torch.zeros(2**22)\n"
         "movers.submit([lambda stage: a.copy_(b)] * 10000, 'x')"

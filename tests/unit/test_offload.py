@@ -8,7 +8,7 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.engine.engine import Engine
+from patrickstar._engine.engine import Engine
 from patrickstar.errors import BudgetError
 
 WIDTH, ROWS = 64, 256
@@ -37,13 +37,13 @@ def test_the_bits_are_those_of_plain_pytorch(precision, stress):
 def test_bytes_go_out_come_back_and_are_given_back():
     engine = Engine(build, config(), meter=testing.NoMeter())
     loss = engine(*batches(1)[0]).float().pow(2).mean()
-    away = engine._manager.host.other_bytes
+    away = engine._core.manager.host.other_bytes
     assert away >= 3 * ROWS * WIDTH * 2, "each linear layer saves its input"
-    assert engine._manager.traffic.d2h_bytes == away, "each tensor goes once, however many nodes saved it"
+    assert engine._core.manager.traffic.d2h_bytes == away, "each tensor goes once, however many nodes saved it"
     engine.backward(loss)
     del loss
     gc.collect()
-    assert engine._manager.host.other_bytes == 0
+    assert engine._core.manager.host.other_bytes == 0
     engine.optimizer.step()
     assert engine.stats.last.host_peak_non_model_bytes == away
     engine.close()
@@ -52,10 +52,10 @@ def test_bytes_go_out_come_back_and_are_given_back():
 def test_a_forward_that_is_thrown_away_gives_its_bytes_back():
     engine = Engine(build, config(), meter=testing.NoMeter())
     out = engine(*batches(1)[0])
-    assert engine._manager.host.other_bytes > 0
+    assert engine._core.manager.host.other_bytes > 0
     del out
     gc.collect()
-    assert engine._manager.host.other_bytes == 0
+    assert engine._core.manager.host.other_bytes == 0
     engine.close()
 
 
@@ -63,8 +63,8 @@ def gradients(*, moved: bool) -> dict[str, torch.Tensor]:
     """Of one step, with activations that changed places in the slab between forward and backward, or did not."""
     torch.manual_seed(0)
     engine = Engine(build, config(), meter=testing.NoMeter(), poison=True)
-    host = engine._manager.host
-    gap = engine._manager.host.borrow(4096)
+    host = engine._core.manager.host
+    gap = engine._core.manager.host.borrow(4096)
     loss = engine(*batches(1)[0]).float().pow(2).mean()
     if moved:
         host.give_back(gap)

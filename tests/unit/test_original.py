@@ -8,13 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from patrickstar.errors import BudgetError, ConfigError
-from patrickstar.layout.lists import scheme_for
-from patrickstar.layout.mapping import ParamSpec, build_layout
-from patrickstar.schedule.gpt import Gpt
-from patrickstar.schedule.machine import find_machine
-from patrickstar.schedule.original import (
+from patrickstar_v043.activation_curve import non_model_bytes
+from patrickstar_v043.simulation import (
     BATCHES,
     CHUNK_NUMELS,
     best_step,
@@ -23,7 +18,12 @@ from patrickstar.schedule.original import (
     search_chunk_numel,
     simulate_original,
 )
-from patrickstar.schedule.tide import non_model_bytes
+
+from patrickstar._layout.chunk_mapping import ParamSpec, build_layout
+from patrickstar._layout.schema import scheme_for
+from patrickstar._perf_model.gpt_costs import Gpt
+from patrickstar._perf_model.machine_spec import find_machine
+from patrickstar.errors import BudgetError, ConfigError
 
 quick = settings(derandomize=True, deadline=None, max_examples=60)
 

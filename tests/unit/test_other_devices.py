@@ -6,10 +6,10 @@ The meta device stands for one. A copy from its address would end the process.
 import pytest
 import torch
 
-from patrickstar.checkpoint.page_file import PageFile
-from patrickstar.memory.chunk import Chunk
-from patrickstar.memory.disk import DiskTier
-from patrickstar.memory.scratch import ScratchFile
+from patrickstar._checkpoint.direct_writer import PageFile
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.disk_tier import DiskTier
+from patrickstar._memory.swap_file import ScratchFile
 
 META = torch.device("meta")
 

@@ -15,8 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from patrickstar._memory.vm_pool import HUGE_PAGE, SYSTEM_PAGE, PageBank, Range, can_move_pages, round_up
 from patrickstar.errors import BudgetError
-from patrickstar.memory.pages import HUGE_PAGE, SYSTEM_PAGE, PageBank, Range, can_move_pages, round_up
 
 pytestmark = pytest.mark.skipif(not can_move_pages(), reason="this system moves no pages")
 
@@ -273,7 +273,7 @@ def test_what_the_system_can_not_give_is_an_error_in_bytes():
 def test_reading_and_writing_a_range_without_pages_is_stopped_by_the_system(gone, use):
     program = (
         "import faulthandler, resource, torch\n"
-        "from patrickstar.memory.pages import PageBank, Range\n"
+        "from patrickstar._memory.vm_pool import PageBank, Range\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "bank, memory = PageBank(), Range(20000)\n"
         "tensor = torch.empty(0, dtype=torch.uint8).set_(memory.storage())\n"

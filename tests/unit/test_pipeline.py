@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import patrickstar as ps
-from patrickstar.engine.engine import Engine
-from patrickstar.engine.ring import RingSize
-from patrickstar.schedule.placement import Tier
-from patrickstar.schedule.prefetch import OnDemand
+from patrickstar._engine.engine import Engine
+from patrickstar._schedule.placement import Tier
+from patrickstar._schedule.prefetch import OnDemand
+from patrickstar._step.staging_pool import RingSize
 from patrickstar.testing import NoMeter
 
 WIDTH = 64
@@ -33,12 +33,14 @@ def steps(engine: Engine, count: int, update: bool = False) -> None:
 
 def test_a_step_returns_before_its_updates_and_the_next_forward_ends_them(tmp_path):
     engine = engine_on(tmp_path)
-    pipeline = engine._update.pipeline
+    pipeline = engine._core.update.pipeline
     steps(engine, 2)
     pending = pipeline.pending
     # Pages that were read on trust may be updated already.
-    assert pending and pending <= {index for index, home in engine._update.homes.items() if home is Tier.DISK}
-    assert all(slot.pending and not slot.has_gradient for index in pending for slot in engine._data.by_chunk[index])
+    assert pending and pending <= {index for index, home in engine._core.update.homes.items() if home is Tier.DISK}
+    assert all(
+        slot.pending and not slot.has_gradient for index in pending for slot in engine._core.data.by_chunk[index]
+    )
     engine(torch.zeros(4, WIDTH))
     assert not pipeline.pending
     engine.close()
@@ -46,16 +48,16 @@ def test_a_step_returns_before_its_updates_and_the_next_forward_ends_them(tmp_pa
 
 def test_all_pages_come_back_and_nothing_is_read_twice(tmp_path):
     engine = engine_on(tmp_path)
-    ring = engine._update.pipeline.ring
+    ring = engine._core.update.pipeline.ring
     steps(engine, 3)
     engine.state_dict()
     on_disk = sum(
-        chunk.optimizer_bytes for chunk in engine.layout.chunks if engine._update.homes[chunk.index] is Tier.DISK
+        chunk.optimizer_bytes for chunk in engine.layout.chunks if engine._core.update.homes[chunk.index] is Tier.DISK
     )
-    before = engine._manager.traffic.copy()
+    before = engine._core.manager.traffic.copy()
     steps(engine, 4)
     engine.state_dict()
-    moved = engine._manager.traffic.since(before)
+    moved = engine._core.manager.traffic.since(before)
     param16 = moved.h2d_bytes
     assert moved.disk_write_bytes >= 4 * on_disk
     # What the last step read on trust was read in place of what the first found there.
@@ -66,7 +68,7 @@ def test_all_pages_come_back_and_nothing_is_read_twice(tmp_path):
 
 def test_without_looking_ahead_pages_are_read_when_they_are_waited_for(tmp_path):
     engine = engine_on(tmp_path, policy=OnDemand)
-    pipeline = engine._update.pipeline
+    pipeline = engine._core.update.pipeline
     steps(engine, 1)
     assert pipeline.pending and not pipeline.ring.live
     steps(engine, 1)
@@ -78,9 +80,9 @@ def test_an_early_update_enters_the_pipeline_in_backward(tmp_path):
     steps(engine, 2)
     values = torch.randn(4, WIDTH)
     loss = engine(values).float().pow(2).mean()
-    assert not engine._update.pipeline.pending
+    assert not engine._core.update.pipeline.pending
     engine.backward(loss, update=True)
-    begun = engine._update.pipeline.pending | {s.place.chunk for s in engine._data.slots if s.updated_in}
+    begun = engine._core.update.pipeline.pending | {s.place.chunk for s in engine._core.data.slots if s.updated_in}
     assert begun
     engine.optimizer.step()
     engine.close()

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar.layout.lists import scheme_for
-from patrickstar.layout.mapping import ChunkSpec
-from patrickstar.schedule.placement import (
+from patrickstar._layout.chunk_mapping import ChunkSpec
+from patrickstar._layout.schema import scheme_for
+from patrickstar._schedule.placement import (
     HOST,
     WARM_UP_PERCENT,
     Budgets,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from patrickstar.engine.precision import LossScaler, cast_inputs, clip_coefficient, compute_dtypes, tensors_in
+from patrickstar._params.precision import LossScaler, cast_inputs, clip_coefficient, compute_dtypes, tensors_in
 from patrickstar.errors import ModelError
 
 quick = settings(derandomize=True, deadline=None, max_examples=200)

@@ -5,10 +5,10 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prefetch_policies import Conservative, LifeTime, NextUse
 
-from patrickstar.schedule.eviction import NextUse
-from patrickstar.schedule.prefetch import Conservative, LifeTime, Move, NextUseAhead, OnDemand, Prefetch
-from patrickstar.schedule.trace import NEVER, Moment, Trace
+from patrickstar._schedule.prefetch import Move, NextUseAhead, OnDemand, Prefetch
+from patrickstar._schedule.trace import NEVER, Moment, Trace
 
 quick = settings(deadline=None, max_examples=200, print_blob=True)
 POLICIES = (OnDemand, NextUseAhead, Conservative, LifeTime)

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
+from patrickstar._dry_run.disk_benchmark import measure
+from patrickstar._memory.worker_pool import THREAD_NAME
 from patrickstar.errors import DiskError
-from patrickstar.memory.movers import THREAD_NAME
-from patrickstar.memory.probe import measure
 
 
 def test_a_probe_gives_rates_and_leaves_no_thread_and_no_file(tmp_path):

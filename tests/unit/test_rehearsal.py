@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 import patrickstar as ps
-from patrickstar.engine.operators import TensorMeter
-from patrickstar.engine.rehearsal import on_meta, rehearse
+from patrickstar._dry_run.op_tracer import TensorMeter
+from patrickstar._dry_run.simulation import on_meta
+from patrickstar._engine.dry_run import dry_run
+from patrickstar._perf_model.machine_spec import Host, Machine
 from patrickstar.errors import BudgetError, ModelError
-from patrickstar.schedule.machine import Host, Machine
 
 LAPTOP = Machine(
     name="laptop",
@@ -42,7 +43,7 @@ def once(engine):
 
 
 def test_what_follows_from_whole_numbers_is_known():
-    assert rehearse(lambda: nn.Sequential(Asks("integers")).get_submodule("0"), CONFIG, once, LAPTOP).seconds > 0
+    assert dry_run(lambda: nn.Sequential(Asks("integers")).get_submodule("0"), CONFIG, once, LAPTOP).seconds > 0
 
 
 def test_what_only_a_run_knows_is_refused_and_the_module_is_named():
@@ -56,13 +57,13 @@ def test_what_only_a_run_knows_is_refused_and_the_module_is_named():
             def forward(self, *args):
                 return self.inner(*args)
 
-        rehearse(Outer, CONFIG, once, LAPTOP)
+        dry_run(Outer, CONFIG, once, LAPTOP)
 
 
 def test_what_does_not_fit_is_refused_as_by_a_run():
     small = ps.Config(device="cpu", device_memory=64, host_memory=64)
     with pytest.raises(BudgetError, match="does not fit") as caught:
-        rehearse(lambda: Asks("integers"), small, once, LAPTOP)
+        dry_run(lambda: Asks("integers"), small, once, LAPTOP)
     with pytest.raises(BudgetError) as run:
         ps.initialize(lambda: Asks("integers"), small)
     assert caught.value.short_bytes == run.value.short_bytes

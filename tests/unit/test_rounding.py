@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar.kernels.rounding import canonical_nan_, round_into, square_root
+from patrickstar._kernels.rounding import canonical_nan_, round_into, square_root
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from patrickstar._schedule.coordination import Want, Word, outcome
 from patrickstar.errors import PeerError
-from patrickstar.schedule.rounds import Want, Word, outcome
 
 CHUNKS = 4
 acts = st.one_of(

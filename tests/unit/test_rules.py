@@ -22,13 +22,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from patrickstar.kernels.adam import AdamRule
-from patrickstar.kernels.choice import Kernels
-from patrickstar.kernels.lion import LionRule
-from patrickstar.kernels.listed import Listed
-from patrickstar.kernels.native import Native
-from patrickstar.kernels.rule import Gradient, Rule, Span
-from patrickstar.kernels.sgd import SGDRule
+from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.cpp_backend import Native
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.eager_backend import Listed
+from patrickstar._kernels.lion import LionRule
+from patrickstar._kernels.sgd import SGDRule
+from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from patrickstar._memory import swap_file as scratch
+from patrickstar._memory.swap_file import BLOCK_BYTES, PAGE_BYTES, ScratchFile, round_up
 from patrickstar.errors import BudgetError, DiskError
-from patrickstar.memory import scratch
-from patrickstar.memory.scratch import BLOCK_BYTES, PAGE_BYTES, ScratchFile, round_up
 
 MIB = 1024**2
 WHAT = "exp_avg[3]"
@@ -52,7 +52,7 @@ def replace(file: ScratchFile, path: str) -> None:
 
 def run(code: str, *prefix: str) -> str:
     """What another Python prints."""
-    begin = "import mmap, os, resource, warnings\nfrom patrickstar.memory.scratch import DiskError, ScratchFile"
+    begin = "import mmap, os, resource, warnings\nfrom patrickstar._memory.swap_file import DiskError, ScratchFile"
     command = [*prefix, sys.executable, "-c", f"{begin}\n{code}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

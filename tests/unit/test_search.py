@@ -3,9 +3,14 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar.layout.lists import scheme_for
-from patrickstar.layout.mapping import ALIGN_NUMEL, ParamSpec, align, build_layout
-from patrickstar.layout.search import LARGEST_CHUNK_BYTES, PIPELINE_CHUNKS, largest_useful_numel, search_layout
+from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, ParamSpec, align, build_layout
+from patrickstar._layout.chunk_size_search import (
+    LARGEST_CHUNK_BYTES,
+    PIPELINE_CHUNKS,
+    largest_useful_numel,
+    search_layout,
+)
+from patrickstar._layout.schema import scheme_for
 
 quick = settings(derandomize=True, deadline=None, max_examples=100)
 

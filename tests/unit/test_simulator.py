@@ -3,12 +3,13 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_simulator import Simulated, last_uses, simulate
+from prefetch_policies import LifeTime
 from test_prefetch import AHEAD, POLICIES, cases, chain
 
+from patrickstar._schedule.prefetch import NextUseAhead, OnDemand, Prefetch
+from patrickstar._schedule.trace import Moment, Trace
 from patrickstar.errors import BudgetError
-from patrickstar.schedule.prefetch import LifeTime, NextUseAhead, OnDemand, Prefetch
-from patrickstar.schedule.simulator import Simulated, last_uses, simulate
-from patrickstar.schedule.trace import Moment, Trace
 
 quick = settings(deadline=None, max_examples=200, print_blob=True)
 rates = st.sampled_from([0.25, 0.5, 1.0, 2.0, 64.0])

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from patrickstar._layout.byte_size import format_size, parse_size
 from patrickstar.errors import ConfigError
-from patrickstar.layout.sizes import format_size, parse_size
 
 quick = settings(derandomize=True, deadline=None, max_examples=300)
 

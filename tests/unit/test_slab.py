@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from patrickstar.memory.pages import round_up
-from patrickstar.memory.slab import ALIGN_BYTES, Place, Slab
+from patrickstar._memory.host_arena import ALIGN_BYTES, Place, Slab
+from patrickstar._memory.vm_pool import round_up
 
 quick = settings(derandomize=True, deadline=None, max_examples=200)
 

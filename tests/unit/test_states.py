@@ -4,8 +4,8 @@ from itertools import combinations_with_replacement, product
 
 import pytest
 
+from patrickstar._schedule.tensor_state import HOLD_LIKE, TensorState, check_transition, chunk_state
 from patrickstar.errors import TrainingError
-from patrickstar.schedule.states import HOLD_LIKE, TensorState, check_transition, chunk_state
 
 FREE, COMPUTE, HOLD = TensorState.FREE, TensorState.COMPUTE, TensorState.HOLD
 AFTER_FWD, AFTER_BWD = TensorState.HOLD_AFTER_FWD, TensorState.HOLD_AFTER_BWD

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar.kernels.listed import Listed
-from patrickstar.kernels.native import Native
-from patrickstar.kernels.rule import Gradient
-from patrickstar.kernels.survey import Survey
+from patrickstar._kernels.cpp_backend import Native
+from patrickstar._kernels.eager_backend import Listed
+from patrickstar._kernels.grad_norm import Survey
+from patrickstar._kernels.update_rule import Gradient
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

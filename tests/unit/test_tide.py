@@ -2,9 +2,9 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patrickstar_v043.activation_curve import move, non_model_bytes
 
-from patrickstar.schedule.gpt import Gpt
-from patrickstar.schedule.tide import move, non_model_bytes
+from patrickstar._perf_model.gpt_costs import Gpt
 
 quick = settings(derandomize=True, deadline=None, max_examples=60)
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar.schedule.trace import NEVER, Moment, Trace
+from patrickstar._schedule.trace import NEVER, Moment, Trace
 
 quick = settings(derandomize=True, deadline=None, max_examples=300)
 

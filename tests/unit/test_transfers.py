@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from patrickstar.memory import copies
-from patrickstar.memory.copies import StreamTransfer
-from patrickstar.memory.lanes import Clock, Lane
-from patrickstar.memory.movers import Movers, Transfer
-from patrickstar.parallel.collectives import OrderedTransfer
-from patrickstar.parallel.peers import NOTHING, Reduction
+from patrickstar._distributed.chunk_comm import NOTHING, Reduction
+from patrickstar._distributed.collectives import OrderedTransfer
+from patrickstar._dry_run.simulated_channels import Clock, Lane
+from patrickstar._memory import copy_streams as copies
+from patrickstar._memory.copy_streams import StreamTransfer
+from patrickstar._memory.worker_pool import Movers, Transfer
 
 
 class Event:

@@ -11,9 +11,9 @@ import kernel_cases
 import pytest
 import torch
 
-import patrickstar.kernels
-from patrickstar.kernels import fused
-from patrickstar.kernels.rule import Gradient, Rule, Span
+import patrickstar._kernels
+from patrickstar._kernels import triton_backend as fused
+from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
 ARITHMETIC = re.compile(r"(add|sub|mul|div|sqrt|rsqrt|rcp|fma|mad)\..*f(16|32|64)")
 TESTS = Path(__file__).parents[1]
@@ -58,7 +58,7 @@ def compiled(monkeypatch, tmp_path):
         pytest.skip("Triton is told to interpret: unset TRITON_INTERPRET")
     results = []
     for name in ("update_kernel", "survey_kernel", "fold_kernel"):
-        kernel = getattr(found._kernels, name)
+        kernel = getattr(found._core.kernels, name)
 
         def compile_only(*args, run=kernel.run, **options):
             results.append(run(*args, **{**options, "warmup": True}))
@@ -108,11 +108,11 @@ def test_steps_are_not_compiled_again(compiled):
 
 def test_without_triton_there_are_no_kernels(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "patrickstar.kernels.triton_kernels", raising=False)
-    monkeypatch.delattr(patrickstar.kernels, "triton_kernels", raising=False)
-    fused._kernels.cache_clear()
+    monkeypatch.delitem(sys.modules, "patrickstar._kernels.triton_kernels", raising=False)
+    monkeypatch.delattr(patrickstar._kernels, "triton_kernels", raising=False)
+    fused._core.kernels.cache_clear()
     try:
         assert fused.Fused.find() is None
         assert not fused.Fused.takes(span(kernel_cases.RULES[0]))
     finally:
-        fused._kernels.cache_clear()
+        fused._core.kernels.cache_clear()

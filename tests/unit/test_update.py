@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from patrickstar.engine.optimizers import AdamW
-from patrickstar.engine.update import STREAM_NUMEL, Update
-from patrickstar.kernels.adam import AdamRule
-from patrickstar.kernels.choice import Kernels
-from patrickstar.kernels.native import Native
-from patrickstar.kernels.rule import Gradient, Span
+from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.cpp_backend import Native
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.update_rule import Gradient, Span
+from patrickstar._step.optimizer_step import STREAM_NUMEL, Update
+from patrickstar.optim import AdamW
 from patrickstar.testing import assert_same_bits
 
 RULE = AdamRule(1e-2, 0.9, 0.999, 1e-8, 0.1, decoupled=True, step=2)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from fake_cuda import MIB, FakeCuda, install
 
+from patrickstar._memory import workspaces
+from patrickstar._memory.cuda_device import CudaDevice
+from patrickstar._memory.hardware import Hardware
 from patrickstar.errors import BudgetError
-from patrickstar.memory import workspaces
-from patrickstar.memory.cuda import CudaDevice
-from patrickstar.memory.hardware import Hardware
 
 SECOND = torch.device("cuda", 1)
 

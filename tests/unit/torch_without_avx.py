@@ -5,11 +5,11 @@ from itertools import product
 import pytest
 import torch
 
-from patrickstar.kernels.adam import AdamRule
-from patrickstar.kernels.choice import Kernels
-from patrickstar.kernels.native import Native
-from patrickstar.kernels.rule import Gradient, Span
-from patrickstar.kernels.sgd import SGDRule
+from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.cpp_backend import Native
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.sgd import SGDRule
+from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")

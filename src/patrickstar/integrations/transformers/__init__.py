@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from patrickstar.integrations.transformers.load import from_pretrained
+from patrickstar.integrations.transformers._from_pretrained import from_pretrained
 
 if TYPE_CHECKING:
-    from patrickstar.integrations.transformers.trainer import Trainer
+    from patrickstar.integrations.transformers._trainer import Trainer
 
 __all__ = ["Trainer", "from_pretrained"]
 
@@ -13,7 +13,7 @@ __all__ = ["Trainer", "from_pretrained"]
 def __getattr__(name: str) -> Any:
     # The Trainer needs accelerate, which whoever reads model folders may not have.
     if name == "Trainer":
-        from patrickstar.integrations.transformers.trainer import Trainer
+        from patrickstar.integrations.transformers._trainer import Trainer
 
         return Trainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

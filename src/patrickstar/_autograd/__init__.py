@@ -1,0 +1,1 @@
+"""Interception of parameter accesses: tensor subclass, autograd hooks, activation offload."""

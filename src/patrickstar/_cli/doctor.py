@@ -1,0 +1,143 @@
+"""What this machine and this installation offer, and what to do about what is missing."""
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+import patrickstar
+from patrickstar._cli.machine_name import machine_name
+from patrickstar._dry_run.disk_benchmark import measure
+from patrickstar._dry_run.machine_profile import trial_span
+from patrickstar._kernels.cpp_backend import Native, Unavailable
+from patrickstar._kernels.dispatch import Implementation
+from patrickstar._kernels.eager_backend import Listed
+from patrickstar._kernels.triton_backend import Fused
+from patrickstar._layout.byte_size import format_size
+from patrickstar._memory.cuda_device import FREE_PERCENT, NCCL_BYTES, OUTSIDE_BYTES, CudaDevice, default_budget
+from patrickstar._memory.memory_meter import default_meter, installed_bytes
+from patrickstar._perf_model.workload import STATE_BYTES, UPDATE_BYTES
+
+TRIAL_NUMEL = 16_000_000
+"""Parameters of the trial: 224 MB, more than caches hold, done in a blink."""
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report, and what to do if it isn't as good as it could be."""
+
+    name: str
+    text: str
+    advice: str | None = None
+
+
+def examine(trial_numel: int = TRIAL_NUMEL, disk: Path | None = None) -> list[Finding]:
+    """Look at everything that training depends on; `disk` is a directory for the disk tier.
+
+    Raises DiskError if that can't be used.
+    """
+    kernel, implementation = _kernel()
+    return [
+        Finding("patrickstar", f"{patrickstar.__version__}, PyTorch {torch.__version__}"),
+        Finding("processor", f"{machine_name(torch.device('cpu'))}, {torch.get_num_threads()} threads in use"),
+        Finding("memory", f"{format_size(installed_bytes(torch.device('cpu')))} available now"),
+        *_gpus(),
+        Finding("non-model data", f"measured by: {default_meter(torch.device('cpu')).source}"),
+        kernel,
+        _triton(),
+        *_speed(implementation, trial_numel),
+        *(_disk(disk) if disk is not None else []),
+    ]
+
+
+def _disk(directory: Path) -> list[Finding]:
+    rates = measure(directory)
+    space = shutil.disk_usage(directory).free
+    billion = 10**9 * STATE_BYTES
+    return [
+        Finding(
+            "disk",
+            f"{directory}: {format_size(space)} free, reads {rates.read / 1e9:.2f} GB/s, writes "
+            f"{rates.write / 1e9:.2f} GB/s with checksums; the optimizer states of 10^9 parameters take a step "
+            f"{billion / rates.read:.0f} s to read and {billion / rates.write:.0f} s to write",
+        )
+    ]
+
+
+def print_findings(console: Console, findings: list[Finding]) -> None:
+    """Print them, advice below what it is about."""
+    for finding in findings:
+        # Wrapped by the terminal alone: a file has no width.
+        console.print(Text.assemble((f"{finding.name:<16}", "bold"), finding.text), soft_wrap=True)
+        if finding.advice is not None:
+            console.print(Text.assemble(" " * 16, ("-> ", "yellow"), finding.advice), soft_wrap=True)
+
+
+def _gpus() -> list[Finding]:
+    if not torch.cuda.is_available():
+        return [Finding("gpu", "none that PyTorch can use; device='cpu' trains under a budget in RAM")]
+    devices = (CudaDevice(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
+    return [_gpu(device, device.free_bytes()) for device in devices]
+
+
+def _gpu(device: CudaDevice, free_bytes: int) -> Finding:
+    budget = default_budget(free_bytes)
+    return Finding(
+        f"gpu {device.index}",
+        f"{torch.cuda.get_device_name(device.device)}, {format_size(free_bytes)} free; device_memory is "
+        f"{format_size(budget)} ({budget} bytes) unless you give one: {FREE_PERCENT} % of what is free, or all but "
+        f"{format_size(OUTSIDE_BYTES)} if that is less, since kernels and handles are loaded later and free memory is "
+        f"in pieces ({format_size(NCCL_BYTES)} less with several processes)",
+    )
+
+
+def _kernel() -> tuple[Finding, Implementation]:
+    try:
+        native = Native.load()
+    except Unavailable as error:
+        text = "not there. Updates on the host run on PyTorch's operators, with the same bits"
+        return Finding("C++ kernel", text, str(error)), Listed()
+    return Finding("C++ kernel", f"built for {', '.join(native.variants())}; the first is used"), native
+
+
+def _triton() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("Triton kernel", "not needed without a GPU")
+    try:
+        Fused.load(torch.device("cuda"))
+    except Unavailable as error:
+        text = "not there. Updates on the GPU run on PyTorch's operators, with the same bits"
+        return Finding("Triton kernel", text, str(error))
+    return Finding("Triton kernel", "there, tried out on the first GPU")
+
+
+def _speed(implementation: Implementation, numel: int) -> list[Finding]:
+    """One update beside one copy: what of the memory's speed an update on the host reaches."""
+    span, copied = trial_span(numel), torch.zeros(numel, device="cpu")
+    copies, updates = [], []
+    for _ in range(ROUNDS):
+        copies.append(_gb_per_s(lambda: copied.copy_(span.master), 8 * numel))
+        updates.append(_gb_per_s(lambda: implementation.update([span], ()), UPDATE_BYTES * numel))
+    update, copy = median(updates), median(copies)
+    return [
+        Finding("memory speed", f"{copy:.1f} GB/s copying (read and written)"),
+        Finding(
+            "update speed",
+            f"{update:.1f} GB/s, {update / copy:.2f} of copying, by {implementation.name}: "
+            f"{update / UPDATE_BYTES:.2f} billion parameters a second with Adam, {UPDATE_BYTES} bytes each",
+        ),
+    ]
+
+
+def _gb_per_s(act: Callable[[], object], nbytes: int) -> float:
+    start = time.perf_counter()
+    act()
+    return nbytes / (time.perf_counter() - start) / 1e9

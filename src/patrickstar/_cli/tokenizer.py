@@ -1,0 +1,172 @@
+"""From text to token ids: a byte-level byte-pair tokenizer, trained once for a text and kept in a cache folder."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from tempfile import mkstemp
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import __version__ as tokenizers_version
+
+from patrickstar._cli.corpus import Corpus
+from patrickstar.errors import ConfigError, DataError, ModelError
+
+END = "<|endoftext|>"
+# Every byte is a token, so that any text can be written, and so is the end of a document.
+SMALLEST_VOCABULARY = 257
+
+# Part of every cache key: raise it when the same text is to be cut into tokens differently.
+_CACHE_VERSION = 1
+# Documents that are encoded together: enough to keep all cores at work, few enough to keep the encodings' memory small.
+_DOCUMENTS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What token ids mean: ``size`` of them, trained on the text unless a ``tokenizer.json`` is given.
+
+    ``end_id`` is written after every document; a trained vocabulary begins with it.
+    """
+
+    size: int
+    file: Path | None = None
+    end_id: int | None = 0
+
+    def key(self) -> str:
+        """What two vocabularies have in common exactly when they cut every text alike."""
+        origin = "trained" if self.file is None else hashlib.sha256(_read_given(self.file)).hexdigest()
+        return f"{self.size} {origin} {self.end_id}"
+
+
+def load_tokens(corpus: Corpus, vocabulary: Vocabulary) -> NDArray[np.unsignedinteger]:
+    """The corpus as one stream of token ids, documents divided by the end marker; mapped from the cache, not read.
+
+    Raises DataError for a cache folder that can't be used, ConfigError or ModelError for a vocabulary that can't.
+    """
+    stem = _cached(corpus, vocabulary)
+    stream = stem.with_suffix(".npy")
+    if not stream.exists():
+        tokenizer = _tokenizer(corpus, vocabulary, stem.with_suffix(".tokenizer.json"))
+        tokens = _encode(tokenizer, corpus, vocabulary)
+        _write_atomically(stream, lambda path: _save(path, tokens))
+    try:
+        cached: NDArray[np.unsignedinteger] = np.load(stream, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise DataError(f"the cached tokens {stream} can't be read ({error}); delete the file") from error
+    return cached
+
+
+def tokenizer_text(corpus: Corpus, vocabulary: Vocabulary) -> str:
+    """The tokenizer that `load_tokens` has used, as the JSON of its library."""
+    return _tokenizer(corpus, vocabulary, _cached(corpus, vocabulary).with_suffix(".tokenizer.json")).to_str()
+
+
+def cache_folder() -> Path:
+    """Where tokenizers and token streams are kept: below XDG_CACHE_HOME, or else ``~/.cache``."""
+    # The convention says to ignore a relative path there.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "patrickstar"
+
+
+def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
+    """A byte-level byte-pair tokenizer of at most ``vocab_size`` tokens, fewer where the text has no more pairs.
+
+    Raises ConfigError for a size that can't hold all bytes.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(
+            f"a vocabulary of {vocab_size} can't hold the 256 bytes and the end marker; "
+            f"use {SMALLEST_VOCABULARY} or more"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus.texts(), trainer)
+    return tokenizer
+
+
+def _cached(corpus: Corpus, vocabulary: Vocabulary) -> Path:
+    """What the files kept of a text and a vocabulary are called after."""
+    parts = f"{_CACHE_VERSION} {tokenizers_version} {vocabulary.key()} {corpus.digest()}"
+    return cache_folder() / hashlib.sha256(parts.encode()).hexdigest()[:32]
+
+
+def _tokenizer(corpus: Corpus, vocabulary: Vocabulary, cached: Path) -> Tokenizer:
+    if vocabulary.file is None:
+        if cached.exists():
+            return _read_cached(cached)
+        tokenizer = train_tokenizer(corpus, vocabulary.size)
+        _write_atomically(cached, lambda path: tokenizer.save(str(path)))
+        return tokenizer
+    try:
+        given: Tokenizer = Tokenizer.from_buffer(_read_given(vocabulary.file))
+    except Exception as error:  # the library raises bare Exceptions
+        raise ModelError(f"the tokenizer {vocabulary.file} can't be read: {error}") from error
+    if given.get_vocab_size() > vocabulary.size:
+        raise ModelError(
+            f"the tokenizer {vocabulary.file} has {given.get_vocab_size()} tokens and the model only {vocabulary.size}"
+        )
+    return given
+
+
+def _read_cached(file: Path) -> Tokenizer:
+    try:
+        found: Tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exceptions
+        raise DataError(f"the cached tokenizer {file} can't be read ({error}); delete the file") from error
+    return found
+
+
+def _read_given(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ModelError(f"the tokenizer {file} can't be read: {error.strerror}") from error
+
+
+def _encode(tokenizer: Tokenizer, corpus: Corpus, vocabulary: Vocabulary) -> NDArray[np.unsignedinteger]:
+    dtype = np.uint16 if vocabulary.size <= 2**16 else np.uint32
+    end = [] if vocabulary.end_id is None else [vocabulary.end_id]
+    pieces: list[NDArray[np.unsignedinteger]] = []
+    for documents in _batched(corpus.texts(), _DOCUMENTS_AT_ONCE):
+        for encoding in tokenizer.encode_batch_fast(documents, add_special_tokens=False):
+            pieces.append(np.asarray([*encoding.ids, *end], dtype))
+    return np.concatenate(pieces)
+
+
+def _batched(texts: Iterator[str], count: int) -> Iterator[list[str]]:
+    while batch := list(islice(texts, count)):
+        yield batch
+
+
+def _save(path: Path, tokens: NDArray[np.unsignedinteger]) -> None:
+    with path.open("wb") as file:
+        np.save(file, tokens)
+
+
+def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Write beside ``path`` and move it there, so that no reader, and no interruption, ever sees a part of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = mkstemp(dir=path.parent, prefix=path.name)
+        os.close(descriptor)
+        try:
+            write(Path(name))
+            os.replace(name, path)
+        finally:
+            Path(name).unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the cache folder {path.parent} can't be written ({error.strerror}); set XDG_CACHE_HOME to one that can"
+        ) from error

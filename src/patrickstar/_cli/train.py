@@ -1,0 +1,301 @@
+"""The job of ``patrickstar train``: a causal language model, text, budgets, and a loop as users write it."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import patrickstar as ps
+from patrickstar._cli.corpus import Corpus, open_corpus
+from patrickstar._cli.machine_name import machine_name
+from patrickstar._cli.model_source import ModelSource, find_model
+from patrickstar._cli.progress import LEGEND, Progress
+from patrickstar._cli.resume_options import Kept
+from patrickstar._cli.run_log import RunLog, StepRecord, Summary
+from patrickstar._cli.run_metadata import About
+from patrickstar._cli.sampler import Batches
+from patrickstar._cli.summary import print_summary
+from patrickstar._cli.tokenizer import load_tokens
+from patrickstar._cli.train_options import TrainOptions
+from patrickstar._distributed.process_group import World
+from patrickstar._dry_run.report import Forecast
+from patrickstar._dry_run.simulation import Step, forward_backward_step, on_meta
+from patrickstar._engine.dry_run import dry_run, dry_run_here, dry_run_workloads
+from patrickstar._perf_model.machine_spec import Machine, find_machine
+from patrickstar._perf_model.workload import Workloads
+from patrickstar.errors import ConfigError, TrainingError
+
+# The cosine falls to this part of the learning rate, not to nothing: the last steps still learn.
+_FINAL_FRACTION = 0.1
+# Single losses are noisy: what the summary says of the first and the last is a mean over this many steps.
+_MEAN_STEPS = 3
+
+
+def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:
+    """What the learning rate is multiplied with in a step counted from 0: a linear warm-up, then a cosine."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return _FINAL_FRACTION + (1 - _FINAL_FRACTION) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+
+def train(options: TrainOptions, console: Console) -> Summary:
+    """Train, showing progress, and print the summary.
+
+    Ctrl-C ends the run after the steps that are done; before the first of them it goes on as KeyboardInterrupt.
+    Raises a PatrickStarError for options, data or a model that can't be used and for a loss that is not finite.
+    """
+    config = _config(options)
+    world = World.find(config.find_device())
+    rank, processes = (0, 1) if world is None else (world.rank, world.size)
+    if rank:  # one speaks for all
+        console, options = Console(quiet=True), replace(options, log=None, quiet=True)
+    source = find_model(options.model, options.vocab_size)
+    check_sequence(options.sequence, source)
+    corpus = open_corpus(options.data)
+    kept = Kept.of(options)
+    with RunLog(options.log, 0 if kept.resumed is None else kept.step) as log:
+        if not options.quiet:
+            _print_header(console, source, corpus)
+        if world is not None and rank:
+            world.tell(None)  # what the first one makes of the text, the others find
+        tokens = load_tokens(corpus, source.vocabulary)
+        if world is not None and not rank:
+            world.tell(None)
+        batches = Batches(tokens, options.sequence, options.batch, options.seed, rank, processes)
+        torch.manual_seed(options.seed)
+        model, weights = source.open(options.activation_checkpointing)
+        engine = ps.Engine(model, config, weights, world=world)
+        if rank:
+            torch.manual_seed(options.seed + rank)  # what is drawn in training differs, as the data does
+        try:
+            about = About.of(options, source, engine.module, corpus) if kept.every else None
+            run = _Run(options, engine, batches, kept, about)
+            if kept.resumed is not None:
+                run.resume(kept.resumed)
+                if not options.quiet:
+                    console.print(f"resumed from {kept.resumed}", soft_wrap=True, markup=False, highlight=False)
+            with Progress(console, options.steps, engine.device_budget_bytes, options.quiet) as progress:
+                records, interrupted = _loop(run, log, progress)
+            engine.finish_saving()
+            summary = _summary(options, engine, records, interrupted)
+            log.write(summary)
+            print_summary(console, summary)
+        finally:
+            engine.close(keep=False)
+    return summary
+
+
+def _config(options: TrainOptions) -> ps.Config:
+    return ps.Config(
+        device=options.device,
+        device_memory=options.device_memory,
+        host_memory=options.host_memory,
+        disk=_disk(options),
+        chunk_size=options.chunk_size,
+        precision=options.precision,
+        optimizer=ps.AdamW(lr=options.lr, weight_decay=options.weight_decay),
+        activation_offload=options.activation_offload,
+    )
+
+
+def rehearse_training(options: TrainOptions, console: Console, machine: str | None = None) -> Forecast:
+    """Print what a run with these options would take, here or on a machine by its name or file, and train nothing.
+
+    Raises what a run would, BudgetError among them where the model does not fit.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("--dry-run rehearses one process; for several use patrickstar plan --gpus")
+    config = _config(options)
+    source = find_model(options.model, options.vocab_size)
+    check_sequence(options.sequence, source)
+    ids = torch.zeros(options.batch, options.sequence, dtype=torch.int64, device="cpu")
+
+    def step(engine: ps.Engine) -> None:
+        for _ in range(options.accumulation):
+            engine.backward(engine(input_ids=ids, labels=ids).loss / options.accumulation)
+        if options.max_norm > 0:
+            engine.clip_grad_norm_(options.max_norm)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+    build = _without_bytes(source, options.activation_checkpointing)
+    if machine is None or machine == "here":
+        forecast = dry_run_here(build, config, step, config.find_device())
+    else:
+        forecast = dry_run(build, config, step, find_machine(machine))
+    console.print(str(forecast), soft_wrap=True, markup=False, highlight=False)
+    return forecast
+
+
+def language_model_workloads(source: ModelSource, sequence: int, machine: Machine) -> Workloads:
+    """The work of a language model's steps, by batch and checkpointing."""
+
+    def step_of(batch: int) -> Step:
+        ids = torch.zeros(batch, sequence, dtype=torch.int64, device="cpu")
+        return forward_backward_step(lambda out: out.loss, (), {"input_ids": ids, "labels": ids})
+
+    return dry_run_workloads(partial(_without_bytes, source), step_of, lambda batch: batch * sequence, machine)
+
+
+def _without_bytes(source: ModelSource, checkpointing: bool) -> Callable[[], nn.Module]:
+    """What builds the model on the meta device, without reading its weights."""
+    model, _ = source.open(checkpointing)
+    return partial(on_meta, model) if isinstance(model, nn.Module) else model
+
+
+def _disk(options: TrainOptions) -> ps.Disk | None:
+    if options.disk is None:
+        if options.disk_capacity is not None:
+            raise ConfigError(f"--disk-capacity {options.disk_capacity} is given without --disk, the directory")
+        return None
+    return ps.Disk(directory=options.disk, capacity=options.disk_capacity)
+
+
+def check_sequence(sequence: int, source: ModelSource) -> None:
+    """Raise ConfigError if a model has no positions for so many tokens."""
+    if source.max_sequence is not None and sequence > source.max_sequence:
+        raise ConfigError(
+            f"the model {source.name} has positions for {source.max_sequence} tokens; use --sequence "
+            f"{source.max_sequence} or less instead of {sequence}"
+        )
+
+
+def _print_header(console: Console, source: ModelSource, corpus: Corpus) -> None:
+    file = source.vocabulary.file
+    origin = f"tokenizer {file}" if file else f"a byte-pair tokenizer of {source.vocabulary.size} tokens trained on it"
+    text = f"{source.name} on {corpus.name} ({len(corpus.paths)} files), {origin}"
+    # Neither wrapped nor coloured: paths are to be copied.
+    console.print(f"{text}\n{LEGEND}", soft_wrap=True, markup=False, highlight=False)
+
+
+class _Run:
+    """A run in training, and what of it a checkpoint holds beside the engine's own."""
+
+    def __init__(
+        self, options: TrainOptions, engine: ps.Engine, batches: Batches, kept: Kept, about: About | None
+    ) -> None:
+        self.options = options
+        self.engine = engine
+        self.step = 0
+        """Steps that are done."""
+        self._data, self._kept, self._about = batches, kept, about
+        self._factor = partial(learning_rate_factor, warmup_steps=options.warmup_steps, steps=options.steps)
+        self.scheduler = LambdaLR(engine.optimizer, self._factor)
+        self._saved = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which step was the last, and how a model of this kind is made."""
+        assert self._about is not None, "it is made where checkpoints are asked for"
+        return self._about.after(self.step)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after that step."""
+        self.step = self._saved = int(state["step"])
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        return {"run": self, "batches": self._data, "scheduler": self.scheduler}
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on where a checkpoint was written. Raises CheckpointError if it is of another run."""
+        self.engine.load(checkpoint, self._state)
+
+    def save_if_due(self) -> None:
+        """Write a checkpoint beside training, after every so many steps and after the last."""
+        last = self.step == self.options.steps
+        if self._kept.folder is not None and (self.step % self._kept.every == 0 or last) and self.step > self._saved:
+            self._kept.folder.save(self.engine, self.step, self._state, wait=last)
+            self._saved = self.step
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """Those that are left."""
+        return iter(self._data)
+
+
+def _loop(run: _Run, log: RunLog, progress: Progress) -> tuple[list[StepRecord], bool]:
+    """The steps that were finished, and whether Ctrl-C ended them."""
+    options, engine = run.options, run.engine
+    tokens = options.batch * options.sequence * options.accumulation * _processes(engine)
+    records: list[StepRecord] = []
+    batches = run.batches()
+    try:
+        while run.step < options.steps:
+            started = time.perf_counter()
+            learning_rate = float(run.scheduler.get_last_lr()[0])
+            loss, norm = _step(options, engine, engine.optimizer, batches, run.step + 1)
+            run.scheduler.step()
+            run.step += 1
+            elapsed_s = time.perf_counter() - started
+            record = StepRecord(run.step, loss, learning_rate, norm, tokens, elapsed_s, engine.stats.last)
+            records.append(record)
+            log.write(record)
+            progress.show(record)
+            run.save_if_due()
+    except KeyboardInterrupt:
+        if not records:
+            raise
+        return records, True
+    return records, False
+
+
+def _step(
+    options: TrainOptions, engine: ps.Engine, optimizer: ps.ChunkOptimizer, batches: Iterator[torch.Tensor], step: int
+) -> tuple[float, float | None]:
+    """One optimizer step: its mean loss, and its gradients' norm where they are clipped."""
+    losses = []
+    for number in range(options.accumulation):
+        ids = next(batches)
+        loss = engine(input_ids=ids, labels=ids).loss
+        losses.append(engine.average(loss.item()))
+        if not math.isfinite(losses[-1]):
+            raise TrainingError(
+                f"the loss is {losses[-1]} in step {step}; try a lower --lr than {options.lr:g}, "
+                "more --warmup-steps or --precision bf16"
+            )
+        engine.backward(loss / options.accumulation, accumulate=number < options.accumulation - 1)
+    norm = engine.clip_grad_norm_(options.max_norm).item() if options.max_norm > 0 else None
+    optimizer.step()
+    optimizer.zero_grad()
+    return sum(losses) / len(losses), norm
+
+
+def _processes(engine: ps.Engine) -> int:
+    return 1 if engine.world is None else engine.world.size
+
+
+def _summary(options: TrainOptions, engine: ps.Engine, records: list[StepRecord], interrupted: bool) -> Summary:
+    layout = engine.layout
+    losses = [record.loss for record in records]
+    timed = records[1:] or records
+    return Summary(
+        model=options.model,
+        parameters=layout.numel,
+        machine=machine_name(engine.device),
+        device=engine.device.type,
+        precision=options.precision,
+        steps=len(records),
+        interrupted=interrupted,
+        loss_first=fmean(losses[:_MEAN_STEPS]),
+        loss_last=fmean(losses[-_MEAN_STEPS:]),
+        tokens_per_s=sum(record.tokens for record in timed) / sum(record.elapsed_s for record in timed),
+        elapsed_s=sum(record.elapsed_s for record in records),
+        model_data_bytes=layout.model_data_bytes,
+        padding_bytes=layout.padding_bytes,
+        chunk_count=layout.chunk_count,
+        chunk_numel=layout.chunk_numel,
+        device_budget_bytes=engine.device_budget_bytes,
+        host_budget_bytes=engine.host_budget_bytes,
+        processes=_processes(engine),
+        stats=engine.stats.total,
+    )

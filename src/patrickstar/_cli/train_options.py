@@ -1,0 +1,38 @@
+"""The options of ``patrickstar train``."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The options of ``patrickstar train``, under the names they have there."""
+
+    data: tuple[Path, ...]
+    model: str
+    vocab_size: int | None
+    sequence: int
+    batch: int
+    accumulation: int
+    steps: int
+    lr: float
+    warmup_steps: int
+    weight_decay: float
+    max_norm: float
+    precision: Literal["bf16", "fp16", "fp32"]
+    device: Literal["auto", "cpu", "cuda"]
+    device_memory: str | None
+    host_memory: str | None
+    disk: Path | None
+    disk_capacity: str | None
+    chunk_size: str
+    activation_checkpointing: bool
+    activation_offload: bool
+    seed: int
+    log: Path | None
+    save_every: int
+    save_to: Path | None
+    keep: int
+    resume: Path | None
+    quiet: bool

@@ -1,0 +1,1 @@
+"""Simulation of training steps without executing operators: cost models, simulated hardware, reports."""

@@ -1,0 +1,56 @@
+"""How fast a disk is: a short probe of the very path that chunks take."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from patrickstar._layout.schema import PARAM16
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.disk_tier import DiskTier
+from patrickstar._memory.swap_file import PAGE_BYTES, ScratchFile
+from patrickstar._memory.vm_pool import PageBank, can_move_pages
+from patrickstar._memory.worker_pool import Transfer
+
+CHUNK_BYTES = 16 * PAGE_BYTES
+ROUNDS = 5
+"""Chunks that are written, then read; the middle one counts."""
+
+
+@dataclass(frozen=True)
+class DiskRates:
+    """Bytes per second, checksums included."""
+
+    read: float
+    write: float
+
+
+def measure(directory: str | Path, chunk_bytes: int = CHUNK_BYTES) -> DiskRates:
+    """Write some chunks, read them back, and take the time of each: about a second.
+
+    Raises DiskError if the directory can't be used.
+    """
+    device = torch.device("cpu")
+    bank = PageBank() if can_move_pages() else None
+    tier = DiskTier(ScratchFile(directory, chunk_bytes * ROUNDS))
+    chunks = [Chunk(PARAM16, i, chunk_bytes // 2, "bfloat16", device) for i in range(ROUNDS)]
+    buffer = Chunk(PARAM16, ROUNDS, chunk_bytes // 2, "bfloat16", device, bank)
+    buffer.take_device()
+    memory = buffer.on_device(buffer.whole).view(torch.uint8)
+    memory.random_()
+    try:
+        for chunk in chunks:
+            tier.place(chunk)
+        write = sorted(_seconds(tier.write(chunk, 0, memory)) for chunk in chunks)
+        read = sorted(_seconds(tier.read(chunk, 0, memory)) for chunk in chunks)
+    finally:
+        tier.close()
+        buffer.memory.close()
+    return DiskRates(chunk_bytes / read[ROUNDS // 2], chunk_bytes / write[ROUNDS // 2])
+
+
+def _seconds(transfer: Transfer) -> float:
+    start = time.perf_counter()
+    transfer.wait()
+    return time.perf_counter() - start

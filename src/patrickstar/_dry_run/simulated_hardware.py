@@ -1,0 +1,178 @@
+"""A machine to rehearse on: memory without bytes, and transfers that take as long as its description says."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from patrickstar._dry_run.simulated_channels import Clock, Lane
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.copy_streams import Copies
+from patrickstar._memory.disk_tier import DiskTier
+from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.host_arena import Place, Slab
+from patrickstar._memory.memory_meter import Meter
+from patrickstar._memory.swap_file import ScratchFile
+from patrickstar._memory.vm_pool import PageBank
+from patrickstar._memory.worker_pool import Movers, Transfer
+from patrickstar._perf_model.machine_spec import Machine
+from patrickstar.errors import DiskError
+
+META = torch.device("meta")
+
+
+class RehearsedSlab(Slab):
+    """Places in memory that is not there."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+
+    def _reserve(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=META)
+
+    def _move(self, place: Place, start: int) -> None:
+        """There is nothing to move."""
+
+    def _discard(self, start: int, nbytes: int) -> None:
+        """Nor to give back."""
+
+
+class RehearsedCopies(Copies):
+    """Copies on two lanes."""
+
+    def __init__(self, up: Lane, down: Lane) -> None:
+        super().__init__(META)
+        self._up, self._down = up, down
+
+    def up(self, chunk: Chunk) -> Transfer:
+        return self._up.begin(chunk.nbytes, repr(chunk))
+
+    def down(self, chunk: Chunk) -> Transfer:
+        return self._down.begin(chunk.nbytes, repr(chunk))
+
+    def up_now(self, chunk: Chunk) -> None:
+        self._up.run(chunk.nbytes, repr(chunk))
+
+    def down_now(self, chunk: Chunk) -> None:
+        self._down.run(chunk.nbytes, repr(chunk))
+
+
+class RehearsedFile(ScratchFile):
+    """Keeps accounts of places on a disk, and has none."""
+
+    def __init__(self, directory: Path, nbytes: int, free_bytes: int, capacity_bytes: int | None) -> None:
+        self.free_bytes = free_bytes
+        super().__init__(directory, nbytes, checksums=False, capacity_bytes=capacity_bytes)
+
+    def _make(self) -> tuple[int, Path]:
+        return os.open(os.devnull, os.O_RDWR), Path(self.directory)
+
+    def _try_direct(self) -> bool:
+        return True
+
+    def _grow(self, nbytes: int, what: str) -> None:
+        if nbytes > self.free_bytes:
+            raise DiskError(
+                f"{what} brings what lies on the disk to {nbytes} bytes, of {self.free_bytes} that are free"
+            )
+        self.nbytes = max(self.nbytes, nbytes)
+
+
+class RehearsedDisk(DiskTier):
+    """Pages on two lanes."""
+
+    def __init__(self, file: RehearsedFile, page_bytes: int, read: Lane, write: Lane) -> None:
+        super().__init__(file, page_bytes)
+        self._read, self._write = read, write
+
+    def _submit(
+        self,
+        movers: Movers,
+        move: Callable[[torch.Tensor, str, int, torch.Tensor], None],
+        chunk: Chunk,
+        start: int,
+        memory: torch.Tensor,
+        urgent: bool,
+    ) -> Transfer:
+        if movers is self.readers:
+            nbytes = self.written_bytes(chunk, start, memory.numel())
+            self.file.read_bytes += nbytes
+            return self._read.begin(nbytes, repr(chunk), urgent)
+        self.file.written_bytes += memory.numel()
+        return self._write.begin(memory.numel(), repr(chunk))
+
+
+class RehearsedHardware(Hardware):
+    """What a `Machine` describes; `meter` counts the bytes of tensors that would be there."""
+
+    def __init__(self, machine: Machine, meter: Meter, library_bytes: int = 0) -> None:
+        super().__init__(META)
+        self.machine = machine
+        self._library_bytes = library_bytes
+        self.host_device = META
+        self.beside = machine.gpu is not None
+        self.clock = Clock()
+        up, down = machine.crossing_rates(1)
+        self.up = Lane("host to device", up, self.clock)
+        self.down = Lane("device to host", down, self.clock)
+        self.read = Lane("disk read", machine.disk.read if machine.disk is not None else 1.0, self.clock)
+        self.write = Lane("disk write", machine.disk.write if machine.disk is not None else 1.0, self.clock)
+        self.update = Lane("update on the host", machine.host.update_bandwidth(1, machine.host.cores), self.clock)
+        self.computed_s = 0.0
+        """What the device has computed for since somebody set it to zero."""
+        self._meter = meter
+        self._host_storages: set[int] = set()
+
+    def compute(self, seconds: float) -> None:
+        """The device is busy for so long."""
+        self.computed_s += seconds
+        self.clock.now += seconds
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """All that move bytes beside what computes."""
+        return self.up, self.down, self.read, self.write, self.update
+
+    def seconds(self) -> float:
+        return self.clock.now
+
+    def meter(self) -> Meter:
+        return self._meter
+
+    def device_bytes(self, several: bool = False) -> int:
+        return self.machine.device_memory
+
+    def library_bytes(self, dtype: torch.dtype) -> int:
+        return self._library_bytes
+
+    def host_bytes(self) -> int:
+        return self.machine.host.memory
+
+    def bank(self) -> PageBank | None:
+        return None
+
+    def slab(self, nbytes: int) -> Slab:
+        slab = RehearsedSlab(nbytes)
+        self._host_storages.add(slab.memory.untyped_storage()._cdata)
+        return slab
+
+    def on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the host tier."""
+        return tensor.untyped_storage()._cdata in self._host_storages
+
+    def copies(self) -> Copies:
+        return RehearsedCopies(self.up, self.down)
+
+    def crossed(self, nbytes: int, *, to_device: bool) -> None:
+        if self.beside:
+            (self.up if to_device else self.down).run(nbytes, "part of a chunk")
+
+    def free_disk_bytes(self, directory: Path) -> int:
+        return self.machine.disk.capacity if self.machine.disk is not None else 0
+
+    def disk(
+        self, directory: Path, nbytes: int, page_bytes: int, *, checksums: bool, capacity_bytes: int | None
+    ) -> DiskTier:
+        file = RehearsedFile(directory, nbytes, self.free_disk_bytes(directory), capacity_bytes)
+        return RehearsedDisk(file, page_bytes, self.read, self.write)

@@ -1,0 +1,188 @@
+"""The optimizer that users hold: a `torch.optim.Optimizer` whose states lie in chunks."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from patrickstar._engine.core import EngineCore
+from patrickstar._params.managed_param import Slot
+from patrickstar._params.tensor_subclass import slot_of
+from patrickstar._schedule.coordination import Want
+from patrickstar.errors import ConfigError, ModelError
+from patrickstar.optim import Optimizer
+
+SWITCHES = ("amsgrad", "maximize", "capturable", "differentiable")
+"""Variants of torch's optimizers that change the arithmetic: a saved one that used them can't go on without."""
+
+
+class ChunkOptimizer(torch.optim.Optimizer):
+    """The configured optimizer over the engine's chunks. Param groups and schedulers work as they do in torch."""
+
+    def __init__(self, core: EngineCore) -> None:
+        spec = core.config.optimizer
+        module = core.module
+        groups = list(spec.param_groups(module)) if spec.param_groups is not None else list(module.parameters())
+        self._core = core
+        super().__init__(groups, spec.defaults())
+        if core.device.type == "cuda" and any(self.defaults.get(key) for key in ("fused", "capturable")):
+            raise ConfigError(
+                f"{type(spec).__name__}: fused=True and capturable=True keep numbers on the GPU, and a chunk may be "
+                f"updated on the host; leave them out"
+            )
+        for number, group in enumerate(self.param_groups):
+            self._check_group(number, group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have gradients, and consume these gradients.
+
+        With fp16, a step whose gradients overflow changes nothing but the loss scale.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._core.check_open()
+        self._core.step(self.group_by_slot())
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that were not used for a step; after a step there are none."""
+        self._core.drop_gradients()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim` writes it: states by position, full precision, param groups with positions."""
+        self._core.check_open()
+        with self._core.stopping_on_loss():
+            self._core.complete()
+            self._core.data.meet(Want.STATE)
+            with self._core.data.together():
+                return self._state_dict()
+
+    def _state_dict(self) -> dict[str, Any]:
+        positions = self._positions()
+        groups = []
+        for group in self.param_groups:
+            packed = {key: value for key, value in group.items() if key != "params"}
+            groups.append(packed | {"params": [positions[self._slot(p)] for p in group["params"]]})
+        state = {}
+        self._core.data.share_memory()
+        for slot, position in positions.items():
+            if slot.steps:
+                lists = {kind: self._core.state.read(slot, kind) for kind in self._kinds}
+                count = {} if self._options.counts_itself else {"step": torch.tensor(float(slot.steps), device="cpu")}
+                if saved := copy.deepcopy(slot.memory) | count | lists:
+                    state[position] = saved
+        return {"state": state, "param_groups": groups, "loss_scale": self._core.scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take states and param groups back. Raises ModelError when groups differ in size, before anything changes."""
+        self._core.check_open()
+        self._core.early.check("loading a state")
+        self._core.complete()
+        self._core.background_save.copy_all()
+        saved = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in saved]
+        if sizes != [len(group["params"]) for group in self.param_groups]:
+            raise ModelError(
+                f"the saved optimizer has param groups of {sizes} parameters and this one of "
+                f"{[len(group['params']) for group in self.param_groups]}; nothing was loaded"
+            )
+        asked = {key for packed in saved for key in self._switched_on(packed)}
+        if asked:
+            raise ModelError(f"the saved optimizer used {sorted(asked)}, which is not offered here; nothing was loaded")
+        with self._core.stopping_on_loss():
+            self._load(state_dict, saved)
+
+    def _load(self, state_dict: dict[str, Any], saved: list[dict[str, Any]]) -> None:
+        by_position = {position: slot for slot, position in self._positions().items()}
+        for position, values in state_dict["state"].items():
+            slot = by_position.get(position)
+            needed = (*(("step",) if self._options.needs_count else ()), *self._kinds)
+            if slot is None or not set(needed) <= values.keys():
+                raise ModelError(
+                    f"the saved state of parameter {position} ({sorted(values)}) is not this optimizer's "
+                    f"({', '.join(needed)}), or not of these {len(by_position)} parameters; nothing was loaded"
+                )
+            known = {"step", *self._kinds}
+            strange = [key for key, value in values.items() if key not in known and _shape(value) == slot.shape]
+            if strange:
+                raise ModelError(
+                    f"the saved state of {slot.name!r} has {', '.join(strange)}, which {type(self._options).__name__} "
+                    f"does not keep: it is another optimizer's; nothing was loaded"
+                )
+            if not slot.scheme.trained:
+                raise ModelError(f"parameter {slot.name!r} is frozen here but has saved optimizer states")
+            for kind in self._kinds:
+                if tuple(values[kind].shape) != slot.shape:
+                    raise ModelError(
+                        f"{kind} of {slot.name!r} was saved as {tuple(values[kind].shape)}, not {slot.shape}"
+                    )
+        for position, slot in by_position.items():
+            slot.steps, slot.watched = 0, False
+            slot.memory.clear()
+            if slot.scheme.trained and position not in state_dict["state"]:
+                for kind in self._kinds:
+                    self._core.state.write(slot, kind, torch.zeros((), device="cpu"))
+        self._core.scaler.load_state_dict(state_dict.get("loss_scale", {}))
+        for position, values in state_dict["state"].items():
+            slot = by_position[position]
+            slot.steps = int(values.get("step", 1))
+            listed = {*self._kinds, *(() if self._options.counts_itself else ("step",))}
+            slot.memory.update({key: copy.deepcopy(value) for key, value in values.items() if key not in listed})
+            for kind in self._kinds:
+                self._core.state.write(slot, kind, values[kind])
+        for group, packed in zip(self.param_groups, saved, strict=True):
+            group.update({key: value for key, value in packed.items() if key != "params"})
+
+    def _slot(self, param: Any) -> Slot:
+        slot = slot_of(param)
+        if slot is None:
+            raise ModelError(
+                f"a parameter of shape {tuple(param.shape)} in the param groups does not belong to the engine's model; "
+                f"was it replaced after ps.initialize?"
+            )
+        return slot
+
+    def _positions(self) -> dict[Slot, int]:
+        order = [self._slot(param) for group in self.param_groups for param in group["params"]]
+        return {slot: position for position, slot in enumerate(order)}
+
+    @property
+    def _options(self) -> Optimizer:
+        return self._core.config.optimizer
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return self._options.states
+
+    def group_by_slot(self) -> dict[Slot, dict[str, Any]]:
+        """The param group of each parameter that is in one.
+
+        Raises ConfigError where a group asks for what the optimizer's options didn't prepare: a variant that is not
+        offered, or a state that has no chunk list.
+        """
+        for number, group in enumerate(self.param_groups):
+            self._check_group(number, group)
+        return {self._slot(param): group for group in self.param_groups for param in group["params"]}
+
+    def _switched_on(self, group: dict[str, Any]) -> list[str]:
+        """Variants that a param group asks for and the options didn't."""
+        return [key for key in SWITCHES if group.get(key) and not self.defaults.get(key)]
+
+    def _check_group(self, number: int, group: dict[str, Any]) -> None:
+        name = type(self._options).__name__
+        if on := self._switched_on(group):
+            raise ConfigError(f"param group {number} switches on {', '.join(on)}, which {name} here does not offer")
+        missing = [kind for kind in self._options.states_for(group) if kind not in self._kinds]
+        if missing:
+            raise ConfigError(
+                f"param group {number} asks for {', '.join(missing)}, for which there is no chunk list, since the "
+                f"options of {name} didn't: give them there too (with SGD a momentum above 0; schedulers that change "
+                f"momentum have an option not to)"
+            )
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) and value.dim() else None

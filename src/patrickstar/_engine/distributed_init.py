@@ -1,0 +1,68 @@
+"""What several processes agree on before they share a model."""
+
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import torch
+from torch import nn
+
+from patrickstar._distributed.chunk_comm import Peers
+from patrickstar._distributed.coordinator import Rounds
+from patrickstar._distributed.process_group import World
+from patrickstar._engine.param_init import make_layout
+from patrickstar._layout.chunk_mapping import Layout, ParamSpec
+from patrickstar._memory.chunk_manager import Manager
+from patrickstar._memory.tracer import Clock
+from patrickstar._params.sharded_model_data import SharedModelData
+from patrickstar.config import Config
+
+
+def agreed_layout(
+    world: World, module: nn.Module, params: Sequence[ParamSpec], config: Config, device_budget_bytes: int
+) -> Layout:
+    """The layout that all processes have, each with its own part.
+
+    Chunks are as large as suits the smallest device. Raises ConfigError, naming the first difference, if versions,
+    models or options differ.
+    """
+    facts = {
+        "the version of PyTorch": torch.__version__,
+        "the version of PatrickStar": version("patrickstar"),
+        "the number of processes": world.size,
+        "precision": config.precision,
+        "reduce_dtype": config.reduce_dtype,
+        "chunk_size": config.chunk_size,
+        "whether there is a disk": config.disk is not None,
+        "optimizer": type(config.optimizer).__name__,
+        "the optimizer's states": list(config.optimizer.states),
+        "parameters": [
+            [name, list(param.shape), str(param.dtype), param.requires_grad]
+            for name, param in module.named_parameters()
+        ],
+        "buffers": [[name, list(buffer.shape), str(buffer.dtype)] for name, buffer in module.named_buffers()],
+    }
+    world.check_agreement(facts)
+    smallest = min(world.tell(device_budget_bytes))
+    return make_layout(list(params), config, smallest, world.size, world.rank)
+
+
+def share_buffers(world: World, module: nn.Module) -> None:
+    """Have the buffers of rank 0 everywhere. Parameters need no such thing: each part has one owner."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None or not buffer.numel():
+                continue
+            value = buffer.detach().to("cpu", copy=True).contiguous()
+            world.spread(value.view(-1).view(torch.uint8), 0)
+            if not torch.equal(value.view(-1).view(torch.uint8), buffer.detach().cpu().reshape(-1).view(torch.uint8)):
+                owner._buffers[name] = value.to(buffer.device)
+
+
+def shared_data(world: World, layout: Layout, manager: Manager, clock: Clock, config: Config) -> SharedModelData:
+    """Model data that the processes share."""
+    peers = Peers(Rounds.of(world, manager.device), {chunk.index: chunk.cuts for chunk in layout.chunks})
+    peers.traffic = manager.traffic
+    manager.transit.peers = peers
+    data = SharedModelData(manager, clock, peers, in_full=config.reduce_dtype == "fp32")
+    peers.owner = data
+    return data

@@ -1,0 +1,11 @@
+"""Dry runs of engines: `_dry_run` with `Engine` for the engine that it trains."""
+
+from functools import partial
+
+from patrickstar._dry_run.simulation import rehearse, rehearse_here
+from patrickstar._dry_run.traced_workload import traced_workloads
+from patrickstar._engine.engine import Engine
+
+dry_run = partial(rehearse, Engine)
+dry_run_here = partial(rehearse_here, Engine)
+dry_run_workloads = partial(traced_workloads, Engine)

@@ -1,0 +1,85 @@
+// What the rules do to a strip of elements: the operations of `_kernels/adam.py`, `sgd.py` and `lion.py`, in their order.
+// Part of `loops.cpp`, which compiles it once per instruction set.
+#pragma once
+
+#include "formats.h"
+
+namespace patrickstar {
+namespace {
+
+// mode: 0 no weight decay, 1 L2, 2 decoupled.
+template <int mode, bool light>
+void adam(const float* scalars, int64_t count, float* __restrict grads, float* __restrict masters,
+          float* __restrict exp_avgs, float* __restrict exp_avg_sqs) {
+    const float decay = scalars[0], weight1 = scalars[1], beta2 = scalars[2], weight2 = scalars[3];
+    const float correction2 = scalars[4], eps = scalars[5], minus_step_size = scalars[6];
+    for (int64_t i = 0; i < count; i++) {
+        float grad = grads[i], master = masters[i], exp_avg = exp_avgs[i];
+        if (mode == 1) grad = grad + master * decay;
+        if (mode == 2) master = master * decay;
+        const float change = grad - exp_avg;
+        exp_avg = light ? exp_avg + change * weight1 : grad + change * weight1;
+        const float exp_avg_sq = exp_avg_sqs[i] * beta2 + grad * weight2 * grad;
+        const float denominator = __builtin_sqrtf(exp_avg_sq) / correction2 + eps;
+        masters[i] = canonical(master + exp_avg * minus_step_size / denominator);
+        exp_avgs[i] = canonical(exp_avg);
+        exp_avg_sqs[i] = canonical(exp_avg_sq);
+    }
+}
+
+// mode: 0 no momentum, 1 the first gradient becomes the buffer, 2 momentum, 3 and 4 the same with Nesterov's.
+template <int mode>
+void sgd(const float* scalars, int64_t count, float* __restrict grads, float* __restrict masters,
+         float* __restrict buffers) {
+    const float decay = scalars[0], momentum = scalars[1], weight = scalars[2], minus_lr = scalars[3];
+    const bool decays = scalars[4] != 0;
+    for (int64_t i = 0; i < count; i++) {
+        const float decayed = grads[i] + masters[i] * decay;
+        const float grad = decays ? decayed : grads[i];
+        float direction = grad;
+        if (mode != 0) {
+            const float buffer = mode == 1 || mode == 3 ? grad : buffers[i] * momentum + grad * weight;
+            direction = mode >= 3 ? grad + buffer * momentum : buffer;
+            buffers[i] = canonical(buffer);
+        }
+        masters[i] = canonical(masters[i] + direction * minus_lr);
+    }
+}
+
+void lion(const float* scalars, int64_t count, float* __restrict grads, float* __restrict masters,
+          float* __restrict exp_avgs) {
+    const float decay = scalars[0], beta1 = scalars[1], weight1 = scalars[2];
+    const float beta2 = scalars[3], weight2 = scalars[4], minus_lr = scalars[5];
+    for (int64_t i = 0; i < count; i++) {
+        const float direction = exp_avgs[i] * beta1 + grads[i] * weight1;
+        const float sign = direction > 0 ? 1.0f : direction < 0 ? -1.0f : direction * 0.0f;
+        masters[i] = canonical(masters[i] * decay + sign * minus_lr);
+        exp_avgs[i] = canonical(exp_avgs[i] * beta2 + grads[i] * weight2);
+    }
+}
+
+void apply(const Span& span, int64_t first, int64_t count, float* grads) {
+    float* masters = span.master + first;
+    float* one = span.states[0] != nullptr ? span.states[0] + first : nullptr;
+    float* two = span.states[1] != nullptr ? span.states[1] + first : nullptr;
+    float scalars[SCALARS];
+    for (int i = 0; i < SCALARS; i++) scalars[i] = static_cast<float>(span.scalars[i]);
+    const int mode = span.mode;
+    if (span.rule == ADAM) {
+        const bool light = scalars[7] != 0;
+        if (mode == 0) (light ? adam<0, true> : adam<0, false>)(scalars, count, grads, masters, one, two);
+        if (mode == 1) (light ? adam<1, true> : adam<1, false>)(scalars, count, grads, masters, one, two);
+        if (mode == 2) (light ? adam<2, true> : adam<2, false>)(scalars, count, grads, masters, one, two);
+    } else if (span.rule == SGD) {
+        if (mode == 0) sgd<0>(scalars, count, grads, masters, one);
+        if (mode == 1) sgd<1>(scalars, count, grads, masters, one);
+        if (mode == 2) sgd<2>(scalars, count, grads, masters, one);
+        if (mode == 3) sgd<3>(scalars, count, grads, masters, one);
+        if (mode == 4) sgd<4>(scalars, count, grads, masters, one);
+    } else {
+        lion(scalars, count, grads, masters, one);
+    }
+}
+
+}  // namespace
+}  // namespace patrickstar

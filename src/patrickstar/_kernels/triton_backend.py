@@ -1,0 +1,135 @@
+"""Rules by Triton's kernels: all in one pass over the device's memory."""
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from patrickstar._kernels.cpp_backend import Unavailable
+from patrickstar._kernels.grad_norm import BLOCK_NUMEL, Survey
+from patrickstar._kernels.update_rule import Gradient, Rule, Span, rounded
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PROGRAM_NUMEL = 1024
+"""Elements per program of an update: 8 for each thread of 4 warps, which is 16 bytes of 16-bit floats."""
+PROGRAM_BLOCKS = 4
+"""Blocks per program of a survey: a warp takes a row of one."""
+EXACT = {"num_warps": 4, "enable_fp_fusion": False}
+"""How every kernel is launched. See [Note: Triton's arithmetic]."""
+
+
+class Fused:
+    """The Triton kernels. With `TRITON_INTERPRET=1` they run on a CPU, slowly, to be tested."""
+
+    def __init__(self, kernels: ModuleType) -> None:
+        self._kernels = kernels
+        self.name = "Triton (interpreted)" if kernels.INTERPRETED else "Triton"
+
+    @classmethod
+    def load(cls, device: torch.device) -> "Fused":
+        """The kernels, tried out on one element of a device. Raises Unavailable where that fails, and says why."""
+        if find_spec("triton") is None:
+            raise Unavailable("triton is not installed: pip install triton")
+        try:
+            kernels = _kernels()
+            assert kernels is not None, "triton can't be imported"
+            fused, one = cls(kernels), torch.zeros(1, device=device)
+            fused.survey([Gradient(one)], ())
+        except Exception as error:  # whatever Triton, its compiler and the driver may raise
+            raise Unavailable(f"Triton does not work here: {type(error).__name__}: {error}") from error
+        return fused
+
+    @classmethod
+    def find(cls) -> "Fused | None":
+        """The kernels, or None where Triton isn't installed."""
+        kernels = _kernels()
+        return None if kernels is None else cls(kernels)
+
+    @staticmethod
+    def takes(span: Span) -> bool:
+        """Whether the kernels have this rule for these dtypes, in memory that they can reach."""
+        return (
+            span.rule.code is not None
+            and Fused.reads(span.grad)
+            and span.master.device == span.param.device == span.grad.last.device
+            and span.param.dtype in DTYPES
+        )
+
+    @staticmethod
+    def reads(grad: Gradient) -> bool:
+        """Whether the kernels can survey this gradient."""
+        kernels = _kernels()
+        return (
+            kernels is not None
+            and grad.last.device.type == ("cpu" if kernels.INTERPRETED else "cuda")
+            and grad.last.dtype in DTYPES
+            and grad.dtype == torch.float32
+        )
+
+    def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
+        """Update every span: gradients scaled, masters and states in place, parameters rounded."""
+        factors = _factors(scales)
+        scalars: dict[Rule, tuple[float, ...]] = {}
+        for span in spans:
+            rule = span.rule
+            assert rule.code is not None, f"{type(rule).__name__} is not among Triton's kernels"
+            if span.numel == 0:
+                continue
+            if rule not in scalars:
+                scalars[rule] = rule.scalars(torch.float32)
+            first_state, second_state, *_ = (*span.states, None, None)
+            with torch.cuda.device_of(span.master):
+                self._kernels.update_kernel[(-(-span.numel // PROGRAM_NUMEL),)](
+                    span.param,
+                    span.grad.last,
+                    span.grad.earlier,
+                    span.master,
+                    first_state,
+                    second_state,
+                    span.numel,
+                    scalars[rule],
+                    factors,
+                    rule=rule.code,
+                    mode=rule.mode,
+                    program_numel=PROGRAM_NUMEL,
+                    **EXACT,
+                )
+
+    def survey(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> Survey:
+        """Sums of squares and non-finite elements of the scaled gradients, all of which lie on one device."""
+        if not gradients:
+            return Survey()
+        factors = _factors(scales)
+        found = [self._survey(grad, factors) for grad in gradients]
+        # The host waits for the device here, and nowhere before.
+        sums, counts = (torch.cat(values).tolist() for values in zip(*found, strict=True))
+        return Survey(tuple(sums), sum(counts))
+
+    def _survey(self, grad: Gradient, factors: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        device, blocks = grad.last.device, -(-grad.numel // BLOCK_NUMEL)
+        total = torch.zeros(1, dtype=torch.float64, device=device)
+        if blocks == 0:
+            return total, torch.zeros(1, dtype=torch.int64, device=device)
+        sums = torch.empty(blocks, dtype=torch.float64, device=device)
+        not_finite = torch.empty(blocks, dtype=torch.int32, device=device)
+        with torch.cuda.device_of(grad.last):
+            self._kernels.survey_kernel[(-(-blocks // PROGRAM_BLOCKS),)](
+                grad.last, grad.earlier, grad.numel, factors, sums, not_finite, blocks=PROGRAM_BLOCKS, **EXACT
+            )
+            self._kernels.fold_kernel[(1,)](sums, blocks, total, **EXACT)
+        return total, not_finite.sum(dim=0, keepdim=True)
+
+
+def _factors(scales: Sequence[float]) -> tuple[float, ...]:
+    return tuple(rounded(scale, torch.float32) for scale in scales)
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    try:
+        from patrickstar._kernels import triton_kernels
+    except ImportError:
+        return None
+    return triton_kernels

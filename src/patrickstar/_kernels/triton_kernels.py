@@ -1,0 +1,201 @@
+"""The update rules and gradient norms as Triton kernels; only `triton_backend.py` imports them."""
+
+# Triton comes without types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+from patrickstar._kernels import grad_norm as survey
+from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.sgd import SGDRule
+
+# [Note: Triton's arithmetic]
+# Three of Triton's habits would break [Note: the same bits everywhere]. It contracts multiplications and additions
+# unless a launch says `enable_fp_fusion=False`. `/` and `tl.sqrt` of float32 are approximate: `tl.div_rn` and
+# `tl.sqrt_rn` are not. And what a cast makes of a NaN, a tie or a denormal differs between GPUs and the interpreter, so
+# bfloat16 is widened and rounded by integer operations on its bits; float16, which both cast as IEEE 754 says, only
+# gets its NaN that way. Nothing here is summed by `tl.sum`, whose order is nobody's promise.
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether these kernels run in Triton's interpreter, on the CPU. Decided while this module is imported."""
+
+ADAM = tl.constexpr(AdamRule.code)
+SGD = tl.constexpr(SGDRule.code)
+LANES = tl.constexpr(survey.LANES)
+ROWS = tl.constexpr(survey.ROWS)
+BLOCK_NUMEL = tl.constexpr(survey.BLOCK_NUMEL)
+# How many rows are asked for before the first is added: enough to hide how long memory takes. It divides `ROWS`.
+AHEAD = tl.constexpr(8)
+
+
+@triton.jit
+def _canonical(value):
+    return tl.where(value == value, value, float("nan"))
+
+
+@triton.jit
+def _widened(values):
+    if values.dtype == tl.bfloat16:
+        words = values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        wide = words.to(tl.float32, bitcast=True)
+    else:
+        wide = values.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _narrowed(values, dtype: tl.constexpr):
+    if dtype == tl.bfloat16:
+        words = values.to(tl.uint32, bitcast=True)
+        halves = (words + 0x7FFF + ((words >> 16) & 1)) >> 16  # to nearest, ties to even
+        halves = tl.where(values == values, halves, 0x7FC0).to(tl.uint16)
+        narrow = halves.to(tl.bfloat16, bitcast=True)
+    elif dtype == tl.float16:
+        halves = values.to(tl.float16).to(tl.uint16, bitcast=True)
+        halves = tl.where(values == values, halves, 0x7E00).to(tl.uint16)
+        narrow = halves.to(tl.float16, bitcast=True)
+    else:
+        narrow = values
+    return narrow
+
+
+@triton.jit
+def _gradient(grad, earlier, scales, at, inside):
+    grads = _widened(tl.load(grad + at, mask=inside, other=0.0))
+    if earlier is not None:
+        grads = tl.load(earlier + at, mask=inside, other=0.0) + grads
+    for index in tl.static_range(len(scales)):
+        grads = grads * scales[index]
+    return grads
+
+
+@triton.jit
+def _adam(grad, master, exp_avg, exp_avg_sq, scalars, mode: tl.constexpr):
+    decay, weight1, beta2, weight2, correction2, eps, minus_step_size, light = scalars
+    if mode == 1:
+        grad = grad + master * decay
+    if mode == 2:
+        master = master * decay
+    change = (grad - exp_avg) * weight1
+    exp_avg = tl.where(light != 0, exp_avg, grad) + change
+    exp_avg_sq = exp_avg_sq * beta2 + grad * weight2 * grad
+    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), correction2) + eps
+    master = master + tl.div_rn(exp_avg * minus_step_size, denominator)
+    return master, exp_avg, exp_avg_sq
+
+
+@triton.jit
+def _sgd(grad, master, momentum_buffer, at, inside, scalars, mode: tl.constexpr):
+    decay, momentum, weight, minus_lr, decays = scalars
+    grad = tl.where(decays != 0, grad + master * decay, grad)
+    direction = grad
+    if mode != 0:
+        if mode == 1 or mode == 3:
+            buffer = grad
+        else:
+            buffer = tl.load(momentum_buffer + at, mask=inside, other=0.0) * momentum + grad * weight
+        direction = buffer
+        if mode >= 3:
+            direction = grad + buffer * momentum
+        tl.store(momentum_buffer + at, _canonical(buffer), mask=inside)
+    return master + direction * minus_lr
+
+
+@triton.jit
+def _lion(grad, master, exp_avg, scalars):
+    decay, beta1, weight1, beta2, weight2, minus_lr = scalars
+    direction = exp_avg * beta1 + grad * weight1
+    sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, direction * 0.0))
+    master = master * decay + sign * minus_lr
+    exp_avg = exp_avg * beta2 + grad * weight2
+    return master, exp_avg
+
+
+@triton.jit
+def update_kernel(
+    param,
+    grad,
+    earlier,
+    master,
+    first_state,
+    second_state,
+    numel,
+    scalars,
+    scales,
+    rule: tl.constexpr,
+    mode: tl.constexpr,
+    program_numel: tl.constexpr,
+):
+    """Update `program_numel` elements of a span by `Rule.apply`'s list.
+
+    `earlier` and states that the rule lacks are None; `scalars` are those of the rule in float32, and `scales` the
+    gradient's factors, each a tuple of numbers.
+    """
+    at = tl.program_id(0).to(tl.int64) * program_numel + tl.arange(0, program_numel)
+    inside = at < numel
+    grads = _gradient(grad, earlier, scales, at, inside)
+    masters = tl.load(master + at, mask=inside, other=0.0)
+    if rule == ADAM:
+        exp_avgs = tl.load(first_state + at, mask=inside, other=0.0)
+        exp_avg_sqs = tl.load(second_state + at, mask=inside, other=0.0)
+        masters, exp_avgs, exp_avg_sqs = _adam(grads, masters, exp_avgs, exp_avg_sqs, scalars, mode)
+        tl.store(first_state + at, _canonical(exp_avgs), mask=inside)
+        tl.store(second_state + at, _canonical(exp_avg_sqs), mask=inside)
+    elif rule == SGD:
+        masters = _sgd(grads, masters, first_state, at, inside, scalars, mode)
+    else:
+        exp_avgs = tl.load(first_state + at, mask=inside, other=0.0)
+        masters, exp_avgs = _lion(grads, masters, exp_avgs, scalars)
+        tl.store(first_state + at, _canonical(exp_avgs), mask=inside)
+    masters = _canonical(masters)
+    tl.store(master + at, masters, mask=inside)
+    tl.store(param + at, _narrowed(masters, param.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _halved(lanes, blocks: tl.constexpr):
+    """What the lanes of each block add up to: 16 to 16, 8 to 8, and so on."""
+    for step in tl.static_range(5):
+        pairs = tl.permute(tl.reshape(lanes, (blocks, 2, LANES >> (step + 1))), (0, 2, 1))
+        one, other = tl.split(pairs)
+        lanes = one + other
+    return tl.reshape(lanes, (blocks,))
+
+
+@triton.jit
+def survey_kernel(grad, earlier, numel, scales, sums, not_finite, blocks: tl.constexpr):
+    """Write the sum of squares of each of `blocks` blocks, and its count of elements that are not finite.
+
+    The order is that of [Note: sums in fixed order].
+    """
+    block = tl.program_id(0).to(tl.int64) * blocks + tl.arange(0, blocks)
+    first = block[:, None] * BLOCK_NUMEL + tl.arange(0, LANES)[None, :]
+    lanes = tl.full((blocks, LANES), 0.0, tl.float64)
+    found = tl.full((blocks, LANES), 0, tl.int32)
+    for rows in range(0, ROWS, AHEAD):
+        for row in tl.static_range(AHEAD):
+            at = first + (rows + row) * LANES
+            inside = at < numel
+            grads = _gradient(grad, earlier, scales, at, inside)
+            # What the last row lacks is zero, whatever the scales are.
+            grads = tl.where(inside, grads, 0.0)
+            exponents = grads.to(tl.uint32, bitcast=True) & 0x7F800000
+            found = found + tl.where(exponents == 0x7F800000, 1, 0)
+            wide = grads.to(tl.float64)
+            lanes = lanes + wide * wide
+    is_block = block * BLOCK_NUMEL < numel
+    tl.store(sums + block, _halved(lanes, blocks), mask=is_block)
+    tl.store(not_finite + block, _halved(found, blocks), mask=is_block)
+
+
+@triton.jit
+def fold_kernel(values, numel, total):
+    """Write the sum of a flat float64 tensor, as `survey.fold` adds it."""
+    lane = tl.arange(0, LANES)[None, :]
+    lanes = tl.full((1, LANES), 0.0, tl.float64)
+    for first in range(0, numel, LANES * AHEAD):
+        for row in tl.static_range(AHEAD):
+            at = first + row * LANES + lane
+            lanes = lanes + tl.load(values + at, mask=at < numel, other=0.0)
+    tl.store(total + tl.arange(0, 1), _halved(lanes, 1))

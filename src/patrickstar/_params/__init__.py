@@ -1,0 +1,1 @@
+"""Managed parameters: their storage in chunks, their gradients, their shards across processes."""
