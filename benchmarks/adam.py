@@ -17,7 +17,7 @@ import torch
 from report import publish
 
 from patrickstar._kernels.adam import AdamRule
-from patrickstar._kernels.cpp_backend import Native
+from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._memory.memory_meter import ResidentMeter
 
@@ -36,7 +36,7 @@ class Work:
         self.master = torch.nn.Parameter(torch.randn(numel))
         self.grad = torch.zeros(numel)
         self.moments = (torch.zeros(numel), torch.full((numel,), 1e-4))
-        kernel = Native.find(threads=threads)
+        kernel = CppBackend.find(threads=threads)
         assert kernel is not None, "this installation has no C++ kernel; see `patrickstar doctor`"
         self.kernel = kernel
         self.step = 0
@@ -87,8 +87,8 @@ class Work:
     def read(self) -> None:
         self.kernel.read(self.moments[0][: self.numel // 2 * 2].view(torch.int64))
 
-    def survey(self) -> None:
-        self.kernel.survey([Gradient(self.param16)], ())
+    def grad_stats(self) -> None:
+        self.kernel.grad_stats([Gradient(self.param16)], ())
 
 
 def deepspeed_adam(master: torch.nn.Parameter) -> torch.optim.Optimizer | None:
@@ -119,7 +119,13 @@ def added_bytes(act: Callable[[], None]) -> int:
 def measure(numel: int, threads: int, options: argparse.Namespace) -> tuple[list[str], list[str]]:
     torch.set_num_threads(threads)
     work = Work(numel, threads)
-    sides = {"ours": work.ours, "copy": work.copy, "memmove": work.memmove, "read": work.read, "survey": work.survey}
+    sides = {
+        "ours": work.ours,
+        "copy": work.copy,
+        "memmove": work.memmove,
+        "read": work.read,
+        "survey": work.grad_stats,
+    }
     sides["fused"] = work.cast(work.fused)
     if work.deepspeed is not None:
         sides["deepspeed"] = work.cast(work.deepspeed)
@@ -153,9 +159,11 @@ def measure(numel: int, threads: int, options: argparse.Namespace) -> tuple[list
         f"{ratio('deepspeed', 'ours'):.2f}" if "deepspeed" in times else "not installed",
         f"{added / 2**20:.1f} MiB",
     ]
-    reading = median(2 / survey / (4 / read) for survey, read in zip(times["survey"], times["read"], strict=True))
-    survey = [update[0], update[1], f"{speed('survey', 2):.1f}", f"{speed('read', 4):.1f}", f"{reading:.2f}"]
-    return update, survey
+    reading = median(
+        2 / grad_stats / (4 / read) for grad_stats, read in zip(times["survey"], times["read"], strict=True)
+    )
+    grad_stats = [update[0], update[1], f"{speed('grad_stats', 2):.1f}", f"{speed('read', 4):.1f}", f"{reading:.2f}"]
+    return update, grad_stats
 
 
 def main() -> None:
@@ -166,7 +174,7 @@ def main() -> None:
     parser.add_argument("--slow-rounds", type=int, default=1)
     options = parser.parse_args()
     rows = [measure(numel, threads, options) for numel in options.numel for threads in options.threads]
-    kernel = Native.find()
+    kernel = CppBackend.find()
     publish(
         "adam",
         "cpu",
@@ -200,7 +208,7 @@ def main() -> None:
         "not finite: 2 bytes read per parameter. The physical limit is the speed of reading alone, measured beside it. "
         "Goal: share at least 0.9.",
         ["parameters", "threads", "survey GB/s", "read GB/s", "share"],
-        [survey for _, survey in rows],
+        [grad_stats for _, grad_stats in rows],
     )
 
 

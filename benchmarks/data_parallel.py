@@ -73,13 +73,13 @@ class Ours:
         self.optimizer = self.engine.optimizer
         self.most_bytes = 0
         manager = self.engine._core.manager
-        take = manager.compute.take
+        take = manager.device_tier.allocate
 
         def watched(chunk: Any) -> None:
             take(chunk)
-            self.most_bytes = max(self.most_bytes, manager.compute.used + manager.host.used)
+            self.most_bytes = max(self.most_bytes, manager.device_tier.used + manager.host_tier.used)
 
-        manager.compute.take = watched
+        manager.device_tier.allocate = watched
 
     def step(self, ids: torch.Tensor) -> float:
         loss = self.engine(input_ids=ids, labels=ids).loss
@@ -132,7 +132,7 @@ def worker(options: argparse.Namespace) -> None:
         layout = ours.engine.layout
         for _ in range(3):
             timed(ours, ids)
-        ours.most_bytes = ours.engine._core.manager.compute.used + ours.engine._core.manager.host.used
+        ours.most_bytes = ours.engine._core.manager.device_tier.used + ours.engine._core.manager.host_tier.used
         _, wire, _ = timed(ours, ids)
         last = ours.engine.stats.last
         found[name] = {

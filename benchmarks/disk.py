@@ -20,8 +20,8 @@ import psutil
 import torch
 from report import publish
 
-from patrickstar._memory.swap_file import PAGE_BYTES, ScratchFile
-from patrickstar._memory.worker_pool import Movers
+from patrickstar._memory.swap_file import PAGE_BYTES, SwapFile
+from patrickstar._memory.worker_pool import WorkerPool
 
 CHUNK_BYTES = 64 * 1024**2
 SIDES = ("bare", "unchecked", "ours")
@@ -32,7 +32,7 @@ class Work:
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.file = ScratchFile(directory, nbytes)
+        self.file = SwapFile(directory, nbytes)
         assert self.file.direct, f"{directory} does not take direct I/O, which this is about"
         self.chunks = [self.file.reserve(CHUNK_BYTES, f"chunk {n}") for n in range(nbytes // CHUNK_BYTES)]
 
@@ -42,7 +42,7 @@ class Work:
 
     def _moved(self, write: bool, threads: int) -> Callable[[], None]:
         act = self.file.write if write else self.file.read
-        movers = Movers(threads, "disk")
+        movers = WorkerPool(threads, "disk")
 
         def job(at: int) -> Callable[[torch.Tensor], None]:
             return lambda stage: act(at, memoryview(stage.numpy()), PAGE_BYTES, "page")
@@ -61,7 +61,7 @@ class Work:
     def _bare(self, write: bool, threads: int) -> Callable[[], None]:
         act = os.pwritev if write else os.preadv
         stages: list[memoryview] = []
-        movers = Movers(threads, "bare")  # only for buffers like theirs
+        movers = WorkerPool(threads, "bare")  # only for buffers like theirs
         fill(movers, threads, stages)
 
         def run() -> None:
@@ -80,15 +80,15 @@ class Work:
         return run
 
 
-def fill(movers: Movers, threads: int, stages: list[memoryview] | None = None) -> None:
+def fill(movers: WorkerPool, threads: int, stages: list[memoryview] | None = None) -> None:
     """Put noise, which no disk compresses, into every thread's stage, and hand the stages out."""
-    meet = threading.Barrier(threads)
+    synchronize_processes = threading.Barrier(threads)
 
     def job(stage: torch.Tensor) -> None:
         stage.random_()
         if stages is not None:
             stages.append(memoryview(stage.numpy()))
-        meet.wait()
+        synchronize_processes.wait()
 
     movers.submit([job] * threads, "noise").wait()
 

@@ -25,7 +25,7 @@ import patrickstar as ps
 from patrickstar._dry_run.disk_benchmark import measure
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import format_size
-from patrickstar._schedule.prefetch import NextUseAhead, OnDemand
+from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
 from patrickstar.testing import ReferenceTrainer
 
 LEARNING_RATE = 1e-4
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             disk=disk,
             optimizer=ps.AdamW(lr=LEARNING_RATE, weight_decay=0.01),
         )
-        policy = {"ahead": NextUseAhead, "demand": OnDemand}.get(options.side)
+        policy = {"ahead": AggressivePrefetch, "demand": DemandFetch}.get(options.side)
         trainer = Engine(model, config, weights=partial(value_of, model), policy=policy)
         optimizer = trainer.optimizer
     seconds, losses, steps = [], [], []

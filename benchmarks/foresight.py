@@ -92,15 +92,15 @@ def say(draw: dict) -> dict:
     param16 = sum(param.numel() * 2 for param in build(draw).parameters())
     budget = int(1.3 * wide.stats.device_peak_non_model_bytes + param16 * draw["share"] + (1 << 26))
     start = time.perf_counter()
-    forecast = dry_run_here(lambda: build(draw), configured(budget), step, torch.device("cpu"))
+    dry_run_report = dry_run_here(lambda: build(draw), configured(budget), step, torch.device("cpu"))
     return {
         "budget": budget,
         "rehearsal_s": time.perf_counter() - start,
-        "bound_s": forecast.bound_s,
-        "seconds": forecast.seconds,
-        "moved": forecast.stats.h2d_bytes + forecast.stats.d2h_bytes,
-        "trace": plain(forecast.trace),
-        **{name: getattr(forecast.stats, name) for name in PEAKS},
+        "bound_s": dry_run_report.bound_s,
+        "seconds": dry_run_report.seconds,
+        "moved": dry_run_report.stats.h2d_bytes + dry_run_report.stats.d2h_bytes,
+        "trace": plain(dry_run_report.trace),
+        **{name: getattr(dry_run_report.stats, name) for name in PEAKS},
     }
 
 
@@ -114,7 +114,7 @@ def take(draw: dict) -> dict:
         step(engine)
         seconds.append(time.perf_counter() - start)
         stats.append(engine.stats.last)
-    trace = plain(engine._core.clock.trace)
+    trace = plain(engine._core.tracer.trace)
     engine.close(keep=False)
     return {
         "seconds": median(seconds[-TIMED:]),

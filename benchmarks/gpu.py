@@ -74,7 +74,7 @@ STAGES = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Agreement:
     """The end of a stage: `problem` is empty if it ran to its end."""
 
     stage: Stage
@@ -172,20 +172,20 @@ def probe(device: str, environment: dict[str, str], *, complete: bool) -> subpro
 
 def run_stage(
     stage: Stage, options: argparse.Namespace, record: Record, environment: dict[str, str], left_s: float
-) -> Outcome:
+) -> Agreement:
     """Run a stage in a process of its own, and end it, with all its children, at its limit."""
     limit_s = min(60 * stage.minutes, left_s)
     print(f"\n== {stage.name}: {stage.what} (at most {limit_s:.0f} s)", flush=True)
     if limit_s <= 0:
-        return Outcome(stage, 0.0, "no time was left for it", "")
+        return Agreement(stage, 0.0, "no time was left for it", "")
     start = time.monotonic()
     command = [sys.executable, __file__, stage.name, "--device", options.device, "--child", str(record.path)]
     done = run_logged(command, environment, limit_s=limit_s, cwd=str(ROOT))
     tail = "\n".join(done.text.splitlines()[-TAIL_LINES:]) if done.problem else ""
-    return Outcome(stage, time.monotonic() - start, done.problem, tail)
+    return Agreement(stage, time.monotonic() - start, done.problem, tail)
 
 
-def write(outcome: Outcome, record: Record, machine: str, options: argparse.Namespace, output: Path) -> bool:
+def write(outcome: Agreement, record: Record, machine: str, options: argparse.Namespace, output: Path) -> bool:
     """Write what a stage has found; return whether it ran to its end and everything holds."""
     entries = record.read()
     figures = [entry for entry in entries if isinstance(entry, Figure)]

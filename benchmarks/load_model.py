@@ -23,7 +23,7 @@ from report import publish
 from transformers import AutoModelForCausalLM
 
 import patrickstar as ps
-from patrickstar._checkpoint.safetensors_file import Entry, SafetensorsFile
+from patrickstar._checkpoint.safetensors_file import SafetensorsFile, TensorEntry
 from patrickstar._cli.presets import PRESETS
 from patrickstar._layout.byte_size import format_size
 from patrickstar.integrations.transformers import from_pretrained
@@ -50,7 +50,7 @@ def write_folder(folder: Path, preset: str) -> None:
     config = PRESETS[preset].config()
     with parameters_on_meta():
         model = build_model(config, AutoModelForCausalLM)
-    entries = [Entry(name, torch.bfloat16, tuple(param.shape)) for name, param in model.named_parameters()]
+    entries = [TensorEntry(name, torch.bfloat16, tuple(param.shape)) for name, param in model.named_parameters()]
     file = SafetensorsFile(folder / "model.safetensors", entries, {"format": "pt"})
     for entry in entries:
         for rows in torch.empty(entry.shape, device="meta").split(4096):

@@ -13,11 +13,11 @@ from pathlib import Path
 from policy_simulator import Simulated, simulate
 from prefetch_policies import Conservative, LifeTime
 
-from patrickstar._schedule.prefetch import NextUseAhead, OnDemand, Prefetch
+from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
 from patrickstar._schedule.trace import Moment, Trace
 
 RESULT = Path(__file__).parent / "results" / "policies.md"
-POLICIES: tuple[type[Prefetch], ...] = (OnDemand, NextUseAhead, Conservative, LifeTime)
+POLICIES: tuple[type[PrefetchPolicy], ...] = (DemandFetch, AggressivePrefetch, Conservative, LifeTime)
 
 HIDDEN, VOCABULARY, LAYERS, TOKENS = 4096, 50_304, 48, 1024
 BYTES_PER_PARAM = 2
@@ -106,7 +106,7 @@ def experts() -> Model:
     return model
 
 
-def play(model: Model, policy: type[Prefetch], budget_bytes: int, rate: float) -> Simulated:
+def play(model: Model, policy: type[PrefetchPolicy], budget_bytes: int, rate: float) -> Simulated:
     trace = Trace(model.moments)
     return simulate(
         trace,
@@ -126,7 +126,7 @@ def rows(name: str, model: Model) -> Iterable[list[str]]:
     peak = max(moment.non_model_bytes for moment in model.moments)
     for part in (8, 4, 2):
         budget_bytes = sum(model.nbytes.values()) // part + peak
-        demand = play(model, OnDemand, budget_bytes, 1.0)
+        demand = play(model, DemandFetch, budget_bytes, 1.0)
         enough = max(demand.fetched_bytes, demand.written_bytes) / compute_s
         for share in ("1/2", "1", "2"):
             numerator, _, denominator = share.partition("/")
@@ -161,7 +161,8 @@ def main() -> None:
         f"experts, of which each of {MICRO_BATCHES} micro-batches chooses {CHOSEN} at random (seed {SEED}). Sizes: "
         f"{sizes}.\n\n"
         "Budget: what the device has at the peak of non-model data, as a share of all `param16` chunks. Rate: of each "
-        "channel, as a multiple of what moves the bytes of `OnDemand` in exactly the time that computing takes: below "
+        "channel, as a multiple of what moves the bytes of `DemandFetch` in exactly the time that "
+        "computing takes: below "
         "1 nothing can hide all of them. Stall: time that computing waits, as a share of the time it computes. Two "
         "chunks at most are under way ahead of need.\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in table) + "\n"
     )

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from patrickstar._schedule.prefetch import Prefetch
+from patrickstar._schedule.prefetch import PrefetchPolicy
 from patrickstar._schedule.trace import Trace
 from patrickstar.errors import BudgetError
 
@@ -31,7 +31,7 @@ def last_uses(trace: Trace) -> dict[int, tuple[int, ...]]:
 
 def simulate(
     trace: Trace,
-    policy: Prefetch,
+    policy: PrefetchPolicy,
     nbytes: Mapping[int, int],
     budget_bytes: int,
     *,
@@ -59,11 +59,11 @@ def simulate(
             device.enter(moment.chunks, budget_bytes - moment.non_model_bytes, policy, now)
             device.dirty.update(written.get(now, ()))
             held = {*moment.chunks, *device.under_way()}
-            device.leave(policy.released(now, device.present, held))
+            device.leave(policy.early_evictions(now, device.present, held))
             limit_bytes = depth_bytes - sum(nbytes[chunk] for chunk in device.under_way())
-            for move in policy.ahead(now, device.present, held, limit_bytes):
-                assert held.isdisjoint(move.leave), "a held chunk was sent away"
-                device.leave(move.leave)
+            for move in policy.prefetches(now, device.present, held, limit_bytes):
+                assert held.isdisjoint(move.evict), "a held chunk was sent away"
+                device.leave(move.evict)
                 device.fetch(move.fetch)
                 device.check_room()
             device.advance(device.clock + seconds[now])
@@ -108,7 +108,7 @@ class _Device:
         """The chunks on their way to the device, and those that wait for it."""
         return [*([self._coming[1]] if self._coming else []), *self._asked]
 
-    def enter(self, chunks: Collection[int], room_bytes: int, policy: Prefetch, now: int) -> None:
+    def enter(self, chunks: Collection[int], room_bytes: int, policy: PrefetchPolicy, now: int) -> None:
         """Go on to a moment with this much room, and wait until its chunks are there."""
         self.room_bytes = room_bytes
         began = self.clock

@@ -1,12 +1,12 @@
 """Eviction and prefetch policies that benchmarks compare with the library's own.
 
 `Conservative` is the second strategy of Cao, Felten, Karlin and Li (1995), `LifeTime` is Algorithm 1 of Angel-PTM, and
-`NextUse` is Belady's rule. The library itself uses `NextUseAhead` (`patrickstar/_schedule/prefetch.py`).
+`NextUse` is Belady's rule. The library itself uses `AggressivePrefetch` (`patrickstar/_schedule/prefetch.py`).
 """
 
 from collections.abc import Collection, Iterable, Mapping
 
-from patrickstar._schedule.prefetch import Move, NarrowestMoments, NextUseAhead, Prefetch
+from patrickstar._schedule.prefetch import AggressivePrefetch, NarrowestMoments, PrefetchMove, PrefetchPolicy
 from patrickstar._schedule.trace import NEVER, Trace
 
 
@@ -46,10 +46,10 @@ class LaterNarrowMoments(NarrowestMoments):
         return moment - at + self._next[at]
 
 
-class Conservative(NextUseAhead):
+class Conservative(AggressivePrefetch):
     """The same authors' strategy `conservative`: those, and only those, leave early that would leave on demand too.
 
-    It fetches what `OnDemand` fetches, to the byte, but earlier; it waits longer than `NextUseAhead`.
+    It fetches what `DemandFetch` fetches, to the byte, but earlier; it waits longer than `AggressivePrefetch`.
     """
 
     # [Note: who leaves early]
@@ -92,7 +92,7 @@ class Conservative(NextUseAhead):
         return None
 
 
-class LifeTime(Prefetch):
+class LifeTime(PrefetchPolicy):
     """Angel-PTM's scheduling by life-times (its Algorithm 1): as early as memory allows, one iteration at a time.
 
     What is needed soonest comes as soon as those needed later make enough room. What has no use left in this
@@ -108,11 +108,13 @@ class LifeTime(Prefetch):
         use = self.trace.next_use(chunk, now)
         return use if use < len(self.trace.moments) else NEVER
 
-    def ahead(self, now: int, present: Collection[int], held: Collection[int], limit_bytes: int) -> list[Move]:
+    def prefetches(
+        self, now: int, present: Collection[int], held: Collection[int], limit_bytes: int
+    ) -> list[PrefetchMove]:
         """Those needed soonest in this iteration, up to the first for which those needed later make no room."""
         there = set(present)
         there_bytes = sum(self.nbytes[chunk] for chunk in there)
-        moves: list[Move] = []
+        moves: list[PrefetchMove] = []
         for use, chunk in sorted((self.next_use(chunk, now), chunk) for chunk in self.trace.uses.keys() - there):
             limit_bytes -= self.nbytes[chunk]
             if use == NEVER or limit_bytes < 0:
@@ -129,9 +131,9 @@ class LifeTime(Prefetch):
             if short > 0:
                 break
             there = there.difference(leave) | {chunk}
-            moves.append(Move(chunk, tuple(leave)))
+            moves.append(PrefetchMove(chunk, tuple(leave)))
         return moves
 
-    def released(self, now: int, present: Collection[int], held: Collection[int]) -> tuple[int, ...]:
+    def early_evictions(self, now: int, present: Collection[int], held: Collection[int]) -> tuple[int, ...]:
         """Those whose life-time is over."""
         return tuple(sorted(c for c in present if c not in held and self.next_use(c, now) == NEVER))

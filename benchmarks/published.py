@@ -119,8 +119,8 @@ def published_table(machine: Machine) -> str:
     errors = errors_of(machine)
     for point, error in zip(points(), errors, strict=True):
         step = best_step(point.gpt, machine, point.gpus)
-        lanes, placement = step.lanes, step.placement
-        seconds = (lanes.compute_s, lanes.h2d_s, lanes.d2h_s, lanes.collectives_s, lanes.update_s)
+        channels, placement = step.channels, step.placement
+        seconds = (channels.compute_s, channels.h2d_s, channels.d2h_s, channels.collectives_s, channels.update_s)
         rows.append(
             [
                 point.model,
@@ -131,8 +131,8 @@ def published_table(machine: Machine) -> str:
                 str(step.batch),
                 f"{placement.chunk_numel >> 20}",
                 f"{placement.in_margin} of {placement.chunks}",
-                f"{lanes.total_s:.1f}",
-                *(f"{100 * part / lanes.total_s:.0f} %" for part in seconds),
+                f"{channels.total_s:.1f}",
+                *(f"{100 * part / channels.total_s:.0f} %" for part in seconds),
             ]
         )
     columns = ["model", "GPUs", "published", "simulated", "error", "batch", "chunk, Mi", "in margin", "step, s"]

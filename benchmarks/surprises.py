@@ -17,7 +17,7 @@ from foresight import RAM, build, step_of
 from report import publish
 
 import patrickstar as ps
-from patrickstar._dry_run.machine_profile import describe
+from patrickstar._dry_run.machine_profile import profile_machine
 from patrickstar._engine.dry_run import dry_run, dry_run_here
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar.errors import BudgetError
@@ -97,7 +97,7 @@ def main() -> None:
     context.set_forkserver_preload(["foresight"])
     # A process for each, as who trains has not rehearsed before.
     with context.Pool(1, maxtasksperchild=1) as pool:
-        machine = pool.apply(describe, (torch.device("cpu"), options.directory))
+        machine = pool.apply(profile_machine, (torch.device("cpu"), options.directory))
         for draw in draws(options.draws, options.seed):
             config = pool.apply(options_of, (draw, options.directory))
             told, came = pool.apply(said, (draw, config, machine)), pool.apply(happened, (draw, config))

@@ -3,7 +3,7 @@
 import torch
 
 from patrickstar._kernels.adam import AdamRule
-from patrickstar._kernels.eager_backend import Listed
+from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.grad_norm import BLOCK_NUMEL, LANES
 from patrickstar._kernels.lion import LionRule
 from patrickstar._kernels.sgd import SGDRule
@@ -79,7 +79,7 @@ def check_update(implementation, rule: Rule, dtype: torch.dtype, device: str = "
             states[1][first : first + numel].abs_()
         for in_place in (False, True):
             results = []
-            for one, place in ((implementation, device), (Listed(), "cpu")):
+            for one, place in ((implementation, device), (EagerBackend(), "cpu")):
                 whole = [tensor.to(place, copy=True) for tensor in (grad if in_place else param, grad, master, *states)]
                 to, last, *rest = (tensor[first : first + numel] for tensor in whole)
                 summed = sums.to(place)[first : first + numel] if earlier else None
@@ -96,7 +96,7 @@ def check_rounding(implementation, dtype: torch.dtype, device: str = "cpu") -> N
     upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
     masters = (upper[:, None] * (1 << 16) + lower).flatten().view(torch.float32)
     results = []
-    for one, place in ((implementation, device), (Listed(), "cpu")):
+    for one, place in ((implementation, device), (EagerBackend(), "cpu")):
         master = masters.to(place, copy=True)
         param = torch.zeros_like(master, dtype=dtype)
         still = SGDRule(0.0, 0.0, 0.0, 0.0, False, 1)  # adds a negative zero, which changes nothing
@@ -118,11 +118,11 @@ def check_survey(implementation, dtype: torch.dtype, device: str = "cpu") -> Non
         lasts = [numbers(numel, dtype, generator, special) for numel in numels]
         sums = [numbers(numel, torch.float32, generator, special) if earlier else None for numel in numels]
         found = []
-        for one, place in ((implementation, device), (Listed(), "cpu")):
+        for one, place in ((implementation, device), (EagerBackend(), "cpu")):
             gradients = [
                 Gradient(last.to(place), None if summed is None else summed.to(place))
                 for last, summed in zip(lasts, sums, strict=True)
             ]
-            survey = one.survey(gradients, scales)
-            found.append(([value.hex() for value in survey.sums], survey.not_finite))
+            grad_stats = one.grad_stats(gradients, scales)
+            found.append(([value.hex() for value in grad_stats.sums], grad_stats.not_finite))
         assert found[0] == found[1], (numels, special, earlier, scales)

@@ -27,9 +27,9 @@ import torch
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Span
 from patrickstar._memory.chunk import Chunk, fill_poison
-from patrickstar._memory.copy_streams import Copies, StreamTransfer
+from patrickstar._memory.copy_streams import CopyStreams, StreamTransfer
 from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.vm_pool import PageBank, Range
+from patrickstar._memory.vm_pool import PagePool, VMRange
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ class LateTransfer(StreamTransfer):
         self.read: bytes | None = None
         """What the source held when the copy ran, as long as it must not change."""
         stream.hardware.overwritten_in_order(target)
-        stream.hardware.unseen.add(self)
+        stream.hardware.pending_functions.add(self)
         fill_poison(target)
 
     def __repr__(self) -> str:
@@ -75,7 +75,7 @@ class LateTransfer(StreamTransfer):
 
     def order(self) -> None:
         self.stream.advance_to(self)
-        for transfer in self.stream.hardware.unseen:
+        for transfer in self.stream.hardware.pending_functions:
             if transfer.stream is self.stream and transfer.number <= self.number:
                 transfer.ordered = True
 
@@ -95,11 +95,11 @@ class LateTransfer(StreamTransfer):
 
     def _notice(self) -> None:
         """The host knows of the end of this copy, and so of those before it on its stream."""
-        unseen = self.stream.hardware.unseen
-        for transfer in [one for one in unseen if one.stream is self.stream and one.number <= self.number]:
+        pending_functions = self.stream.hardware.pending_functions
+        for transfer in [one for one in pending_functions if one.stream is self.stream and one.number <= self.number]:
             transfer.check()
             transfer.seen = True
-            unseen.discard(transfer)
+            pending_functions.discard(transfer)
 
 
 class LateStream:
@@ -129,7 +129,7 @@ class LateStream:
                 self.queue.pop(0).run()
 
 
-class LateCopies(Copies):
+class LateCopies(CopyStreams):
     """Copies on two simulated streams."""
 
     def __init__(self, hardware: "LateHardware") -> None:
@@ -169,7 +169,7 @@ class LateKernels(Kernels):
         return [LateUpdate(lambda: Kernels.update(Kernels(self.native), spans, scales))] if spans else []
 
 
-class FragmentedBank(PageBank):
+class FragmentedBank(PagePool):
     """Pages of a device whose allocator now and then finds no block that is long enough, so many times in a row."""
 
     def __init__(self, hardware: "LateHardware") -> None:
@@ -177,7 +177,7 @@ class FragmentedBank(PageBank):
         self.hardware = hardware
         self._in_a_row = 0
 
-    def commit(self, target: Range) -> None:
+    def commit(self, target: VMRange) -> None:
         hardware = self.hardware
         if self._in_a_row == 0 and hardware.schedule.random() < hardware.failures:
             self._in_a_row = hardware.failures_in_a_row
@@ -199,30 +199,30 @@ class LateHardware(Hardware):
 
     def __init__(self, seed: int, failures: float = 0.0, failures_in_a_row: int = 1) -> None:
         super().__init__(CPU)
-        self.beside = True
+        self.has_gpu = True
         self.schedule = random.Random(seed)
         self.failures = failures
         self.failures_in_a_row = failures_in_a_row
         self.host_waits = 0
         """How often the training thread waited for a copy."""
         self.queued = 0
-        self.unseen: set[LateTransfer] = set()
+        self.pending_functions: set[LateTransfer] = set()
         """Copies that the host does not know to have ended."""
 
     def overwritten_in_order(self, target: torch.Tensor) -> None:
         """Allow `target` to change: the device writes it, after the copies that computation was ordered after."""
         start, end = target.data_ptr(), target.data_ptr() + target.nbytes
-        for transfer in self.unseen:
+        for transfer in self.pending_functions:
             if transfer.ordered and transfer.come < end and start < transfer.come + transfer.nbytes:
                 transfer.check()
 
     def check_rest(self) -> None:
         """Assert of the copies that nobody has waited for, too, that their source has not changed."""
-        for transfer in self.unseen:
+        for transfer in self.pending_functions:
             transfer.check()
 
-    def copies(self) -> Copies:
+    def copies(self) -> CopyStreams:
         return LateCopies(self)
 
-    def bank(self) -> PageBank | None:
+    def page_pool(self) -> PagePool | None:
         return FragmentedBank(self)

@@ -12,7 +12,7 @@ from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.copy_streams import Copies
+from patrickstar._memory.copy_streams import CopyStreams
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.worker_pool import Transfer
 
@@ -33,7 +33,7 @@ def run(record: Record, options: argparse.Namespace) -> None:
     updates(record, device, 100_000 if options.small else 100_000_000)
 
 
-class DelayedCopies(Copies):
+class DelayedCopies(CopyStreams):
     """Copies whose streams are kept busy before each of them, so that a missing wait is seen."""
 
     def up(self, chunk: Chunk) -> Transfer:
@@ -53,7 +53,7 @@ class DelayedCopies(Copies):
 class DelayedHardware(Hardware):
     """The machine itself, but for its copies."""
 
-    def copies(self) -> Copies:
+    def copies(self) -> CopyStreams:
         return DelayedCopies(self.device)
 
 

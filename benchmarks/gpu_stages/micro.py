@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import patrickstar as ps
 from gpu_stages.record import Record
 from gpu_stages.timing import once, seconds
-from patrickstar._dry_run.machine_profile import trial_span
+from patrickstar._dry_run.machine_profile import benchmark_span
 from patrickstar._engine.engine import Engine
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.dispatch import Kernels
@@ -18,7 +18,7 @@ from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.cuda_device import CudaDevice
 from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import Slab
+from patrickstar._memory.host_arena import HostArena
 from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.worker_pool import Transfer
 from patrickstar.errors import BudgetError
@@ -82,11 +82,11 @@ def engine_copies(record: Record, device: torch.device, small: bool) -> None:
     """Measure the engine's own copies of a chunk, and how much of them a matrix product hides."""
     nbytes = MIB if small else 64 * MIB
     hardware = Hardware(device)
-    host, copies = HostTier(2 * nbytes, 2 * nbytes, hardware.slab, poison=False), hardware.copies()
+    host, copies = HostTier(2 * nbytes, 2 * nbytes, hardware.host_arena, poison=False), hardware.copies()
     up, down = (Chunk("param16", index, nbytes // 2, "bfloat16", device) for index in range(2))
     for chunk in (up, down):
-        host.take(chunk).zero_()
-        chunk.take_device()
+        host.allocate(chunk).zero_()
+        chunk.allocate_device()
     size = 128 if small else 8192
     matrix = torch.randn(size, size, device=device).bfloat16()
     peak_tflops = 2 * size**3 / seconds(lambda: torch.mm(matrix, matrix), device, inner=4) / 1e12
@@ -124,7 +124,7 @@ def engine_copies(record: Record, device: torch.device, small: bool) -> None:
     record.figure("copies hidden beside a matrix product", hidden, "of 1", predicted=0.95, limit=1.0)
     for chunk in (up, down):
         chunk.free_device(poison=False)
-        host.give(chunk)
+        host.free(chunk)
         chunk.memory.close()
     copies.close()
     host.close()
@@ -182,7 +182,7 @@ def updates(record: Record, device: torch.device, small: bool) -> None:
     """Measure Adam on either side: the launch for a small parameter, and the rate for a large one."""
     host = Kernels.best(torch.device("cpu"))
     numel = 100_000 if small else 64_000_000
-    span = trial_span(numel)
+    span = benchmark_span(numel)
     rate = 28 * numel / seconds(lambda: host.update([span], ()), torch.device("cpu")) / 1e9
     target, source = torch.zeros(numel), torch.zeros(numel)
     copy = 8 * numel / seconds(lambda: target.copy_(source), torch.device("cpu")) / 1e9
@@ -219,9 +219,9 @@ def registration(record: Record, device: torch.device, small: bool) -> None:
         if device.type == "cuda":
             for touched in (False, True):
                 _register(record, name, nbytes, touched)
-        slabs: list[Slab] = []
+        slabs: list[HostArena] = []
         try:
-            took = once(lambda slabs=slabs, nbytes=nbytes: slabs.append(Hardware(device).slab(nbytes)), device)
+            took = once(lambda slabs=slabs, nbytes=nbytes: slabs.append(Hardware(device).host_arena(nbytes)), device)
         except BudgetError as error:
             record.figure(f"the engine's slab of {name}", None, "s", note=str(error)[:300])
             continue

@@ -50,7 +50,7 @@ class Fact:
     text: str
 
 
-Entry = Figure | Check | Fact
+TensorEntry = Figure | Check | Fact
 
 
 class Record:
@@ -88,13 +88,13 @@ class Record:
         """Add a fact."""
         self._add(Fact(what, text))
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: TensorEntry) -> None:
         line = json.dumps({"kind": type(entry).__name__} | asdict(entry))
         with self.path.open("a") as file:
             file.write(line + "\n")
         print(line, flush=True)
 
-    def read(self) -> list[Entry]:
+    def read(self) -> list[TensorEntry]:
         """Return all findings so far."""
         kinds = {kind.__name__: kind for kind in (Figure, Check, Fact)}
         if not self.path.exists():

@@ -36,9 +36,9 @@ def run(record: Record, options: argparse.Namespace) -> None:
     for finding in examine(trial_numel=100_000 if options.small else 16_000_000):
         advice = f" -> {finding.advice}" if finding.advice else ""
         record.fact(f"doctor: {finding.name}", finding.text + advice)
-    from patrickstar._kernels.cpp_backend import Native
+    from patrickstar._kernels.cpp_backend import CppBackend
 
-    record.check("the C++ kernel is there", Native.find() is not None)
+    record.check("the C++ kernel is there", CppBackend.find() is not None)
 
 
 def _gpu(record: Record, device) -> None:

@@ -1,19 +1,18 @@
 """The original PatrickStar, v0.4.3: what its policy fits, moves and takes per step, without a device (paper, §6 to §8).
 
 Fixed chunks in communication groups, 14 bytes of model data per parameter, next-use eviction, optimizer chunks in the
-margin, the rest updated on the CPU. Nothing overlaps: a step is the sum of its lanes.
+margin, the rest updated on the CPU. Nothing overlaps: a step is the sum of its channels.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from patrickstar_v043.activation_curve import Moved, move, non_model_bytes
-
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.gpt_costs import HALF, SINGLE, Gpt
 from patrickstar._perf_model.machine_spec import Gpu, Host, Links, Machine
 from patrickstar.errors import BudgetError, ConfigError
+from patrickstar_v043.activation_curve import Moved, move, non_model_bytes
 
 DEVICE_PERCENT = HOST_PERCENT = MARGIN_PERCENT = 80
 WARM_UP_PERCENT = 10
@@ -54,7 +53,7 @@ backward the biases' gradients, over nine widths."""
 
 
 @dataclass(frozen=True)
-class Lanes:
+class ResourceSeconds:
     """Seconds of one step, by who is busy. While one is, the others wait."""
 
     compute_s: float
@@ -100,7 +99,7 @@ class OriginalStep:
 
     batch: int
     placement: Placement
-    lanes: Lanes
+    channels: ResourceSeconds
     tflops: float
 
 
@@ -138,12 +137,12 @@ def simulate_original(gpt: Gpt, machine: Machine, gpus: int, batch: int, chunk_n
     assert links is not None, "read_machine refuses GPUs without links"
     placement = place(gpt, gpu, machine.host, gpus, batch, chunk_numel)
     margin_bytes = placement.in_margin * chunk_numel * DEVICE_ADAM_BYTES
-    lanes = Lanes(
+    channels = ResourceSeconds(
         compute_s=compute_seconds(gpt, gpu, batch),
         **_link_seconds(placement, machine.host, links, gpus, looked_up_bytes=tokens * gpt.hidden * SINGLE),
         update_s=margin_bytes / gpu.memory_bandwidth + _host_seconds(gpt, placement, machine.host, gpus),
     )
-    return OriginalStep(batch, placement, lanes, gpus * gpt.paper_operations(tokens) / lanes.total_s / 1e12)
+    return OriginalStep(batch, placement, channels, gpus * gpt.paper_operations(tokens) / channels.total_s / 1e12)
 
 
 def place(gpt: Gpt, gpu: Gpu, host: Host, gpus: int, batch: int, chunk_numel: int) -> Placement:
@@ -211,7 +210,7 @@ def search_chunk_numel(gpt: Gpt, gpu: Gpu, gpus: int) -> int:
 
 
 def _link_seconds(placement: Placement, host: Host, links: Links, gpus: int, looked_up_bytes: int) -> dict[str, float]:
-    """The lanes over links: chunks, gradients and parameters of the update, what the CPU looked up, and collectives.
+    """The channels over links: chunks, gradients and parameters of the update, what the CPU looked up, and collectives.
 
     Chunks are evicted into memory that is allocated and page-locked for each of them (its `Chunk.move`). Gradients that
     lie on a GPU go down in 16 bits, and parameters come back in 32, to be cast there. A group is gathered in forward

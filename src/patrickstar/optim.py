@@ -249,7 +249,7 @@ class TorchOptimizer(Optimizer):
     def _defaults(self) -> dict[str, Any]:
         return foreign.defaults_of(self.kind, self._all_options)
 
-    def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> foreign.ForeignRule:
+    def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> foreign.TorchOptimRule:
         """One update by the class."""
         own = {name: value for name, value in group.items() if name != "params"}
-        return foreign.ForeignRule(self.kind, self._all_options, own, self.states, memory, step)
+        return foreign.TorchOptimRule(self.kind, self._all_options, own, self.states, memory, step)

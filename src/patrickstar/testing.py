@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from patrickstar._engine.engine import Engine
-from patrickstar._kernels.grad_norm import Survey, block_sums, fold
+from patrickstar._kernels.grad_norm import GradStats, block_sums, fold
 from patrickstar._kernels.rounding import canonical_nan_, round_into
 from patrickstar._params.local_shards import follow_rounded
 from patrickstar._params.precision import LossScaler, cast_inputs, clip_coefficient, compute_dtypes
@@ -23,7 +23,7 @@ class NoMeter:
 
     source = "nothing"
     counts_freed = False
-    keeps = False
+    caching = False
 
     def calibrate(self, chunk_bytes: int) -> None:
         """Nothing to take note of."""
@@ -40,7 +40,7 @@ class NoMeter:
     def reclaim(self) -> None:
         """Nothing to give back."""
 
-    def let_keep(self, allowed: bool) -> None:
+    def set_caching(self, allowed: bool) -> None:
         """Nothing is kept."""
 
 
@@ -208,7 +208,7 @@ class ReferenceTrainer:
         self.unscale()
         grads = [torch.empty_like(m).copy_(m.grad) for m in self.masters.values() if m.grad is not None]
         sums = tuple(float(fold(block_sums(grad.as_strided((grad.numel(),), (1,))))) for grad in grads)
-        total, factor = clip_coefficient(Survey(sums).norm, max_norm)
+        total, factor = clip_coefficient(GradStats(sums).norm, max_norm)
         for master in self.masters.values():
             if master.grad is not None:
                 master.grad.mul_(factor)

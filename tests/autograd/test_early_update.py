@@ -6,7 +6,7 @@ from torch import nn
 
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
-from patrickstar._kernels.cpp_backend import Native
+from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar.errors import TrainingError
 
 from .zoo import WIDTH, Stack, linear, mean_square, mlp, normal, normal_batches, small_chunks, weight
@@ -68,7 +68,7 @@ def test_the_same_bits_with_accumulation(precision, checkpointing):
     testing.compare(lambda: stack(checkpointing), small_chunks(precision), early(4, accumulation=3))
 
 
-@pytest.mark.skipif(Native.find() is None, reason="without the C++ kernel nothing runs beside operators")
+@pytest.mark.skipif(CppBackend.find() is None, reason="without the C++ kernel nothing runs beside operators")
 def test_the_same_bits_while_operators_go_on(precision):
     """As on a GPU: what the kernel is working on is not waited for. Chunks of several pages, that go to the pool."""
     width = 1100
@@ -79,9 +79,12 @@ def test_the_same_bits_while_operators_go_on(precision):
     def script(trainer, optimizer):
         waits = []
         if isinstance(trainer, Engine):
-            trainer._core.early.beside = True
-            wait = trainer._core.early.wait
-            trainer._core.early.wait = lambda: (waits.append(len(trainer._core.early._running)), wait())
+            trainer._core.optimizer_in_backward.in_background = True
+            wait = trainer._core.optimizer_in_backward.wait
+            trainer._core.optimizer_in_backward.wait = lambda: (
+                waits.append(len(trainer._core.optimizer_in_backward._running)),
+                wait(),
+            )
         for step in range(4):
             loss = mean_square(trainer(normal(2, width, seed=step)))
             trainer.backward(loss, update=True)
@@ -97,9 +100,9 @@ def updated_before_the_step(engine):
     for (x,) in normal_batches(2):
         engine.backward(mean_square(engine(x)), update=True)
         engine.optimizer.step()
-    before = {slot.name: slot.steps for slot in engine._core.data.slots}
+    before = {managed.name: managed.steps for managed in engine._core.data.managed_params}
     engine.backward(mean_square(engine(normal_batches(1)[0][0])), update=True)
-    return {slot.name for slot in engine._core.data.slots if slot.steps > before[slot.name]}
+    return {managed.name for managed in engine._core.data.managed_params if managed.steps > before[managed.name]}
 
 
 def test_chunks_are_updated_before_the_step(precision):
@@ -107,7 +110,7 @@ def test_chunks_are_updated_before_the_step(precision):
     names = set(dict(engine.module.named_parameters()))
     assert updated_before_the_step(engine) == names
     engine.optimizer.step()
-    assert {slot.steps for slot in engine._core.data.slots} == {3}
+    assert {managed.steps for managed in engine._core.data.managed_params} == {3}
     engine.close()
 
 
@@ -116,7 +119,7 @@ def test_what_reentrant_checkpointing_adds_to_comes_later():
     x = normal(2, WIDTH).requires_grad_()
     for _ in range(3):
         engine.backward(mean_square(engine(x)), update=True)
-        late = {slot.name for slot in engine._core.data.slots if slot.has_gradient}
+        late = {managed.name for managed in engine._core.data.managed_params if managed.has_gradient}
         engine.optimizer.step()
     assert late == {"shared.weight", "shared.bias"}
     engine.close()
@@ -239,7 +242,7 @@ def test_no_other_backward_may_come_between(raw):
     with pytest.raises(TrainingError, match="another backward"):
         second.backward() if raw else engine.backward(second)
     engine.optimizer.step()
-    assert {slot.steps for slot in engine._core.data.slots} == {3}
+    assert {managed.steps for managed in engine._core.data.managed_params} == {3}
     engine.close()
 
 
@@ -280,12 +283,12 @@ def test_a_resumed_engine_watches_a_step_first():
 def test_closing_waits_for_what_is_at_work():
     width = 1200
     engine = Engine(lambda: nn.Linear(width, width), small_chunks("bf16", chunk_bytes=1 << 23), meter=testing.NoMeter())
-    engine._core.early.beside = True
+    engine._core.optimizer_in_backward.in_background = True
     x = normal(2, width)
     for _ in range(3):
         engine.backward(mean_square(engine(x)), update=True)
         engine.optimizer.step()
     engine.backward(mean_square(engine(x)), update=True)
-    assert not engine._core.early._running
+    assert not engine._core.optimizer_in_backward._running
     engine.close()
     assert all(param.isfinite().all() for param in engine.module.parameters())

@@ -128,11 +128,11 @@ def test_layer_in_eval_between_steps(layer, without_grad, config):
 class Embeddings(nn.Module):
     def __init__(self):
         super().__init__()
-        self.words, self.places = nn.Embedding(11, WIDTH, padding_idx=0), nn.Embedding(5, WIDTH)
+        self.words, self.locations = nn.Embedding(11, WIDTH, padding_idx=0), nn.Embedding(5, WIDTH)
         self.bag, self.body = nn.EmbeddingBag(11, WIDTH, mode="sum"), linear()
 
     def forward(self, ids):
-        x = self.words(ids) + self.places(torch.arange(ids.shape[1])) + self.bag(ids)[:, None]
+        x = self.words(ids) + self.locations(torch.arange(ids.shape[1])) + self.bag(ids)[:, None]
         return self.body(x)
 
 

@@ -417,17 +417,17 @@ def test_bytes_per_parameter(name, precision):
     engine, optimizer = ps.initialize(build, small_chunks(precision, optimizer=OPTIMIZERS[name]))
     numel = sum(p.numel() for p in engine.module.parameters())
     layout, expected = engine.layout, BYTES[name] + (2 if precision == "fp32" else 0)
-    assert {chunk.scheme.bytes_per_param for chunk in layout.chunks} == {expected}
+    assert {chunk.schema.bytes_per_param for chunk in layout.chunks} == {expected}
     assert layout.model_data_bytes - layout.padding_bytes == expected * numel
     train(engine, optimizer, steps=1)
-    assert engine._core.manager.compute.used + engine._core.manager.host.used == layout.model_data_bytes
+    assert engine._core.manager.device_tier.used + engine._core.manager.host_tier.used == layout.model_data_bytes
     engine.close()
 
 
 def test_adam_has_14():
     for optimizer in (ps.Adam(), ps.AdamW()):
         engine, _ = ps.initialize(build, small_chunks("bf16", optimizer=optimizer))
-        assert {chunk.scheme.bytes_per_param for chunk in engine.layout.chunks} == {14}
+        assert {chunk.schema.bytes_per_param for chunk in engine.layout.chunks} == {14}
         engine.close()
 
 

@@ -7,7 +7,7 @@ from torch import nn
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._kernels.adam import AdamRule
-from patrickstar._kernels.eager_backend import Listed
+from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.update_rule import Gradient, Span
 
 from .machine import DEVICE, marks
@@ -75,7 +75,7 @@ def test_the_written_list_has_the_same_bits_on_both_sides():
     for device in ("cpu", DEVICE):
         param = grad.to(device, copy=True)
         master, *states = (one.to(device, copy=True) for one in lists)
-        Listed().update([Span(param, Gradient(param), master, tuple(states), rule)], (0.5,))
+        EagerBackend().update([Span(param, Gradient(param), master, tuple(states), rule)], (0.5,))
         found.append([one.cpu() for one in (param, master, *states)])
     testing.assert_same_bits(*found, "updated on the host and on the GPU")
 

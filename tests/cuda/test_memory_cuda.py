@@ -11,7 +11,7 @@ from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import parse_size
 from patrickstar._memory.cuda_device import CudaDevice
 from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import Slab
+from patrickstar._memory.host_arena import HostArena
 from patrickstar._memory.memory_meter import CudaMeter
 from patrickstar._memory.workspaces import THREADS, workspace_bytes
 from patrickstar.errors import BudgetError
@@ -108,7 +108,7 @@ def test_out_of_memory_for_a_chunk_leaves_nothing_behind():
 def test_host_memory_that_cannot_be_locked_is_a_budget_error_and_poisons_nothing():
     """The address range of a slab that is locked already can't be locked again."""
     device = CudaDevice(DEVICE)
-    slab = Slab(1 << 20, device)
+    slab = HostArena(1 << 20, device)
     with pytest.raises(BudgetError, match=r"can't page-lock 1048576 bytes"):
         device.lock(slab.memory.data_ptr(), slab.nbytes)
     assert torch.ones(3, device=DEVICE).sum().item() == 3
@@ -119,7 +119,7 @@ def test_host_memory_that_cannot_be_locked_is_a_budget_error_and_poisons_nothing
 
 def test_a_slab_that_nobody_closes_can_be_locked_again():
     device = CudaDevice(DEVICE)
-    slab = Slab(1 << 20, device)
+    slab = HostArena(1 << 20, device)
     memory = slab.memory
     del slab
     gc.collect()

@@ -7,10 +7,10 @@ import torch
 
 import patrickstar as ps
 from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.copy_streams import Copies
+from patrickstar._memory.copy_streams import CopyStreams
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_tier import HostTier
-from patrickstar._schedule.prefetch import NextUseAhead, OnDemand
+from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
 from patrickstar.testing import ReferenceTrainer, assert_exact, assert_same_bits
 
 from .machine import DEVICE, ON_GPU, budget, make_engine, marks, run_program
@@ -38,7 +38,7 @@ def expected(config: ps.Config, steps: int) -> list[torch.Tensor]:
     return train(reference, inputs(steps)) + outcome(reference)
 
 
-@pytest.mark.parametrize("policy", [OnDemand, NextUseAhead])
+@pytest.mark.parametrize("policy", [DemandFetch, AggressivePrefetch])
 def test_chunks_that_come_ahead_from_the_host_give_the_same_bits(policy):
     """1 MiB of parameters in 16 bits, and activations of 16 KiB a layer."""
     options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
@@ -49,7 +49,7 @@ def test_chunks_that_come_ahead_from_the_host_give_the_same_bits(policy):
     engine.close()
 
 
-class LateCopies(Copies):
+class LateCopies(CopyStreams):
     """Copies that begin long after they were asked for."""
 
     def up(self, chunk):
@@ -71,7 +71,7 @@ class LateCopies(Copies):
 class LateHardware(Hardware):
     """The machine, with slow copies."""
 
-    def copies(self) -> Copies:
+    def copies(self) -> CopyStreams:
         return LateCopies(self.device)
 
 
@@ -80,7 +80,7 @@ def test_copies_that_come_late_change_nothing():
     options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
     plain = expected(ps.Config(**options), 5)
     config = ps.Config(**options, device_memory=budget("1536KiB"))
-    engine = make_engine(layers(), config, hardware=LateHardware(config.find_device()), policy=NextUseAhead)
+    engine = make_engine(layers(), config, hardware=LateHardware(config.find_device()), policy=AggressivePrefetch)
     assert_same_bits(plain, train(engine, inputs(5)) + outcome(engine), "what training came to")
     engine.close()
 
@@ -89,7 +89,7 @@ def test_an_engine_is_closed_with_copies_in_flight():
     options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB", precision="fp32")
     plain = expected(ps.Config(**options), 3)
     config = ps.Config(**options, device_memory=budget("3MiB", torch.float32))
-    engine = make_engine(layers(), config, hardware=LateHardware(config.find_device()), policy=NextUseAhead)
+    engine = make_engine(layers(), config, hardware=LateHardware(config.find_device()), policy=AggressivePrefetch)
     found = train(engine, inputs(3))
     engine(inputs(1)[0])
     module = engine.module
@@ -120,11 +120,11 @@ def test_a_process_may_end_without_closing_its_engine(tmp_path, disk):
 def test_a_copy_runs_on_a_stream_of_its_own_and_computing_waits_for_it_on_the_gpu():
     """Each copy begins after 50 ms, long after it was asked for."""
     device = torch.device("cuda")
-    host, copies = HostTier(1 << 26, 1 << 26, Hardware(device).slab, poison=False), Copies(device)
+    host, copies = HostTier(1 << 26, 1 << 26, Hardware(device).host_arena, poison=False), CopyStreams(device)
     chunk = Chunk("param16", 0, 1 << 24, "bfloat16", device)
-    host.take(chunk).fill_(3.0)
+    host.allocate(chunk).fill_(3.0)
     chunk.host_valid = True
-    chunk.take_device()
+    chunk.allocate_device()
     chunk.on_device(chunk.whole).fill_(7.0)
     with torch.cuda.stream(copies.up_stream):
         torch.cuda._sleep(CYCLES)
@@ -142,6 +142,6 @@ def test_a_copy_runs_on_a_stream_of_its_own_and_computing_waits_for_it_on_the_gp
     down.wait()
     assert bool((chunk.host == 5).all())
     chunk.free_device(poison=False)
-    host.give(chunk)
+    host.free(chunk)
     copies.close()
     host.close()

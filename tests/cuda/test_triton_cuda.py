@@ -4,7 +4,7 @@ import kernel_cases
 import pytest
 import torch
 
-from patrickstar._kernels.triton_backend import Fused
+from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Span
 
 from .machine import gpu_marks
@@ -14,7 +14,7 @@ pytestmark = gpu_marks
 
 @pytest.fixture(scope="module")
 def fused():
-    found = Fused.find()
+    found = TritonBackend.find()
     if found is None or "interpreted" in found.name:
         pytest.skip("Triton is not installed, or told to interpret: pip install triton, unset TRITON_INTERPRET")
     return found
@@ -44,7 +44,7 @@ def test_large_spans(fused, numel):
     tensors = [kernel_cases.numbers(numel, torch.float32, generator) for _ in range(3)]
     grad = kernel_cases.numbers(numel, torch.bfloat16, generator)
     results = []
-    for one, place in ((fused, "cuda"), (kernel_cases.Listed(), "cpu")):
+    for one, place in ((fused, "cuda"), (kernel_cases.EagerBackend(), "cpu")):
         to, master, *states = (tensor.to(place, copy=True) for tensor in (grad, *tensors))
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())

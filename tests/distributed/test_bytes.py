@@ -32,7 +32,7 @@ class Chain(nn.Module):
         return hidden.float().pow(2).mean()
 
 
-def traffic(stays: bool) -> None:
+def counters(stays: bool) -> None:
     """In each process: a step's bytes, counted."""
     world = World.find(CPU)
     size, count = world.size, 12 * WIDTH * WIDTH
@@ -44,27 +44,27 @@ def traffic(stays: bool) -> None:
     assert engine.layout.padding_bytes == 0
     assert engine.layout.chunks[0].compute_bytes == group
     most = 0
-    take = engine._core.manager.compute.take
+    take = engine._core.manager.device_tier.allocate
 
     def watch(chunk):
         nonlocal most
         take(chunk)
-        most = max(most, engine._core.manager.compute.used + engine._core.manager.host.used)
+        most = max(most, engine._core.manager.device_tier.used + engine._core.manager.host_tier.used)
 
-    engine._core.manager.compute.take = watch
+    engine._core.manager.device_tier.allocate = watch
     ahead = []
-    come = engine._core.manager.moves.come
+    come = engine._core.manager.transfers.start_fetch
 
     def watch_coming(chunk, urgent):
         ahead.append(not urgent)
         come(chunk, urgent)
 
-    engine._core.manager.moves.come = watch_coming
+    engine._core.manager.transfers.start_fetch = watch_coming
     for _ in range(3):
         ahead.clear()
         loss = engine(torch.randn(4, WIDTH))
         if not stays:
-            engine._core.data.forget_gathered()
+            engine._core.data.drop_gathered()
         engine.backward(loss)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
@@ -84,7 +84,7 @@ def traffic(stays: bool) -> None:
 
 @pytest.mark.parametrize("size, stays", [(2, False), (2, True), (4, False), (4, True)])
 def test_a_step_sends_what_the_formula_says(size, stays):
-    ranks.run(size, traffic, stays=stays)
+    ranks.run(size, counters, stays=stays)
 
 
 def one_owner(seeds: list[int]) -> None:
@@ -97,7 +97,10 @@ def one_owner(seeds: list[int]) -> None:
         script = random_script(random.Random(seed), world.rank, seed)
         torch.manual_seed(0)
         engine = Engine(shape.build, config, meter=testing.NoMeter(), world=world)
-        owners = [{rank for rank in range(world.size) if c.cuts[rank] < c.cuts[rank + 1]} for c in engine.layout.chunks]
+        owners = [
+            {rank for rank in range(world.size) if c.shard_bounds[rank] < c.shard_bounds[rank + 1]}
+            for c in engine.layout.chunks
+        ]
         assert owners == [{index % world.size} for index in range(len(owners))]
         assert max(chunk.compute_bytes for chunk in engine.layout.chunks) <= 1024
         engine.close(keep=False)

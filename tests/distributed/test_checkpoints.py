@@ -13,7 +13,7 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._checkpoint.direct_writer import PageFile
+from patrickstar._checkpoint.direct_writer import DirectWriter
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.engine import Engine
 from patrickstar.errors import CheckpointError, TrainingError
@@ -84,7 +84,7 @@ def save_and_go_on(folder: str, seeds: list[int]) -> None:
         train(engine, data, 2)
         with pytest.MonkeyPatch.context() as patch:
             if seed % 4 == 1:
-                patch.setattr(PageFile, "has_room", property(lambda file: False))
+                patch.setattr(DirectWriter, "has_room", property(lambda file: False))
             engine.save(f"{folder}/{seed}", {"drawn": 2, "rank": world.rank}, wait=seed % 2 == 0)
             kept = outcome(engine)
             seen = train(engine, data, 2)

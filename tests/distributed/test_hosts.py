@@ -52,7 +52,7 @@ ENV = [{"MASTER_ADDR": "10.213.0.1", "GLOO_SOCKET_IFNAME": wire} for wire in ("p
 def two_hosts(die: bool) -> None:
     """In each process: some steps; then the second is killed, if it shall be."""
     engine, optimizer = ps.initialize(SHAPE.build, ps.Config(device="cpu", chunk_size=512, host_memory="1MiB"))
-    assert engine.world.on_this_host == [engine.world.rank]
+    assert engine.world.local_ranks == [engine.world.rank]
     assert engine.host_budget_bytes == 1 << 20, "the other process has a host of its own"
     for _ in range(2):
         step(engine, optimizer)

@@ -73,8 +73,8 @@ def test_the_base_is_frozen_in_16_bits(tmp_path, base_dtype):
     assert any(not torch.equal(before[name], value) for name, value in adapters(state).items())
     # A frozen parameter has no master and no states.
     assert sum(group.numel() for group in one.model.parameters() if group.requires_grad) < 3000
-    frozen = [slot for slot in one.engine._core.data.slots if not slot.scheme.trained]
-    assert frozen and all(slot.scheme.optimizer_lists == () for slot in frozen)
+    frozen = [managed for managed in one.engine._core.data.managed_params if not managed.schema.trained]
+    assert frozen and all(managed.schema.optimizer_lists == () for managed in frozen)
     close(one)
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from patrickstar.errors import CheckpointError
 from patrickstar.integrations.transformers import from_pretrained
-from patrickstar.integrations.transformers._safetensors_reader import Stored
+from patrickstar.integrations.transformers._safetensors_reader import TensorInFile
 
 from .tiny import batch, logits, plain, small_chunks, step
 
@@ -22,15 +22,15 @@ class Counted:
     def __init__(self) -> None:
         self.nbytes = 0
         self.keys: set[str] = set()
-        read_into = Stored.read_into
+        read_into = TensorInFile.read_into
 
-        def counting(stored: Stored, target: torch.Tensor, first: int) -> None:
+        def counting(stored: TensorInFile, target: torch.Tensor, first: int) -> None:
             self.nbytes += target.nbytes
             self.keys.add(stored.key)
             read_into(stored, target, first)
 
-        Stored.read_into = counting  # type: ignore[method-assign]
-        self.stop = lambda: setattr(Stored, "read_into", read_into)
+        TensorInFile.read_into = counting  # type: ignore[method-assign]
+        self.stop = lambda: setattr(TensorInFile, "read_into", read_into)
 
 
 def loads_and_saves(name: str, folder: str) -> None:
@@ -42,11 +42,11 @@ def loads_and_saves(name: str, folder: str) -> None:
     counted.stop()
     world = engine.world
     assert world is not None
-    own = {param: engine.layout.own_place(param)[0].numel for param, _ in engine.module.named_parameters()}
+    own = {param: engine.layout.local_location(param)[0].numel for param, _ in engine.module.named_parameters()}
     assert 0 in own.values(), "some lie elsewhere"
     assert any(0 < own[param] < value.numel() for param, value in model.named_parameters()), "some are cut"
     assert counted.nbytes == 4 * sum(own.values())
-    assert sum(world.tell(sum(own.values()))) == sum(param.numel() for param in model.parameters())
+    assert sum(world.all_gather_object(sum(own.values()))) == sum(param.numel() for param in model.parameters())
     if name == "llama":
         assert counted.keys == {param for param, numel in own.items() if numel}
     assert torch.equal(logits(engine.eval(), batch(model)), logits(model, batch(model)))

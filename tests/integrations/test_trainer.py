@@ -186,14 +186,14 @@ def test_train_goes_on_where_it_ended(tmp_path):
 def test_callbacks_see_model_optimizer_and_scheduler(tmp_path):
     seen = []
 
-    class Watch(TrainerCallback):
+    class OpTracer(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, optimizer, lr_scheduler, **kwargs):
             seen.append((type(model), optimizer, trainer.engine.gradient("transformer.ln_f.bias").norm() > 0))
 
         def on_step_end(self, args, state, control, **kwargs):
             control.should_training_stop = state.global_step == 1
 
-    trainer = Stressed(gpt2(), arguments(tmp_path), train_dataset=texts(), callbacks=[Watch()], config=BUDGET)
+    trainer = Stressed(gpt2(), arguments(tmp_path), train_dataset=texts(), callbacks=[OpTracer()], config=BUDGET)
     trainer.train()
     assert seen == [(GPT2LMHeadModel, trainer.engine.optimizer, True)]
     assert trainer.state.global_step == 1
@@ -227,13 +227,13 @@ def test_a_smaller_batch_is_tried(tmp_path):
 def test_fp16_scales_and_skips(tmp_path):
     """A step whose gradients overflow changes neither parameters nor the learning rate."""
 
-    class Watch(TrainerCallback):
+    class OpTracer(TrainerCallback):
         def on_step_end(self, args, state, control, lr_scheduler, **kwargs):
             seen.append((lr_scheduler.get_last_lr()[0], trainer.engine.stats.last.overflows))
 
     seen = []
     args = arguments(tmp_path, fp16=True, max_steps=3, gradient_accumulation_steps=1, per_device_train_batch_size=2)
-    trainer = Stressed(gpt2(), args, train_dataset=texts(6), callbacks=[Watch()], config=BUDGET)
+    trainer = Stressed(gpt2(), args, train_dataset=texts(6), callbacks=[OpTracer()], config=BUDGET)
     trainer.engine._core.scaler.scale = 2.0**40
     trainer.train()
     assert seen == [(0.0, 1)] * 3
@@ -381,5 +381,5 @@ def test_a_frozen_model_is_evaluated_without_states(tmp_path):
     trainer = Stressed(gpt2().requires_grad_(False), arguments(tmp_path), eval_dataset=texts(5), config=BUDGET)
     plain = transformers.Trainer(gpt2(), arguments(tmp_path), eval_dataset=texts(5))
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
-    assert not any(slot.scheme.trained for slot in trainer.engine._core.data.slots)
+    assert not any(managed.schema.trained for managed in trainer.engine._core.data.managed_params)
     close(trainer)

@@ -12,7 +12,7 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar._memory.chunk import Chunk, Region
-from patrickstar._memory.chunk_manager import Manager
+from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.vm_pool import round_up
 
 WIDTH = 8
@@ -110,9 +110,9 @@ def smallest_device_bytes(shape: Shape, chunk_size: int | str, precision: str) -
     seen = [0]
     access = engine._core.data.access
 
-    def watch(slots, belongs, **options):
-        seen.append(sum({slot.chunk.index: slot.chunk.nbytes for slot in slots}.values()))
-        access(slots, belongs, **options)
+    def watch(managed_params, belongs, **options):
+        seen.append(sum({managed.chunk.index: managed.chunk.nbytes for managed in managed_params}.values()))
+        access(managed_params, belongs, **options)
 
     engine._core.data.access = watch
     train(engine, 1)
@@ -139,11 +139,11 @@ def check_alignment(engine: Engine) -> set[tuple[str, str]]:
     """
     checked = set()
     chunks = engine._core.manager.chunks
-    for slot in engine._core.data.slots:
+    for managed in engine._core.data.managed_params:
         for (kind, index), chunk in chunks.items():
-            if index != slot.place.chunk or 0 in (slot.numel, slot.place.numel, chunk.numel):
+            if index != managed.location.chunk or 0 in (managed.numel, managed.location.numel, chunk.numel):
                 continue
-            offset = slot.region.offset if chunk is slot.chunk else slot.place.offset
+            offset = managed.region.offset if chunk is managed.chunk else managed.location.offset
             views = []
             if chunk.on_device_now:
                 views.append(("device", chunk.on_device(Region(offset, (1,), (1,)))))
@@ -151,19 +151,19 @@ def check_alignment(engine: Engine) -> set[tuple[str, str]]:
                 views.append(("host", chunk.on_host(Region(offset, (1,), (1,)))))
             for tier, view in views:
                 address = view.data_ptr()
-                assert address % 256 == 0, f"{slot.name} in {chunk} on the {tier}: {address % 256} bytes off"
+                assert address % 256 == 0, f"{managed.name} in {chunk} on the {tier}: {address % 256} bytes off"
                 checked.add((kind, tier))
     return checked
 
 
-def check_real_bytes(manager: Manager, *more: Chunk) -> None:
+def check_real_bytes(manager: ChunkManager, *more: Chunk) -> None:
     """Memory that chunks really take, whatever their flags say, is what is counted: on the device, and in the slab.
 
     more: chunks that the manager does not know yet.
     """
-    chunks, bank = {*manager.chunks.values(), *more}, manager.compute.bank
+    chunks, bank = {*manager.chunks.values(), *more}, manager.device_tier.page_pool
     above = [chunk for chunk in chunks if chunk.device_bytes]
-    assert manager.compute.used == sum(chunk.nbytes for chunk in above)
+    assert manager.device_tier.used == sum(chunk.nbytes for chunk in above)
     # Of no page there is more than one owner, and pages are whole.
     paged = [] if bank is None else [chunk for chunk in chunks if hasattr(chunk.memory, "range")]
     for chunk in paged:
@@ -175,12 +175,12 @@ def check_real_bytes(manager: Manager, *more: Chunk) -> None:
         assert bank.mapped_bytes >= bank.parked_bytes >= 0
     for chunk in chunks.difference(paged):
         assert chunk.storage.nbytes() == (chunk.nbytes if chunk in above else 0), f"{chunk}"
-    (slab,) = manager.host.slabs
+    (slab,) = manager.host_tier.arenas
     base = slab.memory.data_ptr()
-    places = sorted(
+    locations = sorted(
         (c.host.data_ptr() - base, c.host.data_ptr() - base + c.host.nbytes) for c in chunks if c.host_bytes
     )
-    assert all(0 <= start <= end <= slab.nbytes for start, end in places)
-    assert sum(end - start for start, end in places) <= slab.touched_bytes <= round_up(slab.nbytes)
-    assert all(end <= start for (_, end), (start, _) in pairwise(places)), "two chunks share host memory"
-    assert manager.host.used == sum(end - start for start, end in places)
+    assert all(0 <= start <= end <= slab.nbytes for start, end in locations)
+    assert sum(end - start for start, end in locations) <= slab.touched_bytes <= round_up(slab.nbytes)
+    assert all(end <= start for (_, end), (start, _) in pairwise(locations)), "two chunks share host memory"
+    assert manager.host_tier.used == sum(end - start for start, end in locations)

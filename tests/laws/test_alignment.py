@@ -63,7 +63,7 @@ def test_alignment_adds_at_most_a_thousandth_of_model_data(preset):
     options = config("bf16", "auto")
     params = param_specs(model, options)
     layout = make_layout(params, options, 8 << 30)
-    added = sum((align(param.numel) - param.numel) * param.scheme.bytes_per_param for param in params)
+    added = sum((align(param.numel) - param.numel) * param.schema.bytes_per_param for param in params)
     assert layout.numel == PRESETS[preset].numel()
     assert added <= layout.padding_bytes, "padding at the end of chunks comes on top"
     assert added <= 0.001 * layout.model_data_bytes

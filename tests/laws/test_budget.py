@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import parse_size
-from patrickstar._memory.chunk_manager import Manager
+from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.host_tier import HostTier
 from patrickstar.errors import BudgetError
 from patrickstar.testing import NoMeter
@@ -37,13 +37,13 @@ class WatchedHost(HostTier):
 
     manager: "Watched"
 
-    def take(self, chunk):
-        host = super().take(chunk)
+    def allocate(self, chunk):
+        host = super().allocate(chunk)
         self.check(chunk)
         return host
 
-    def borrow(self, nbytes, *what):
-        place = super().borrow(nbytes, *what)
+    def allocate_block(self, nbytes, *what):
+        place = super().allocate_block(nbytes, *what)
         self.check()
         return place
 
@@ -52,30 +52,30 @@ class WatchedHost(HostTier):
         check_real_bytes(self.manager, *more)
 
 
-class Watched(Manager):
+class Watched(ChunkManager):
     """Checks the law each time memory is taken."""
 
     def __init__(self, device, device_budget_bytes, host_budget_bytes, poison, **options):
         super().__init__(device, device_budget_bytes, host_budget_bytes, poison, **options)
-        assert self.host.used == self.host.other_bytes == 0
-        self.host.__class__, self.host.manager = WatchedHost, self
-        take = self.compute.take
-        self.compute.take = lambda chunk: (take(chunk), self.check(chunk))
+        assert self.host_tier.used == self.host_tier.other_bytes == 0
+        self.host_tier.__class__, self.host_tier.manager = WatchedHost, self
+        take = self.device_tier.allocate
+        self.device_tier.allocate = lambda chunk: (take(chunk), self.check(chunk))
 
     def check(self, taken):
-        compute = self.compute
+        compute = self.device_tier
         assert compute.used <= compute.chunkable_bytes
         check_real_bytes(self, taken)
-        if compute.bank is not None:
+        if compute.page_pool is not None:
             pages = sum(mmap.PAGESIZE for chunk in self.chunks.values() if chunk.device_bytes)
-            assert compute.bank.mapped_bytes <= compute.chunkable_bytes + pages + mmap.PAGESIZE
+            assert compute.page_pool.mapped_bytes <= compute.chunkable_bytes + pages + mmap.PAGESIZE
 
 
 @settings(max_examples=25, deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, precisions, st.integers(0, 16000), st.integers(0, 12000), st.integers(0, 8000))
 def test_both_budgets_hold_at_every_moment(shape, chunk_size, precision, spare_bytes, wave_bytes, host_spare_bytes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("patrickstar._engine.core.Manager", Watched)
+        patch.setattr("patrickstar._engine.core.ChunkManager", Watched)
         device = smallest_device_bytes(shape, chunk_size, precision) + spare_bytes + wave_bytes
         layout = Engine(shape.build, config(precision, chunk_size, device_memory=device)).layout
         host = layout.model_data_bytes + host_spare_bytes

@@ -24,7 +24,7 @@ def test_model_data_per_parameter(shape, chunk_size, precision):
     per_frozen = {"bf16": 2, "fp16": 2, "fp32": 4}[precision]
     expected = sum(p.numel() * (per_trained if p.requires_grad else per_frozen) for p in engine.module.parameters())
     assert engine.layout.model_data_bytes - engine.layout.padding_bytes == expected
-    assert engine._core.manager.compute.used + engine._core.manager.host.used == engine.layout.model_data_bytes
+    assert engine._core.manager.device_tier.used + engine._core.manager.host_tier.used == engine.layout.model_data_bytes
     engine.close()
 
 
@@ -34,7 +34,7 @@ def test_peaks_when_everything_fits(shape, chunk_size, precision):
     """Warm-up: `param16` above, the optimizer's lists below. Afterwards everything above, and no byte is doubled."""
     engine = Engine(shape.build, config(precision, chunk_size, device_memory=PLENTY), meter=NoMeter())
     layout = engine.layout
-    assert (engine._core.manager.compute.used, engine._core.manager.host.used) == (
+    assert (engine._core.manager.device_tier.used, engine._core.manager.host_tier.used) == (
         layout.param16_bytes,
         layout.optimizer_bytes,
     )

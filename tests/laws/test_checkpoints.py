@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from patrickstar import testing
 from patrickstar._checkpoint import direct_writer as page_file
-from patrickstar._checkpoint.direct_writer import PageFile, write_all
+from patrickstar._checkpoint.direct_writer import DirectWriter, write_all
 from patrickstar._engine.engine import Engine
 
 from . import models, tiers
@@ -101,9 +101,9 @@ def disk_that(how):
     """A disk that never has room by itself, so that all is written when it has to be; or one that lags behind."""
     with pytest.MonkeyPatch.context() as patch:
         if "no room" in how:
-            patch.setattr(PageFile, "has_room", property(lambda file: False))
+            patch.setattr(DirectWriter, "has_room", property(lambda file: False))
         if "lags" in how:
-            patch.setattr(PageFile, "has_room", property(lambda file: True))
+            patch.setattr(DirectWriter, "has_room", property(lambda file: True))
             patch.setattr(page_file, "write_all", lambda *args: (time.sleep(0.002), write_all(*args)))
         yield
 

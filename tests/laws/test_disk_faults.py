@@ -262,13 +262,17 @@ def test_damage_to_one_page_costs_who_lies_there(config, reference):
     run(engine, [])
     chunk = engine._core.manager["param32", 3]
     assert chunk.disk_valid and not chunk.in_memory
-    other = os.open(f"/proc/self/fd/{engine._core.manager.disk.file._fd}", os.O_RDWR)
+    other = os.open(f"/proc/self/fd/{engine._core.manager.disk_tier.file._fd}", os.O_RDWR)
     os.pwrite(other, b"\x55" * 64, chunk.disk_at + 4096)
     os.close(other)
-    there = [slot for slot in engine._core.data.by_chunk[3] if 1 in pages_of(slot.place.offset, slot.place.numel, 1024)]
+    there = [
+        managed
+        for managed in engine._core.data.by_chunk[3]
+        if 1 in pages_of(managed.location.offset, managed.location.numel, 1024)
+    ]
     with pytest.raises(DiskError, match=r"can't read 4096 bytes of param32\[3\].*damaged") as raised:
         engine.state_dict()
-    assert check_parameters(engine, raised.value, reference[1][-1:]) == [slot.name for slot in there]
+    assert check_parameters(engine, raised.value, reference[1][-1:]) == [managed.name for managed in there]
 
 
 def test_an_optimizer_of_an_engine_that_was_closed_by_a_fault(engine):
@@ -320,7 +324,7 @@ def test_a_disk_that_refuses_what_lies_far_back(config, tmp_path):
     torch.manual_seed(0)
     engine, seen = small_engine(blocks, config), []
     run(engine, seen)
-    with files_no_larger_than(engine._core.manager.disk.file.used_bytes // 2), pytest.raises(DiskError) as raised:
+    with files_no_larger_than(engine._core.manager.disk_tier.file.used_bytes // 2), pytest.raises(DiskError) as raised:
         run(engine, [])
     check_message(raised.value, engine, "write", r"File too large.*free space there")
     check_nothing_is_left(engine, tmp_path, before)
@@ -366,11 +370,13 @@ def test_no_room_for_accumulated_gradients(config, tmp_path, how):
     used = 0
     if how == "capacity":
         with_all = small_engine(blocks, config)
-        used = with_all._core.manager.disk.file.nbytes
+        used = with_all._core.manager.disk_tier.file.nbytes
         with_all.close()
         config = config.model_copy(update={"disk": ps.Disk(directory=tmp_path, capacity=used)})
     engine = small_engine(blocks, config)
-    limit = files_no_larger_than(engine._core.manager.disk.file.nbytes if how == "system" else resource.RLIM_INFINITY)
+    limit = files_no_larger_than(
+        engine._core.manager.disk_tier.file.nbytes if how == "system" else resource.RLIM_INFINITY
+    )
     kind = BudgetError if how == "capacity" else DiskError
     with limit, pytest.raises(kind, match=r"grad32\[\d+\]") as raised:
         for batch in inputs(2):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from patrickstar._memory.swap_file import ScratchFile
+from patrickstar._memory.swap_file import SwapFile
 from patrickstar.errors import PatrickStarError
 
 from .tiers import Room, blocks, descriptors, inputs, mean_square, movers, on_disk, options, small_engine
@@ -125,7 +125,7 @@ def leave(engine):
 @pytest.mark.parametrize(("then", "slow_disk"), [(close, False), (close, True), (go_on, False), (leave, False)])
 def test_ctrl_c_in_the_middle_of_training(tmp_path, monkeypatch, slow_disk, then):
     if slow_disk:
-        monkeypatch.setattr("patrickstar._memory.hardware.ScratchFile", Slow)
+        monkeypatch.setattr("patrickstar._memory.hardware.SwapFile", Slow)
     check_interrupts(tmp_path, range(3), then)
 
 
@@ -134,11 +134,11 @@ def test_ctrl_c_in_the_middle_of_training(tmp_path, monkeypatch, slow_disk, then
 @pytest.mark.parametrize("then", [close, go_on, leave])
 def test_ctrl_c_at_many_more_moments(tmp_path, monkeypatch, slow_disk, then):
     if slow_disk:
-        monkeypatch.setattr("patrickstar._memory.hardware.ScratchFile", Slow)
+        monkeypatch.setattr("patrickstar._memory.hardware.SwapFile", Slow)
     check_interrupts(tmp_path, range(100, 160), then)
 
 
-class Slow(ScratchFile):
+class Slow(SwapFile):
     """A disk with which most of the time is spent waiting."""
 
     def read(self, *args):

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._checkpoint.direct_writer import PageFile
+from patrickstar._checkpoint.direct_writer import DirectWriter
 from patrickstar._engine.engine import Engine
-from patrickstar._memory.host_arena import Slab
-from patrickstar._memory.vm_pool import SYSTEM_PAGE, PageBank, Range, can_move_pages
-from patrickstar._memory.worker_pool import Movers
+from patrickstar._memory.host_arena import HostArena
+from patrickstar._memory.vm_pool import SYSTEM_PAGE, PagePool, VMRange, can_move_pages
+from patrickstar._memory.worker_pool import WorkerPool
 from patrickstar.errors import TrainingError
 
 from .models import config
@@ -66,15 +66,15 @@ def in_child(function: Callable[[], object], seconds: float = 20.0) -> int:
 
 
 def test_the_host_slab_is_not_inherited():
-    slab = Slab(10 * SYSTEM_PAGE)
+    slab = HostArena(10 * SYSTEM_PAGE)
     assert not inherited(slab.memory.data_ptr(), 10 * SYSTEM_PAGE)
-    slab.give(slab.take(8 * SYSTEM_PAGE), for_good=True)
+    slab.free(slab.allocate(8 * SYSTEM_PAGE), for_good=True)
     assert not inherited(slab.memory.data_ptr(), 10 * SYSTEM_PAGE)
 
 
 @pytest.mark.skipif(not can_move_pages(), reason="this system moves no pages")
 def test_ranges_are_not_inherited_wherever_their_pages_have_moved():
-    bank, ranges = PageBank(), [Range(8 * SYSTEM_PAGE), Range(5 * SYSTEM_PAGE), Range(11 * SYSTEM_PAGE)]
+    bank, ranges = PagePool(), [VMRange(8 * SYSTEM_PAGE), VMRange(5 * SYSTEM_PAGE), VMRange(11 * SYSTEM_PAGE)]
 
     def check() -> None:
         for memory in ranges:
@@ -83,11 +83,11 @@ def test_ranges_are_not_inherited_wherever_their_pages_have_moved():
     check()
     bank.commit(ranges[0])
     check()
-    bank.park(ranges[0])
+    bank.decommit(ranges[0])
     for taker in (ranges[1], ranges[2]):  # a part of the first one's pages, then the rest and new ones
         bank.commit(taker)
         check()
-    bank.park(ranges[2])
+    bank.decommit(ranges[2])
     bank.trim(2 * SYSTEM_PAGE)
     check()
     bank.commit(ranges[0])
@@ -97,7 +97,7 @@ def test_ranges_are_not_inherited_wherever_their_pages_have_moved():
 
 
 def test_stages_of_threads_are_not_inherited():
-    movers, stages, gate = Movers(2, "test", 3 * SYSTEM_PAGE), [], threading.Barrier(2)
+    movers, stages, gate = WorkerPool(2, "test", 3 * SYSTEM_PAGE), [], threading.Barrier(2)
 
     def job(stage: torch.Tensor) -> None:
         stages.append(stage)
@@ -111,7 +111,7 @@ def test_stages_of_threads_are_not_inherited():
 
 
 def test_buffers_of_a_checkpoints_file_are_not_inherited(tmp_path):
-    file = PageFile(tmp_path / "file", 100, page_bytes=SYSTEM_PAGE)
+    file = DirectWriter(tmp_path / "file", 100, page_bytes=SYSTEM_PAGE)
     assert not inherited(file._buffers.data_ptr(), file._buffers.numel())
     file.abandon()
 
@@ -136,7 +136,7 @@ def test_a_child_keeps_what_it_has_mapped_at_addresses_that_its_parent_used():
         for address, nbytes in addresses:
             assert ctypes.string_at(address, nbytes) == b"\7" * nbytes
 
-    memory, stage = Range(4 * SYSTEM_PAGE), Slab(4 * SYSTEM_PAGE)
+    memory, stage = VMRange(4 * SYSTEM_PAGE), HostArena(4 * SYSTEM_PAGE)
     assert in_child(use_the_addresses) == 0
 
 

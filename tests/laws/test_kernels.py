@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
-from patrickstar._kernels.cpp_backend import Native
+from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.eager_backend import Listed
+from patrickstar._kernels.eager_backend import EagerBackend
 
 from .models import chunk_sizes, config, precisions, shapes, train
 from .test_exactness import plain_run
@@ -20,19 +20,19 @@ class Turns(Kernels):
     """Another implementation for every update and every survey."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(Native.find())
+        super().__init__(CppBackend.find())
         found = (
             []
             if self.native is None
-            else [Native.find(variant, threads) for variant in self.native.variants() for threads in (1, 3)]
+            else [CppBackend.find(variant, threads) for variant in self.native.variants() for threads in (1, 3)]
         )
-        self.implementations = [Listed(), *found]
+        self.implementations = [EagerBackend(), *found]
         self.random = random.Random(seed)
 
     def for_update(self, span):
         return self.random.choice(self.implementations)
 
-    def for_survey(self, grad):
+    def for_grad_stats(self, grad):
         return self.random.choice(self.implementations)
 
 

@@ -12,10 +12,10 @@ from late_copies import LateHardware, LateKernels, LateTransfer
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
-from patrickstar._kernels.cpp_backend import Native
+from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._memory.chunk import fill_poison
-from patrickstar._memory.chunk_manager import Manager
-from patrickstar._memory.transfers import Moves
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.transfers import ChunkTransfers
 from patrickstar._schedule.placement import Tier
 from patrickstar.errors import BudgetError
 
@@ -72,9 +72,9 @@ def least_device_bytes(shape: Shape, options: ps.Config, script: testing.Script)
     engine = Engine(shape.build, options, meter=testing.NoMeter())
     seen, access = [0], engine._core.data.access
 
-    def watch(slots, belongs, **how):
-        seen.append(sum({slot.chunk.index: slot.chunk.nbytes for slot in slots}.values()))
-        access(slots, belongs, **how)
+    def watch(managed_params, belongs, **how):
+        seen.append(sum({managed.chunk.index: managed.chunk.nbytes for managed in managed_params}.values()))
+        access(managed_params, belongs, **how)
 
     engine._core.data.access = watch
     script(engine, engine.optimizer)
@@ -104,7 +104,7 @@ def run_schedule(seed: int, directory, failures: float = 0.0) -> LateHardware | 
             shape.build,
             options,
             hardware=hardware,
-            kernels=LateKernels(Native.find()),
+            kernels=LateKernels(CppBackend.find()),
             evict_everything=choice.random() < 0.3,
         )
     except BudgetError:
@@ -190,7 +190,7 @@ def no_order(monkeypatch):
 
 def no_wait_before_host_memory_is_freed(monkeypatch):
     """Host memory is reused while a copy may still read it."""
-    monkeypatch.setattr("patrickstar._memory.host_tier._wait_for_copies", lambda chunk: None)
+    monkeypatch.setattr("patrickstar._memory.host_tier._wait_for_transfers", lambda chunk: None)
 
 
 def no_wait_before_the_host_writes(monkeypatch):
@@ -200,19 +200,19 @@ def no_wait_before_the_host_writes(monkeypatch):
         if any(chunk.coming is not None or not chunk.in_memory for chunk in chunks):
             self.bring(chunks)
 
-    monkeypatch.setattr(Manager, "have", ensure)
+    monkeypatch.setattr(ChunkManager, "have", ensure)
 
 
 def device_memory_is_reused_at_once(monkeypatch):
     """An evicted chunk's device memory is written by others while it is still being copied to the host."""
-    leave = Moves.leave
+    leave = ChunkTransfers.start_eviction
 
     def leave_at_once(self, chunk, tier):
         leave(self, chunk, tier)
         if tier is Tier.HOST:
             fill_poison(chunk.on_device(chunk.whole))
 
-    monkeypatch.setattr(Moves, "leave", leave_at_once)
+    monkeypatch.setattr(ChunkTransfers, "leave", leave_at_once)
 
 
 @pytest.mark.parametrize(

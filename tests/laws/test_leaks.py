@@ -26,7 +26,7 @@ def make(**options) -> Engine:
 
 def assert_at_rest(engine: Engine) -> None:
     assert all(chunk.pins == 0 for chunk in engine._core.manager.chunks.values())
-    assert all(slot.uses == 0 and slot.state is TensorState.HOLD for slot in engine._core.data.slots)
+    assert all(managed.uses == 0 and managed.state is TensorState.HOLD for managed in engine._core.data.managed_params)
     assert engine._core.interceptor.window is None
 
 
@@ -53,8 +53,14 @@ def test_memory_does_not_grow_with_steps():
 def memory(engine: Engine) -> tuple[int, ...]:
     """What chunks take, and what of the system's memory is kept for them."""
     manager = engine._core.manager
-    mapped = 0 if manager.compute.bank is None else manager.compute.bank.mapped_bytes
-    return manager.compute.used, manager.host.used, manager.host.other_bytes, mapped, manager.host.touched_bytes
+    mapped = 0 if manager.device_tier.page_pool is None else manager.device_tier.page_pool.mapped_bytes
+    return (
+        manager.device_tier.used,
+        manager.host_tier.used,
+        manager.host_tier.other_bytes,
+        mapped,
+        manager.host_tier.touched_bytes,
+    )
 
 
 def count_tensors() -> int:

@@ -50,8 +50,11 @@ def engine(**options) -> Engine:
 
 def train(made: Engine) -> None:
     used = []
-    take = made._core.manager.compute.take
-    made._core.manager.compute.take = lambda chunk: (take(chunk), used.append(made._core.manager.compute.used))
+    take = made._core.manager.device_tier.allocate
+    made._core.manager.device_tier.allocate = lambda chunk: (
+        take(chunk),
+        used.append(made._core.manager.device_tier.used),
+    )
     for step in range(3):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
         made.backward(made(x).float().pow(2).mean())

@@ -38,4 +38,4 @@ def drop_duplicates(engine: Engine, seed: int) -> None:
     manager = engine._core.manager
     for chunk in manager.chunks.values():
         if chunk.device_valid and chunk.host_valid and torch.rand((), generator=generator) < 0.5:
-            manager.host.give(chunk)
+            manager.host_tier.free(chunk)

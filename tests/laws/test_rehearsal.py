@@ -33,24 +33,24 @@ def compare(build, options, **hooks):
     hooks["meter"] = testing.NoMeter()
     with contextlib.closing(Engine(build, options, **hooks)) as engine:
         moved = steps(engine, 3)
-        trace, last = engine._core.clock.trace, engine.stats.last
+        trace, last = engine._core.tracer.trace, engine.stats.last
     found = []
-    forecast = dry_run(build, options, lambda other: found.extend(steps(other, 1)), LAPTOP, steps=3, **hooks)
+    dry_run_report = dry_run(build, options, lambda other: found.extend(steps(other, 1)), LAPTOP, steps=3, **hooks)
     assert found == moved
-    assert [moment.chunks for moment in forecast.trace.moments] == [moment.chunks for moment in trace.moments]
+    assert [moment.chunks for moment in dry_run_report.trace.moments] == [moment.chunks for moment in trace.moments]
     for name in PEAKS:
-        assert getattr(forecast.stats, name) == getattr(last, name), name
+        assert getattr(dry_run_report.stats, name) == getattr(last, name), name
 
 
 def steps(engine, count):
     """Bytes that each step moves, its update done when it ends, without what is read for the next one."""
     found = []
     for batch in batches(count):
-        before, ahead = engine._core.manager.traffic.copy(), on_trust(engine)
+        before, ahead = engine._core.manager.counters.copy(), on_trust(engine)
         engine.backward(engine(*batch))
         engine.optimizer.step()
-        engine._complete()
-        moved = engine._core.manager.traffic.since(before)
+        engine._core.complete()
+        moved = engine._core.manager.counters.since(before)
         read = moved.disk_read_bytes + ahead - on_trust(engine)
         found.append((moved.h2d_bytes, moved.d2h_bytes, read, moved.disk_write_bytes))
     return found
@@ -89,17 +89,17 @@ def test_no_tier_is_over_its_budget_at_any_time_and_no_byte_comes_from_nowhere(s
     non_model = wide.stats.device_peak_non_model_bytes
     device = smallest_device_bytes(shape, chunk_size, "bf16") + non_model + spare_bytes
     options_ = config("bf16", chunk_size, device_memory=device, host_memory=wide.stats.device_peak_model_bytes * 8)
-    forecast = dry_run(shape.build, options_, step, LAPTOP)
-    assert forecast.timeline
-    for one in forecast.timeline:
+    dry_run_report = dry_run(shape.build, options_, step, LAPTOP)
+    assert dry_run_report.timeline
+    for one in dry_run_report.timeline:
         assert one.device_bytes <= device and one.host_bytes <= options_.host_memory
-        assert 0 <= one.at_s <= forecast.seconds
-    moved = {lane.name: lane for lane in forecast.lanes}
+        assert 0 <= one.at_s <= dry_run_report.seconds
+    moved = {lane.name: lane for lane in dry_run_report.channels}
     # Rows of embeddings that stay on the host are copied by operators, which take their own time.
-    assert moved["host to device"].nbytes <= forecast.stats.h2d_bytes
-    assert moved["device to host"].nbytes <= forecast.stats.d2h_bytes
-    assert all(lane.busy_s <= forecast.seconds * (1 + 1e-9) for lane in forecast.lanes)
-    assert forecast.compute_s <= forecast.seconds * (1 + 1e-9)
+    assert moved["host to device"].nbytes <= dry_run_report.stats.h2d_bytes
+    assert moved["device to host"].nbytes <= dry_run_report.stats.d2h_bytes
+    assert all(lane.busy_s <= dry_run_report.seconds * (1 + 1e-9) for lane in dry_run_report.channels)
+    assert dry_run_report.compute_s <= dry_run_report.seconds * (1 + 1e-9)
 
 
 @settings(max_examples=15, deadline=None, print_blob=True)
@@ -124,11 +124,11 @@ def test_no_plan_moves_less_than_the_fewest_bytes_there_can_be(layers, device, h
         host=Host(memory=int(14 * params * host) + (1 << 20), memory_bandwidth="20GB", cores=2),
         links=Links(h2d="1GB", d2h="1GB"),
     )
-    forecast = dry_run(build, config("bf16", width * width), step, machine)
+    dry_run_report = dry_run(build, config("bf16", width * width), step, machine)
     work = Workload(params, 8, 8, False, 6.0 * params * 8, width, 0, 0)
     fewest, _ = least_moved_bytes(work, machine)
-    assert forecast.stats.h2d_bytes + forecast.stats.d2h_bytes >= fewest * (1 - 1e-6)
-    assert forecast.seconds >= forecast.bound_s
+    assert dry_run_report.stats.h2d_bytes + dry_run_report.stats.d2h_bytes >= fewest * (1 - 1e-6)
+    assert dry_run_report.seconds >= dry_run_report.bound_s
 
 
 def test_it_takes_no_memory_for_weights():
@@ -137,7 +137,7 @@ def test_it_takes_no_memory_for_weights():
 
     # 22 GB of model data, and only shapes of it are made.
     options_ = config("bf16", "auto", device_memory=8 << 30, host_memory=40 << 30)
-    forecast = dry_run(
+    dry_run_report = dry_run(
         build,
         options_,
         lambda engine: (
@@ -146,8 +146,8 @@ def test_it_takes_no_memory_for_weights():
         ),
         LAPTOP,
     )
-    assert forecast.stats.host_peak_model_bytes == 12 * 4 * 20_000 * 20_000, "the matrices' states"
-    assert forecast.seconds >= forecast.bound_s > 0
+    assert dry_run_report.stats.host_peak_model_bytes == 12 * 4 * 20_000 * 20_000, "the matrices' states"
+    assert dry_run_report.seconds >= dry_run_report.bound_s > 0
 
 
 def test_time_is_what_the_slowest_lane_needs_at_least():
@@ -164,6 +164,6 @@ def test_time_is_what_the_slowest_lane_needs_at_least():
 
     fast, other = (dry_run(build, options_, once, machine) for machine in (LAPTOP, slow))
     assert other.seconds > fast.seconds
-    for forecast in (fast, other):
-        assert forecast.seconds >= forecast.bound_s
-        assert forecast.stats.h2d_bytes > 0
+    for dry_run_report in (fast, other):
+        assert dry_run_report.seconds >= dry_run_report.bound_s
+        assert dry_run_report.stats.h2d_bytes > 0

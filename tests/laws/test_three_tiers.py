@@ -12,7 +12,7 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar._memory.chunk_manager import Manager
+from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.disk_tier import STAGES
 from patrickstar._memory.host_tier import HostTier
 from patrickstar.errors import BudgetError
@@ -185,16 +185,16 @@ def many_blocks():
 # Budgets
 
 
-class Watched(Manager):
+class Watched(ChunkManager):
     """Checks the law each time memory is taken."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        take = self.compute.take
-        self.compute.take = lambda chunk: (take(chunk), check_budgets(self, chunk))
+        take = self.device_tier.allocate
+        self.device_tier.allocate = lambda chunk: (take(chunk), check_budgets(self, chunk))
 
-    def advance(self):
-        super().advance()
+    def poll_transfers(self):
+        super().poll_transfers()
         check_budgets(self)
 
 
@@ -203,11 +203,11 @@ class WatchedHost(HostTier):
 
     def _place(self, nbytes):
         place = super()._place(nbytes)
-        taken = sum(one.nbytes for slab in self.slabs for one in slab._places)
+        taken = sum(one.nbytes for slab in self.arenas for one in slab._blocks)
         threads = self.used + self.other_bytes + nbytes - taken
         assert threads in (0, STAGES * PAGE_BYTES), "what the disk's threads have is not in the slab, all else is"
         assert taken + threads <= self.budget_bytes
-        assert place.end <= place.slab.nbytes and self.slab_bytes <= self.budget_bytes
+        assert place.end <= place.slab.nbytes and self.arena_bytes <= self.budget_bytes
         return place
 
 
@@ -225,7 +225,7 @@ def check_budgets(manager, *newcomers):
 def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, room, wave_bytes, loop):
     assume(precision != "fp16" or "update" not in loop)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("patrickstar._engine.core.Manager", Watched)
+        patch.setattr("patrickstar._engine.core.ChunkManager", Watched)
         patch.setattr("patrickstar._memory.chunk_manager.HostTier", WatchedHost)
         config = on_disk(shape.build, options(precision, chunk_size), folder, batches(1)[0], room)
         config = config.model_copy(update={"device_memory": int(config.device_memory) + wave_bytes})
@@ -233,7 +233,7 @@ def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, 
         config = config.model_copy(update={"disk": ps.Disk(directory=folder, capacity=capacity)})
         engine = small_engine(shape.build, config, meter=Waves(wave_bytes), evict_everything=room.evict_everything)
         try:
-            assume(engine._core.manager.disk is not None)
+            assume(engine._core.manager.disk_tier is not None)
             train(engine, engine.optimizer, 4, **loop)
             assert_at_rest(engine)
             assert engine.stats.total.device_peak_model_bytes <= config.device_memory
@@ -262,7 +262,7 @@ def test_a_disk_that_is_too_small_is_refused_in_bytes(tmp_path):
     assert raised.value.short_bytes == named - 65536
     enough = with_budgets(config, config.device_memory, config.host_memory, ps.Disk(directory=tmp_path, capacity=named))
     engine = small_engine(blocks, enough)
-    assert engine._core.manager.disk.file.nbytes <= named
+    assert engine._core.manager.disk_tier.file.nbytes <= named
     engine.close()
     assert not movers() and not list(tmp_path.iterdir())
 
@@ -275,17 +275,17 @@ def test_a_disk_that_is_too_small_is_refused_in_bytes(tmp_path):
 def test_every_chunk_has_its_bytes_and_duplicates_agree_after_every_operator(folder, shape, chunk_size, room):
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
     with contextlib.closing(small_engine(shape.build, config, evict_everything=room.evict_everything)) as engine:
-        assume(engine._core.manager.disk is not None)
-        boundary = engine._core.data.boundary
+        assume(engine._core.manager.disk_tier is not None)
+        op_boundary = engine._core.data.op_boundary
 
         def watch(belongs):
-            boundary(belongs)
+            op_boundary(belongs)
             still = [chunk for chunk in engine._core.manager.chunks.values() if not (chunk.coming or chunk.leaving)]
             assert_one_owner(chunk for chunk in still if not chunk.pins)
 
-        engine._core.data.boundary = watch
+        engine._core.data.op_boundary = watch
         train(engine, engine.optimizer, 4)
-        del engine._core.data.boundary
+        del engine._core.data.op_boundary
 
 
 def test_two_engines_share_a_directory_and_do_not_meet(tmp_path):
@@ -302,7 +302,7 @@ def test_two_engines_share_a_directory_and_do_not_meet(tmp_path):
                 seen.append(loss.item())
             for engine in engines:
                 engine.optimizer.step()
-        assert len({engine._core.manager.disk.file.path for engine in engines}) == len(engines)
+        assert len({engine._core.manager.disk_tier.file.path for engine in engines}) == len(engines)
         for engine in engines:
             engine.close()
         return losses[0], engines[0].module.state_dict()
@@ -329,7 +329,7 @@ def test_an_engine_that_goes_with_updates_pending_finishes_them_and_leaves_nothi
     torch.manual_seed(0)
     engine = small_engine(blocks, config)
     run(engine)
-    assert any(slot.pending for slot in engine._core.data.slots) and movers()
+    assert any(managed.pending for managed in engine._core.data.managed_params) and movers()
     module = engine.module
     if closed:
         engine.close()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.disk_tier import DiskTier
-from patrickstar._memory.swap_file import ScratchFile
+from patrickstar._memory.swap_file import SwapFile
 
 from . import models
 from .models import batches, shapes
@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
     assert not list(made.iterdir())
 
 
-class Slow(ScratchFile):
+class Slow(SwapFile):
     """A disk that takes its time, another one at every call."""
 
     seed = 0
@@ -70,12 +70,12 @@ def steps(engine, count):
 
     ring.drop = watch
     for batch in batches(count):
-        before, told = engine._core.manager.traffic.copy(), on_trust(engine) + dropped[0]
+        before, told = engine._core.manager.counters.copy(), on_trust(engine) + dropped[0]
         loss = engine(*batch)
         engine.backward(loss)
         engine.optimizer.step()
-        engine._complete()
-        moved = engine._core.manager.traffic.since(before)
+        engine._core.complete()
+        moved = engine._core.manager.counters.since(before)
         read = moved.disk_read_bytes + told - on_trust(engine) - dropped[0]
         found.append((moved.h2d_bytes, moved.d2h_bytes, read, moved.disk_write_bytes))
     del ring.drop
@@ -110,13 +110,13 @@ def check_speeds(folder, shape, chunk_size, room):
     """Step by step: also of what is done on the way to a plan, no decision waits to see how fast a disk is."""
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
     seen = []
-    for kind, seed in ((ScratchFile, 0), (Slow, 1), (Slow, 2)):
+    for kind, seed in ((SwapFile, 0), (Slow, 1), (Slow, 2)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("patrickstar._memory.hardware.ScratchFile", kind)
+            patch.setattr("patrickstar._memory.hardware.SwapFile", kind)
             patch.setattr(Slow, "seed", seed)
             hooks = {"evict_everything": room.evict_everything}
             with contextlib.closing(small_engine(shape.build, config, **hooks)) as engine:
-                assume(engine._core.manager.disk is not None)
+                assume(engine._core.manager.disk_tier is not None)
                 seen.append(steps(engine, 6)[0])
                 assert_at_rest(engine)
     assert seen[1:] == seen[:1] * 2
@@ -152,7 +152,7 @@ def test_optimizer_states_move_as_their_homes_say_and_clean_parameters_are_not_w
         patch.setattr("patrickstar._memory.hardware.DiskTier", Noted)
         engine = small_engine(shape.build, config, evict_everything=room.evict_everything)
         stack.callback(engine.close)
-        assume(engine._core.manager.disk is not None)
+        assume(engine._core.manager.disk_tier is not None)
         steps(engine, 5)
         Noted.moved.clear()
         Noted.clean.clear()

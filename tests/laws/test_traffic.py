@@ -8,30 +8,30 @@ from hypothesis import strategies as st
 
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
-from patrickstar._memory.chunk_manager import Manager
+from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar.testing import NoMeter
 
 from .models import Shape, config, shapes, smallest_device_bytes, train
 
 
-class Ledger(Manager):
+class Ledger(ChunkManager):
     """Counts by itself what is written back, and what of it had not been written."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.clean_write_backs = []
-        leave = self.moves.leave
-        self.moves.leave = lambda chunk, tier: (self.note(chunk), leave(chunk, tier))
+        leave = self.transfers.start_eviction
+        self.transfers.start_eviction = lambda chunk, tier: (self.note(chunk), leave(chunk, tier))
 
     def note(self, chunk):
         if chunk.host_valid or chunk.disk_valid:
             self.clean_write_backs.append(chunk)
 
-    def _leave_to_host(self, chunk):
+    def _evict_to_host(self, chunk):
         clean = chunk.host_valid or chunk.disk_valid
-        before = self.traffic.d2h_bytes
-        left = super()._leave_to_host(chunk)
-        if clean and self.traffic.d2h_bytes != before:
+        before = self.counters.d2h_bytes
+        left = super()._evict_to_host(chunk)
+        if clean and self.counters.d2h_bytes != before:
             self.clean_write_backs.append(chunk)
         return left
 
@@ -40,7 +40,7 @@ class Ledger(Manager):
 @given(shapes, st.integers(0, 3000))
 def test_what_was_not_written_is_not_written_back(shape, spare_bytes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("patrickstar._engine.core.Manager", Ledger)
+        patch.setattr("patrickstar._engine.core.ChunkManager", Ledger)
         budget = smallest_device_bytes(shape, 256, "bf16") + spare_bytes
         engine = Engine(shape.build, config("bf16", 256, device_memory=budget), meter=NoMeter())
         train(engine, 3)
@@ -59,10 +59,10 @@ def optimal_fetches(accesses: tuple[tuple[int, ...], ...], sizes: dict[int, int]
         cost = sum(sizes[chunk] for chunk in needed - there)
         others = sorted(there - needed)
         room = capacity - sum(sizes[chunk] for chunk in needed)
-        keeps = [
+        caching = [
             frozenset(chunk for i, chunk in enumerate(others) if mask >> i & 1) for mask in range(1 << len(others))
         ]
-        feasible = [keep for keep in keeps if sum(sizes[chunk] for chunk in keep) <= room]
+        feasible = [keep for keep in caching if sum(sizes[chunk] for chunk in keep) <= room]
         return cost + min(best(at + 1, needed | keep) for keep in feasible)
 
     return best(0, frozenset())
@@ -78,7 +78,7 @@ def test_a_planned_step_fetches_the_optimum(layers, chunks_that_fit):
     budget = chunks_that_fit * chunk_bytes
     engine = Engine(shape.build, config("bf16", chunk_bytes, device_memory=budget), meter=NoMeter())
     train(engine, 5)
-    (trace,) = engine._core.clock.traces.values()
+    (trace,) = engine._core.tracer.traces.values()
     sizes = {chunk.index: chunk.compute_bytes for chunk in engine.layout.chunks}
     accesses = tuple(moment.chunks for moment in trace.moments if moment.chunks)
     lookups = engine.stats.last.h2d_bytes - (fetched := fetched_chunks(engine))
@@ -90,8 +90,8 @@ def test_a_planned_step_fetches_the_optimum(layers, chunks_that_fit):
 def fetched_chunks(engine: Engine) -> int:
     """Bytes of chunks fetched in one more step."""
     taken = []
-    compute = engine._core.manager.compute
-    take = compute.take
-    compute.take = lambda chunk: (taken.append(chunk.nbytes), take(chunk))
+    compute = engine._core.manager.device_tier
+    take = compute.allocate
+    compute.allocate = lambda chunk: (taken.append(chunk.nbytes), take(chunk))
     train(engine, 1)
     return sum(taken)

@@ -99,9 +99,9 @@ def least_device_bytes(build: Build, config: ps.Config, batch: tuple[Any, ...]) 
     seen = [max(chunk.compute_bytes for chunk in engine.layout.chunks)]
     access = engine._core.data.access
 
-    def watch(slots: Any, *how: Any, **more: Any) -> None:
-        seen.append(sum({slot.chunk.index: slot.chunk.nbytes for slot in slots}.values()))
-        access(slots, *how, **more)
+    def watch(managed_params: Any, *how: Any, **more: Any) -> None:
+        seen.append(sum({managed.chunk.index: managed.chunk.nbytes for managed in managed_params}.values()))
+        access(managed_params, *how, **more)
 
     engine._core.data.access = watch
     engine.backward(mean_square(engine(*batch)))
@@ -133,7 +133,7 @@ def compare(
     expected = script(reference, reference.optimizer)
     torch.manual_seed(0)
     engine = small_engine(build, config, evict_everything=evict_everything, **hooks)
-    if engine._core.manager.disk is None:
+    if engine._core.manager.disk_tier is None:
         engine.close()
         reject()
     try:
@@ -152,18 +152,18 @@ def compare(
 def assert_at_rest(engine: Engine) -> None:
     """Nothing is pinned, pending or on its way; every chunk is somewhere, once; the counters tell the truth."""
     manager = engine._core.manager
-    engine._complete()
-    manager.land_all()
-    for there in engine._core.update.pipeline.ring.live:
-        engine._core.update.pipeline.ring.wait(there.reads)
-    file, traffic = manager.disk.file, manager.traffic
-    assert (traffic.disk_read_bytes, traffic.disk_write_bytes) == (file.read_bytes, file.written_bytes)
-    assert not any(slot.pending or slot.uses for slot in engine._core.data.slots)
-    assert not manager.moves.in_flight and manager.moves.leaving_bytes == 0
+    engine._core.complete()
+    manager.complete_transfers()
+    for there in engine._core.optimizer_step.disk_step.staging_pool.live:
+        engine._core.optimizer_step.disk_step.staging_pool.wait(there.reads)
+    file, counters = manager.disk_tier.file, manager.counters
+    assert (counters.disk_read_bytes, counters.disk_write_bytes) == (file.read_bytes, file.written_bytes)
+    assert not any(managed.pending or managed.uses for managed in engine._core.data.managed_params)
+    assert not manager.transfers.in_flight and manager.transfers.evicting_bytes == 0
     for chunk in manager.chunks.values():
         assert not (chunk.pins or chunk.coming or chunk.leaving or chunk.being_written), f"{chunk} is in use"
     assert_one_owner(manager.chunks.values())
-    assert (manager.compute.used, manager.host.used) == real_bytes(manager.chunks.values())
+    assert (manager.device_tier.used, manager.host_tier.used) == real_bytes(manager.chunks.values())
 
 
 def assert_one_owner(chunks: Iterable[Chunk]) -> None:
@@ -188,11 +188,15 @@ def real_bytes(chunks: Iterable[Chunk]) -> tuple[int, int]:
 def optimizer_bytes_on_disk(engine: Engine) -> int:
     """What an update of all parameters reads of the disk, and writes: pages of lists that live there."""
     found = 0
-    for index, slots in engine._core.data.by_chunk.items():
-        if slots[0].scheme.trained and engine._core.update.homes[index] is Tier.DISK:
-            lists = [engine._core.manager[spec.kind, index] for spec in slots[0].scheme.optimizer_lists]
+    for index, managed_params in engine._core.data.by_chunk.items():
+        if managed_params[0].schema.trained and engine._core.optimizer_step.home_tiers[index] is Tier.DISK:
+            lists = [engine._core.manager[spec.kind, index] for spec in managed_params[0].schema.optimizer_lists]
             length = PAGE_BYTES // lists[0].dtype.itemsize
-            pages = {n for slot in slots for n in pages_of(slot.place.offset, slot.place.numel, length)}
+            pages = {
+                n
+                for managed in managed_params
+                for n in pages_of(managed.location.offset, managed.location.numel, length)
+            }
             touched = sum(min(length, lists[0].numel - page * length) for page in pages)
             found += touched * sum(chunk.dtype.itemsize for chunk in lists)
     return found

@@ -4,7 +4,7 @@ import kernel_cases
 import pytest
 import torch
 
-from patrickstar._kernels.triton_backend import Fused
+from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Span
 
 # The interpreter computes with numpy, which warns of every infinity and NaN.
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 @pytest.fixture(scope="module")
 def fused():
-    found = Fused.find()
+    found = TritonBackend.find()
     assert found is not None and "interpreted" in found.name
     return found
 
@@ -35,7 +35,7 @@ def test_surveys_add_in_the_same_order(fused, dtype):
 
 
 def test_a_survey_of_nothing_is_empty(fused):
-    assert fused.survey([], ()).sums == ()
+    assert fused.grad_stats([], ()).sums == ()
 
 
 def test_what_the_kernels_lack_is_refused(fused):
@@ -47,7 +47,7 @@ def test_what_the_kernels_lack_is_refused(fused):
     class Foreign:
         code = None
 
-    assert fused.takes(span())
-    assert not fused.takes(span(dtype=torch.float64))
-    assert not fused.takes(span(param=torch.float64))
-    assert not fused.takes(span(rule=Foreign()))
+    assert fused.supports(span())
+    assert not fused.supports(span(dtype=torch.float64))
+    assert not fused.supports(span(param=torch.float64))
+    assert not fused.supports(span(rule=Foreign()))

@@ -151,9 +151,9 @@ def test_what_was_frozen_then_and_is_not_now_has_fresh_states(saved):
     model.conv.requires_grad_(False)
     engine = Engine(model, config(), meter=testing.NoMeter())
     engine.load(saved[0])
-    by_name = {slot.name: slot for slot in engine._core.data.slots}
+    by_name = {managed.name: managed for managed in engine._core.data.managed_params}
     assert by_name["head.bias"].steps == 0 and by_name["words.weight"].steps == 2
-    assert not engine._core.state.read(by_name["head.bias"], "exp_avg").any()
+    assert not engine._core.model_state.read(by_name["head.bias"], "exp_avg").any()
     train(engine)
 
 

@@ -10,14 +10,14 @@ import torch
 
 from patrickstar._kernels import dispatch as choice
 from patrickstar._kernels.adam import AdamRule
-from patrickstar._kernels.cpp_backend import Native, Unavailable
+from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.eager_backend import PAGE_NUMEL, WORKSPACE_ITEMS, Listed
-from patrickstar._kernels.grad_norm import Survey
+from patrickstar._kernels.eager_backend import PAGE_NUMEL, WORKSPACE_ITEMS, EagerBackend
+from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.lion import LionRule
 from patrickstar._kernels.sgd import SGDRule
-from patrickstar._kernels.torch_optim_adapter import ForeignRule
-from patrickstar._kernels.triton_backend import Fused
+from patrickstar._kernels.torch_optim_adapter import TorchOptimRule
+from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 from patrickstar.testing import assert_same_bits
 
@@ -84,14 +84,14 @@ def test_the_c_plus_plus_kernel_takes_its_rules_over_masters_of_single_precision
     for param in (None, torch.bfloat16, torch.float16, torch.float32):
         one = span(rule, grad=dtype, param=param)
         assert kernels.for_update(one) is kernels.native
-        assert kernels.for_survey(one.grad) is kernels.native
+        assert kernels.for_grad_stats(one.grad) is kernels.native
 
 
 @pytest.mark.parametrize(
     "one",
     [
         span(SignRule(0.1)),
-        span(ForeignRule(torch.optim.Adagrad, {}, {}, (), {}, 1)),
+        span(TorchOptimRule(torch.optim.Adagrad, {}, {}, (), {}, 1)),
         span(ADAM, grad=torch.float64, master=torch.float64),
         span(ADAM, master=torch.float64),
         span(ADAM, param=torch.float64),
@@ -117,16 +117,16 @@ def test_the_rest_is_left_to_pytorchs_operators(one, kernels):
 
 
 def test_a_gradient_of_double_precision_is_surveyed_by_pytorchs_operators(kernels):
-    assert kernels.for_survey(span(ADAM, grad=torch.float64).grad) is kernels.listed
-    assert kernels.for_survey(span(ADAM, master=torch.float64).grad) is kernels.listed
-    assert kernels.for_survey(span(SignRule(0.1)).grad) is kernels.native  # whatever the rule is
+    assert kernels.for_grad_stats(span(ADAM, grad=torch.float64).grad) is kernels.listed
+    assert kernels.for_grad_stats(span(ADAM, master=torch.float64).grad) is kernels.listed
+    assert kernels.for_grad_stats(span(SignRule(0.1)).grad) is kernels.native  # whatever the rule is
 
 
 def test_without_the_c_plus_plus_kernel_pytorchs_operators_do_everything():
     kernels = Kernels(None)
     for rule in (ADAM, SGD, LION, SignRule(0.1)):
         assert kernels.for_update(span(rule)) is kernels.listed
-        assert kernels.for_survey(span(rule).grad) is kernels.listed
+        assert kernels.for_grad_stats(span(rule).grad) is kernels.listed
 
 
 # With which bits
@@ -144,9 +144,9 @@ def test_with_or_without_the_bits_are_the_same(kernels):
     found = []
     for each in (kernels, Kernels(None)):
         spans = mixed()
-        survey = each.survey([one.grad for one in spans], (0.3,))
+        grad_stats = each.grad_stats([one.grad for one in spans], (0.3,))
         each.update(spans, (0.3, 0.5))
-        found.append((survey, spans))
+        found.append((grad_stats, spans))
     (one_survey, one), (other_survey, other) = found
     assert one_survey == other_survey
     assert len(one_survey.sums) == len(one)
@@ -159,8 +159,8 @@ def test_surveys_by_several_keep_the_order_of_gradients(kernels):
         return Gradient(torch.tensor([value], dtype=dtype), dtype=dtype)
 
     gradients = [grad(1.0), grad(2.0, torch.float64), grad(3.0), grad(float("inf"), torch.float64), grad(5.0)]
-    assert kernels.survey(gradients, ()) == Survey((1.0, 4.0, 9.0, float("inf"), 25.0), 1)
-    assert kernels.survey([], ()) == Survey()
+    assert kernels.grad_stats(gradients, ()) == GradStats((1.0, 4.0, 9.0, float("inf"), 25.0), 1)
+    assert kernels.grad_stats([], ()) == GradStats()
     kernels.update([], ())
 
 
@@ -224,7 +224,7 @@ def _tensors(value):
 def test_updating_takes_no_more_room_than_was_said(rule, dtype):
     one = span(rule, 3 * PAGE_NUMEL, master=dtype)
     with Allocations(one) as allocations:
-        Listed().update([one], (0.3, 0.5))
+        EagerBackend().update([one], (0.3, 0.5))
     said = Kernels(None).workspace_bytes(rule, CPU, dtype, one.numel)
     assert PAGE_NUMEL < allocations.peak_bytes <= said
 
@@ -239,11 +239,11 @@ def none_installed(monkeypatch):
     def load(*_):
         raise Unavailable("it was not built")
 
-    for kind in (Native, Fused):
+    for kind in (CppBackend, TritonBackend):
         monkeypatch.setattr(kind, "load", load)
-    choice._say_missing.cache_clear()
+    choice._warn_missing.cache_clear()
     yield
-    choice._say_missing.cache_clear()
+    choice._warn_missing.cache_clear()
 
 
 def test_an_installation_without_a_kernel_says_so_once(none_installed):
@@ -254,11 +254,11 @@ def test_an_installation_without_a_kernel_says_so_once(none_installed):
     assert ["Triton kernel" in message for message in messages] == [False, True]
     assert all("same bits" in message and "\n" not in message for message in messages)
     assert all(kernels.native is None and kernels.fused is None for kernels in found)
-    assert all(isinstance(kernels.for_update(span(ADAM)), Listed) for kernels in found)
+    assert all(isinstance(kernels.for_update(span(ADAM)), EagerBackend) for kernels in found)
 
 
 def test_an_installation_with_the_kernel_says_nothing(kernels):
-    choice._say_missing.cache_clear()
+    choice._warn_missing.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         best = Kernels.best(CPU)

@@ -9,7 +9,7 @@ from patrickstar._layout.schema import ITEMSIZE
 from patrickstar._memory.chunk import Chunk, Region, fill_poison
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_tier import HostTier
-from patrickstar._memory.vm_pool import PageBank, can_move_pages, round_up
+from patrickstar._memory.vm_pool import PagePool, can_move_pages, round_up
 
 CPU = torch.device("cpu")
 
@@ -21,17 +21,17 @@ def bank(request):
         return None
     if not can_move_pages():
         pytest.skip("this system moves no pages")
-    return PageBank()
+    return PagePool()
 
 
 @pytest.fixture
 def host():
-    return HostTier(1 << 16, 1 << 16, Hardware(CPU).slab, poison=True)
+    return HostTier(1 << 16, 1 << 16, Hardware(CPU).host_arena, poison=True)
 
 
 def chunk_of(values, bank=None, dtype="float32"):
     chunk = Chunk("param16", 3, len(values), dtype, CPU, bank)
-    chunk.take_device()
+    chunk.allocate_device()
     chunk.on_device(chunk.whole).copy_(torch.tensor(values))
     chunk.device_valid = True
     return chunk
@@ -49,9 +49,9 @@ def leave_and_come_back(chunk, host, bank):
     host.take(chunk).copy_(chunk.on_device(chunk.whole))
     chunk.free_device(poison=True)
     in_the_way = Chunk("param16", 4, max(chunk.numel, 1024), "float32", CPU, bank)
-    in_the_way.take_device()
+    in_the_way.allocate_device()
     in_the_way.on_device(in_the_way.whole).fill_(-1.0)
-    chunk.take_device()
+    chunk.allocate_device()
     chunk.on_device(chunk.whole).copy_(chunk.on_host(chunk.whole))
     chunk.device_valid = True
     assert (in_the_way.on_device(in_the_way.whole) == -1.0).all()
@@ -75,7 +75,7 @@ def test_a_new_chunk_takes_no_memory(bank):
 @pytest.mark.parametrize("dtype", sorted(ITEMSIZE))
 def test_bytes_are_those_of_its_dtype_on_both_tiers(dtype, bank, host):
     chunk = Chunk("param16", 0, 96, dtype, CPU, bank)
-    chunk.take_device()
+    chunk.allocate_device()
     host.take(chunk)
     assert chunk.device_bytes == chunk.host_bytes == chunk.nbytes == 96 * getattr(torch, dtype).itemsize
     assert chunk.on_device(chunk.whole).dtype == chunk.on_host(chunk.whole).dtype == getattr(torch, dtype)
@@ -164,7 +164,7 @@ def test_device_memory_that_a_chunk_does_not_have_is_not_looked_at(view, bank, h
     message = r"param16\[3\] has no memory on the device"
     with pytest.raises(AssertionError, match=message):
         view(chunk)
-    chunk.take_device()
+    chunk.allocate_device()
     assert view(chunk).numel() > 0
     host.take(chunk)
     chunk.free_device(poison=True)
@@ -202,11 +202,11 @@ def test_poison_reaches_the_device_before_its_memory_goes():
     """Whoever gets the pages next finds NaN, and no old weights."""
     if not can_move_pages():
         pytest.skip("this system moves no pages")
-    bank = PageBank()
+    bank = PagePool()
     chunk = chunk_of([1.0, 2.0], bank)
     chunk.free_device(poison=True)
     other = Chunk("param16", 4, 2, "float32", CPU, bank)
-    other.take_device()
+    other.allocate_device()
     assert other.on_device(other.whole).isnan().all()
 
 

@@ -5,8 +5,8 @@ from typer.testing import CliRunner
 
 from patrickstar._cli import doctor
 from patrickstar._cli.main import app
-from patrickstar._kernels.cpp_backend import Native, Unavailable
-from patrickstar._kernels.eager_backend import Listed
+from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
+from patrickstar._kernels.eager_backend import EagerBackend
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +28,10 @@ def test_every_finding_has_its_line():
         assert names.count(name) == 1
 
 
-@pytest.mark.skipif(Native.find() is None, reason="installed without a C++ compiler")
+@pytest.mark.skipif(CppBackend.find() is None, reason="installed without a C++ compiler")
 def test_the_kernel_names_its_instruction_sets():
     text = report()
-    assert all(variant in text for variant in Native.find().variants())
+    assert all(variant in text for variant in CppBackend.find().variants())
     assert "->" not in text.split("Triton kernel")[0]
 
 
@@ -43,15 +43,15 @@ def refuse(why):
 
 
 def test_without_the_kernel_it_says_why_and_what_to_do(monkeypatch):
-    monkeypatch.setattr(doctor.Native, "load", refuse("it was not built: install it again"))
+    monkeypatch.setattr(doctor.CppBackend, "load", refuse("it was not built: install it again"))
     text = report()
     assert "not there. Updates on the host run on PyTorch's operators" in text
     assert "-> it was not built: install it again" in text
-    assert f"by {Listed.name}" in text
+    assert f"by {EagerBackend.name}" in text
 
 
 def test_a_gpu_where_triton_does_not_work_is_told(monkeypatch):
     monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(doctor.Fused, "load", refuse("triton is not installed: pip install triton"))
+    monkeypatch.setattr(doctor.TritonBackend, "load", refuse("triton is not installed: pip install triton"))
     assert "pip install triton" in report()

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from prefetch_policies import Conservative
 
 from patrickstar._layout.schema import PARAM16
-from patrickstar._memory.chunk_manager import Manager
-from patrickstar._memory.tracer import MOST_TRACES, Clock, Mode
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.tracer import MOST_TRACES, Mode, Tracer
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.eviction import ListOrder
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.prefetch import NextUseAhead, OnDemand, Prefetch
+from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
 from patrickstar._schedule.trace import Moment
 from patrickstar.testing import NoMeter
 
@@ -56,9 +56,9 @@ class HandMeter(NoMeter):
         self.reclaims += 1
         self.freed = 0
 
-    def let_keep(self, allowed):
+    def set_caching(self, allowed):
         self.kept.append(allowed)
-        self.keeps = allowed
+        self.caching = allowed
 
 
 @pytest.fixture
@@ -67,16 +67,16 @@ def clock():
 
 
 def new_clock(policy=None):
-    manager = Manager(torch.device("cpu"), BUDGET, 10_000, poison=False)
+    manager = ChunkManager(torch.device("cpu"), BUDGET, 10_000, poison=False)
     for index in range(CHUNKS):
         manager.new_chunk(PARAM16, index, 8, "bfloat16", Tier.DEVICE)
-    return Clock(manager, HandMeter(), policy)
+    return Tracer(manager, HandMeter(), policy)
 
 
 def access(clock, chunks, belongs=True, *, transient=0, kept=0):
     """A boundary, then an operator that uses `transient` bytes and leaves `kept`."""
-    clock.tick(chunks, belongs)
-    clock.settled()
+    clock.begin_moment(chunks, belongs)
+    clock.transfers_done()
     clock.meter.use(transient)
     clock.meter.use(kept)
 
@@ -84,7 +84,7 @@ def access(clock, chunks, belongs=True, *, transient=0, kept=0):
 def iterate(clock, key, accesses):
     """One iteration, its accesses given as (chunks, transient bytes, bytes kept); whether it followed a trace."""
     follows = clock.begin_iteration(key)
-    with clock.iterating():
+    with clock.in_iteration():
         for chunks, transient, kept in accesses:
             access(clock, chunks, transient=transient, kept=kept)
     clock.meter.use(0)
@@ -98,7 +98,7 @@ SHAPE = [chunks for chunks, _, _ in ACCESSES]
 
 def test_a_new_clock_knows_nothing_and_fetches_on_demand(clock):
     assert clock.mode is Mode.DEMAND
-    clock.tick((0,), belongs=True)
+    clock.begin_moment((0,), belongs=True)
     assert clock.mode is Mode.DEMAND and clock.traces == {}
 
 
@@ -113,25 +113,25 @@ def test_an_iteration_is_watched_with_the_peak_of_every_moment(clock):
 def test_while_watching_eviction_is_in_list_order_under_a_part_of_the_budget(clock):
     clock.begin_iteration("a")
     clock.meter.use(70)
-    clock.tick((0,), belongs=True)
+    clock.begin_moment((0,), belongs=True)
     manager = clock.manager
     assert clock.mode is Mode.WATCH
     assert isinstance(manager.policy, ListOrder)
-    assert (manager.compute.comfort_bytes, manager.compute.non_model_bytes, manager.now) == (CAUTIOUS, 70, 0)
+    assert (manager.compute.soft_limit_bytes, manager.compute.non_model_bytes, manager.now) == (CAUTIOUS, 70, 0)
 
 
 def test_the_next_iteration_of_a_kind_follows_the_trace(clock):
     iterate(clock, "a", ACCESSES)
     assert clock.begin_iteration("a")
     manager, trace = clock.manager, clock.traces["a"]
-    assert isinstance(manager.policy, Prefetch) and manager.policy.trace is trace
+    assert isinstance(manager.policy, PrefetchPolicy) and manager.policy.trace is trace
     assert manager.prefetch is manager.policy
     assert dict(manager.policy.nbytes) == dict.fromkeys(range(CHUNKS), 16)
     for now, chunks in enumerate(SHAPE):
-        clock.tick(chunks, belongs=True)
+        clock.begin_moment(chunks, belongs=True)
         assert (clock.mode, manager.now) == (Mode.PLAN, now)
         assert manager.compute.non_model_bytes == trace.moments[now].non_model_bytes
-        assert manager.compute.comfort_bytes == BUDGET
+        assert manager.compute.soft_limit_bytes == BUDGET
     assert not clock.end_iteration()
     assert clock.traces == {"a": trace}
     assert (clock.mode, clock.open_key) == (Mode.DEMAND, None)
@@ -141,10 +141,10 @@ def test_a_plan_reckons_with_what_is_measured_where_that_is_more(clock):
     iterate(clock, "a", ACCESSES)
     clock.begin_iteration("a")
     clock.meter.use(120)
-    clock.tick((0,), belongs=True)
+    clock.begin_moment((0,), belongs=True)
     assert clock.manager.compute.non_model_bytes == 120 + 50, "what is there, and what comes in this moment"
     clock.meter.used, clock.meter.freed = 20, BUDGET
-    clock.tick((), belongs=True)
+    clock.begin_moment((), belongs=True)
     assert clock.manager.compute.non_model_bytes == 20, "what was freed was not reclaimed"
 
 
@@ -156,12 +156,12 @@ def test_what_is_freed_is_kept_only_while_the_budget_has_room_for_it(clock):
     assert set(clock.meter.kept[:-1]) == {False} and clock.meter.kept[-1], "and is checked by a second iteration"
     clock.begin_iteration("a")
     clock.meter.freed = BUDGET - CHUNKS * 16 - 50
-    clock.tick((0,), belongs=True)
+    clock.begin_moment((0,), belongs=True)
     assert clock.meter.kept[-1] and clock.meter.freed, "all fits"
-    clock.tick((), belongs=True)
-    clock.tick((1, 2), belongs=True)
+    clock.begin_moment((), belongs=True)
+    clock.begin_moment((1, 2), belongs=True)
     assert not clock.meter.kept[-1] and not clock.meter.freed, "but not beside 300 bytes more"
-    clock.tick((), belongs=True)
+    clock.begin_moment((), belongs=True)
     clock.end_iteration()
     assert clock.meter.kept[-1]
 
@@ -172,14 +172,14 @@ def test_an_unexpected_access_departs_from_the_plan_and_the_trace_is_taken_again
     iterate(clock, "a", ACCESSES)
     clock.begin_iteration("a")
     for chunks in SHAPE[:at]:
-        clock.tick(chunks, belongs=True)
+        clock.begin_moment(chunks, belongs=True)
     clock.meter.use(77)
-    clock.tick(unexpected, belongs=True)
+    clock.begin_moment(unexpected, belongs=True)
     assert clock.mode is Mode.DEMAND
     assert clock.traces == {}
     assert isinstance(clock.manager.policy, ListOrder) and clock.manager.prefetch is None
     assert clock.manager.compute.non_model_bytes == 77
-    clock.tick((0,), belongs=True)
+    clock.begin_moment((0,), belongs=True)
     assert clock.mode is Mode.DEMAND
     assert not clock.end_iteration()
     assert not iterate(clock, "a", ACCESSES), "nothing is left to follow"
@@ -203,7 +203,7 @@ def test_a_second_iteration_corrects_the_trace_and_makes_a_new_plan(clock):
     trace = clock.traces["a"]
     assert (trace.checked, trace.peak_non_model_bytes, clock.peak_non_model_bytes) == (False, 300, 300)
     clock.begin_iteration("a")
-    with clock.iterating():
+    with clock.in_iteration():
         clock.meter.use(30)  # what libraries have kept since the trace was taken
         for chunks, transient, kept in ACCESSES:
             access(clock, chunks, transient=30 + transient, kept=30 + kept)
@@ -253,7 +253,7 @@ def test_an_abandoned_iteration_is_not_believed(clock):
     iterate(clock, "b", ACCESSES)
     for _ in range(2):
         clock.begin_iteration("a")
-        clock.tick((0,), belongs=True)
+        clock.begin_moment((0,), belongs=True)
         clock.abandon()
         assert (clock.mode, clock.open_key) == (Mode.DEMAND, None)
         assert isinstance(clock.manager.policy, ListOrder) and clock.manager.prefetch is None
@@ -265,13 +265,13 @@ def test_an_abandoned_iteration_is_not_believed(clock):
 def test_what_does_not_belong_is_no_moment(clock):
     iterate(clock, "a", ACCESSES)
     clock.begin_iteration("a")
-    clock.tick((0,), belongs=True)
+    clock.begin_moment((0,), belongs=True)
     clock.meter.use(33)
-    clock.tick((3,), belongs=False)
+    clock.begin_moment((3,), belongs=False)
     assert (clock.mode, clock.manager.now) == (Mode.PLAN, 0)
     assert clock.manager.compute.non_model_bytes == 33
     for chunks in SHAPE[1:]:
-        clock.tick(chunks, belongs=True)
+        clock.begin_moment(chunks, belongs=True)
         assert clock.mode is Mode.PLAN
     clock.end_iteration()
     assert list(clock.traces) == ["a"]
@@ -288,18 +288,18 @@ def test_a_peak_is_not_forgotten_because_of_what_does_not_belong(clock):
 
 def test_everything_inside_belongs_and_an_exception_ends_that(clock):
     clock.begin_iteration("a")
-    with pytest.raises(ZeroDivisionError), clock.iterating(), clock.iterating():
-        clock.tick((1,), belongs=False)
+    with pytest.raises(ZeroDivisionError), clock.in_iteration(), clock.in_iteration():
+        clock.begin_moment((1,), belongs=False)
         raise ZeroDivisionError
     assert clock.inside == 0
-    clock.tick((2,), belongs=False)
+    clock.begin_moment((2,), belongs=False)
     assert [moment.chunks for moment in clock.trace.moments] == [(1,)]
 
 
 def test_chunks_and_offloaded_activations_are_not_counted_as_used(clock):
     manager = clock.manager
     manager.new_chunk(PARAM16, 9, 8, "bfloat16", Tier.HOST)
-    manager.host.borrow(128)
+    manager.host.allocate_block(128)
     clock.calibrate()
     assert clock.meter.reclaims == 1
     above = CHUNKS * (16 if manager.compute.bank is None else round_up(16))  # what really is resident: whole pages
@@ -321,7 +321,7 @@ def test_pages_that_nobody_needs_any_more_are_not_counted_as_used_either():
     assert manager.resident_bytes == before + below - round_up(16)
 
 
-@pytest.mark.parametrize("policy", [OnDemand, NextUseAhead, Conservative])
+@pytest.mark.parametrize("policy", [DemandFetch, AggressivePrefetch, Conservative])
 def test_a_policy_is_made_once_for_a_trace_and_goes_with_it(policy):
     clock = new_clock(policy)
     made = {}
@@ -333,13 +333,13 @@ def test_a_policy_is_made_once_for_a_trace_and_goes_with_it(policy):
             made[key] = clock.manager.prefetch
             assert type(made[key]) is policy and made[key].trace is clock.traces[key]
             for chunks in SHAPE:
-                clock.tick(chunks, belongs=True)
+                clock.begin_moment(chunks, belongs=True)
             clock.end_iteration()
         for key, first in made.items():
             clock.begin_iteration(key)
             assert clock.manager.prefetch is first
             for chunks in SHAPE:
-                clock.tick(chunks, belongs=True)
+                clock.begin_moment(chunks, belongs=True)
             clock.end_iteration()
     iterate(clock, "a", ACCESSES[:1])
     iterate(clock, "a", ACCESSES)
@@ -348,8 +348,8 @@ def test_a_policy_is_made_once_for_a_trace_and_goes_with_it(policy):
 
 
 def test_where_the_cores_that_compute_would_copy_nothing_comes_ahead_of_need(clock):
-    assert clock.policy is OnDemand
-    assert new_clock(NextUseAhead).policy is NextUseAhead
+    assert clock.policy is DemandFetch
+    assert new_clock(AggressivePrefetch).policy is AggressivePrefetch
 
 
 def test_memory_that_was_freed_is_reclaimed_before_chunks_have_to_leave_for_it(clock):
@@ -368,7 +368,7 @@ def test_chunks_may_fill_what_the_known_peak_leaves_and_no_less_than_the_warm_up
     clock.peak_non_model_bytes = peak
     clock.meter.use(now)
     clock.measure()
-    chunkable = clock.manager.compute.comfort_bytes - clock.manager.compute.non_model_bytes
+    chunkable = clock.manager.compute.soft_limit_bytes - clock.manager.compute.non_model_bytes
     assert chunkable == max(CAUTIOUS - now, BUDGET - max(peak, now) if peak else 0)
 
 

@@ -14,10 +14,10 @@ from patrickstar._memory import cuda_device as cuda_module
 from patrickstar._memory import host_arena as slab_module
 from patrickstar._memory.cuda_device import PORTABLE, CudaDevice, allocator_settings, default_budget
 from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import Slab
+from patrickstar._memory.host_arena import HostArena
 from patrickstar._memory.memory_meter import CudaMeter
-from patrickstar._memory.transfer_counters import Traffic
-from patrickstar._memory.worker_pool import Movers
+from patrickstar._memory.transfer_counters import TransferCounters
+from patrickstar._memory.worker_pool import WorkerPool
 from patrickstar._step.stats import Stats
 from patrickstar.errors import BudgetError
 
@@ -51,11 +51,11 @@ def test_a_device_without_an_index_is_the_current_one(fake_cuda: FakeCuda):
 
 def test_every_worker_thread_begins_on_the_device(fake_cuda: FakeCuda):
     seen = []
-    movers = Movers(3, "begins", PAGE, Hardware(SECOND).enter_thread)
-    meet = threading.Barrier(3)
+    movers = WorkerPool(3, "begins", PAGE, Hardware(SECOND).enter_thread)
+    synchronize_processes = threading.Barrier(3)
 
     def job(stage: torch.Tensor) -> None:
-        meet.wait(10)
+        synchronize_processes.wait(10)
         seen.append(fake_cuda.device)
 
     movers.submit([job] * 3, "exp_avg[0]").wait()
@@ -80,7 +80,7 @@ def test_two_devices_keep_apart(fake_cuda: FakeCuda):
     assert fake_cuda.device == 0
     second.enter_thread()
     assert fake_cuda.device == 1
-    slab = Slab(PAGE, first.cuda)
+    slab = HostArena(PAGE, first.cuda)
     assert fake_cuda.calls[0][:2] == ("register", 0)
     slab.close()
     assert fake_cuda.calls[1:] == [("synchronize", 0), ("unregister", 0, slab.memory.data_ptr())]
@@ -99,7 +99,7 @@ def test_a_cpu_has_no_calls_to_make():
 
 
 def test_a_slab_is_locked_in_pieces_for_all_devices(fake_cuda: FakeCuda, small_pieces):
-    slab = Slab(9 * PAGE + 100, CudaDevice(SECOND))
+    slab = HostArena(9 * PAGE + 100, CudaDevice(SECOND))
     base = slab.memory.data_ptr()
     assert slab.pinned
     assert fake_cuda.calls == [
@@ -115,20 +115,20 @@ def test_a_slab_is_locked_in_pieces_for_all_devices(fake_cuda: FakeCuda, small_p
 
 
 def test_no_place_crosses_from_one_registration_into_the_next(fake_cuda: FakeCuda, small_pieces):
-    slab = Slab(12 * PAGE, CudaDevice(SECOND))
-    places = [slab.take(3 * PAGE) for _ in range(3)]
-    assert [place.start // PAGE for place in places] == [0, 4, 8]
-    assert slab.take(3 * PAGE) is None
-    between = [slab.take(PAGE) for _ in range(3)]
+    slab = HostArena(12 * PAGE, CudaDevice(SECOND))
+    locations = [slab.allocate(3 * PAGE) for _ in range(3)]
+    assert [place.start // PAGE for place in locations] == [0, 4, 8]
+    assert slab.allocate(3 * PAGE) is None
+    between = [slab.allocate(PAGE) for _ in range(3)]
     assert [place.start // PAGE for place in between] == [3, 7, 11]
-    slab.give(between[0])
-    slab.give(places[0])
+    slab.free(between[0])
+    slab.free(locations[0])
     slab.compact()
-    assert all(place.start // (4 * PAGE) == (place.end - 1) // (4 * PAGE) for place in slab._places)
-    assert places[1].start == 0
+    assert all(place.start // (4 * PAGE) == (place.end - 1) // (4 * PAGE) for place in slab._blocks)
+    assert locations[1].start == 0
     slab.close()
-    unlocked = Slab(12 * PAGE)
-    assert [unlocked.take(3 * PAGE).start // PAGE for _ in range(3)] == [0, 3, 6], "nothing to keep apart"
+    unlocked = HostArena(12 * PAGE)
+    assert [unlocked.allocate(3 * PAGE).start // PAGE for _ in range(3)] == [0, 3, 6], "nothing to keep apart"
 
 
 def test_a_driver_that_refuses_is_told_in_bytes_and_leaves_nothing_behind(
@@ -138,7 +138,7 @@ def test_a_driver_that_refuses_is_told_in_bytes_and_leaves_nothing_behind(
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", fake_cuda.launch)
     with pytest.raises(BudgetError) as refused:
-        Slab(10 * PAGE, CudaDevice(SECOND))
+        HostArena(10 * PAGE, CudaDevice(SECOND))
     text = str(refused.value)
     assert f"can't page-lock {10 * PAGE} bytes" in text and f"after {8 * PAGE} bytes" in text
     assert f"error {OUT_OF_MEMORY} (out of memory)" in text
@@ -151,8 +151,8 @@ def test_a_driver_that_refuses_is_told_in_bytes_and_leaves_nothing_behind(
 
 
 def test_a_slab_that_nobody_closes_is_unlocked_before_its_memory_goes(fake_cuda: FakeCuda):
-    slab = Slab(PAGE, CudaDevice(SECOND))
-    view = slab.view(slab.take(64), torch.uint8)
+    slab = HostArena(PAGE, CudaDevice(SECOND))
+    view = slab.view(slab.allocate(64), torch.uint8)
     assert fake_cuda.registered
     del slab
     gc.collect()
@@ -194,10 +194,10 @@ def test_segments_become_expandable_unless_somebody_has_configured_the_allocator
 
 
 def test_a_step_in_which_the_allocator_tried_again_is_a_warning_once(fake_cuda: FakeCuda):
-    nothing = SimpleNamespace(peak=0, other_peak=0, restart_peak=lambda: None, restart_peaks=lambda: None)
+    nothing = SimpleNamespace(peak=0, other_peak=0, reset_peak=lambda: None, reset_peaks=lambda: None)
     hardware = Hardware(SECOND)
     manager = SimpleNamespace(
-        traffic=Traffic(), compute=nothing, host=nothing, disk=None, hardware=hardware, device=SECOND
+        counters=TransferCounters(), compute=nothing, host=nothing, disk=None, hardware=hardware, device=SECOND
     )
     nothing.budget_bytes = 5000
     fake_cuda.retries = 4

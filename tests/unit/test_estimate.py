@@ -78,8 +78,8 @@ def test_all_bytes_lie_somewhere_and_no_tier_is_over_its_budget(work, machine, p
 def test_the_step_is_as_long_as_its_busiest_lane_at_least(work, machine, processes):
     found = best(work, machine, processes)
     assume(found is not None)
-    assert found.seconds >= found.bound_s == max(lane.seconds for lane in found.lanes)
-    assert {lane.name for lane in found.lanes} >= {"compute", "host to device", "device to host", "host memory"}
+    assert found.seconds >= found.bound_s == max(lane.seconds for lane in found.channels)
+    assert {lane.name for lane in found.channels} >= {"compute", "host to device", "device to host", "host memory"}
 
 
 @few
@@ -102,8 +102,8 @@ def test_more_is_never_slower(work, machine, what):
 def test_from_the_free_tokens_on_computing_is_the_slowest(work, machine):
     found = best(work, machine, 1)
     assume(found is not None)
-    compute = next(lane.seconds for lane in found.lanes if lane.name == "compute")
-    others = max(lane.seconds for lane in found.lanes if lane.name != "compute")
+    compute = next(lane.seconds for lane in found.channels if lane.name == "compute")
+    others = max(lane.seconds for lane in found.channels if lane.name != "compute")
     assert (found.free_tokens <= work.tokens) is (compute >= others)
 
 
@@ -121,7 +121,7 @@ def seconds_of(work, machine, processes, kept, resident, on_host, in_ram):
     down = part * (2 * on_host + 12 * streamed)
     ram = part * (UPDATE_BYTES * on_host + 24 * streamed + 2 * below) + 2 * disk_bytes / processes
     h2d, d2h = machine.crossing_rates(processes)
-    lanes = [
+    channels = [
         work.operations / machine.gpu.matmul_rate(work.matrix_size)
         + part * UPDATE_BYTES * (resident + streamed) / machine.gpu.memory_bandwidth,
         (down + part * 2 * (below + max(0, streamed - kept))) / h2d,
@@ -129,10 +129,10 @@ def seconds_of(work, machine, processes, kept, resident, on_host, in_ram):
         ram * processes / machine.host.update_bandwidth(processes, machine.host.cores // processes or 1),
     ]
     if machine.disk is not None:
-        lanes += [disk_bytes / machine.disk.read, disk_bytes / machine.disk.write]
+        channels += [disk_bytes / machine.disk.read, disk_bytes / machine.disk.write]
     if processes > 1:
-        lanes.append(6 * (processes - 1) / processes * work.params / machine.links.gpu_gpu)
-    return max(lanes)
+        channels.append(6 * (processes - 1) / processes * work.params / machine.links.gpu_gpu)
+    return max(channels)
 
 
 @few

@@ -13,15 +13,15 @@ import patrickstar as ps
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, ParamSpec, build_layout
-from patrickstar._layout.schema import scheme_for
+from patrickstar._layout.schema import schema_for
 from patrickstar._schedule.feasibility import check_budgets, least, working_set_bytes
-from patrickstar._schedule.placement import Budgets, Tier, Tiers, disk_bytes, initial_placement
+from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_bytes, initial_placement
 from patrickstar.errors import BudgetError
 from patrickstar.testing import NoMeter
 
 quick = settings(derandomize=True, deadline=None, max_examples=200)
 
-SCHEMES = [scheme_for(dtype, trained) for dtype in ("bfloat16", "float32") for trained in (True, False)]
+SCHEMES = [schema_for(dtype, trained) for dtype in ("bfloat16", "float32") for trained in (True, False)]
 AMPLE = 1 << 50
 
 shares = st.floats(0, 1.5)
@@ -31,7 +31,7 @@ shares = st.floats(0, 1.5)
 def cases(draw):
     """A layout, and sets of parameters that are read together: each alone, and some more."""
     numels = draw(st.lists(st.tuples(st.integers(1, 1200), st.sampled_from(SCHEMES)), min_size=1, max_size=10))
-    params = [ParamSpec(f"p{i}", numel, scheme) for i, (numel, scheme) in enumerate(numels)]
+    params = [ParamSpec(f"p{i}", numel, schema) for i, (numel, schema) in enumerate(numels)]
     names = [param.name for param in params]
     together = [{name} for name in names] + draw(st.lists(st.sets(st.sampled_from(names), max_size=3), max_size=3))
     return build_layout(params, draw(st.integers(1, 1200))), together
@@ -124,7 +124,7 @@ def test_a_refusal_says_the_bytes_of_model_data_and_of_both_tiers(case, device_s
 
 def disk_for_everything(case) -> int:
     layout, _ = case
-    return disk_bytes(layout.chunks, {chunk.index: Tiers(Tier.DEVICE, Tier.DISK) for chunk in layout.chunks})
+    return disk_bytes(layout.chunks, {chunk.index: ChunkTiers(Tier.DEVICE, Tier.DISK) for chunk in layout.chunks})
 
 
 @quick
@@ -164,8 +164,8 @@ def test_a_refusal_with_a_disk_says_the_bytes_of_every_tier_and_what_suffices(
 
 def test_a_disk_is_used_too_where_memory_holds_all_but_leaves_operators_no_room():
     """Optimizer chunks that had to live on the device would leave too little for what is read together."""
-    scheme = scheme_for("bfloat16", trained=True)
-    params = [ParamSpec(f"p{i}", ALIGN_NUMEL, scheme) for i in range(9)]
+    schema = schema_for("bfloat16", trained=True)
+    params = [ParamSpec(f"p{i}", ALIGN_NUMEL, schema) for i in range(9)]
     layout, together = build_layout(params, 1), [{"p0", "p1"}]
     param16, states = 2 * ALIGN_NUMEL, 12 * ALIGN_NUMEL
     device, host, disk = states + param16, 8 * states + 9 * param16, 1 << 20
@@ -213,8 +213,8 @@ def train_two_steps(widths: list[int], device_bytes: int, host_bytes: int) -> No
 
 
 def layers_as_case(widths: list[int]):
-    scheme = scheme_for("bfloat16", trained=True)
-    params = [ParamSpec(f"p{i}", one * other, scheme) for i, (one, other) in enumerate(pairwise(widths))]
+    schema = schema_for("bfloat16", trained=True)
+    params = [ParamSpec(f"p{i}", one * other, schema) for i, (one, other) in enumerate(pairwise(widths))]
     return build_layout(params, 1), [{param.name} for param in params]
 
 

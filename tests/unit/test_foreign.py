@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from patrickstar._kernels.eager_backend import PAGE_NUMEL, Listed
-from patrickstar._kernels.torch_optim_adapter import ForeignRule, defaults_of, one_by_one, probe
+from patrickstar._kernels.eager_backend import PAGE_NUMEL, EagerBackend
+from patrickstar._kernels.torch_optim_adapter import TorchOptimRule, defaults_of, one_by_one, probe
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar.errors import ConfigError
 
@@ -212,7 +212,7 @@ SHAPES = [(1,), (5, 7), (3, 4, 5), (1000,)]
 
 
 class Chunks:
-    """Parameters one after the other in lists of chunks, NaN between them, updated by a `ForeignRule`."""
+    """Parameters one after the other in lists of chunks, NaN between them, updated by a `TorchOptimRule`."""
 
     def __init__(self, kind, options, values, dtype=torch.float32):
         self.kind, self.options = kind, one_by_one(kind, options)
@@ -237,11 +237,11 @@ class Chunks:
         self.steps += 1
         spans = []
         for number, grad in enumerate(grads):
-            rule = ForeignRule(self.kind, self.options, self.group, self.names, self.memories[number], self.steps)
+            rule = TorchOptimRule(self.kind, self.options, self.group, self.names, self.memories[number], self.steps)
             states = tuple(self.views[name][number] for name in self.names)
             flat = grad.flatten()
             spans.append(Span(self.params[number], Gradient(flat), self.masters[number], states, rule))
-        Listed().update(spans, ())
+        EagerBackend().update(spans, ())
 
 
 def check_bits(kind, options, steps=5, dtype=torch.float32):
@@ -321,8 +321,8 @@ def test_a_class_gets_its_parameter_whole():
         def update(self, param, grad, group, state):
             lengths.append(param.numel())
 
-    rule = ForeignRule(Watched, {}, {"lr": 0.1}, (), {}, 1)
+    rule = TorchOptimRule(Watched, {}, {"lr": 0.1}, (), {}, 1)
     numel = PAGE_NUMEL + 3
     master = torch.zeros(numel)
-    Listed().update([Span(master, Gradient(master), master, (), rule)], ())
+    EagerBackend().update([Span(master, Gradient(master), master, (), rule)], ())
     assert lengths == [numel]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from patrickstar._memory.malloc_tuning import LARGE_AT_FIRST, LARGE_AT_MOST, Heap, process_heap
+from patrickstar._memory.malloc_tuning import LARGE_AT_FIRST, LARGE_AT_MOST, MallocHeap, process_heap
 from patrickstar._memory.memory_meter import ResidentMeter
 
 MIB = 1 << 20
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the h
 
 def begin(heap):
     """As after a first iteration: what is large is then said, and no longer what the C library has found."""
-    heap.let_keep(False, ME)
-    heap.let_keep(True, ME)
+    heap.set_caching(False, ME)
+    heap.set_caching(True, ME)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def heap():
         pytest.skip("this C library, or another allocator, does not tell what comes from the system")
     begin(heap)
     yield heap
-    heap.let_keep(True, ME)
+    heap.set_caching(True, ME)
 
 
 def freed_bytes(meter, sizes):
@@ -53,15 +53,15 @@ def freed_bytes(meter, sizes):
 
 def a_large_block_goes_back(heap):
     meter = ResidentMeter()
-    heap.let_keep(False, ME)
+    heap.set_caching(False, ME)
     assert freed_bytes(meter, [MIB] * 20) < MIB
-    heap.let_keep(True, ME)
-    assert heap.keeps and not heap._plugs
+    heap.set_caching(True, ME)
+    assert heap.caching and not heap._plugs
 
 
 def places_that_lie_free_are_not_used(heap):
     meter = ResidentMeter()
-    heap.let_keep(True, ME)
+    heap.set_caching(True, ME)
     gc.collect()
     meter.reclaim()
     base = meter.now(0)
@@ -70,7 +70,7 @@ def places_that_lie_free_are_not_used(heap):
     small = [pair[1] for pair in made]
     made.clear()
     assert meter.now(0) - base > 60 * MIB, "nothing was kept that could be given back"
-    heap.let_keep(False, ME)
+    heap.set_caching(False, ME)
     assert meter.now(0) - base < 22 * MIB, "what was kept was not given back"
     assert freed_bytes(meter, [3 * MIB] * 20) < MIB
     assert len(small) == 20
@@ -88,23 +88,23 @@ def test_it_knows_the_limits_of_the_c_library():
 
 
 def test_it_keeps_nothing_while_anybody_forbids_it_and_is_there(heap):
-    heap.let_keep(True, ME)
-    assert heap.keeps
+    heap.set_caching(True, ME)
+    assert heap.caching
     one, other = Someone(), Someone()
-    heap.let_keep(False, one)
-    heap.let_keep(False, other)
-    heap.let_keep(True, one)
-    assert not heap.keeps and heap._plugged, "the other has not allowed it"
+    heap.set_caching(False, one)
+    heap.set_caching(False, other)
+    heap.set_caching(True, one)
+    assert not heap.caching and heap._plugged, "the other has not allowed it"
     del other
-    heap.let_keep(True, ME)
-    assert heap.keeps and not heap._plugs
+    heap.set_caching(True, ME)
+    assert heap.caching and not heap._plugs
 
 
 def test_under_another_allocator_nothing_is_plugged(monkeypatch):
-    heap = Heap()
+    heap = MallocHeap()
     monkeypatch.setattr(heap, "_knows_plugs", False)
-    heap.let_keep(False, ME)
-    assert heap.keeps and heap._plugs == []
+    heap.set_caching(False, ME)
+    assert heap.caching and heap._plugs == []
     heap.trim()
 
 
@@ -119,9 +119,9 @@ def test_that_another_allocator_was_loaded_is_noticed(monkeypatch):
             self.mallinfo2 = SimpleFunction(lambda: SimpleNamespace(hblks=0, fordblks=1 << 40))
 
     monkeypatch.setattr("patrickstar._memory.malloc_tuning.ctypes.CDLL", lambda name: Library())
-    heap = Heap()
+    heap = MallocHeap()
     assert not heap._knows_plugs
-    heap.let_keep(False, ME)
+    heap.set_caching(False, ME)
     assert heap._plugs == []
 
 

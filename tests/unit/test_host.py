@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import ALIGN_BYTES, Place
+from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock
 from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.worker_pool import Transfer
 from patrickstar.errors import BudgetError
@@ -19,13 +19,13 @@ CPU = torch.device("cpu")
 
 
 def tier(budget: int, slab: int | None = None, *, poison: bool = True) -> HostTier:
-    return HostTier(budget, budget if slab is None else slab, Hardware(CPU).slab, poison=poison)
+    return HostTier(budget, budget if slab is None else slab, Hardware(CPU).host_arena, poison=poison)
 
 
 def chunk_on(host: HostTier, units: int, value: float = 1.0, index: int = 0) -> Chunk:
     """A chunk of so many times ALIGN_BYTES, filled with a number of its own."""
     chunk = Chunk("param32", index, ALIGN_BYTES // 4 * units, "float32", CPU)
-    host.take(chunk).fill_(value)
+    host.allocate(chunk).fill_(value)
     chunk.host_valid = True
     return chunk
 
@@ -52,32 +52,32 @@ class Ended(Transfer):
 def test_chunks_and_what_else_is_there_are_counted_apart_under_one_budget():
     host = tier(1280)
     assert (host.used, host.other_bytes, host.free_bytes) == (0, 0, 1280)
-    chunk, place = chunk_on(host, 3), host.borrow(256)
+    chunk, place = chunk_on(host, 3), host.allocate_block(256)
     assert (host.used, host.other_bytes, host.free_bytes) == (384, 256, 640)
-    host.give(chunk)
+    host.free(chunk)
     assert (host.used, host.other_bytes, host.free_bytes) == (0, 256, 1024)
-    host.give_back(place)
+    host.release_block(place)
     assert (host.used, host.other_bytes, host.free_bytes) == (0, 0, 1280)
 
 
 def test_peaks_are_those_since_they_were_last_asked_for():
     host = tier(4096)
     chunk, kept = chunk_on(host, 8), chunk_on(host, 2)
-    place = host.borrow(512)
-    host.give(chunk)
-    host.give_back(place)
+    place = host.allocate_block(512)
+    host.free(chunk)
+    host.release_block(place)
     assert (host.peak, host.other_peak) == (1280, 512)
-    host.restart_peaks()
+    host.reset_peaks()
     assert (host.peak, host.other_peak) == (256, 0)
-    host.give(kept)
-    place = host.borrow(128)
+    host.free(kept)
+    place = host.allocate_block(128)
     assert (host.peak, host.other_peak) == (256, 128)
 
 
 def test_a_budget_is_filled_to_the_last_byte():
     host = tier(10 * ALIGN_BYTES)
     chunks = [chunk_on(host, 2, value) for value in range(4)]
-    host.borrow(2 * ALIGN_BYTES)
+    host.allocate_block(2 * ALIGN_BYTES)
     assert host.free_bytes == 0
     assert [values(chunk) for chunk in chunks] == [{0.0}, {1.0}, {2.0}, {3.0}]
 
@@ -85,29 +85,29 @@ def test_a_budget_is_filled_to_the_last_byte():
 def test_the_account_says_what_takes_how_much():
     host = tier(4096)
     chunk_on(host, 2)
-    host.borrow(128)
-    assert host.account() == (
+    host.allocate_block(128)
+    assert host.usage_summary() == (
         "chunks take 256 bytes and offloaded activations and pages on their way 128 of a budget of 4096"
     )
 
 
 def test_the_slab_is_no_larger_than_the_budget_and_may_be_smaller():
-    assert tier(1000, 4000).slab_bytes == 1000
+    assert tier(1000, 4000).arena_bytes == 1000
     host = tier(4000, 1000)
-    assert (host.slab_bytes, host.free_bytes) == (1000, 4000)
+    assert (host.arena_bytes, host.free_bytes) == (1000, 4000)
 
 
 def test_what_a_smaller_slab_can_not_hold_gets_memory_of_its_own_within_the_budget():
     host = tier(16384, 4096)
     kept = [chunk_on(host, 8, value, value) for value in range(4)]
     more = chunk_on(host, 32, 9.0)
-    assert len(host.slabs) == 2 and host.slab_bytes == 8192
+    assert len(host.arenas) == 2 and host.arena_bytes == 8192
     assert (host.used, host.free_bytes) == (8192, 8192)
     assert [values(chunk) for chunk in (*kept, more)] == [{0.0}, {1.0}, {2.0}, {3.0}, {9.0}]
     assert host.touched_bytes == 2 * mmap.PAGESIZE
-    host.give(more)
-    place = host.borrow(4096)
-    assert len(host.slabs) == 2, "memory that is there is used first"
+    host.free(more)
+    place = host.allocate_block(4096)
+    assert len(host.arenas) == 2, "memory that is there is used first"
     host.view(place, torch.uint8).fill_(1)
     assert [values(chunk) for chunk in kept] == [{0.0}, {1.0}, {2.0}, {3.0}]
     host.close()
@@ -119,7 +119,7 @@ def test_what_a_tier_can_not_give_is_said_in_bytes_and_not_counted():
     with pytest.raises(
         BudgetError, match=r"pages needs 4096 bytes on the host.*raise host_memory by at least 2048 "
     ) as caught:
-        host.borrow(4000, "pages")
+        host.allocate_block(4000, "pages")
     assert caught.value.short_bytes == 2048
     with pytest.raises(BudgetError, match="has no 4096 in a row"):
         chunk_on(host, 32)
@@ -133,7 +133,7 @@ def test_what_a_tier_can_not_give_is_said_in_bytes_and_not_counted():
 def test_copies_of_what_the_device_has_too_make_room_but_no_others():
     host = tier(8 * ALIGN_BYTES)
     only, double, other = (chunk_on(host, 2, value, value) for value in range(3))
-    double.take_device()
+    double.allocate_device()
     double.device_valid = True
     assert not host.has_room(5 * ALIGN_BYTES)
     assert double.host is not None, "nothing is dropped in vain"
@@ -149,7 +149,7 @@ def test_copies_of_what_the_device_has_too_make_room_but_no_others():
 def test_the_place_of_a_chunk_that_is_being_written_to_it_makes_no_room():
     host = tier(2 * ALIGN_BYTES)
     chunk = chunk_on(host, 2)
-    chunk.take_device()
+    chunk.allocate_device()
     chunk.device_valid, chunk.host_valid, chunk.leaving = True, False, Ended()
     assert not host.has_room(ALIGN_BYTES)
     assert chunk.host is not None
@@ -160,12 +160,12 @@ def test_the_place_of_a_chunk_that_is_being_written_to_it_makes_no_room():
 
 def test_a_chunk_has_its_bytes_in_the_slab_until_it_gives_them_back():
     host = tier(4096)
-    host.borrow(128)
+    host.allocate_block(128)
     chunk = chunk_on(host, 4, 5.0)
     assert chunk.host_bytes == chunk.nbytes == chunk.place.nbytes == 512
     assert chunk.host.dtype == torch.float32 and chunk.host.shape == (128,)
-    assert chunk.host.data_ptr() == host.slabs[0].memory.data_ptr() + chunk.place.start
-    host.give(chunk)
+    assert chunk.host.data_ptr() == host.arenas[0].memory.data_ptr() + chunk.place.start
+    host.free(chunk)
     assert (chunk.host, chunk.place, chunk.host_valid, chunk.host_bytes) == (None, None, False, 0)
 
 
@@ -174,7 +174,7 @@ def test_what_is_given_back_is_poisoned_where_a_test_asks_for_it(poison):
     host = tier(4096, poison=poison)
     chunk = chunk_on(host, 1, 5.0)
     kept = chunk.host
-    host.give(chunk)
+    host.free(chunk)
     assert kept.isnan().all() if poison else (kept == 5.0).all()
 
 
@@ -182,7 +182,7 @@ def test_memory_that_comes_again_is_the_same_memory():
     host = tier(256)
     first = chunk_on(host, 2)
     address = first.host.data_ptr()
-    host.give(first)
+    host.free(first)
     assert chunk_on(host, 2).host.data_ptr() == address
     assert host.touched_bytes == mmap.PAGESIZE
 
@@ -194,14 +194,14 @@ def test_chunks_change_places_where_there_is_room_but_not_in_a_row_and_say_so():
     host = tier(8 * ALIGN_BYTES)
     chunks = [chunk_on(host, 2, value, value) for value in range(4)]
     for chunk in (chunks[0], chunks[2]):
-        host.give(chunk)
+        host.free(chunk)
     assert host.moved == set()
     newcomer = chunk_on(host, 4, 9.0)
     assert host.moved == {chunks[1], chunks[3]}
     assert [chunk.place.start for chunk in (chunks[1], chunks[3], newcomer)] == [0, 256, 512]
     for chunk, value in ((chunks[1], 1.0), (chunks[3], 3.0), (newcomer, 9.0)):
         assert values(chunk) == {value}
-        assert chunk.host.data_ptr() == host.slabs[0].memory.data_ptr() + chunk.place.start
+        assert chunk.host.data_ptr() == host.arenas[0].memory.data_ptr() + chunk.place.start
     chunks[1].on_host(chunks[1].whole).fill_(7.0)
     assert values(chunks[3]) == {3.0} and values(newcomer) == {9.0}
 
@@ -209,8 +209,8 @@ def test_chunks_change_places_where_there_is_room_but_not_in_a_row_and_say_so():
 def test_who_left_before_is_not_said_to_have_moved():
     host = tier(6 * ALIGN_BYTES)
     gone, stays, gone_too = (chunk_on(host, 2, value, value) for value in range(3))
-    host.give(gone)
-    host.give(gone_too)
+    host.free(gone)
+    host.free(gone_too)
     chunk_on(host, 4)
     assert host.moved == {stays}
     assert gone.host is None and gone_too.host is None
@@ -218,12 +218,12 @@ def test_who_left_before_is_not_said_to_have_moved():
 
 def test_what_is_no_chunk_changes_places_too_and_is_found_by_its_place():
     host = tier(6 * ALIGN_BYTES)
-    chunk, place = chunk_on(host, 2), host.borrow(256)
+    chunk, place = chunk_on(host, 2), host.allocate_block(256)
     host.view(place, torch.uint8).fill_(42)
     last = chunk_on(host, 1)
-    host.give(chunk)
-    host.give(last)
-    borrowed = host.borrow(512)
+    host.free(chunk)
+    host.free(last)
+    borrowed = host.allocate_block(512)
     assert (place.start, borrowed.start) == (0, 256)
     assert set(host.view(place, torch.uint8).tolist()) == {42}
     assert host.moved == set()
@@ -232,11 +232,11 @@ def test_what_is_no_chunk_changes_places_too_and_is_found_by_its_place():
 def test_a_tier_that_is_full_in_bytes_gives_nothing_and_stays_whole():
     host = tier(4 * ALIGN_BYTES)
     first, second = chunk_on(host, 2, 1.0), chunk_on(host, 1, 2.0)
-    host.give(first)
+    host.free(first)
     with pytest.raises(BudgetError, match="has no 512 in a row"):
         chunk_on(host, 4)
     assert values(second) == {2.0}
-    assert second.host.data_ptr() == host.slabs[0].memory.data_ptr() + second.place.start
+    assert second.host.data_ptr() == host.arenas[0].memory.data_ptr() + second.place.start
     assert (host.used, host.free_bytes) == (128, 384)
 
 
@@ -246,15 +246,15 @@ def test_copies_on_their_way_are_waited_for_before_places_change(kind):
     first, second, third, _ = (chunk_on(host, 2, value, value) for value in range(4))
     copy = Ended()
     setattr(second, kind, copy)
-    host.give(first)
-    host.give(third)
-    place = host.borrow(256)
+    host.free(first)
+    host.free(third)
+    place = host.allocate_block(256)
     assert copy.waits == 0, "there was a place, and none has changed"
-    host.give_back(place)
+    host.release_block(place)
     chunk_on(host, 4)
     assert copy.waits == 1 and second.place.start == 0
     setattr(second, kind, copy)
-    host.give(second)
+    host.free(second)
     assert copy.waits == 2, "nor may its place become another's"
 
 
@@ -267,7 +267,7 @@ class Operations(RuleBasedStateMachine):
         super().__init__()
         self.host = tier(self.UNITS * ALIGN_BYTES)
         self.chunks: dict[Chunk, float] = {}
-        self.places: dict[Place, int] = {}
+        self.locations: dict[ArenaBlock, int] = {}
         self.addresses: dict[Chunk, int] = {}
         self.turns = 0
 
@@ -285,36 +285,36 @@ class Operations(RuleBasedStateMachine):
     def give(self, data) -> None:
         chunk = data.draw(st.sampled_from(list(self.chunks)))
         del self.chunks[chunk], self.addresses[chunk]
-        self.host.give(chunk)
+        self.host.free(chunk)
 
     @rule(units=st.integers(0, 8))
-    def borrow(self, units: int) -> None:
+    def allocate_block(self, units: int) -> None:
         if self.host.free_bytes < units * ALIGN_BYTES:
             return
         self.turns += 1
-        place = self.host.borrow(units * ALIGN_BYTES)
-        self.places[place] = self.turns % 251
-        self.host.view(place, torch.uint8).fill_(self.places[place])
+        place = self.host.allocate_block(units * ALIGN_BYTES)
+        self.locations[place] = self.turns % 251
+        self.host.view(place, torch.uint8).fill_(self.locations[place])
 
-    @precondition(lambda self: self.places)
+    @precondition(lambda self: self.locations)
     @rule(data=st.data())
-    def give_back(self, data) -> None:
-        place = data.draw(st.sampled_from(list(self.places)))
-        del self.places[place]
-        self.host.give_back(place)
+    def release_block(self, data) -> None:
+        place = data.draw(st.sampled_from(list(self.locations)))
+        del self.locations[place]
+        self.host.release_block(place)
 
     @invariant()
     def all_have_their_bytes_and_who_moved_is_known(self) -> None:
         host = self.host
         assert host.used == sum(chunk.nbytes for chunk in self.chunks) <= host.peak
-        assert host.other_bytes == sum(place.nbytes for place in self.places) <= host.other_peak
+        assert host.other_bytes == sum(place.nbytes for place in self.locations) <= host.other_peak
         assert host.free_bytes == host.budget_bytes - host.used - host.other_bytes >= 0
         for chunk, value in self.chunks.items():
             assert values(chunk) <= {value}
             moved = chunk.host.data_ptr() != self.addresses[chunk]
             assert not moved or chunk in host.moved
             self.addresses[chunk] = chunk.host.data_ptr()
-        for place, number in self.places.items():
+        for place, number in self.locations.items():
             assert (host.view(place, torch.uint8) == number).all()
         host.moved = set()
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from patrickstar._memory.defer_sigint import Uninterrupted, uninterrupted
+from patrickstar._memory.defer_sigint import DeferSigint, defer_sigint
 
 
 def strike():
@@ -15,7 +15,7 @@ def strike():
 def test_ctrl_c_comes_when_the_work_is_done():
     done = []
 
-    @uninterrupted
+    @defer_sigint
     def work():
         strike()
         done.append("whole")
@@ -27,8 +27,8 @@ def test_ctrl_c_comes_when_the_work_is_done():
 
 def test_inside_another_it_waits_for_the_outermost():
     done = []
-    with pytest.raises(KeyboardInterrupt), Uninterrupted():
-        with Uninterrupted():
+    with pytest.raises(KeyboardInterrupt), DeferSigint():
+        with DeferSigint():
             strike()
         done.append("whole")
     assert done == ["whole"]
@@ -36,7 +36,7 @@ def test_inside_another_it_waits_for_the_outermost():
 
 def test_who_asks_twice_does_not_wait():
     done = []
-    with pytest.raises(KeyboardInterrupt), Uninterrupted():
+    with pytest.raises(KeyboardInterrupt), DeferSigint():
         strike()
         done.append("first")
         strike()
@@ -45,7 +45,7 @@ def test_who_asks_twice_does_not_wait():
 
 
 def test_an_error_inside_is_not_lost_when_ctrl_c_comes_too():
-    with pytest.raises(KeyboardInterrupt) as caught, Uninterrupted():
+    with pytest.raises(KeyboardInterrupt) as caught, DeferSigint():
         strike()
         raise ValueError("inside")
     assert isinstance(caught.value.__context__, ValueError)
@@ -55,7 +55,7 @@ def test_an_error_inside_is_not_lost_when_ctrl_c_comes_too():
 def test_the_users_own_handler_is_theirs_again(handler):
     before = signal.signal(signal.SIGINT, handler)
     try:
-        with Uninterrupted():
+        with DeferSigint():
             strike()
         assert signal.getsignal(signal.SIGINT) == handler
     finally:
@@ -66,7 +66,7 @@ def test_other_threads_leave_handlers_alone():
     seen = []
 
     def look():
-        with Uninterrupted():
+        with DeferSigint():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=look)

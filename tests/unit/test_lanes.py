@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patrickstar._dry_run.simulated_channels import Clock, Lane
+from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedClock
 
 actions = st.lists(
     st.tuples(st.sampled_from(["begin", "urgent", "wait", "hasten", "compute"]), st.integers(0, 1000)), max_size=40
@@ -14,8 +14,8 @@ actions = st.lists(
 
 @given(actions)
 def test_bytes_take_their_time_and_no_lane_is_busy_twice(actions):
-    clock = Clock()
-    lane = Lane("disk", 100.0, clock)
+    clock = SimulatedClock()
+    lane = SimulatedChannel("disk", 100.0, clock)
     made, before = [], 0.0
     for what, number in actions:
         if what in ("begin", "urgent"):
@@ -41,24 +41,24 @@ def test_bytes_take_their_time_and_no_lane_is_busy_twice(actions):
 
 
 def test_what_is_urgent_goes_before_what_waits():
-    clock = Clock()
-    lane = Lane("disk", 100.0, clock)
+    clock = SimulatedClock()
+    lane = SimulatedChannel("disk", 100.0, clock)
     first, second, urgent = lane.begin(100, "a"), lane.begin(100, "b"), lane.begin(100, "c", urgent=True)
     second.wait()
     assert (first.ends_at, urgent.ends_at, second.ends_at) == (1.0, 2.0, 3.0)
 
 
 def test_whoever_is_waited_for_can_be_hastened():
-    clock = Clock()
-    lane = Lane("disk", 100.0, clock)
+    clock = SimulatedClock()
+    lane = SimulatedChannel("disk", 100.0, clock)
     first, second, third = (lane.begin(100, name) for name in "abc")
-    third.hasten()
+    third.prioritize()
     second.wait()
     assert (first.ends_at, third.ends_at, second.ends_at) == (1.0, 2.0, 3.0)
 
 
 def test_what_is_cancelled_never_begins():
-    lane = Lane("disk", 100.0, Clock())
+    lane = SimulatedChannel("disk", 100.0, SimulatedClock())
     first, second = lane.begin(100, "a"), lane.begin(100, "b")
     second.cancel()
     first.wait()
@@ -66,8 +66,8 @@ def test_what_is_cancelled_never_begins():
 
 
 def test_an_idle_lane_begins_when_it_is_asked():
-    clock = Clock()
-    lane = Lane("disk", 100.0, clock)
+    clock = SimulatedClock()
+    lane = SimulatedChannel("disk", 100.0, clock)
     lane.run(100, "a")
     clock.now = 10.0
     lane.run(100, "b")

@@ -5,7 +5,16 @@ import dataclasses
 import pytest
 import torch
 
-from patrickstar._layout.schema import EXP_AVG, EXP_AVG_SQ, ITEMSIZE, PARAM16, PARAM32, ListSpec, Scheme, scheme_for
+from patrickstar._layout.schema import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    ITEMSIZE,
+    PARAM16,
+    PARAM32,
+    ListSpec,
+    ParamSchema,
+    schema_for,
+)
 
 
 @pytest.mark.parametrize("dtype", sorted(ITEMSIZE))
@@ -23,7 +32,7 @@ def test_item_sizes_are_those_of_torch(dtype):
     ],
 )
 def test_bytes_per_parameter(dtype, trained_bytes, frozen_bytes, master):
-    trained, frozen = scheme_for(dtype, trained=True), scheme_for(dtype, trained=False)
+    trained, frozen = schema_for(dtype, trained=True), schema_for(dtype, trained=False)
     assert trained.bytes_per_param == trained_bytes
     assert frozen.bytes_per_param == frozen_bytes
     assert trained.master_dtype == master
@@ -31,7 +40,7 @@ def test_bytes_per_parameter(dtype, trained_bytes, frozen_bytes, master):
 
 
 def test_a_trained_parameter_has_adams_four_lists_and_a_frozen_one_has_what_operators_read():
-    trained, frozen = scheme_for("bfloat16", trained=True), scheme_for("bfloat16", trained=False)
+    trained, frozen = schema_for("bfloat16", trained=True), schema_for("bfloat16", trained=False)
     assert [spec.kind for spec in trained.lists] == [PARAM16, PARAM32, EXP_AVG, EXP_AVG_SQ]
     assert [spec.dtype for spec in trained.lists] == ["bfloat16", "float32", "float32", "float32"]
     assert trained.compute == trained.lists[0]
@@ -43,18 +52,20 @@ def test_a_trained_parameter_has_adams_four_lists_and_a_frozen_one_has_what_oper
 
 
 def test_schemes_are_values():
-    assert scheme_for("bfloat16", trained=True) == scheme_for("bfloat16", trained=True)
-    assert len({scheme_for(dtype, trained) for dtype in ITEMSIZE for trained in (True, False)}) == 2 * len(ITEMSIZE)
+    assert schema_for("bfloat16", trained=True) == schema_for("bfloat16", trained=True)
+    assert len({schema_for(dtype, trained) for dtype in ITEMSIZE for trained in (True, False)}) == 2 * len(ITEMSIZE)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        scheme_for("bfloat16", trained=True).lists = ()
+        schema_for("bfloat16", trained=True).lists = ()
 
 
 def test_another_scheme_is_a_table_entry():
-    momentum_only = Scheme((ListSpec(PARAM16, "bfloat16"), ListSpec(PARAM32, "float32"), ListSpec(EXP_AVG, "float32")))
+    momentum_only = ParamSchema(
+        (ListSpec(PARAM16, "bfloat16"), ListSpec(PARAM32, "float32"), ListSpec(EXP_AVG, "float32"))
+    )
     assert momentum_only.bytes_per_param == 10
     assert momentum_only.trained
 
 
 def test_operators_read_the_first_list():
     with pytest.raises(AssertionError, match="first list"):
-        Scheme((ListSpec(PARAM32, "float32"), ListSpec(PARAM16, "bfloat16")))
+        ParamSchema((ListSpec(PARAM32, "float32"), ListSpec(PARAM16, "bfloat16")))

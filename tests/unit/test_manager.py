@@ -17,11 +17,11 @@ from prefetch_policies import NextUse
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 from patrickstar._layout.schema import PARAM16, PARAM32
 from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import Manager
+from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import ALIGN_BYTES, Place
+from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock
 from patrickstar._memory.host_tier import HostTier
-from patrickstar._memory.transfer_counters import Traffic
+from patrickstar._memory.transfer_counters import TransferCounters
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.trace import Moment, Trace
@@ -38,13 +38,13 @@ tiers = st.sampled_from([Tier.DEVICE, Tier.HOST])
 class Watched(Chunk):
     """A chunk that holds its manager to the device budget at every allocation, and notes that it left."""
 
-    manager: ClassVar[Manager]
+    manager: ClassVar[ChunkManager]
     departed: ClassVar[list["Watched"]] = []  # who left the device, in order
     dropped = False
 
-    def take_device(self) -> None:
-        super().take_device()
-        assert real_bytes(self.manager, self)[0] <= self.manager.compute.chunkable_bytes
+    def allocate_device(self) -> None:
+        super().allocate_device()
+        assert real_bytes(self.manager, self)[0] <= self.manager.device_tier.chunkable_bytes
 
     def free_device(self, poison: bool) -> None:
         super().free_device(poison)
@@ -54,28 +54,28 @@ class Watched(Chunk):
 class WatchedHost(HostTier):
     """A host tier that holds itself to its budget at every place it gives out, and notes who lost one."""
 
-    manager: ClassVar[Manager]
+    manager: ClassVar[ChunkManager]
 
-    def take(self, chunk: Watched) -> torch.Tensor:
-        host = super().take(chunk)
+    def allocate(self, chunk: Watched) -> torch.Tensor:
+        host = super().allocate(chunk)
         assert real_bytes(self.manager, chunk)[1] + self.other_bytes <= self.budget_bytes
         return host
 
-    def give(self, chunk: Watched, *, for_good: bool = False) -> None:
-        super().give(chunk, for_good=for_good)
+    def free(self, chunk: Watched, *, for_good: bool = False) -> None:
+        super().free(chunk, for_good=for_good)
         chunk.dropped = True
 
 
-def real_bytes(manager: Manager, *more: Chunk) -> tuple[int, int]:
+def real_bytes(manager: ChunkManager, *more: Chunk) -> tuple[int, int]:
     """Bytes of memory that chunks hold: of the device less what whole pages round up, and in the host's slab."""
     chunks = {*manager.chunks.values(), *more}
     device = sum(chunk.nbytes for chunk in chunks if chunk.on_device_now)
-    if manager.compute.bank is None:
+    if manager.device_tier.page_pool is None:
         assert device == sum(chunk.storage.nbytes() for chunk in chunks)
     else:
         pages = sum(round_up(chunk.nbytes) for chunk in chunks if chunk.on_device_now)
-        assert manager.compute.bank.mapped_bytes - manager.compute.bank.parked_bytes == pages
-    (slab,) = manager.host.slabs
+        assert manager.device_tier.page_pool.mapped_bytes - manager.device_tier.page_pool.parked_bytes == pages
+    (slab,) = manager.host_tier.arenas
     base = slab.memory.data_ptr()
     hosts = sorted((chunk.host.data_ptr() - base, chunk.host.nbytes) for chunk in chunks if chunk.host is not None)
     assert all(end <= start for (_, end), (start, _) in pairwise((at, at + nbytes) for at, nbytes in hosts))
@@ -95,11 +95,13 @@ class Operations(RuleBasedStateMachine):
 
     @initialize(data=st.data(), device=st.integers(2, 24), host=st.integers(0, 48))
     def begin(self, data, device: int, host: int) -> None:
-        self.manager = Watched.manager = WatchedHost.manager = Manager(CPU, device * UNIT, host * UNIT, poison=True)
-        self.manager.host = self.manager.moves.host = WatchedHost(
-            host * UNIT, host * UNIT, Hardware(CPU).slab, poison=True
+        self.manager = Watched.manager = WatchedHost.manager = ChunkManager(
+            CPU, device * UNIT, host * UNIT, poison=True
         )
-        self.places: list[Place] = []
+        self.manager.host_tier = self.manager.transfers.host_tier = WatchedHost(
+            host * UNIT, host * UNIT, Hardware(CPU).host_arena, poison=True
+        )
+        self.locations: list[ArenaBlock] = []
         self.value: dict[Watched, int] = {}
         self.writes = 0
         names = st.tuples(st.sampled_from(KINDS), st.integers(0, 3))
@@ -125,8 +127,8 @@ class Operations(RuleBasedStateMachine):
         nbytes: what it needs on the device beside what lies there; None if it needs nothing there.
         """
         manager = self.manager
-        traffic, manager.transit.traffic = manager.traffic, Traffic()
-        before = {c: (c.device_valid, c.host_valid, c.moved_bytes) for c in self.value}
+        counters, manager.io_dispatch.counters = manager.counters, TransferCounters()
+        before = {c: (c.device_valid, c.host_valid, c.transferred_bytes) for c in self.value}
         for chunk in self.value:
             chunk.dropped = False
         addresses = {c: c.host.data_ptr() for c in self.value if c.host is not None}
@@ -139,42 +141,44 @@ class Operations(RuleBasedStateMachine):
             error = caught
         left = [*Watched.departed]
         assert set(left) == {c for c in self.value if before[c][0] and not c.device_valid}
-        came = [c for c in self.value if not before[c][0] and c.device_valid]
+        gradient_ready = [c for c in self.value if not before[c][0] and c.device_valid]
         for chunk, (_, host_valid, moved) in before.items():
             written_back = chunk in left and (not host_valid or chunk.dropped)
-            assert chunk.moved_bytes - moved == chunk.nbytes * ((chunk in came) + written_back)
+            assert chunk.transferred_bytes - moved == chunk.nbytes * ((chunk in gradient_ready) + written_back)
         assert not any(c.pins for c in left)
         drained = manager.drain_moved()
-        assert {*came, *left} <= drained
+        assert {*gradient_ready, *left} <= drained
         for chunk in self.value:
             if chunk in addresses and chunk.host is not None and not chunk.dropped:
                 assert chunk in drained or chunk.host.data_ptr() == addresses[chunk], "it moved and nobody was told"
-        assert all(c.host is not None or c.dropped for c in drained - {*came, *left}), "nothing happened to it"
-        assert manager.traffic.h2d_bytes == sum(c.nbytes for c in came)
-        moved = sum(c.moved_bytes - before[c][2] for c in self.value)
-        assert manager.traffic.d2h_bytes == moved - manager.traffic.h2d_bytes
+        assert all(c.host is not None or c.dropped for c in drained - {*gradient_ready, *left}), (
+            "nothing happened to it"
+        )
+        assert manager.counters.h2d_bytes == sum(c.nbytes for c in gradient_ready)
+        moved = sum(c.transferred_bytes - before[c][2] for c in self.value)
+        assert manager.counters.d2h_bytes == moved - manager.counters.h2d_bytes
         if nbytes is not None:
-            assert manager.traffic.evictions == len(left)
-            wanted = manager.compute.used + nbytes - sum(c.nbytes for c in came)
+            assert manager.counters.evictions == len(left)
+            wanted = manager.device_tier.used + nbytes - sum(c.nbytes for c in gradient_ready)
             others = [c for c in self.value if c not in protect]
             if error is None:
-                assert wanted <= manager.compute.chunkable_bytes
+                assert wanted <= manager.device_tier.chunkable_bytes
                 self.check_each_was_needed(left, others, wanted)
             else:
-                assert named_figure(error, "device") == wanted - manager.compute.chunkable_bytes > 0
+                assert named_figure(error, "device") == wanted - manager.device_tier.chunkable_bytes > 0
                 assert not any(self.could_leave(c) for c in others), "refused without need"
                 if "the host is full" in str(error):
                     assert any(c.device_bytes and not c.pins for c in others)
         elif error is not None:
             assert named_figure(error, "host") == protect[0].nbytes - self.host_room() > 0
-        manager.transit.traffic = traffic
+        manager.io_dispatch.counters = counters
         return error is None
 
     def check_each_was_needed(self, left: list[Watched], others: list[Watched], wanted: int) -> None:
         """`param16` leaves down to the comfort limit, others only where the budget itself asks for it."""
         manager = self.manager
-        compute = manager.compute
-        comfort = 0 if manager.evict_everything else compute.comfort_bytes - compute.non_model_bytes
+        compute = manager.device_tier
+        comfort = 0 if manager.evict_everything else compute.soft_limit_bytes - compute.non_model_bytes
         limits = {PARAM16: min(comfort, compute.chunkable_bytes), PARAM32: compute.chunkable_bytes}
         if wanted > limits[PARAM16]:
             assert not any(self.could_leave(c) for c in others if c.kind == PARAM16), "a chunk was kept in comfort"
@@ -185,7 +189,7 @@ class Operations(RuleBasedStateMachine):
     def host_room(self) -> int:
         """Bytes that the host has for more, once it has dropped copies of what the device has too."""
         needed = sum(c.host_bytes for c in self.value if not c.device_valid)
-        return self.manager.host.budget_bytes - self.manager.host.other_bytes - needed
+        return self.manager.host_tier.budget_bytes - self.manager.host_tier.other_bytes - needed
 
     def could_leave(self, chunk: Watched) -> bool:
         """Whether nothing keeps a chunk on the device."""
@@ -220,11 +224,11 @@ class Operations(RuleBasedStateMachine):
     @rule(data=st.data())
     def bring(self, data) -> None:
         chunks = self.some(data)
-        came = [c for c in chunks if not c.device_valid]
-        if self.operate(lambda: self.manager.bring(chunks), chunks, sum(c.nbytes for c in came)):
+        gradient_ready = [c for c in chunks if not c.device_valid]
+        if self.operate(lambda: self.manager.fetch(chunks), chunks, sum(c.nbytes for c in gradient_ready)):
             assert all(c.device_valid for c in chunks)
-            assert all(c.host_valid is (c.host is not None) for c in came)
-            assert self.manager.moves.keep_duplicates or not any(c.host_valid for c in came)
+            assert all(c.host_valid is (c.host is not None) for c in gradient_ready)
+            assert self.manager.transfers.keep_duplicates or not any(c.host_valid for c in gradient_ready)
 
     @rule(data=st.data(), nbytes=st.integers(0, 4000) | st.integers(0, 15).map(lambda n: UNIT * n))
     def make_room(self, data, nbytes: int) -> None:
@@ -236,7 +240,7 @@ class Operations(RuleBasedStateMachine):
     def settle(self, data, tier: Tier) -> None:
         chunk, on_device = self.pick(data, pinned=False), tier is Tier.DEVICE
         needs = chunk.nbytes if on_device and not chunk.device_valid else None
-        if self.operate(lambda: self.manager.settle(chunk, tier), [chunk], needs):
+        if self.operate(lambda: self.manager.move_to_tier(chunk, tier), [chunk], needs):
             assert (chunk.device_valid, chunk.host_valid) == (on_device, not on_device)
             assert (chunk.device_bytes, chunk.host_bytes) == ((chunk.nbytes, 0) if on_device else (0, chunk.nbytes))
 
@@ -256,30 +260,30 @@ class Operations(RuleBasedStateMachine):
     def reserve(self, nbytes: int) -> None:
         room = self.host_room()
         try:
-            place = self.manager.host.borrow(nbytes)
+            place = self.manager.host_tier.allocate_block(nbytes)
         except BudgetError as error:
             assert 0 <= named_figure(error, "host") - (nbytes - room) < ALIGN_BYTES
             return
-        self.places.append(place)
-        view = self.manager.host.view(place, torch.uint8)
+        self.locations.append(place)
+        view = self.manager.host_tier.view(place, torch.uint8)
         assert view.numel() >= nbytes
-        view.fill_(len(self.places))
+        view.fill_(len(self.locations))
 
-    @precondition(lambda self: self.places)
+    @precondition(lambda self: self.locations)
     @rule(data=st.data())
-    def give_back(self, data) -> None:
-        place = self.places.pop(data.draw(st.integers(0, len(self.places) - 1)))
-        self.manager.host.view(place, torch.uint8).fill_(255)
-        before = self.manager.host.other_bytes
-        self.manager.host.give_back(place)
-        assert self.manager.host.other_bytes == before - place.nbytes
+    def release_block(self, data) -> None:
+        place = self.locations.pop(data.draw(st.integers(0, len(self.locations) - 1)))
+        self.manager.host_tier.view(place, torch.uint8).fill_(255)
+        before = self.manager.host_tier.other_bytes
+        self.manager.host_tier.release_block(place)
+        assert self.manager.host_tier.other_bytes == before - place.nbytes
 
     @rule(non_model=st.integers(0, 5), comfort=st.integers(0, 120), everything=st.booleans(), keep=st.booleans())
     def conditions(self, non_model: int, comfort: int, everything: bool, keep: bool) -> None:
-        self.manager.compute.non_model_bytes = min(UNIT * non_model, self.manager.compute.budget_bytes)
-        self.manager.compute.comfort_bytes = self.manager.compute.budget_bytes * comfort // 100
+        self.manager.device_tier.non_model_bytes = min(UNIT * non_model, self.manager.device_tier.budget_bytes)
+        self.manager.device_tier.soft_limit_bytes = self.manager.device_tier.budget_bytes * comfort // 100
         self.manager.evict_everything = everything
-        self.manager.moves.keep_duplicates = keep
+        self.manager.transfers.keep_duplicates = keep
 
     @invariant()
     def nothing_is_lost_or_mixed_up_and_accounts_are_the_real_bytes(self) -> None:
@@ -290,23 +294,23 @@ class Operations(RuleBasedStateMachine):
             assert chunk.device_bytes == (chunk.nbytes if chunk.device_valid else 0)
             assert not chunk.device_valid or (chunk.on_device(chunk.whole) == value).all()
             assert not chunk.host_valid or (chunk.on_host(chunk.whole) == value).all()
-        host = manager.host
-        assert (manager.compute.used, host.used) == real_bytes(manager)
-        assert host.other_bytes == sum(place.nbytes for place in self.places)
-        assert manager.compute.used <= manager.compute.peak <= manager.compute.budget_bytes
+        host = manager.host_tier
+        assert (manager.device_tier.used, host.used) == real_bytes(manager)
+        assert host.other_bytes == sum(place.nbytes for place in self.locations)
+        assert manager.device_tier.used <= manager.device_tier.peak <= manager.device_tier.budget_bytes
         assert host.used <= host.peak and host.other_bytes <= host.other_peak
         assert host.used + host.other_bytes <= host.budget_bytes
-        if manager.compute.bank is not None:
-            assert manager.compute.bank.mapped_bytes + host.touched_bytes == manager.resident_bytes
+        if manager.device_tier.page_pool is not None:
+            assert manager.device_tier.page_pool.mapped_bytes + host.touched_bytes == manager.resident_bytes
 
 
 TestOperations = Operations.TestCase
 TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=200, stateful_step_count=30)
 
 
-def manager_of(count: int, device_bytes: int, host_bytes: int, tier: Tier) -> tuple[Manager, list[Chunk]]:
+def manager_of(count: int, device_bytes: int, host_bytes: int, tier: Tier) -> tuple[ChunkManager, list[Chunk]]:
     """A manager with `param16` chunks of UNIT bytes each."""
-    manager = Manager(CPU, device_bytes, host_bytes, poison=True)
+    manager = ChunkManager(CPU, device_bytes, host_bytes, poison=True)
     return manager, [manager.new_chunk(PARAM16, i, ALIGN_NUMEL, "bfloat16", tier) for i in range(count)]
 
 
@@ -315,14 +319,14 @@ def manager_of(count: int, device_bytes: int, host_bytes: int, tier: Tier) -> tu
 def test_what_a_refusal_asks_for_is_enough_and_one_byte_less_is_not(what, more_bytes):
     tier = "device" if what == "device" else "host"
     manager, chunks = manager_of(4, 4000, 4000, Tier.HOST if what == "device" else Tier.DEVICE)
-    owner = manager.compute if what == "device" else manager.host
-    manager.compute.non_model_bytes = 160
-    manager.host.borrow(384)
+    owner = manager.device_tier if what == "device" else manager.host_tier
+    manager.device_tier.non_model_bytes = 160
+    manager.host_tier.allocate_block(384)
     owner.budget_bytes = 600
     refused = {
-        "device": lambda: manager.bring(chunks[:3]),
-        "host": lambda: manager.settle(chunks[0], Tier.HOST),
-        "activations": lambda: manager.host.borrow(256),
+        "device": lambda: manager.fetch(chunks[:3]),
+        "host": lambda: manager.move_to_tier(chunks[0], Tier.HOST),
+        "activations": lambda: manager.host_tier.allocate_block(256),
     }[what]
     with pytest.raises(BudgetError) as caught:
         refused()
@@ -334,34 +338,34 @@ def test_what_a_refusal_asks_for_is_enough_and_one_byte_less_is_not(what, more_b
 
 def test_host_memory_that_is_not_whole_units_is_refused_in_time():
     """Places begin at multiples of ALIGN_BYTES: what they take of the budget must not be less than of the slab."""
-    manager = Manager(CPU, 1000, 10 * ALIGN_BYTES, poison=True)
-    places = []
+    manager = ChunkManager(CPU, 1000, 10 * ALIGN_BYTES, poison=True)
+    locations = []
     with pytest.raises(BudgetError):
         while True:
-            places.append(manager.host.borrow(ALIGN_BYTES + 1))
-    assert len(places) >= 5
-    for place in places:
-        manager.host.give_back(place)
-    assert manager.host.other_bytes == 0
+            locations.append(manager.host_tier.allocate_block(ALIGN_BYTES + 1))
+    assert len(locations) >= 5
+    for place in locations:
+        manager.host_tier.release_block(place)
+    assert manager.host_tier.other_bytes == 0
 
 
 def test_the_policy_is_asked_at_the_moment_that_is_now():
     manager, chunks = manager_of(4, 3 * UNIT, 10 * UNIT, Tier.HOST)
     manager.policy = NextUse(Trace([Moment((index,)) for index in (0, 1, 2, 1, 3, 0, 2, 1)]))
-    manager.bring(chunks[:3])
+    manager.fetch(chunks[:3])
     manager.now = 4
-    manager.bring(chunks[3:])
+    manager.fetch(chunks[3:])
     assert [chunk.device_valid for chunk in chunks] == [True, False, True, True]
 
 
 def test_a_chunk_that_was_not_written_is_not_written_back():
     manager, (first, second) = manager_of(2, UNIT, 3 * UNIT, Tier.HOST)
     for chunk in (first, second, first):
-        manager.bring([chunk])
-    assert (manager.traffic.h2d_bytes, manager.traffic.d2h_bytes, manager.traffic.evictions) == (3 * UNIT, 0, 2)
-    before = manager.traffic.copy()
+        manager.fetch([chunk])
+    assert (manager.counters.h2d_bytes, manager.counters.d2h_bytes, manager.counters.evictions) == (3 * UNIT, 0, 2)
+    before = manager.counters.copy()
     manager.mark_written(first, on_device=True)
-    manager.bring([second])
-    since = manager.traffic.since(before)
+    manager.fetch([second])
+    since = manager.counters.since(before)
     assert (since.h2d_bytes, since.d2h_bytes, since.evictions) == (UNIT, UNIT, 1)
-    assert manager.traffic.stall_s >= since.stall_s > 0
+    assert manager.counters.stall_s >= since.stall_s > 0

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, Layout, ParamSpec, Place, align, build_layout
-from patrickstar._layout.schema import scheme_for
+from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, Layout, ParamLocation, ParamSpec, align, build_layout
+from patrickstar._layout.schema import schema_for
 from patrickstar.errors import ModelError
 
 quick = settings(derandomize=True, deadline=None, max_examples=200)
 
-TRAINED16 = scheme_for("bfloat16", trained=True)
-FROZEN16 = scheme_for("float16", trained=False)
-TRAINED32 = scheme_for("float32", trained=True)
+TRAINED16 = schema_for("bfloat16", trained=True)
+FROZEN16 = schema_for("float16", trained=False)
+TRAINED32 = schema_for("float32", trained=True)
 SCHEMES = [TRAINED16, FROZEN16, TRAINED32]
 
 chunk_numels = st.integers(1, 1200)
@@ -23,7 +23,7 @@ chunk_numels = st.integers(1, 1200)
 def parameters(schemes=SCHEMES, alone=None):
     one = st.tuples(st.integers(0, 1600), st.sampled_from(schemes), st.booleans() if alone is None else st.just(alone))
     return st.lists(one, max_size=25).map(
-        lambda drawn: [ParamSpec(f"p{i}", numel, scheme, alone) for i, (numel, scheme, alone) in enumerate(drawn)]
+        lambda drawn: [ParamSpec(f"p{i}", numel, schema, alone) for i, (numel, schema, alone) in enumerate(drawn)]
     )
 
 
@@ -34,17 +34,17 @@ def check_sound(layout: Layout, params: list[ParamSpec]) -> None:
     assert {name for chunk in layout.chunks for name in chunk.params} == {param.name for param in params}
     assert sum(len(chunk.params) for chunk in layout.chunks) == len(params)
     for param in params:
-        place = layout.places[param.name]
+        place = layout.locations[param.name]
         chunk = chunks[place.chunk]
         assert param.name in chunk.params
-        assert chunk.scheme == param.scheme
+        assert chunk.schema == param.schema
         assert place.numel == param.numel
         assert place.offset % ALIGN_NUMEL == 0
         assert place.offset >= 0 and place.offset + place.numel <= chunk.numel
     for chunk in layout.chunks:
         assert chunk.numel % ALIGN_NUMEL == 0
         ends = 0
-        for place in (layout.places[name] for name in chunk.params):
+        for place in (layout.locations[name] for name in chunk.params):
             assert place.offset >= ends, "two parameters overlap, or a chunk's are not in order"
             ends = place.offset + place.numel
 
@@ -66,9 +66,9 @@ def test_parts_of_several_processes_begin_aligned_too(params, chunk_numel, nproc
     for rank in range(nproc):
         layout = build_layout(params, chunk_numel, nproc, rank, grouped=grouped)
         for chunk in layout.chunks:
-            assert all(cut % ALIGN_NUMEL == 0 for cut in chunk.cuts)
-        for name, place in layout.places.items():
-            own, first = layout.own_place(name)
+            assert all(cut % ALIGN_NUMEL == 0 for cut in chunk.shard_bounds)
+        for name, place in layout.locations.items():
+            own, first = layout.local_location(name)
             assert place.offset % ALIGN_NUMEL == own.offset % ALIGN_NUMEL == 0
             assert first % ALIGN_NUMEL == 0, "a process's part of a parameter begins in the middle of a unit"
 
@@ -78,11 +78,11 @@ def test_parts_of_several_processes_begin_aligned_too(params, chunk_numel, nproc
 def test_creation_order_inside_a_scheme(params, chunk_numel):
     layout = build_layout(params, chunk_numel)
     private = {chunk.index for chunk in layout.chunks if chunk.private}
-    for scheme in SCHEMES:
-        places = [layout.places[param.name] for param in params if param.scheme == scheme]
-        shared = [(place.chunk, place.offset) for place in places if place.chunk not in private]
+    for schema in SCHEMES:
+        locations = [layout.locations[param.name] for param in params if param.schema == schema]
+        shared = [(place.chunk, place.offset) for place in locations if place.chunk not in private]
         assert shared == sorted(shared)
-    opened = [layout.places[chunk.params[0]] for chunk in layout.chunks]
+    opened = [layout.locations[chunk.params[0]] for chunk in layout.chunks]
     assert [place.chunk for place in opened] == list(range(len(layout.chunks)))
 
 
@@ -105,23 +105,23 @@ def test_private_chunks_are_for_the_oversize_and_for_those_that_ask(params, chun
 @given(parameters(), chunk_numels)
 def test_shared_chunks_are_full_but_the_last_which_is_trimmed(params, chunk_numel):
     layout = build_layout(params, chunk_numel)
-    for scheme in SCHEMES:
-        shared = [chunk for chunk in layout.chunks if chunk.scheme == scheme and not chunk.private]
+    for schema in SCHEMES:
+        shared = [chunk for chunk in layout.chunks if chunk.schema == schema and not chunk.private]
         for chunk in shared:
-            assert chunk.used == sum(align(layout.places[name].numel) for name in chunk.params)
+            assert chunk.used == sum(align(layout.locations[name].numel) for name in chunk.params)
         for chunk, following in pairwise(shared):
-            newcomer = layout.places[following.params[0]].numel
+            newcomer = layout.locations[following.params[0]].numel
             assert chunk.numel == layout.chunk_numel
             assert chunk.used + align(newcomer) > layout.chunk_numel, "a chunk was opened without need"
         if shared:
             assert shared[-1].numel == shared[-1].used
 
 
-@pytest.mark.parametrize(("scheme", "nbytes", "compute"), [(TRAINED16, 14, 2), (FROZEN16, 2, 2), (TRAINED32, 16, 4)])
+@pytest.mark.parametrize(("schema", "nbytes", "compute"), [(TRAINED16, 14, 2), (FROZEN16, 2, 2), (TRAINED32, 16, 4)])
 @quick
 @given(st.data(), chunk_numels)
-def test_bytes_are_a_closed_formula(scheme, nbytes, compute, data, chunk_numel):
-    params = data.draw(parameters([scheme]))
+def test_bytes_are_a_closed_formula(schema, nbytes, compute, data, chunk_numel):
+    params = data.draw(parameters([schema]))
     layout = build_layout(params, chunk_numel)
     numel = sum(param.numel for param in params)
     on_chunks = sum(chunk.numel for chunk in layout.chunks)
@@ -136,25 +136,25 @@ def test_bytes_are_a_closed_formula(scheme, nbytes, compute, data, chunk_numel):
 @given(parameters(alone=False), chunk_numels)
 def test_bytes_of_mixed_schemes_add_up(params, chunk_numel):
     layout = build_layout(params, chunk_numel)
-    payload = sum(param.numel * param.scheme.bytes_per_param for param in params)
+    payload = sum(param.numel * param.schema.bytes_per_param for param in params)
     assert layout.model_data_bytes - layout.padding_bytes == payload
     assert layout.padding_bytes >= 0
     for chunk in layout.chunks:
         assert chunk.total_bytes == chunk.compute_bytes + chunk.optimizer_bytes
-        assert chunk.total_bytes == sum(chunk.nbytes(spec.itemsize) for spec in chunk.scheme.lists)
+        assert chunk.total_bytes == sum(chunk.nbytes(spec.itemsize) for spec in chunk.schema.lists)
 
 
 def test_a_small_case_by_hand():
     params = [ParamSpec("a", 160, TRAINED16), ParamSpec("b", 40, FROZEN16), ParamSpec("c", 256, TRAINED16)]
     params += [ParamSpec("d", 800, TRAINED16), ParamSpec("e", 128, TRAINED16, alone=True), ParamSpec("f", 4, TRAINED16)]
     layout = build_layout(params, 512)
-    assert layout.places == {
-        "a": Place(0, 0, 160),
-        "b": Place(1, 0, 40),
-        "c": Place(0, 256, 256),
-        "d": Place(2, 0, 800),
-        "e": Place(3, 0, 128),
-        "f": Place(4, 0, 4),
+    assert layout.locations == {
+        "a": ParamLocation(0, 0, 160),
+        "b": ParamLocation(1, 0, 40),
+        "c": ParamLocation(0, 256, 256),
+        "d": ParamLocation(2, 0, 800),
+        "e": ParamLocation(3, 0, 128),
+        "f": ParamLocation(4, 0, 4),
     }
     assert [chunk.numel for chunk in layout.chunks] == [512, 128, 896, 128, 128]
     assert [chunk.private for chunk in layout.chunks] == [False, False, True, True, False]
@@ -181,14 +181,14 @@ def test_extended_moves_some_and_leaves_the_others_where_they_are(params, chunk_
     check_sound(grown, stayed + moved)
     last = max(chunk.index for chunk in layout.chunks)
     old = {chunk.index: chunk for chunk in layout.chunks}
-    assert all(grown.places[param.name].chunk > last for param in moved)
-    assert all(grown.places[param.name] == layout.places[param.name] for param in stayed)
+    assert all(grown.locations[param.name].chunk > last for param in moved)
+    assert all(grown.locations[param.name] == layout.locations[param.name] for param in stayed)
     assert [chunk.index for chunk in grown.chunks] == sorted(chunk.index for chunk in grown.chunks)
     for chunk in grown.chunks:
         assert chunk.params, "an empty chunk was kept"
         if chunk.index in old:
-            assert (chunk.numel, chunk.scheme) == (old[chunk.index].numel, old[chunk.index].scheme)
-    payload = sum(param.numel * param.scheme.bytes_per_param for param in stayed + moved)
+            assert (chunk.numel, chunk.schema) == (old[chunk.index].numel, old[chunk.index].schema)
+    payload = sum(param.numel * param.schema.bytes_per_param for param in stayed + moved)
     assert grown.model_data_bytes == payload + grown.padding_bytes
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar._memory.swap_file import PAGE_BYTES
-from patrickstar._memory.worker_pool import Movers
+from patrickstar._memory.worker_pool import WorkerPool
 from patrickstar.errors import MoveError
 
 SOON_S = 20.0
@@ -59,21 +59,21 @@ class Gate:
 
 @pytest.fixture
 def movers():
-    made = Movers(1, "test")
+    made = WorkerPool(1, "test")
     yield made
     made.close()
     assert not threads_of("test")
 
 
 def test_threads_begin_with_the_first_job_and_each_brings_one_page_aligned_stage():
-    movers = Movers(3, "stages", 8192)
+    movers = WorkerPool(3, "stages", 8192)
     assert not threads_of("stages")
-    seen, meet = [], threading.Barrier(3)
+    seen, synchronize_processes = [], threading.Barrier(3)
 
     def job(stage: torch.Tensor) -> None:
         seen.append((threading.current_thread().name, stage.data_ptr(), stage.dtype, stage.numel()))
         stage.fill_(7)
-        meet.wait(SOON_S)
+        synchronize_processes.wait(SOON_S)
 
     for _ in range(2):
         movers.submit([job] * 3, "exp_avg[0]").wait()
@@ -88,7 +88,7 @@ def test_threads_begin_with_the_first_job_and_each_brings_one_page_aligned_stage
 @settings(max_examples=20, deadline=None)
 @given(threads=st.integers(1, 4), counts=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=6))
 def test_every_job_runs_once_in_any_number_of_threads(threads, counts):
-    movers, ran = Movers(threads, "counts", 4096), []
+    movers, ran = WorkerPool(threads, "counts", 4096), []
     transfers = [
         movers.submit([lambda _, key=(n, k): ran.append(key) for k in range(count)], f"chunk {n}", urgent=urgent)
         for n, (count, urgent) in enumerate(counts)
@@ -109,7 +109,7 @@ def test_jobs_begin_in_their_order_and_urgent_ones_before_all_that_wait(movers):
     transfers = [movers.submit([gate], "gate")]
     assert gate.begun.wait(SOON_S)
     transfers += [queue("a"), queue("b"), queue("c", urgent=True), queue("d", urgent=True)]
-    transfers[-3].hasten()  # somebody has begun to wait for b
+    transfers[-3].prioritize()  # somebody has begun to wait for b
     assert movers.in_flight == 5 and not any(transfer.done for transfer in transfers)
     gate.opened.set()
     for transfer in transfers:
@@ -159,7 +159,7 @@ def test_cancelling_waits_for_what_has_begun_and_drops_the_rest(movers):
 
 
 def test_closing_drops_what_waits_and_leaves_no_thread():
-    movers, gate = Movers(2, "closing"), Gate()
+    movers, gate = WorkerPool(2, "closing"), Gate()
     begun = movers.submit([gate, gate], "begun")
     waiting = movers.submit([nothing] * 3, "exp_avg[2]")
     assert soon(lambda: len(begun._running) == 2)
@@ -172,7 +172,7 @@ def test_closing_drops_what_waits_and_leaves_no_thread():
         waiting.wait()
     with pytest.raises(MoveError, match=r"exp_avg\[3\]: the movers were closed; initialise a new engine"):
         movers.submit([nothing], "exp_avg[3]")
-    Movers(2, "idle").close()
+    WorkerPool(2, "idle").close()
 
 
 def test_ctrl_c_ends_the_wait_and_leaves_the_transfer_to_be_waited_for(movers):
@@ -191,7 +191,7 @@ def test_ctrl_c_ends_the_wait_and_leaves_the_transfer_to_be_waited_for(movers):
 @killing
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_thread_killed_while_idle_is_noticed_instead_of_waited_for(threads):
-    movers = Movers(threads, "killed")
+    movers = WorkerPool(threads, "killed")
     movers.submit([nothing] * threads, "first").wait()
     for victim in threads_of("killed"):
         assert KILL(victim.ident, SystemExit, None) == 1
@@ -269,7 +269,7 @@ def test_a_transfer_that_failed_goes_without_the_garbage_collector(movers):
 
 @pytest.mark.parametrize("cycle", [False, True])
 def test_movers_that_nobody_holds_end_their_threads(cycle):
-    movers, gate = Movers(2, "collected"), Gate()
+    movers, gate = WorkerPool(2, "collected"), Gate()
     movers.submit([nothing], "first").wait()
     begun, waiting = movers.submit([gate, gate], "begun"), movers.submit([nothing], "waiting")
     assert soon(lambda: len(begun._running) == 2)
@@ -287,7 +287,7 @@ def test_movers_that_nobody_holds_end_their_threads(cycle):
 
 def test_a_thread_that_cannot_start_is_an_error():
     with pytest.raises(MoveError, match=r"exp_avg\[3\]: can't start thread patrickstar-large-0 with \d+ bytes"):
-        Movers(1, "large", 1 << 60).submit([nothing], "exp_avg[3]")
+        WorkerPool(1, "large", 1 << 60).submit([nothing], "exp_avg[3]")
 
 
 def test_the_interpreter_leaves_with_jobs_in_flight():

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar._kernels.adam import AdamRule
-from patrickstar._kernels.cpp_backend import Native
-from patrickstar._kernels.eager_backend import Listed
+from patrickstar._kernels.cpp_backend import CppBackend
+from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.lion import LionRule
 from patrickstar._kernels.sgd import SGDRule
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
@@ -81,18 +81,20 @@ class Lists:
         """The same numbers in memory of their own."""
         return replace(self, chunks={name: chunk.clone() for name, chunk in self.chunks.items()})
 
-    def after(self, implementation, scales=SCALES, cuts=()):
+    def after(self, implementation, scales=SCALES, shard_bounds=()):
         """The chunks after an update by one call, cut into spans at some elements."""
         lists = self.copy()
         span = lists.span()
-        spans = [span.page(slice(*ends)) for ends in pairwise((0, *sorted(cuts), self.numel))]
+        spans = [span.page(slice(*ends)) for ends in pairwise((0, *sorted(shard_bounds), self.numel))]
         implementation.update(spans, scales)
         return lists.chunks
 
-    def check(self, implementation, scales=SCALES, cuts=()):
+    def check(self, implementation, scales=SCALES, shard_bounds=()):
         """Against the written list, in one piece; memory around is compared too."""
-        expected, found = self.after(Listed(), scales), self.after(implementation, scales, cuts)
-        assert_same_bits(expected, found, f"{self.rule} over {self.numel} elements from {self.firsts}, cut at {cuts}")
+        expected, found = self.after(EagerBackend(), scales), self.after(implementation, scales, shard_bounds)
+        assert_same_bits(
+            expected, found, f"{self.rule} over {self.numel} elements from {self.firsts}, cut at {shard_bounds}"
+        )
 
 
 # Sizes and places
@@ -105,13 +107,13 @@ SIZES = [0, 1, 2, 7, 15, 31, 33, STRIP - 1, STRIP, STRIP + 1, 3 * STRIP + 5, BLO
 def test_any_size(rule, variant):
     for number, numel in enumerate(SIZES):
         grad, earlier = DTYPES[number % 3], number % 2 == 0
-        Lists.drawn(rule, numel, grad=grad, earlier=earlier).check(Native.find(variant, 2))
+        Lists.drawn(rule, numel, grad=grad, earlier=earlier).check(CppBackend.find(variant, 2))
 
 
 @pytest.mark.parametrize("numel", [PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + STRIP + 1])
 @pytest.mark.parametrize("variant", implementations.NATIVE)
 def test_sizes_about_a_page(variant, numel):
-    Lists.drawn(ADAM, numel).check(Native.find(variant, 2))
+    Lists.drawn(ADAM, numel).check(CppBackend.find(variant, 2))
 
 
 @pytest.mark.parametrize("variant", implementations.NATIVE)
@@ -127,8 +129,8 @@ def test_sizes_about_a_page(variant, numel):
 def test_any_start(variant, rule, numel, grad, param, earlier, firsts):
     """Every list starts at an element of its own, and what lies around is not touched."""
     lists = Lists.drawn(rule, numel, grad=grad, param=param, earlier=earlier, firsts=firsts)
-    lists.check(Native.find(variant, 2))
-    chunks = lists.after(Native.find(variant, 2))
+    lists.check(CppBackend.find(variant, 2))
+    chunks = lists.after(CppBackend.find(variant, 2))
     for name, first in lists.firsts.items():
         assert (chunks[name][:first] == AROUND).all() and (chunks[name][first + numel :] == AROUND).all()
 
@@ -138,21 +140,23 @@ def test_any_start(variant, rule, numel, grad, param, earlier, firsts):
 @pytest.mark.parametrize("grad", DTYPES, ids=str)
 def test_a_parameter_apart_from_its_gradient_leaves_that_as_it_was(grad, param, variant):
     lists = Lists.drawn(ADAM, 1000, grad=grad, param=param, earlier=True, firsts=(5, 2))
-    lists.check(Native.find(variant, 1))
-    chunks = lists.after(Native.find(variant, 1))
+    lists.check(CppBackend.find(variant, 1))
+    chunks = lists.after(CppBackend.find(variant, 1))
     for name in ("grad", "earlier"):
         assert_same_bits([lists.chunks[name]], [chunks[name]], name)
     if grad == param:
         in_place = replace(lists, firsts={name: first for name, first in lists.firsts.items() if name != "param"})
         assert_same_bits(
-            [in_place.after(Native.find(variant, 1))["grad"][5:1005]], [chunks["param"][2:1002]], "in place and apart"
+            [in_place.after(CppBackend.find(variant, 1))["grad"][5:1005]],
+            [chunks["param"][2:1002]],
+            "in place and apart",
         )
 
 
 def test_only_what_the_rule_has_is_written():
     for rule in RULES:
         lists = Lists.drawn(rule, 700, param=FP16, earlier=True)
-        after = lists.after(Native.find())
+        after = lists.after(CppBackend.find())
         changed = {name for name in after if not torch.equal(after[name], lists.chunks[name])}
         assert changed == {"param", "master", *rule.kinds}
 
@@ -164,14 +168,14 @@ def test_only_what_the_rule_has_is_written():
 def five_pages():
     """Lists that several threads share, and what an update makes of them."""
     lists = Lists.drawn(ADAM, 4 * PAGE + 77)
-    return lists, lists.after(Listed())
+    return lists, lists.after(EagerBackend())
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 @pytest.mark.parametrize("variant", implementations.NATIVE)
 def test_any_number_of_threads(variant, threads):
     lists, expected = five_pages()
-    assert_same_bits(expected, lists.after(Native.find(variant, threads)), f"{threads} threads")
+    assert_same_bits(expected, lists.after(CppBackend.find(variant, threads)), f"{threads} threads")
 
 
 @pytest.mark.parametrize("variant", implementations.NATIVE)
@@ -183,15 +187,17 @@ def test_any_number_of_threads(variant, threads):
     st.integers(1, 4),
 )
 def test_a_cut_anywhere_changes_nothing(variant, rule, size_and_cuts, grad, threads):
-    numel, cuts = size_and_cuts
-    Lists.drawn(rule, numel, grad=grad, earlier=True, firsts=(1, 2, 3)).check(Native.find(variant, threads), cuts=cuts)
+    numel, shard_bounds = size_and_cuts
+    Lists.drawn(rule, numel, grad=grad, earlier=True, firsts=(1, 2, 3)).check(
+        CppBackend.find(variant, threads), shard_bounds=shard_bounds
+    )
 
 
 @pytest.mark.parametrize("variant", implementations.NATIVE)
 def test_cuts_about_a_page(variant):
     lists = Lists.drawn(LION, PAGE + 900, grad=FP16)
-    for cuts in ([1], [PAGE - 1], [PAGE], [PAGE + 1], [33, PAGE // 2 + 1, PAGE + 899]):
-        lists.check(Native.find(variant, 2), cuts=cuts)
+    for shard_bounds in ([1], [PAGE - 1], [PAGE], [PAGE + 1], [33, PAGE // 2 + 1, PAGE + 899]):
+        lists.check(CppBackend.find(variant, 2), shard_bounds=shard_bounds)
 
 
 @pytest.mark.parametrize("variant", implementations.NATIVE)
@@ -206,7 +212,7 @@ def test_spans_of_one_call_have_their_own_sizes_dtypes_and_hyper_parameters(vari
             ]
             for _ in range(2)
         ]
-        for lists, implementation in zip(both, (Listed(), Native.find(variant, 3)), strict=True):
+        for lists, implementation in zip(both, (EagerBackend(), CppBackend.find(variant, 3)), strict=True):
             implementation.update([one.span() for one in lists], scales)
         for one, other in zip(*both, strict=True):
             assert_same_bits(one.chunks, other.chunks, str(one.rule))
@@ -214,19 +220,19 @@ def test_spans_of_one_call_have_their_own_sizes_dtypes_and_hyper_parameters(vari
 
 @pytest.mark.parametrize("spans", [[], [Lists.drawn(ADAM, 0).span()]], ids=["no span", "an empty span"])
 def test_nothing_to_do(spans):
-    Native.find().update(spans, ())
-    assert Native.find().survey([span.grad for span in spans], ()).sums == (0.0,) * len(spans)
+    CppBackend.find().update(spans, ())
+    assert CppBackend.find().grad_stats([span.grad for span in spans], ()).sums == (0.0,) * len(spans)
 
 
 # Variants
 
 
 def test_an_unknown_variant_is_refused_with_those_that_run():
-    kernel, lists = Native.find("avx1024"), Lists.drawn(ADAM, 10)
+    kernel, lists = CppBackend.find("avx1024"), Lists.drawn(ADAM, 10)
     for refused in (
         lambda: kernel.update([lists.span()], ()),
         lambda: kernel.start([lists.span()], ()),
-        lambda: kernel.survey([lists.span().grad], ()),
+        lambda: kernel.grad_stats([lists.span().grad], ()),
     ):
         with pytest.raises(ValueError) as caught:
             refused()
@@ -236,12 +242,12 @@ def test_an_unknown_variant_is_refused_with_those_that_run():
 
 
 def test_the_fastest_variant_is_taken():
-    native = Native.find()
+    native = CppBackend.find()
     order = [variant for variant in implementations.VARIANTS if variant in native.variants()]
     assert native.variants() == order
     assert order[-1] == "baseline"
     assert native.name == f"C++ ({order[0]})"
-    assert Native.find("baseline").name == "C++ (baseline)"
+    assert CppBackend.find("baseline").name == "C++ (baseline)"
 
 
 # What a thread may have set
@@ -271,18 +277,18 @@ def denormal(numel, rule):
 @pytest.mark.parametrize("numel", [100, PAGE + 100], ids=["one page", "several"])
 @pytest.mark.parametrize("variant", implementations.NATIVE)
 def test_flushing_denormal_numbers_in_the_calling_thread_changes_nothing(variant, numel, flushed):
-    kernel, lists = Native.find(variant, 2), denormal(numel, replace(MOMENTUM, weight_decay=0.3))
+    kernel, lists = CppBackend.find(variant, 2), denormal(numel, replace(MOMENTUM, weight_decay=0.3))
     grads = [lists.span().grad, Gradient(torch.full((BLOCK + 5,), 1e-41))]
-    expected, survey = lists.after(Listed()), Listed().survey(grads, SCALES)
+    expected, grad_stats = lists.after(EagerBackend()), EagerBackend().grad_stats(grads, SCALES)
     found = lists.copy()
     spans = [found.span()]
     flushed()
     kernel.update(spans, SCALES)
-    found_survey = kernel.survey(grads, SCALES)
+    found_survey = kernel.grad_stats(grads, SCALES)
     torch.set_flush_denormal(False)
     assert_same_bits(expected, found.chunks, "with denormals flushed outside")
-    assert found_survey == survey
-    assert min(survey.sums) > 0
+    assert found_survey == grad_stats
+    assert min(grad_stats.sums) > 0
 
 
 @pytest.mark.parametrize(
@@ -294,11 +300,11 @@ def test_flushing_does_not_reach_what_is_denormal_among_scalars(rule, scales, fl
     """They are rounded to float32 in the calling thread."""
     lists = Lists.drawn(rule, 100, grad=FP32)
     lists.chunks["master"].zero_()
-    expected, found = lists.after(Listed(), scales), lists.copy()
+    expected, found = lists.after(EagerBackend(), scales), lists.copy()
     assert expected["master"].count_nonzero() == 100
     spans = [found.span()]
     flushed()
-    Native.find().update(spans, scales)
+    CppBackend.find().update(spans, scales)
     torch.set_flush_denormal(False)
     assert_same_bits(expected, found.chunks, "with denormals flushed outside")
 
@@ -323,10 +329,10 @@ def test_threads_started_while_denormal_numbers_are_flushed_do_not_flush_them():
 def test_the_callers_own_setting_stays(flushed):
     flushed()
     for numel in (10, PAGE + 10):
-        Native.find().update([denormal(numel, PLAIN).span()], ())
+        CppBackend.find().update([denormal(numel, PLAIN).span()], ())
         assert float(torch.tensor([1e-40]) * 1.0) == 0.0
     torch.set_flush_denormal(False)
-    Native.find().update([denormal(10, PLAIN).span()], ())
+    CppBackend.find().update([denormal(10, PLAIN).span()], ())
     assert float(torch.tensor([1e-40]) * 1.0) != 0.0
 
 
@@ -335,7 +341,7 @@ def test_the_callers_own_setting_stays(flushed):
 
 def test_an_update_may_be_finished_later():
     """Several may be on their way at once; each keeps what it works on."""
-    kernel = Native.find(None, 2)
+    kernel = CppBackend.find(None, 2)
     all_lists = [Lists.drawn(ADAM, numel, seed=numel) for numel in (10, PAGE + 5, 3 * PAGE)]
     copies = [lists.copy() for lists in all_lists]
     running = [kernel.start([lists.span()], SCALES) for lists in copies]
@@ -343,16 +349,16 @@ def test_an_update_may_be_finished_later():
         one.finish()
         one.finish()  # once more does no harm
     for lists, copy in zip(all_lists, copies, strict=True):
-        assert_same_bits(lists.after(Listed()), copy.chunks, "finished later")
+        assert_same_bits(lists.after(EagerBackend()), copy.chunks, "finished later")
 
 
 def test_an_update_that_nobody_finishes_is_waited_for():
     """Else its memory might be freed, or read, while threads still write to it."""
     lists = Lists.drawn(ADAM, 3 * PAGE)
     found = lists.copy()
-    running = Native.find(None, 1).start([found.span()], SCALES)
+    running = CppBackend.find(None, 1).start([found.span()], SCALES)
     del running
-    assert_same_bits(lists.after(Listed()), found.chunks, "dropped")
+    assert_same_bits(lists.after(EagerBackend()), found.chunks, "dropped")
 
 
 def test_other_python_threads_run_during_an_update():
@@ -367,7 +373,7 @@ def test_other_python_threads_run_during_an_update():
         lists = Lists.drawn(PLAIN, PAGE)
         spans = [lists.span()] * calls  # one after the other, on one thread
         before = ticks[0]
-        Native.find("baseline", 1).update(spans, ())
+        CppBackend.find("baseline", 1).update(spans, ())
         return ticks[0] - before
 
     counter = threading.Thread(target=count)
@@ -462,6 +468,6 @@ def test_after_a_fork_parent_and_child_can_both_update():
     st.data(),
 )
 def test_pages_in_any_number(variant, rule, numel, grad, param, firsts, threads, data):
-    cuts = data.draw(st.lists(st.integers(0, numel), max_size=4))
+    shard_bounds = data.draw(st.lists(st.integers(0, numel), max_size=4))
     lists = Lists.drawn(rule, numel, grad=grad, param=param, firsts=firsts)
-    lists.check(Native.find(variant, threads), cuts=cuts)
+    lists.check(CppBackend.find(variant, threads), shard_bounds=shard_bounds)

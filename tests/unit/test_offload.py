@@ -37,13 +37,13 @@ def test_the_bits_are_those_of_plain_pytorch(precision, stress):
 def test_bytes_go_out_come_back_and_are_given_back():
     engine = Engine(build, config(), meter=testing.NoMeter())
     loss = engine(*batches(1)[0]).float().pow(2).mean()
-    away = engine._core.manager.host.other_bytes
+    away = engine._core.manager.host_tier.other_bytes
     assert away >= 3 * ROWS * WIDTH * 2, "each linear layer saves its input"
-    assert engine._core.manager.traffic.d2h_bytes == away, "each tensor goes once, however many nodes saved it"
+    assert engine._core.manager.counters.d2h_bytes == away, "each tensor goes once, however many nodes saved it"
     engine.backward(loss)
     del loss
     gc.collect()
-    assert engine._core.manager.host.other_bytes == 0
+    assert engine._core.manager.host_tier.other_bytes == 0
     engine.optimizer.step()
     assert engine.stats.last.host_peak_non_model_bytes == away
     engine.close()
@@ -52,10 +52,10 @@ def test_bytes_go_out_come_back_and_are_given_back():
 def test_a_forward_that_is_thrown_away_gives_its_bytes_back():
     engine = Engine(build, config(), meter=testing.NoMeter())
     out = engine(*batches(1)[0])
-    assert engine._core.manager.host.other_bytes > 0
+    assert engine._core.manager.host_tier.other_bytes > 0
     del out
     gc.collect()
-    assert engine._core.manager.host.other_bytes == 0
+    assert engine._core.manager.host_tier.other_bytes == 0
     engine.close()
 
 
@@ -63,17 +63,17 @@ def gradients(*, moved: bool) -> dict[str, torch.Tensor]:
     """Of one step, with activations that changed places in the slab between forward and backward, or did not."""
     torch.manual_seed(0)
     engine = Engine(build, config(), meter=testing.NoMeter(), poison=True)
-    host = engine._core.manager.host
-    gap = engine._core.manager.host.borrow(4096)
+    host = engine._core.manager.host_tier
+    gap = engine._core.manager.host_tier.allocate_block(4096)
     loss = engine(*batches(1)[0]).float().pow(2).mean()
     if moved:
-        host.give_back(gap)
-        (slab,) = host.slabs
-        take, refusals, last = slab.take, [None], slab._places[-1]
+        host.release_block(gap)
+        (slab,) = host.arenas
+        take, refusals, last = slab.allocate, [None], slab._blocks[-1]
         start = last.start
-        slab.take = lambda nbytes: refusals.pop() if refusals else take(nbytes)
-        host.give_back(host.borrow(4096))
-        del slab.take
+        slab.allocate = lambda nbytes: refusals.pop() if refusals else take(nbytes)
+        host.release_block(host.allocate_block(4096))
+        del slab.allocate
         assert last.start == start - 4096, "nothing was compacted"
     engine.backward(loss)
     found = {name: engine.gradient(name) for name, _ in engine.module.named_parameters()}

@@ -20,7 +20,7 @@ from patrickstar_v043.simulation import (
 )
 
 from patrickstar._layout.chunk_mapping import ParamSpec, build_layout
-from patrickstar._layout.schema import scheme_for
+from patrickstar._layout.schema import schema_for
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import find_machine
 from patrickstar.errors import BudgetError, ConfigError
@@ -109,11 +109,11 @@ def test_a_step_is_the_sum_of_its_lanes(point, batch):
     step = simulated(gpt, gpus, batch)
     if step is None:
         return
-    seconds = [getattr(step.lanes, lane.name) for lane in fields(step.lanes)]
+    seconds = [getattr(step.channels, lane.name) for lane in fields(step.channels)]
     assert min(seconds) >= 0
-    assert isclose(sum(seconds), step.lanes.total_s)
+    assert isclose(sum(seconds), step.channels.total_s)
     tokens = gpus * batch * gpt.sequence
-    assert isclose(step.tflops * 1e12 * step.lanes.total_s, gpt.paper_operations(tokens))
+    assert isclose(step.tflops * 1e12 * step.channels.total_s, gpt.paper_operations(tokens))
 
 
 @quick
@@ -124,7 +124,7 @@ def test_collectives_send_six_bytes_per_parameter_less_ones_own_share(point, bat
     if step is None:
         return
     padded = gpus * step.placement.chunks * step.placement.chunk_numel
-    sent = step.lanes.collectives_s * NODE.links.gpu_gpu
+    sent = step.channels.collectives_s * NODE.links.gpu_gpu
     assert isclose(sent, 6 * (gpus - 1) / gpus * padded)
     assert padded >= gpt.layers * gpt.layer_numel
 
@@ -151,9 +151,9 @@ def test_what_is_placed_fits(point, batch):
 def test_chunks_are_counted_as_the_layout_lays_them_out(layers, size, hidden):
     gpt = Gpt(layers, hidden, 8)
     numel = size * 4 * hidden**2
-    scheme = scheme_for("float16", trained=True)
+    schema = schema_for("float16", trained=True)
     tensors = gpt.layer_tensors() * layers
-    params = [ParamSpec(str(index), count, scheme) for index, count in enumerate(tensors)]
+    params = [ParamSpec(str(index), count, schema) for index, count in enumerate(tensors)]
     assert chunk_count(gpt, numel) == build_layout(params, numel).chunk_count
 
 
@@ -194,7 +194,7 @@ def test_faster_parts_are_never_slower(point, batch, what, factor):
     before, after = simulated(gpt, gpus, batch), simulated(gpt, gpus, batch, changed(*what, factor))
     assert (before is None) == (after is None)
     if before is not None and after is not None:
-        assert after.lanes.total_s <= before.lanes.total_s * (1 + 1e-9)
+        assert after.channels.total_s <= before.channels.total_s * (1 + 1e-9)
 
 
 @quick

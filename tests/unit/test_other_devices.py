@@ -6,16 +6,16 @@ The meta device stands for one. A copy from its address would end the process.
 import pytest
 import torch
 
-from patrickstar._checkpoint.direct_writer import PageFile
+from patrickstar._checkpoint.direct_writer import DirectWriter
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.disk_tier import DiskTier
-from patrickstar._memory.swap_file import ScratchFile
+from patrickstar._memory.swap_file import SwapFile
 
 META = torch.device("meta")
 
 
 def test_a_checkpoints_file_copies_by_pytorch(tmp_path):
-    file = PageFile(tmp_path / "file", 400)
+    file = DirectWriter(tmp_path / "file", 400)
     with pytest.raises(NotImplementedError, match="meta tensor"):
         file.write(torch.empty(100, device=META))
     file.abandon()
@@ -23,7 +23,7 @@ def test_a_checkpoints_file_copies_by_pytorch(tmp_path):
 
 @pytest.mark.parametrize("call", [DiskTier.read, DiskTier.write])
 def test_the_disk_tier_moves_memory_of_the_host_and_of_cuda_alone(tmp_path, call):
-    tier = DiskTier(ScratchFile(tmp_path, 4096))
+    tier = DiskTier(SwapFile(tmp_path, 4096))
     chunk = Chunk("param16", 0, 1024, "float32", META)
     tier.place(chunk)
     with pytest.raises((RuntimeError, ValueError, AssertionError)):

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from patrickstar._memory.vm_pool import HUGE_PAGE, SYSTEM_PAGE, PageBank, Range, can_move_pages, round_up
+from patrickstar._memory.vm_pool import HUGE_PAGE, SYSTEM_PAGE, PagePool, VMRange, can_move_pages, round_up
 from patrickstar.errors import BudgetError
 
 pytestmark = pytest.mark.skipif(not can_move_pages(), reason="this system moves no pages")
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.skipif(not can_move_pages(), reason="this system moves 
 PAGEMAP, MAPS = Path("/proc/self/pagemap"), Path("/proc/self/maps")
 
 
-def tensor_over(memory: Range) -> torch.Tensor:
+def tensor_over(memory: VMRange) -> torch.Tensor:
     """All bytes of a range, as a chunk sees them."""
     return torch.empty(0, dtype=torch.uint8).set_(memory.storage())
 
 
-def resident_bytes(memory: Range) -> int:
+def resident_bytes(memory: VMRange) -> int:
     """Bytes of pages that the system really has behind a range, swapped ones included, page by page."""
     if not PAGEMAP.exists():
         pytest.skip("this system does not say which pages are resident")
@@ -51,8 +51,8 @@ def permissions(address: int, nbytes: int) -> set[str]:
     return found | ({"unmapped"} if at < end else set())
 
 
-def committed(bank: PageBank, nbytes: int, fill: int = 1) -> Range:
-    memory = Range(nbytes)
+def committed(bank: PagePool, nbytes: int, fill: int = 1) -> VMRange:
+    memory = VMRange(nbytes)
     bank.commit(memory)
     tensor_over(memory).fill_(fill)
     return memory
@@ -63,7 +63,7 @@ def committed(bank: PageBank, nbytes: int, fill: int = 1) -> Range:
 
 @pytest.mark.parametrize("nbytes", [1, SYSTEM_PAGE - 1, SYSTEM_PAGE, SYSTEM_PAGE + 1, HUGE_PAGE + 7, 3 * HUGE_PAGE])
 def test_a_range_has_all_its_bytes_at_one_address_for_life(nbytes):
-    bank, memory = PageBank(), Range(nbytes)
+    bank, memory = PagePool(), VMRange(nbytes)
     storage = memory.storage()
     address = storage.data_ptr()
     assert address == memory.address and address % HUGE_PAGE == 0
@@ -74,7 +74,7 @@ def test_a_range_has_all_its_bytes_at_one_address_for_life(nbytes):
         assert permissions(address, memory.nbytes) == {"rw"}
         tensor = tensor_over(memory).fill_(fill)
         assert (tensor == fill).all()
-        bank.park(memory)
+        bank.decommit(memory)
         assert permissions(address, memory.nbytes) == {"--"}
         if fill == 2:
             bank.trim(0)
@@ -85,7 +85,7 @@ def test_a_range_has_all_its_bytes_at_one_address_for_life(nbytes):
 
 
 def test_bytes_beside_a_range_belong_to_no_other():
-    bank = PageBank()
+    bank = PagePool()
     ranges = [committed(bank, 5 * SYSTEM_PAGE + 1, fill) for fill in range(8)]
     spans = sorted((memory.address, memory.address + memory.nbytes) for memory in ranges)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
@@ -94,9 +94,9 @@ def test_bytes_beside_a_range_belong_to_no_other():
 
 def test_who_comes_back_before_others_took_its_pages_has_them_still():
     """Nobody may rely on the content, but nothing is zeroed or mapped anew for it."""
-    bank = PageBank()
+    bank = PagePool()
     memory = committed(bank, 10 * SYSTEM_PAGE, 7)
-    bank.park(memory)
+    bank.decommit(memory)
     bank.commit(memory)
     assert (tensor_over(memory) == 7).all()
     assert (bank.mapped_bytes, bank.parked_bytes) == (10 * SYSTEM_PAGE, 0)
@@ -106,9 +106,9 @@ def test_who_comes_back_before_others_took_its_pages_has_them_still():
 
 
 def test_parked_pages_are_taken_by_others_and_none_are_mapped_for_it():
-    bank = PageBank()
-    first, second = committed(bank, 8 * SYSTEM_PAGE, 1), Range(8 * SYSTEM_PAGE)
-    bank.park(first)
+    bank = PagePool()
+    first, second = committed(bank, 8 * SYSTEM_PAGE, 1), VMRange(8 * SYSTEM_PAGE)
+    bank.decommit(first)
     assert resident_bytes(first) == 8 * SYSTEM_PAGE, "parked pages stay"
     bank.commit(second)
     assert (bank.mapped_bytes, bank.parked_bytes) == (8 * SYSTEM_PAGE, 0)
@@ -118,9 +118,9 @@ def test_parked_pages_are_taken_by_others_and_none_are_mapped_for_it():
 
 
 def test_as_many_pages_move_as_are_wanted_and_the_rest_stay():
-    bank = PageBank()
-    large, small = committed(bank, 8 * SYSTEM_PAGE), Range(3 * SYSTEM_PAGE)
-    bank.park(large)
+    bank = PagePool()
+    large, small = committed(bank, 8 * SYSTEM_PAGE), VMRange(3 * SYSTEM_PAGE)
+    bank.decommit(large)
     bank.commit(small)
     tensor_over(small).fill_(2)
     assert (bank.mapped_bytes, bank.parked_bytes) == (8 * SYSTEM_PAGE, 5 * SYSTEM_PAGE)
@@ -132,12 +132,12 @@ def test_as_many_pages_move_as_are_wanted_and_the_rest_stay():
 
 
 def test_pages_of_several_ranges_make_up_a_larger_one():
-    bank = PageBank()
+    bank = PagePool()
     for nbytes in (2 * SYSTEM_PAGE, 5 * SYSTEM_PAGE, 3 * SYSTEM_PAGE):
-        bank.park(committed(bank, nbytes))
+        bank.decommit(committed(bank, nbytes))
     large = committed(bank, 12 * SYSTEM_PAGE, 9)
     assert (bank.mapped_bytes, bank.parked_bytes) == (12 * SYSTEM_PAGE, 0), "10 parked and 2 new"
-    bank.park(large)
+    bank.decommit(large)
     parts = [
         committed(bank, nbytes, fill) for fill, nbytes in enumerate((5 * SYSTEM_PAGE, SYSTEM_PAGE, 6 * SYSTEM_PAGE))
     ]
@@ -146,28 +146,28 @@ def test_pages_of_several_ranges_make_up_a_larger_one():
 
 
 def test_pages_come_from_who_has_as_many_before_larger_ones_are_cut():
-    bank = PageBank()
+    bank = PagePool()
     large, equal = committed(bank, 9 * SYSTEM_PAGE, 1), committed(bank, 4 * SYSTEM_PAGE, 2)
-    bank.park(large)
-    bank.park(equal)
-    bank.commit(Range(4 * SYSTEM_PAGE))
+    bank.decommit(large)
+    bank.decommit(equal)
+    bank.commit(VMRange(4 * SYSTEM_PAGE))
     assert (resident_bytes(large), resident_bytes(equal)) == (9 * SYSTEM_PAGE, 0)
 
 
 def test_huge_pages_are_cut_and_put_together_without_a_byte_going_astray():
-    bank = PageBank()
+    bank = PagePool()
     sizes = [4 * HUGE_PAGE, HUGE_PAGE + 3 * SYSTEM_PAGE, HUGE_PAGE - SYSTEM_PAGE, 5 * HUGE_PAGE + 1, SYSTEM_PAGE]
-    ranges = [Range(nbytes) for nbytes in sizes]
+    ranges = [VMRange(nbytes) for nbytes in sizes]
     for turn in range(3):
         for fill, memory in enumerate(ranges):
             bank.commit(memory)
             tensor_over(memory).fill_(10 * turn + fill)
             if fill % 2 == turn % 2:
-                bank.park(memory)
+                bank.decommit(memory)
         for fill, memory in enumerate(ranges):
             if fill % 2 != turn % 2:
                 assert (tensor_over(memory) == 10 * turn + fill).all()
-                bank.park(memory)
+                bank.decommit(memory)
     assert bank.mapped_bytes == bank.parked_bytes <= sum(round_up(nbytes) for nbytes in sizes)
     bank.trim(0)
     assert not any(resident_bytes(memory) for memory in ranges)
@@ -181,10 +181,10 @@ def test_huge_pages_are_cut_and_put_together_without_a_byte_going_astray():
     [(1000, 0, 6), (6, 0, 6), (6, -1, 5), (3, 0, 3), (1, -1, 0), (0, 0, 0), (-5, 0, 0)],
 )
 def test_trimmed_pages_are_not_resident_and_as_many_are_kept_as_may_be(keep_pages, more_bytes, kept_pages):
-    bank = PageBank()
+    bank = PagePool()
     used, *parked = (committed(bank, nbytes * SYSTEM_PAGE) for nbytes in (2, 4, 2))
     for memory in parked:
-        bank.park(memory)
+        bank.decommit(memory)
     bank.trim(keep_pages * SYSTEM_PAGE + more_bytes)
     assert (bank.mapped_bytes, bank.parked_bytes) == ((2 + kept_pages) * SYSTEM_PAGE, kept_pages * SYSTEM_PAGE)
     assert sum(resident_bytes(memory) for memory in parked) == kept_pages * SYSTEM_PAGE
@@ -198,9 +198,9 @@ def test_trimmed_pages_are_not_resident_and_as_many_are_kept_as_may_be(keep_page
 
 
 def test_what_was_trimmed_comes_back_as_zeros():
-    bank = PageBank()
+    bank = PagePool()
     memory = committed(bank, 4 * SYSTEM_PAGE, 5)
-    bank.park(memory)
+    bank.decommit(memory)
     bank.trim(0)
     bank.commit(memory)
     assert (tensor_over(memory) == 0).all()
@@ -208,13 +208,13 @@ def test_what_was_trimmed_comes_back_as_zeros():
 
 @pytest.mark.parametrize("state", ["in use", "parked", "partly taken", "trimmed", "never there"])
 def test_a_forgotten_range_takes_no_memory_and_leaves_others_theirs(state):
-    bank = PageBank()
-    memory, other = Range(6 * SYSTEM_PAGE), committed(bank, SYSTEM_PAGE, 4)
+    bank = PagePool()
+    memory, other = VMRange(6 * SYSTEM_PAGE), committed(bank, SYSTEM_PAGE, 4)
     if state != "never there":
         bank.commit(memory)
         tensor_over(memory).fill_(1)
     if state not in ("in use", "never there"):
-        bank.park(memory)
+        bank.decommit(memory)
     taker = committed(bank, 2 * SYSTEM_PAGE, 8) if state == "partly taken" else None
     if state == "trimmed":
         bank.trim(SYSTEM_PAGE)
@@ -227,7 +227,7 @@ def test_a_forgotten_range_takes_no_memory_and_leaves_others_theirs(state):
 
 
 def test_a_tensor_that_outlives_its_range_keeps_the_addresses_from_everybody_else():
-    bank = PageBank()
+    bank = PagePool()
     memory = committed(bank, 64 * SYSTEM_PAGE)
     kept = tensor_over(memory)
     address, nbytes = memory.address, memory.nbytes
@@ -249,7 +249,7 @@ def test_a_tensor_that_outlives_its_range_keeps_the_addresses_from_everybody_els
 
 
 def test_a_range_that_nobody_forgot_is_given_back_with_the_last_tensor_over_it():
-    bank = PageBank()
+    bank = PagePool()
     memory = committed(bank, 8 * SYSTEM_PAGE, 3)
     kept, address, nbytes = tensor_over(memory), memory.address, memory.nbytes
     del memory
@@ -262,7 +262,7 @@ def test_a_range_that_nobody_forgot_is_given_back_with_the_last_tensor_over_it()
 
 def test_what_the_system_can_not_give_is_an_error_in_bytes():
     with pytest.raises(BudgetError, match=r"refused to map \d+ bytes of memory: .+; give a smaller device_memory"):
-        Range(1 << 60)
+        VMRange(1 << 60)
 
 
 # Whoever reads what is not there
@@ -293,18 +293,18 @@ class Operations(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bank = PageBank()
-        self.fill: dict[Range, int] = {}  # those in use
-        self.away: set[Range] = set()
-        self.address: dict[Range, int] = {}
+        self.bank = PagePool()
+        self.fill: dict[VMRange, int] = {}  # those in use
+        self.away: set[VMRange] = set()
+        self.address: dict[VMRange, int] = {}
         self.turns = 0
 
-    def draw(self, data, ranges) -> Range:
+    def draw(self, data, ranges) -> VMRange:
         return data.draw(st.sampled_from([memory for memory in self.address if memory in ranges]))
 
     @rule(nbytes=st.integers(1, 12 * SYSTEM_PAGE))
     def new(self, nbytes: int) -> None:
-        memory = Range(nbytes)
+        memory = VMRange(nbytes)
         self.away.add(memory)
         self.address[memory] = memory.storage().data_ptr()
 
@@ -328,7 +328,7 @@ class Operations(RuleBasedStateMachine):
         del self.fill[memory]
         self.away.add(memory)
         before = self.bank.mapped_bytes
-        self.bank.park(memory)
+        self.bank.decommit(memory)
         assert self.bank.mapped_bytes == before
 
     @rule(keep_bytes=st.integers(-10, 30 * SYSTEM_PAGE))

@@ -7,8 +7,8 @@ from torch import nn
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.prefetch import OnDemand
-from patrickstar._step.staging_pool import RingSize
+from patrickstar._schedule.prefetch import DemandFetch
+from patrickstar._step.staging_pool import StagingSize
 from patrickstar.testing import NoMeter
 
 WIDTH = 64
@@ -33,13 +33,17 @@ def steps(engine: Engine, count: int, update: bool = False) -> None:
 
 def test_a_step_returns_before_its_updates_and_the_next_forward_ends_them(tmp_path):
     engine = engine_on(tmp_path)
-    pipeline = engine._core.update.pipeline
+    pipeline = engine._core.optimizer_step.disk_step
     steps(engine, 2)
     pending = pipeline.pending
     # Pages that were read on trust may be updated already.
-    assert pending and pending <= {index for index, home in engine._core.update.homes.items() if home is Tier.DISK}
+    assert pending and pending <= {
+        index for index, home in engine._core.optimizer_step.home_tiers.items() if home is Tier.DISK
+    }
     assert all(
-        slot.pending and not slot.has_gradient for index in pending for slot in engine._core.data.by_chunk[index]
+        managed.pending and not managed.has_gradient
+        for index in pending
+        for managed in engine._core.data.by_chunk[index]
     )
     engine(torch.zeros(4, WIDTH))
     assert not pipeline.pending
@@ -48,16 +52,18 @@ def test_a_step_returns_before_its_updates_and_the_next_forward_ends_them(tmp_pa
 
 def test_all_pages_come_back_and_nothing_is_read_twice(tmp_path):
     engine = engine_on(tmp_path)
-    ring = engine._core.update.pipeline.ring
+    ring = engine._core.optimizer_step.disk_step.staging_pool
     steps(engine, 3)
     engine.state_dict()
     on_disk = sum(
-        chunk.optimizer_bytes for chunk in engine.layout.chunks if engine._core.update.homes[chunk.index] is Tier.DISK
+        chunk.optimizer_bytes
+        for chunk in engine.layout.chunks
+        if engine._core.optimizer_step.home_tiers[chunk.index] is Tier.DISK
     )
-    before = engine._core.manager.traffic.copy()
+    before = engine._core.manager.counters.copy()
     steps(engine, 4)
     engine.state_dict()
-    moved = engine._core.manager.traffic.since(before)
+    moved = engine._core.manager.counters.since(before)
     param16 = moved.h2d_bytes
     assert moved.disk_write_bytes >= 4 * on_disk
     # What the last step read on trust was read in place of what the first found there.
@@ -67,10 +73,10 @@ def test_all_pages_come_back_and_nothing_is_read_twice(tmp_path):
 
 
 def test_without_looking_ahead_pages_are_read_when_they_are_waited_for(tmp_path):
-    engine = engine_on(tmp_path, policy=OnDemand)
-    pipeline = engine._core.update.pipeline
+    engine = engine_on(tmp_path, policy=DemandFetch)
+    pipeline = engine._core.optimizer_step.disk_step
     steps(engine, 1)
-    assert pipeline.pending and not pipeline.ring.live
+    assert pipeline.pending and not pipeline.staging_pool.live
     steps(engine, 1)
     engine.close()
 
@@ -80,9 +86,11 @@ def test_an_early_update_enters_the_pipeline_in_backward(tmp_path):
     steps(engine, 2)
     values = torch.randn(4, WIDTH)
     loss = engine(values).float().pow(2).mean()
-    assert not engine._core.update.pipeline.pending
+    assert not engine._core.optimizer_step.disk_step.pending
     engine.backward(loss, update=True)
-    begun = engine._core.update.pipeline.pending | {s.place.chunk for s in engine._core.data.slots if s.updated_in}
+    begun = engine._core.optimizer_step.disk_step.pending | {
+        s.location.chunk for s in engine._core.data.managed_params if s.updated_in
+    }
     assert begun
     engine.optimizer.step()
     engine.close()
@@ -90,10 +98,10 @@ def test_an_early_update_enters_the_pipeline_in_backward(tmp_path):
 
 @pytest.mark.parametrize(("room", "sets"), [(0, 2), (3 * 4096 * 5, 5), (1 << 30, 12)])
 def test_a_ring_has_as_many_sets_as_there_is_room_for_but_two_at_least(room, sets):
-    size = RingSize.suited(3, 100_000, 4096, True, room)
+    size = StagingSize.suited(3, 100_000, 4096, True, room)
     assert (size.page_bytes, size.pages, size.nbytes) == (4096, 3 * sets, 3 * sets * 4096)
 
 
 def test_where_an_update_can_not_be_cut_a_page_of_the_ring_holds_a_chunk():
-    size = RingSize.suited(4, 100_000, 4096, False, 1 << 30)
+    size = StagingSize.suited(4, 100_000, 4096, False, 1 << 30)
     assert (size.page_bytes, size.pages) == (102_400, 8)

@@ -5,32 +5,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar._layout.chunk_mapping import ChunkSpec
-from patrickstar._layout.schema import scheme_for
+from patrickstar._layout.schema import schema_for
 from patrickstar._schedule.placement import (
     HOST,
     WARM_UP_PERCENT,
     Budgets,
+    ChunkTiers,
     Tier,
-    Tiers,
     disk_bytes,
     embedding_runs_on_host,
-    homes,
+    home_tiers,
     initial_placement,
     margin_chunks,
 )
 
 quick = settings(derandomize=True, deadline=None, max_examples=300)
 
-TRAINED, FROZEN = scheme_for("bfloat16", trained=True), scheme_for("bfloat16", trained=False)
+TRAINED, FROZEN = schema_for("bfloat16", trained=True), schema_for("bfloat16", trained=False)
 
 
-def chunk(index, numel, scheme=TRAINED):
-    return ChunkSpec(index, scheme, numel, numel, (f"p{index}",), private=False)
+def chunk(index, numel, schema=TRAINED):
+    return ChunkSpec(index, schema, numel, numel, (f"p{index}",), private=False)
 
 
 chunk_lists = st.lists(
     st.tuples(st.integers(1, 200).map(lambda n: 32 * n), st.sampled_from([TRAINED, FROZEN])), min_size=1, max_size=12
-).map(lambda drawn: [chunk(index, numel, scheme) for index, (numel, scheme) in enumerate(drawn)])
+).map(lambda drawn: [chunk(index, numel, schema) for index, (numel, schema) in enumerate(drawn)])
 
 nbytes = st.integers(0, 200_000)
 shares = st.floats(0, 1.5)
@@ -86,14 +86,14 @@ def test_the_disk_is_used_only_if_there_is_no_way_else_and_takes_no_more_than_it
         blocks = [c.compute_bytes for c in chunks]  # all of it may go there
         for c in chunks:
             if placement[c.index].optimizer is Tier.DISK:
-                blocks += [c.nbytes(spec.itemsize) for spec in c.scheme.optimizer_lists]
+                blocks += [c.nbytes(spec.itemsize) for spec in c.schema.optimizer_lists]
         assert disk_bytes(chunks, placement) == sum(-(-nbytes // 4096) * 4096 for nbytes in blocks) <= disk
 
 
 @quick
 @given(chunk_lists, shares)
 def test_a_disk_for_everything_needs_of_memory_one_chunk_on_the_device(chunks, host_share):
-    everything = dict.fromkeys((c.index for c in chunks), Tiers(Tier.DEVICE, Tier.DISK))
+    everything = dict.fromkeys((c.index for c in chunks), ChunkTiers(Tier.DEVICE, Tier.DISK))
     disk, largest = disk_bytes(chunks, everything), max(c.compute_bytes for c in chunks)
     host = int(host_share * sum(c.total_bytes for c in chunks))
     assert initial_placement(chunks, Budgets(largest, host, disk)) is not None
@@ -126,18 +126,18 @@ def test_no_place_to_begin_in():
 
 def test_where_chunks_begin_by_hand():
     chunks = [chunk(0, 64), chunk(1, 64), chunk(2, 64)]
-    below = Tiers(compute=Tier.DEVICE, optimizer=Tier.HOST)
+    below = ChunkTiers(compute=Tier.DEVICE, optimizer=Tier.HOST)
     assert initial_placement(chunks, Budgets(480, 10_000)) == {0: below, 1: below, 2: below}
     assert initial_placement(chunks, Budgets(479, 10_000)) == {0: below, 1: below, 2: HOST}, (
         "80 % of 479 is less than three"
     )
-    everything = Tiers(compute=Tier.DEVICE, optimizer=Tier.DEVICE)
+    everything = ChunkTiers(compute=Tier.DEVICE, optimizer=Tier.DEVICE)
     assert initial_placement(chunks, Budgets(3 * 896, 0)) == {0: everything, 1: everything, 2: everything}
 
 
 def test_where_chunks_begin_by_hand_if_there_is_a_disk():
     chunks = [chunk(0, 64), chunk(1, 64, FROZEN), chunk(2, 64)]
-    below, on_disk = Tiers(Tier.DEVICE, Tier.HOST), Tiers(Tier.DEVICE, Tier.DISK)
+    below, on_disk = ChunkTiers(Tier.DEVICE, Tier.HOST), ChunkTiers(Tier.DEVICE, Tier.DISK)
     assert initial_placement(chunks, Budgets(128, 0, 1 << 20)) == {0: on_disk, 1: on_disk, 2: on_disk}
     room = 3 * 128 + 768  # param16 comes first; then the optimizer chunks of one
     assert initial_placement(chunks, Budgets(128, room, 1 << 20)) == {0: below, 1: on_disk, 2: on_disk}
@@ -160,10 +160,10 @@ def test_placed_chunks_fit_into_the_margin_and_no_other_would_have(chunks, chunk
     for c in chunks:
         needed = c.optimizer_bytes + (4 * c.numel if accumulates else 0)
         if c.index in placed:
-            assert c.scheme.trained
+            assert c.schema.trained
             margin -= needed
             assert margin >= 0
-        elif c.scheme.trained:
+        elif c.schema.trained:
             assert needed > margin, f"{c} would have fitted"
 
 
@@ -178,7 +178,7 @@ def test_parameters_come_first(chunks, chunkable):
 @given(chunk_lists)
 def test_with_room_for_everything_all_trained_chunks_are_placed(chunks):
     everything = sum(c.total_bytes for c in chunks)
-    trained = [c.index for c in chunks if c.scheme.trained]
+    trained = [c.index for c in chunks if c.schema.trained]
     assert margin_chunks(chunks, everything) == trained
     if trained:
         assert len(margin_chunks(chunks, everything - 1)) == len(trained) - 1
@@ -204,10 +204,10 @@ def test_optimizer_chunks_live_in_the_margin_or_on_the_host_while_it_lasts_else_
     chunks, chunkable, host, accumulates
 ):
     above = margin_chunks(chunks, chunkable, accumulates=accumulates)
-    found = homes(chunks, above, host, accumulates=accumulates)
+    found = home_tiers(chunks, above, host, accumulates=accumulates)
     assert list(found) == [c.index for c in chunks]
     for c in chunks:
-        needed = c.optimizer_bytes + (4 * c.numel if accumulates and c.scheme.trained else 0)
+        needed = c.optimizer_bytes + (4 * c.numel if accumulates and c.schema.trained else 0)
         assert (found[c.index] is Tier.DEVICE) is (c.index in above)
         if found[c.index] is Tier.HOST:
             host -= needed
@@ -219,11 +219,11 @@ def test_optimizer_chunks_live_in_the_margin_or_on_the_host_while_it_lasts_else_
 def test_homes_by_hand():
     chunks = [chunk(0, 64), chunk(1, 320), chunk(2, 64), chunk(3, 64)]
     device, host, disk = Tier.DEVICE, Tier.HOST, Tier.DISK
-    assert homes(chunks, [0], 768) == {0: device, 1: disk, 2: host, 3: disk}
-    assert homes(chunks, [], 2 * 768 - 1) == {0: host, 1: disk, 2: disk, 3: disk}
-    assert homes(chunks, [], 1024, accumulates=True) == {0: host, 1: disk, 2: disk, 3: disk}
-    assert homes(chunks, [], 1023, accumulates=True) == {0: disk, 1: disk, 2: disk, 3: disk}
-    assert homes(chunks, [0, 1, 2, 3], 0) == dict.fromkeys(range(4), device)
+    assert home_tiers(chunks, [0], 768) == {0: device, 1: disk, 2: host, 3: disk}
+    assert home_tiers(chunks, [], 2 * 768 - 1) == {0: host, 1: disk, 2: disk, 3: disk}
+    assert home_tiers(chunks, [], 1024, accumulates=True) == {0: host, 1: disk, 2: disk, 3: disk}
+    assert home_tiers(chunks, [], 1023, accumulates=True) == {0: disk, 1: disk, 2: disk, 3: disk}
+    assert home_tiers(chunks, [0, 1, 2, 3], 0) == dict.fromkeys(range(4), device)
 
 
 # Embeddings

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefetch_policies import Conservative, LifeTime, NextUse
 
-from patrickstar._schedule.prefetch import Move, NextUseAhead, OnDemand, Prefetch
+from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchMove, PrefetchPolicy
 from patrickstar._schedule.trace import NEVER, Moment, Trace
 
 quick = settings(deadline=None, max_examples=200, print_blob=True)
-POLICIES = (OnDemand, NextUseAhead, Conservative, LifeTime)
-AHEAD = (NextUseAhead, Conservative)
+POLICIES = (DemandFetch, AggressivePrefetch, Conservative, LifeTime)
+AHEAD = (AggressivePrefetch, Conservative)
 
 
 ONE, SEVERAL = st.just(1), st.integers(1, 4)
@@ -40,12 +40,14 @@ limits = st.integers(0, 12)
 class Play:
     """A device whose transfers take no time: checks every decision, counts the bytes that were used in the end."""
 
-    def __init__(self, policy: Prefetch, nbytes: dict[int, int], budget_bytes: int, limit_bytes: int = 99) -> None:
+    def __init__(
+        self, policy: PrefetchPolicy, nbytes: dict[int, int], budget_bytes: int, limit_bytes: int = 99
+    ) -> None:
         self.policy, self.trace, self.nbytes = policy, policy.trace, nbytes
         self.budget_bytes, self.limit_bytes = budget_bytes, limit_bytes
         self.present: set[int] = set()
         self.unused: set[int] = set()
-        self.log: list[tuple[int, Move]] = []
+        self.log: list[tuple[int, PrefetchMove]] = []
         self.fetched_bytes = 0
 
     def bytes_of(self, chunks) -> int:
@@ -70,10 +72,10 @@ class Play:
         self.present |= used
         self.unused -= used
         self.fetched_bytes += self.bytes_of(missing)
-        for chunk in self.policy.released(now, self.present, used):
+        for chunk in self.policy.early_evictions(now, self.present, used):
             assert chunk not in used
             self.drop(chunk)
-        moves = self.policy.ahead(now, frozenset(self.present), used, self.limit_bytes)
+        moves = self.policy.prefetches(now, frozenset(self.present), used, self.limit_bytes)
         assert self.bytes_of(move.fetch for move in moves) <= self.limit_bytes
         for move in moves:
             self.check(move, now, used)
@@ -83,10 +85,10 @@ class Play:
         self.present.remove(chunk)
         self.unused.discard(chunk)
 
-    def check(self, move: Move, now: int, used: set[int]) -> None:
+    def check(self, move: PrefetchMove, now: int, used: set[int]) -> None:
         use = self.policy.next_use(move.fetch, now)
         assert use < NEVER
-        for chunk in move.leave:
+        for chunk in move.evict:
             assert chunk not in used, "held chunks never leave"
             assert self.policy.next_use(chunk, now) > use, "do no harm"
             self.drop(chunk)
@@ -100,7 +102,7 @@ class Play:
             assert there <= self.budget_bytes - moments[moment % len(moments)].non_model_bytes
 
 
-def play(policy: type[Prefetch], case, limit_bytes: int = 99) -> Play:
+def play(policy: type[PrefetchPolicy], case, limit_bytes: int = 99) -> Play:
     trace, nbytes, budget_bytes = case
     return Play(policy(trace, nbytes, budget_bytes), nbytes, budget_bytes, limit_bytes)
 
@@ -117,8 +119,8 @@ def optimum(case, iterations: int) -> int:
         needed = frozenset(moments[at].chunks)
         room = budget_bytes - moments[at].non_model_bytes - sum(nbytes[chunk] for chunk in needed)
         others = sorted(there - needed)
-        keeps = [{chunk for i, chunk in enumerate(others) if mask >> i & 1} for mask in range(1 << len(others))]
-        rest = min(best(at + 1, needed | keep) for keep in keeps if sum(nbytes[chunk] for chunk in keep) <= room)
+        caching = [{chunk for i, chunk in enumerate(others) if mask >> i & 1} for mask in range(1 << len(others))]
+        rest = min(best(at + 1, needed | keep) for keep in caching if sum(nbytes[chunk] for chunk in keep) <= room)
         return sum(nbytes[chunk] for chunk in needed - there) + rest
 
     return best(0, frozenset())
@@ -140,7 +142,7 @@ def test_conservative_fetches_the_optimum_where_non_model_data_comes_and_goes(ca
 @given(cases(), limits)
 def test_conservative_fetches_what_is_fetched_on_demand_to_the_byte(case, limit_bytes):
     """Of any sizes: early or not, the same chunks come and the same leave."""
-    assert play(Conservative, case, limit_bytes).run(4) == play(OnDemand, case).run(4)
+    assert play(Conservative, case, limit_bytes).run(4) == play(DemandFetch, case).run(4)
 
 
 @quick
@@ -171,10 +173,10 @@ def test_answers_depend_on_the_arguments_alone(policy, case, data):
 @given(cases(), st.integers(0, 8))
 def test_on_demand_is_eviction_by_next_use(case, now):
     trace, nbytes, budget_bytes = case
-    for policy in (OnDemand, *AHEAD):
+    for policy in (DemandFetch, *AHEAD):
         order = policy(trace, nbytes, budget_bytes).order(nbytes, now)
         assert order == NextUse(trace).order(nbytes, now)
-    assert not play(OnDemand, case).log
+    assert not play(DemandFetch, case).log
 
 
 def chain(layers: int, chunks_that_fit: int):
@@ -188,13 +190,13 @@ def chain(layers: int, chunks_that_fit: int):
 def test_over_a_chain_the_same_bytes_come(drawn):
     layers, fit = drawn
     per_step = []
-    for policy in (OnDemand, *AHEAD):
+    for policy in (DemandFetch, *AHEAD):
         played = play(policy, chain(layers, fit))
         per_step.append(played.run(3) - play(policy, chain(layers, fit)).run(2))
     assert per_step == [2 * (layers - fit)] * 3
     # One iteration at a time, what could stay for the next one comes again.
     alone = play(LifeTime, chain(layers, fit))
-    assert alone.run(3) >= play(OnDemand, chain(layers, fit)).run(3)
+    assert alone.run(3) >= play(DemandFetch, chain(layers, fit)).run(3)
 
 
 @pytest.mark.parametrize("policy", AHEAD)
@@ -209,7 +211,7 @@ def test_over_a_chain_the_next_layer_is_always_there(policy):
 def test_what_is_never_used_leaves_first():
     trace = Trace([Moment((0,)), Moment((1,)), Moment((2,))])
     for policy in AHEAD:
-        assert policy(trace, {0: 1, 1: 1, 2: 1, 7: 1}, 3).ahead(0, {0, 1, 7}, {0}, 9) == [Move(2, (7,))]
+        assert policy(trace, {0: 1, 1: 1, 2: 1, 7: 1}, 3).prefetches(0, {0, 1, 7}, {0}, 9) == [PrefetchMove(2, (7,))]
 
 
 @pytest.mark.parametrize("kind", AHEAD)
@@ -217,18 +219,18 @@ def test_what_is_in_use_is_waited_for_and_what_is_stuck_is_not(kind):
     trace = Trace([Moment((0,)), Moment((1,)), Moment((2,)), Moment((1,))])
     policy = kind(trace, {0: 1, 1: 1, 2: 1}, 2)
     assert policy.ahead(0, {0, 1}, {0}, 9) == []
-    assert policy.ahead(0, {0, 1}, set(), 9) == [Move(2, (0,))]
-    assert policy.ahead(1, {0, 1}, {1}, 9) == [Move(2, (0,))]
+    assert policy.ahead(0, {0, 1}, set(), 9) == [PrefetchMove(2, (0,))]
+    assert policy.ahead(1, {0, 1}, {1}, 9) == [PrefetchMove(2, (0,))]
     roomy = kind(trace, {0: 1, 1: 1, 2: 1, 7: 1, 8: 1}, 3)
-    assert roomy.ahead(0, {0, 7, 8}, {0, 7}, 1) == [Move(1, (8,))]
+    assert roomy.ahead(0, {0, 7, 8}, {0, 7}, 1) == [PrefetchMove(1, (8,))]
 
 
 def test_nothing_is_sent_away_that_would_stay_on_demand():
     """Room grows before the use: on demand nobody would leave, so the chunk waits for the room."""
     trace = Trace([Moment((0,), 1), Moment((), 0), Moment((1,), 0), Moment((2,), 0), Moment((1, 2), 0)])
     policy = Conservative(trace, {0: 1, 1: 1, 2: 1}, 3)
-    assert policy.ahead(0, {0, 1}, {0}, 9) == []
-    assert policy.ahead(1, {0, 1}, set(), 9) == [Move(2, ())]
+    assert policy.prefetches(0, {0, 1}, {0}, 9) == []
+    assert policy.prefetches(1, {0, 1}, set(), 9) == [PrefetchMove(2, ())]
 
 
 class Counting(Trace):
@@ -258,12 +260,12 @@ def test_asking_again_costs_the_same_for_any_length(layers, fit):
     layers_trace, nbytes, budget_bytes = chain(layers, fit)
     moments = Visits(quiet for moment in layers_trace.moments for quiet in (moment, *[Moment(())] * 10))
     trace = Counting(moments)
-    played = Play(NextUseAhead(trace, nbytes, budget_bytes), nbytes, budget_bytes)
+    played = Play(AggressivePrefetch(trace, nbytes, budget_bytes), nbytes, budget_bytes)
     played.run(1)
     for now in range(len(moments)):
         played.step(now)
         before = trace.asked, moments.visits
-        assert played.policy.ahead(now, played.present, set(moments[now].chunks), 99) == []
+        assert played.policy.prefetches(now, played.present, set(moments[now].chunks), 99) == []
         # Who is there may be looked through; how long the trace is makes no difference.
         assert trace.asked - before[0] <= (2 * fit + 4 if moments[now].chunks else 4)
         assert moments.visits - before[1] <= 6

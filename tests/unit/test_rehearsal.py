@@ -6,7 +6,7 @@ from torch import nn
 
 import patrickstar as ps
 from patrickstar._dry_run.op_tracer import TensorMeter
-from patrickstar._dry_run.simulation import on_meta
+from patrickstar._dry_run.simulation import copy_to_meta
 from patrickstar._engine.dry_run import dry_run
 from patrickstar._perf_model.machine_spec import Host, Machine
 from patrickstar.errors import BudgetError, ModelError
@@ -74,14 +74,14 @@ def test_a_running_engine_tells_what_a_step_takes_and_goes_on_as_before():
     engine, optimizer = ps.initialize(lambda: Asks("integers"), CONFIG)
     x, positions = torch.randn(4, 8), torch.arange(4)
     before, random = engine.state_dict(), torch.get_rng_state()
-    forecast = engine.plan(x, positions, loss=lambda out: out.float().mean())
-    assert forecast.seconds >= forecast.bound_s > 0
+    dry_run_report = engine.plan(x, positions, loss=lambda out: out.float().mean())
+    assert dry_run_report.seconds >= dry_run_report.bound_s > 0
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
     assert torch.equal(random, torch.get_rng_state()), "losses with dropout would be others"
-    assert "where the time goes" in str(forecast) and "nothing was trained" in str(forecast)
+    assert "where the time goes" in str(dry_run_report) and "nothing was trained" in str(dry_run_report)
     engine.backward(engine(x, positions).float().mean())
     optimizer.step()
-    assert engine.stats.last.device_peak_model_bytes == forecast.stats.device_peak_model_bytes
+    assert engine.stats.last.device_peak_model_bytes == dry_run_report.stats.device_peak_model_bytes
     engine.close()
 
 
@@ -89,7 +89,7 @@ def test_a_copy_without_bytes_keeps_ties_and_what_is_frozen():
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     model["b"].weight = model["a"].weight
     model["a"].bias.requires_grad_(False)
-    copied = on_meta(model)
+    copied = copy_to_meta(model)
     assert copied["b"].weight is copied["a"].weight and copied["a"].weight.is_meta
     assert not copied["a"].bias.requires_grad and copied["b"].bias.requires_grad
     assert not model["a"].weight.is_meta

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar._schedule.coordination import Want, Word, outcome
+from patrickstar._schedule.coordination import Message, Request, outcome
 from patrickstar.errors import PeerError
 
 CHUNKS = 4
 acts = st.one_of(
-    st.tuples(st.just(Want.GATHER), st.integers(0, CHUNKS - 1)),
-    st.tuples(st.just(Want.NOTHING), st.integers(0, CHUNKS - 1)),  # gradients of a chunk are ready
-    st.tuples(st.just(Want.ROOM), st.integers(0, CHUNKS - 1)),  # and their memory is needed
+    st.tuples(st.just(Request.GATHER), st.integers(0, CHUNKS - 1)),
+    st.tuples(st.just(Request.NOTHING), st.integers(0, CHUNKS - 1)),  # gradients of a chunk are ready
+    st.tuples(st.just(Request.ROOM), st.integers(0, CHUNKS - 1)),  # and their memory is needed
 )
 programs = st.lists(st.lists(acts, max_size=12), min_size=2, max_size=5)
 
@@ -20,7 +20,7 @@ class Process:
     """What one process does until its step."""
 
     def __init__(self, program):
-        self.program = [*program, (Want.STEP, -1)]
+        self.program = [*program, (Request.STEP, -1)]
         self.at = 0
         self.ready = set()
         self.reduced = []
@@ -35,16 +35,16 @@ class Process:
         """Gradients become ready; what has nothing to wait for is passed over."""
         while not self.over:
             want, chunk = self.program[self.at]
-            if want is Want.NOTHING and chunk not in self.ready:
+            if want is Request.NOTHING and chunk not in self.ready:
                 self.ready.add(chunk)
                 return
-            if want in (Want.GATHER, Want.STEP) or (want is Want.ROOM and chunk in self.ready):
+            if want in (Request.GATHER, Request.STEP) or (want is Request.ROOM and chunk in self.ready):
                 return
             self.at += 1
 
     def word(self):
         want, chunk = self.program[self.at]
-        return Word(want, chunk if want is Want.GATHER else -1, frozenset(self.ready))
+        return Message(want, chunk if want is Request.GATHER else -1, frozenset(self.ready))
 
     def hear(self, rank, found):
         want, chunk = self.program[self.at]
@@ -53,10 +53,12 @@ class Process:
             if rank in ranks:
                 self.ready.discard(reduced)
                 self.reduced.append(reduced)
-        if want is Want.GATHER and any(chunk == c and rank in ranks for c, ranks in found.gathers):
+        if want is Request.GATHER and any(chunk == c and rank in ranks for c, ranks in found.gathers):
             self.gathered.append(chunk)
         elif (
-            want is Want.GATHER or (want is Want.ROOM and chunk in self.ready) or (want is Want.STEP and not found.met)
+            want is Request.GATHER
+            or (want is Request.ROOM and chunk in self.ready)
+            or (want is Request.STEP and not found.met)
         ):
             return
         self.at += 1
@@ -77,28 +79,28 @@ def test_everybody_comes_to_the_step(program):
             process.hear(rank, found)
     assert all(process.over for process in processes), "somebody waits forever"
     for process, acted in zip(processes, program, strict=True):
-        assert process.gathered == [chunk for want, chunk in acted if want is Want.GATHER]
+        assert process.gathered == [chunk for want, chunk in acted if want is Request.GATHER]
         assert not process.ready, "gradients were left behind"
 
 
 def test_all_that_want_the_same_get_it_at_once():
-    found = outcome([Word(Want.GATHER, 3, frozenset({5}))] * 4)
+    found = outcome([Message(Request.GATHER, 3, frozenset({5}))] * 4)
     assert found.gathers == ((3, (0, 1, 2, 3)),)
     assert found.reduces == ((5, (0, 1, 2, 3)),)
 
 
 def test_gradients_wait_for_those_that_may_still_have_some():
-    computing, done = Word(Want.GATHER, 1), Word(Want.STEP)
-    ready = Word(Want.ROOM, ready=frozenset({2}))
+    computing, done = Message(Request.GATHER, 1), Message(Request.STEP)
+    ready = Message(Request.ROOM, ready=frozenset({2}))
     assert outcome([ready, computing]).reduces == ()
     assert outcome([ready, done]).reduces == ((2, (0,)),)
 
 
 def test_those_who_wait_for_each_other_go_on():
-    found = outcome([Word(Want.ROOM, ready=frozenset({1})), Word(Want.ROOM, ready=frozenset({2}))])
+    found = outcome([Message(Request.ROOM, ready=frozenset({1})), Message(Request.ROOM, ready=frozenset({2}))])
     assert found.reduces == ((1, (0,)), (2, (1,)))
 
 
 def test_different_meetings_are_refused():
     with pytest.raises(PeerError, match="rank 0: a step; rank 1: clipping"):
-        outcome([Word(Want.STEP), Word(Want.NORM)])
+        outcome([Message(Request.STEP), Message(Request.NORM)])

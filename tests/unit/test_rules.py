@@ -23,9 +23,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from patrickstar._kernels.adam import AdamRule
-from patrickstar._kernels.cpp_backend import Native
+from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.eager_backend import Listed
+from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.lion import LionRule
 from patrickstar._kernels.sgd import SGDRule
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
@@ -121,7 +121,7 @@ def double(value):
 
 
 @dataclass(frozen=True)
-class Update:
+class OptimizerStep:
     """What an update reads, and by which rule. `param` is the dtype it writes; the gradient's is in the gradient."""
 
     rule: Rule
@@ -240,7 +240,7 @@ def hard(rule: Rule, dtype: torch.dtype):
     """Updates by a rule of gradients of a dtype, and what they lead to."""
     random = np.random.default_rng(RULES.index(rule))
     updates = [
-        Update.drawn(rule, 1500, random, last=dtype, param=param, earlier=earlier, scales=scales)
+        OptimizerStep.drawn(rule, 1500, random, last=dtype, param=param, earlier=earlier, scales=scales)
         for param, (earlier, scales) in zip(
             [dtype, *ieee.DTYPES, *ieee.DTYPES], product((False, True), SCALES), strict=False
         )
@@ -269,7 +269,7 @@ def test_every_gradient_of_16_bits(dtype, implementation):
     random = np.random.default_rng(1)
     every = ieee.from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
     for rule in (RULES[1], RULES[12], RULES[15]):
-        Update.drawn(rule, 1 << 16, random, last=every, param=dtype, scales=(0.3,)).check(implementation)
+        OptimizerStep.drawn(rule, 1 << 16, random, last=every, param=dtype, scales=(0.3,)).check(implementation)
 
 
 rates = st.sampled_from([0.0, 1e-42, 1e-8, 1.0, 1e30]) | st.floats(0, 10)
@@ -290,7 +290,7 @@ dtypes = st.sampled_from(ieee.DTYPES)
 @given(any_rule, dtypes, dtypes, st.booleans(), st.lists(rates, max_size=2).map(tuple), st.integers(0, 1 << 30))
 def test_any_hyper_parameters(implementation, rule, dtype, param, earlier, scales, seed):
     random = np.random.default_rng(seed)
-    update = Update.drawn(rule, 100, random, last=dtype, param=param, earlier=earlier, scales=scales)
+    update = OptimizerStep.drawn(rule, 100, random, last=dtype, param=param, earlier=earlier, scales=scales)
     update.check(implementation)
 
 
@@ -310,7 +310,7 @@ def test_a_nan_is_stored_without_sign_and_payload(rule, dtype, implementation):
     sources.append((torch.ones(6, dtype=dtype), torch.full((6,), -torch.inf)))
     for last, state in sources:
         states = tuple(state.clone() for _ in rule.kinds)
-        update = Update(rule, last, None, (0.5,), state.clone(), states, dtype)
+        update = OptimizerStep(rule, last, None, (0.5,), state.clone(), states, dtype)
         update.check(implementation)
         for name, bits in zip(("param", "master", *rule.kinds), update.found(implementation), strict=True):
             kind = dtype if name == "param" else torch.float32
@@ -327,7 +327,7 @@ def test_a_master_of_double_precision_goes_through_the_same_list(rule):
     states = [np.abs(state) for state in states]
     tensors = [torch.from_numpy(values.copy()) for values in (grad, master, *states)]
     span = Span(tensors[0], Gradient(tensors[0], dtype=torch.float64), tensors[1], tuple(tensors[2:]), rule)
-    Listed().update([span], (0.3,))
+    EagerBackend().update([span], (0.3,))
     after = LISTS[type(rule)](rule, ieee.multiply(grad, double(0.3)), master, *states, double)
     for expected, found in zip((after[0], *after), tensors, strict=True):
         wrong = np.flatnonzero(expected.view(np.int64) != found.numpy().view(np.int64))
@@ -371,7 +371,7 @@ def test_after_a_thousand_steps_pytorch_is_within_rounding_errors(options, magni
     start = 0.5 * torch.randn(4109, generator=generator)
     param, master = torch.nn.Parameter(start.clone()), start.clone()
     theirs = torch.optim.AdamW([param], lr=LR, **options)
-    states, kernels = (torch.zeros(4109), torch.zeros(4109)), Kernels(Native.find())
+    states, kernels = (torch.zeros(4109), torch.zeros(4109)), Kernels(CppBackend.find())
     for step in range(1, 1001):
         grad = magnitude * torch.randn(4109, generator=generator)
         param.grad = grad.clone()

@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from patrickstar._memory import swap_file as scratch
-from patrickstar._memory.swap_file import BLOCK_BYTES, PAGE_BYTES, ScratchFile, round_up
+from patrickstar._memory.swap_file import BLOCK_BYTES, PAGE_BYTES, SwapFile, round_up
 from patrickstar.errors import BudgetError, DiskError
 
 MIB = 1024**2
@@ -36,14 +36,14 @@ def page(content: bytes = b"", nbytes: int = PAGE_BYTES) -> memoryview:
 @pytest.fixture
 def file(tmp_path):
     try:
-        made = ScratchFile(tmp_path, MIB)
+        made = SwapFile(tmp_path, MIB)
     except UserWarning as warning:
         pytest.skip(f"{tmp_path}: {warning}")
     yield made
     made.close()
 
 
-def replace(file: ScratchFile, path: str) -> None:
+def replace(file: SwapFile, path: str) -> None:
     """Put another open file under the descriptor."""
     other = os.open(path, os.O_RDWR)
     os.dup2(other, file._fd)
@@ -72,7 +72,7 @@ def mounted(directory: Path, kind: str, options: str, code: str) -> str:
 
 
 def test_the_file_has_no_name_and_nobody_else_may_read_it(tmp_path):
-    first, second = ScratchFile(tmp_path, MIB), ScratchFile(tmp_path, MIB)
+    first, second = SwapFile(tmp_path, MIB), SwapFile(tmp_path, MIB)
     assert list(tmp_path.iterdir()) == [] and first.path != second.path
     for file in (first, second):
         assert re.fullmatch(r"patrickstar-.+\.chunks", file.path.name)
@@ -99,7 +99,7 @@ def test_places_begin_at_blocks_and_lie_on_the_disk_from_the_start(file):
 @given(sizes=st.lists(st.integers(1, 5 * BLOCK_BYTES), min_size=1, max_size=8), seed=st.integers())
 @example(sizes=[1, 4096, 4097], seed=0)
 def test_what_was_written_is_read_back_and_takes_whole_blocks(tmp_path_factory, sizes, seed):
-    file = ScratchFile(tmp_path_factory.getbasetemp(), BLOCK_BYTES)
+    file = SwapFile(tmp_path_factory.getbasetemp(), BLOCK_BYTES)
     written, order = {}, random.Random(seed)
     for nbytes in sizes:
         at, content = file.reserve(nbytes, WHAT), order.randbytes(nbytes)
@@ -115,7 +115,7 @@ def test_what_was_written_is_read_back_and_takes_whole_blocks(tmp_path_factory, 
 
 
 def test_many_threads_read_and_write_at_once_until_it_is_closed(file):
-    places = [file.reserve(64 * 1024, WHAT) for _ in range(4)]
+    locations = [file.reserve(64 * 1024, WHAT) for _ in range(4)]
     seen, failures = [], []
 
     def hammer(at: int) -> None:
@@ -129,7 +129,7 @@ def test_many_threads_read_and_write_at_once_until_it_is_closed(file):
         except DiskError as error:
             failures.append(str(error))
 
-    threads = [threading.Thread(target=hammer, args=(at,)) for at in places]
+    threads = [threading.Thread(target=hammer, args=(at,)) for at in locations]
     for thread in threads:
         thread.start()
     while len(set(seen)) < 4 and any(thread.is_alive() for thread in threads):
@@ -153,7 +153,7 @@ def test_a_file_that_is_closed_moves_nothing(file):
 
 
 def test_a_file_that_nobody_holds_gives_its_room_back(tmp_path):
-    file = ScratchFile(tmp_path, 0)
+    file = SwapFile(tmp_path, 0)
     descriptor = file._fd
     del file
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -169,13 +169,13 @@ def test_a_directory_that_cannot_hold_the_file_is_named(tmp_path):
     refused |= {Path("/sys"): denied} | ({tmp_path / "locked": denied} if os.getuid() else {})
     for directory, reason in refused.items():
         with pytest.raises(DiskError, match=rf"directory {directory} {reason}, or use another"):
-            ScratchFile(directory, MIB)
+            SwapFile(directory, MIB)
 
 
 def test_a_file_never_exceeds_its_capacity(tmp_path):
     with pytest.raises(BudgetError, match="at least 4096 bytes"):
-        ScratchFile(tmp_path, 8193, capacity_bytes=8192)
-    file = ScratchFile(tmp_path, 0, capacity_bytes=10 * BLOCK_BYTES)
+        SwapFile(tmp_path, 8193, capacity_bytes=8192)
+    file = SwapFile(tmp_path, 0, capacity_bytes=10 * BLOCK_BYTES)
     file.reserve(9 * BLOCK_BYTES, "param32[0]")
     with pytest.raises(
         BudgetError, match=r"exp_avg\[3\].*of a capacity of 40960; raise that .* by at least 4096"
@@ -243,7 +243,7 @@ def test_a_file_that_was_cut_is_a_short_read(file, left):
 
 @pytest.mark.parametrize("checksums", [True, False])
 def test_a_page_that_changed_on_the_disk_is_noticed_where_checksums_are_on(tmp_path, checksums):
-    file = ScratchFile(tmp_path, MIB, checksums=checksums)
+    file = SwapFile(tmp_path, MIB, checksums=checksums)
     _, at = file.reserve(BLOCK_BYTES, "param32[0]"), file.reserve(5000, WHAT)
     file.write(at, page(b"a" * 5000), 5000, WHAT)
     other = os.open(f"/proc/self/fd/{file._fd}", os.O_RDWR)
@@ -288,7 +288,7 @@ def test_a_file_system_that_refuses_the_first_block_is_used_through_the_page_cac
     scratch._warn_buffered.cache_clear()
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="O_DIRECT"):
         patch.setattr(os, "pwritev", refuse)
-        file = ScratchFile(tmp_path, MIB)
+        file = SwapFile(tmp_path, MIB)
     assert not file.direct and not fcntl.fcntl(file._fd, fcntl.F_GETFL) & os.O_DIRECT
     found = page()
     file.write(file.reserve(5000, WHAT), page(b"a" * 5000), 5000, WHAT)

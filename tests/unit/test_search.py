@@ -10,18 +10,18 @@ from patrickstar._layout.chunk_size_search import (
     largest_useful_numel,
     search_layout,
 )
-from patrickstar._layout.schema import scheme_for
+from patrickstar._layout.schema import schema_for
 
 quick = settings(derandomize=True, deadline=None, max_examples=100)
 
-SCHEMES = [scheme_for(dtype, trained) for dtype in ("bfloat16", "float32") for trained in (True, False)]
+SCHEMES = [schema_for(dtype, trained) for dtype in ("bfloat16", "float32") for trained in (True, False)]
 BUDGET = 1 << 40
 
 
 def parameters(largest_numel, max_size):
     one = st.tuples(st.integers(1, largest_numel), st.sampled_from(SCHEMES), st.booleans())
     return st.lists(one, min_size=1, max_size=max_size).map(
-        lambda drawn: [ParamSpec(f"p{i}", numel, scheme, alone) for i, (numel, scheme, alone) in enumerate(drawn)]
+        lambda drawn: [ParamSpec(f"p{i}", numel, schema, alone) for i, (numel, schema, alone) in enumerate(drawn)]
     )
 
 
@@ -50,7 +50,7 @@ def test_large_sizes_stay_in_the_range_and_waste_no_more_than_its_upper_end(para
 @given(parameters(1 << 26, 30), st.integers(1, BUDGET))
 def test_the_largest_useful_size(params, budget_bytes):
     upper = largest_useful_numel(params, budget_bytes)
-    itemsize = max(param.scheme.compute.itemsize for param in params)
+    itemsize = max(param.schema.compute.itemsize for param in params)
     assert upper % ALIGN_NUMEL == 0 and upper >= ALIGN_NUMEL
     if upper > ALIGN_NUMEL:
         assert PIPELINE_CHUNKS * upper * itemsize <= budget_bytes
@@ -59,8 +59,8 @@ def test_the_largest_useful_size(params, budget_bytes):
 
 
 def test_each_bound_binds():
-    scheme = scheme_for("bfloat16", trained=True)
-    small, large = [ParamSpec("p", 100, scheme)], [ParamSpec("p", 1 << 30, scheme)]
+    schema = schema_for("bfloat16", trained=True)
+    small, large = [ParamSpec("p", 100, schema)], [ParamSpec("p", 1 << 30, schema)]
     assert largest_useful_numel(small, BUDGET) == 128
     assert largest_useful_numel(large, BUDGET) == LARGEST_CHUNK_BYTES // 2
     assert largest_useful_numel(large, 1 << 20) == (1 << 20) // PIPELINE_CHUNKS // 2
@@ -68,6 +68,6 @@ def test_each_bound_binds():
 
 
 def test_equal_blocks_waste_nothing():
-    scheme = scheme_for("bfloat16", trained=True)
-    params = [ParamSpec(f"p{i}", 3 * ALIGN_NUMEL, scheme) for i in range(40)]
+    schema = schema_for("bfloat16", trained=True)
+    params = [ParamSpec(f"p{i}", 3 * ALIGN_NUMEL, schema) for i in range(40)]
     assert search_layout(params, 4 * 4 * 2 * 1000).padding_bytes == 0

@@ -7,7 +7,7 @@ from policy_simulator import Simulated, last_uses, simulate
 from prefetch_policies import LifeTime
 from test_prefetch import AHEAD, POLICIES, cases, chain
 
-from patrickstar._schedule.prefetch import NextUseAhead, OnDemand, Prefetch
+from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
 from patrickstar._schedule.trace import Moment, Trace
 from patrickstar.errors import BudgetError
 
@@ -16,7 +16,7 @@ rates = st.sampled_from([0.25, 0.5, 1.0, 2.0, 64.0])
 depths = st.integers(1, 8)
 
 
-def run(policy: type[Prefetch], case, rate_in=1.0, rate_out=1.0, depth_bytes=4, **options) -> Simulated:
+def run(policy: type[PrefetchPolicy], case, rate_in=1.0, rate_out=1.0, depth_bytes=4, **options) -> Simulated:
     trace, nbytes, budget_bytes = case
     return simulate(
         trace,
@@ -58,7 +58,7 @@ chains = st.integers(2, 9).flatmap(lambda layers: st.tuples(st.just(layers), st.
 @settings(quick, max_examples=500)
 @given(st.sampled_from(AHEAD), chains, rates, rates, depths)
 def test_ahead_waits_no_longer_over_a_chain(policy, drawn, rate_in, rate_out, depth_bytes):
-    demand = run(OnDemand, chain(*drawn), rate_in, rate_out, depth_bytes)
+    demand = run(DemandFetch, chain(*drawn), rate_in, rate_out, depth_bytes)
     ahead = run(policy, chain(*drawn), rate_in, rate_out, depth_bytes)
     assert ahead.stall_s <= demand.stall_s
     assert ahead.fetched_bytes == demand.fetched_bytes
@@ -72,18 +72,18 @@ def test_ahead_never_waits_where_bandwidth_is_ample(policy, drawn, depth_bytes):
     assert run(policy, chain(*drawn), 2.0, 2.0, depth_bytes).stall_s == 0
     layers, fit = drawn
     if fit < layers:
-        assert run(OnDemand, chain(*drawn), 2.0, 2.0, depth_bytes).stall_s > 0
+        assert run(DemandFetch, chain(*drawn), 2.0, 2.0, depth_bytes).stall_s > 0
 
 
 def test_figures_by_hand():
     """Two layers, room for one: each change of layer waits for a fetch, and before it for the gradient's way out."""
-    demand = run(OnDemand, chain(2, 1), rate_in=0.5, rate_out=0.25)
+    demand = run(DemandFetch, chain(2, 1), rate_in=0.5, rate_out=0.25)
     # Layer 1 comes after layer 0 was used in backward (written), layer 0 after layer 1's backward (written).
     assert demand == Simulated(
         fetched_bytes=2, written_bytes=2, evictions=2, peak_bytes=1, stall_s=2 * (4.0 + 2.0), seconds=4 + 12.0
     )
     # With room for both, nothing moves once they are there.
-    assert run(NextUseAhead, chain(2, 2)) == Simulated(0, 0, 0, 2, 0.0, 4.0)
+    assert run(AggressivePrefetch, chain(2, 2)) == Simulated(0, 0, 0, 2, 0.0, 4.0)
     # Life-times end with the iteration: the last moment's chunk is in use when it ends, the other one has left.
     assert run(LifeTime, chain(2, 2)).fetched_bytes == 1
 
@@ -96,7 +96,7 @@ def test_gradients_come_with_the_last_use():
 def test_non_model_data_waits_for_what_it_drives_out():
     """Room for two, then for one: the chunk that leaves was written and takes 4 seconds to leave."""
     trace = Trace([Moment((0,)), Moment((1,)), Moment((1,), 1)])
-    found = run(OnDemand, (trace, {0: 1, 1: 1}, 2), rate_out=0.25, written={0: (0,)}, rate_in=1.0)
+    found = run(DemandFetch, (trace, {0: 1, 1: 1}, 2), rate_out=0.25, written={0: (0,)}, rate_in=1.0)
     assert found == Simulated(
         fetched_bytes=1, written_bytes=1, evictions=1, peak_bytes=2, stall_s=4.0 + 1.0, seconds=3 + 5.0
     )
@@ -105,5 +105,5 @@ def test_non_model_data_waits_for_what_it_drives_out():
 def test_what_cannot_fit_is_said():
     trace = Trace([Moment((0, 1), 1)])
     with pytest.raises(BudgetError) as caught:
-        run(OnDemand, (trace, {0: 2, 1: 3}, 5))
+        run(DemandFetch, (trace, {0: 2, 1: 3}, 5))
     assert caught.value.short_bytes == 1

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar._kernels.cpp_backend import Native
-from patrickstar._kernels.eager_backend import Listed
-from patrickstar._kernels.grad_norm import Survey
+from patrickstar._kernels.cpp_backend import CppBackend
+from patrickstar._kernels.eager_backend import EagerBackend
+from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.update_rule import Gradient
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,9 +68,9 @@ def hexed(value):
 
 def check(implementation, gradients, scales=()):
     """Compare with the note."""
-    survey = implementation.survey(gradients, scales)
-    assert ([hexed(each) for each in survey.sums], survey.not_finite) == expected(gradients, scales)
-    return survey
+    grad_stats = implementation.grad_stats(gradients, scales)
+    assert ([hexed(each) for each in grad_stats.sums], grad_stats.not_finite) == expected(gradients, scales)
+    return grad_stats
 
 
 def finite(numel, dtype, random, earlier=False):
@@ -114,8 +114,8 @@ def test_sizes_about_a_page(numel, implementation):
 def test_any_number_of_threads(variant, threads):
     random = np.random.default_rng(1)
     gradients = [finite(numel, torch.bfloat16, random) for numel in (3 * PAGE + 5, 1000, 2 * PAGE, 0, PAGE + BLOCK)]
-    listed = Listed().survey(gradients, (0.3,))
-    assert Native.find(variant, threads).survey(gradients, (0.3,)) == listed
+    listed = EagerBackend().grad_stats(gradients, (0.3,))
+    assert CppBackend.find(variant, threads).grad_stats(gradients, (0.3,)) == listed
 
 
 @pytest.mark.parametrize("implementation", implementations.ALL)
@@ -171,14 +171,14 @@ def test_the_order_shows(dtype):
 @pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_counted_wherever_it_is(value, dtype, implementation):
-    for numel, places in ((1, [0]), (40, [39]), (BLOCK, [0, 17, BLOCK - 1]), (BLOCK + 50, [BLOCK, BLOCK + 49])):
+    for numel, locations in ((1, [0]), (40, [39]), (BLOCK, [0, 17, BLOCK - 1]), (BLOCK + 50, [BLOCK, BLOCK + 49])):
         for earlier, scales in product((False, True), ((), (0.5,))):
             grad = finite(numel, dtype, np.random.default_rng(numel), earlier)
-            grad.last[places] = value
-            survey = check(implementation, [grad], scales)
-            assert survey.not_finite == len(places)
-            assert not math.isfinite(survey.sums[0])
-            assert math.isnan(survey.norm) == math.isnan(value)
+            grad.last[locations] = value
+            grad_stats = check(implementation, [grad], scales)
+            assert grad_stats.not_finite == len(locations)
+            assert not math.isfinite(grad_stats.sums[0])
+            assert math.isnan(grad_stats.norm) == math.isnan(value)
 
 
 @pytest.mark.parametrize("implementation", implementations.ALL)
@@ -210,8 +210,8 @@ def test_an_overflow_that_only_scaling_or_adding_makes_is_counted(implementation
 @pytest.mark.parametrize("implementation", implementations.ALL)
 def test_any_nan_is_one(implementation):
     nans = ieee.from_bits(np.array([0xFFC00001, 0x7F800001, 0xFFFFFFFF], dtype=np.uint32), torch.float32)
-    survey = check(implementation, [Gradient(nan) for nan in nans.view(-1, 1)])
-    assert survey.not_finite == 3 and math.isnan(survey.norm)
+    grad_stats = check(implementation, [Gradient(nan) for nan in nans.view(-1, 1)])
+    assert grad_stats.not_finite == 3 and math.isnan(grad_stats.norm)
 
 
 # Norms
@@ -223,35 +223,35 @@ def test_the_norm_is_as_good_as_an_exact_sum(numels, implementation):
     random = np.random.default_rng(3)
     gradients = [finite(numel, torch.float16, random) for numel in numels]
     exact = math.sqrt(math.fsum(float(value) ** 2 for grad in gradients for value in seen_by_the_update(grad, (0.3,))))
-    assert implementation.survey(gradients, (0.3,)).norm == pytest.approx(exact, rel=1e-12)
+    assert implementation.grad_stats(gradients, (0.3,)).norm == pytest.approx(exact, rel=1e-12)
 
 
 def test_a_norm_is_the_root_of_sums_added_as_a_block():
     sums = tuple(np.random.default_rng(4).random(5 * LANES + 3).tolist())
-    assert hexed(Survey(sums).norm) == hexed(math.sqrt(added_up(list(sums))))
-    assert Survey().norm == 0.0
-    assert Survey((1.0, math.inf)).norm == math.inf
+    assert hexed(GradStats(sums).norm) == hexed(math.sqrt(added_up(list(sums))))
+    assert GradStats().norm == 0.0
+    assert GradStats((1.0, math.inf)).norm == math.inf
     for sums in ((math.nan,), (1.0, math.nan), (math.inf, math.nan), (-math.nan,)):
-        assert math.isnan(Survey(sums).norm)
+        assert math.isnan(GradStats(sums).norm)
 
 
 def test_a_norm_of_tiny_gradients_does_not_vanish():
     """Squares of float32's denormals are numbers of float64."""
-    assert Listed().survey([Gradient(torch.full((4,), 1e-45))], ()).norm == 2 * 2.0**-149
+    assert EagerBackend().grad_stats([Gradient(torch.full((4,), 1e-45))], ()).norm == 2 * 2.0**-149
 
 
 def test_surveys_are_joined_in_their_order():
-    one, two, three = Survey((1.0, 2.0), 3), Survey(), Survey((0.5, math.inf, 4.0), 1)
-    assert Survey.joined([one, two, three]) == Survey((1.0, 2.0, 0.5, math.inf, 4.0), 4)
-    assert Survey.joined([three, one]) == Survey((0.5, math.inf, 4.0, 1.0, 2.0), 4)
-    assert Survey.joined([]) == Survey()
-    assert Survey.joined(iter([one])) == one
+    one, two, three = GradStats((1.0, 2.0), 3), GradStats(), GradStats((0.5, math.inf, 4.0), 1)
+    assert GradStats.joined([one, two, three]) == GradStats((1.0, 2.0, 0.5, math.inf, 4.0), 4)
+    assert GradStats.joined([three, one]) == GradStats((0.5, math.inf, 4.0, 1.0, 2.0), 4)
+    assert GradStats.joined([]) == GradStats()
+    assert GradStats.joined(iter([one])) == one
 
 
 @pytest.mark.parametrize("implementation", implementations.ALL)
 def test_gradients_are_only_read(implementation):
     grad = finite(BLOCK + 5, torch.bfloat16, np.random.default_rng(5), earlier=True)
     before = [ieee.bits_of(tensor) for tensor in (grad.last, grad.earlier)]
-    implementation.survey([grad], (0.3,))
+    implementation.grad_stats([grad], (0.3,))
     after = [ieee.bits_of(tensor) for tensor in (grad.last, grad.earlier)]
     assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from patrickstar._distributed.chunk_comm import NOTHING, Reduction
-from patrickstar._distributed.collectives import OrderedTransfer
-from patrickstar._dry_run.simulated_channels import Clock, Lane
+from patrickstar._distributed.chunk_comm import NOTHING, PendingReduction
+from patrickstar._distributed.collectives import CollectiveTransfer
+from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedClock
 from patrickstar._memory import copy_streams as copies
 from patrickstar._memory.copy_streams import StreamTransfer
-from patrickstar._memory.worker_pool import Movers, Transfer
+from patrickstar._memory.worker_pool import Transfer, WorkerPool
 
 
 class Event:
@@ -24,17 +24,17 @@ class Event:
         self.ended = True
 
 
-class Peers:
+class ChunkComm:
     """Other processes that come as soon as they are asked to."""
 
-    def __init__(self, reduction_of: list[Reduction]) -> None:
+    def __init__(self, reduction_of: list[PendingReduction]) -> None:
         self.reduction_of = reduction_of
         self.taken_back: list[int] = []
 
-    def come(self, want: object) -> None:
+    def negotiate(self, want: object) -> None:
         self.reduction_of[0].begun = NOTHING
 
-    def take_back(self, index: int) -> None:
+    def cancel_reduction(self, index: int) -> None:
         self.taken_back.append(index)
         self.reduction_of[0].begun = NOTHING
 
@@ -53,23 +53,23 @@ def on_a_stream() -> Transfer:
 
 
 def on_a_thread() -> Transfer:
-    movers = Movers(1, "test", 4096)
+    movers = WorkerPool(1, "test", 4096)
     transfer = movers.submit([lambda stage: None], "param16[7]")
     transfer.movers = movers  # they live as long
     return transfer
 
 
 def on_a_lane() -> Transfer:
-    return Lane("host to device", 1e9, Clock()).begin(1000, "param16[7]")
+    return SimulatedChannel("host to device", 1e9, SimulatedClock()).begin(1000, "param16[7]")
 
 
 def of_a_collective() -> Transfer:
-    return OrderedTransfer(on_a_stream())
+    return CollectiveTransfer(on_a_stream())
 
 
 def of_gradients() -> Transfer:
-    made: list[Reduction] = []
-    made.append(Reduction(Peers(made), Chunk()))
+    made: list[PendingReduction] = []
+    made.append(PendingReduction(ChunkComm(made), Chunk()))
     return made[0]
 
 
@@ -82,7 +82,7 @@ def test_every_transfer_can_be_named_hastened_cancelled_and_waited_for(make, end
     transfer = make()
     assert "param16[7]" in repr(transfer) and "param16[7]" in transfer.what
     if end.startswith("hasten"):
-        transfer.hasten()
+        transfer.prioritize()
     if end == "cancel":
         transfer.cancel()
     else:
@@ -93,7 +93,7 @@ def test_every_transfer_can_be_named_hastened_cancelled_and_waited_for(make, end
 
 def test_a_transfer_of_nothing_has_ended():
     assert NOTHING.done and "nothing" in repr(NOTHING)
-    for call in (NOTHING.hasten, NOTHING.cancel, NOTHING.wait):
+    for call in (NOTHING.prioritize, NOTHING.cancel, NOTHING.wait):
         call()
     assert NOTHING.done
 

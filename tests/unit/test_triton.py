@@ -53,12 +53,12 @@ def compiled(monkeypatch, tmp_path):
     from triton.runtime import driver
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = fused.Fused.find()
+    found = fused.TritonBackend.find()
     if "interpreted" in found.name:
         pytest.skip("Triton is told to interpret: unset TRITON_INTERPRET")
     results = []
-    for name in ("update_kernel", "survey_kernel", "fold_kernel"):
-        kernel = getattr(found._core.kernels, name)
+    for name in ("update_kernel", "grad_stats_kernel", "fold_kernel"):
+        kernel = getattr(found._kernels, name)
 
         def compile_only(*args, run=kernel.run, **options):
             results.append(run(*args, **{**options, "warmup": True}))
@@ -85,7 +85,7 @@ def test_compiled_kernels_round_every_operation(compiled):
     spans += [span(kernel_cases.RULES[0], dtype, numel) for dtype in kernel_cases.DTYPES for numel in (1, 33)]
     found.update(spans, (0.5, 0.3))
     found.update(spans[:1], ())
-    found.survey([one.grad for one in spans[-4:]], (0.5, 0.3))
+    found.grad_stats([one.grad for one in spans[-4:]], (0.5, 0.3))
     assert len(results) == len(spans) + 1 + 2 * 4
     for kernel in results:
         arithmetic = {
@@ -110,9 +110,9 @@ def test_without_triton_there_are_no_kernels(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "patrickstar._kernels.triton_kernels", raising=False)
     monkeypatch.delattr(patrickstar._kernels, "triton_kernels", raising=False)
-    fused._core.kernels.cache_clear()
+    fused._kernels.cache_clear()
     try:
-        assert fused.Fused.find() is None
-        assert not fused.Fused.takes(span(kernel_cases.RULES[0]))
+        assert fused.TritonBackend.find() is None
+        assert not fused.TritonBackend.supports(span(kernel_cases.RULES[0]))
     finally:
-        fused._core.kernels.cache_clear()
+        fused._kernels.cache_clear()

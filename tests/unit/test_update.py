@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from patrickstar._kernels.adam import AdamRule
-from patrickstar._kernels.cpp_backend import Native
+from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
-from patrickstar._step.optimizer_step import STREAM_NUMEL, Update
+from patrickstar._step.optimizer_step import STREAM_NUMEL, OptimizerStep
 from patrickstar.optim import AdamW
 from patrickstar.testing import assert_same_bits
 
@@ -35,12 +35,12 @@ class Elsewhere(torch.Tensor):
 def test_a_stream_has_the_bits_of_an_update_in_place(numel, earlier, native):
     if numel > STREAM_NUMEL and not native:
         numel = STREAM_NUMEL + 3
-    kernels = Kernels(Native.find() if native else None)
+    kernels = Kernels(CppBackend.find() if native else None)
     expected, found = span(numel, earlier), span(numel, earlier)
     kernels.update([expected], (0.5,))
     above = found.param.as_subclass(Elsewhere)
     streamed = Span(above, Gradient(above, found.grad.earlier), found.master, found.states, RULE)
-    Update(None, AdamW(), kernels)._stream(streamed, (0.5,))
+    OptimizerStep(None, AdamW(), kernels)._stream(streamed, (0.5,))
     for what in ("param", "master"):
         assert_same_bits([getattr(expected, what)], [getattr(found, what)], what)
     assert_same_bits(list(expected.states), list(found.states), "states")

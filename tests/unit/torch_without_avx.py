@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from patrickstar._kernels.adam import AdamRule
-from patrickstar._kernels.cpp_backend import Native
+from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.sgd import SGDRule
 from patrickstar._kernels.update_rule import Gradient, Span
@@ -40,7 +40,7 @@ def check(kind, options, rule_of, signed_zeros=True):
     optimizer = kind(params, **options)
     kinds = rule_of(1).kinds
     states = [tuple(torch.zeros_like(master) for _ in kinds) for master in masters]
-    kernels = Kernels(Native.find())
+    kernels = Kernels(CppBackend.find())
     for step in range(1, STEPS + 1):
         grads = [grad if signed_zeros else grad + 0.0 for grad in drawn(SHAPES, generator)]
         for param, grad in zip(params, grads, strict=True):

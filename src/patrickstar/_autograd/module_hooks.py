@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar._autograd.interceptor import BlockUse, Interceptor
-from patrickstar._params.managed_param import Slot
+from patrickstar._autograd.interceptor import Interceptor, ModuleUse
+from patrickstar._params.managed_param import ManagedParam
 
 FAST_PATH_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
-def _managed_slots(block: nn.Module) -> tuple[Slot, ...]:
+def _managed_params_of(block: nn.Module) -> tuple[ManagedParam, ...]:
     # Also inside another block's window, where these are disguised as plain parameters.
-    return tuple(param._slots[0] for param in block.parameters() if hasattr(param, "_slots"))
+    return tuple(param._managed_params[0] for param in block.parameters() if hasattr(param, "_managed_params"))
 
 
-class Blocks:
+class ModuleHooks:
     """Watches these blocks for as long as an engine manages the model."""
 
     def __init__(self, interceptor: Interceptor) -> None:
@@ -45,11 +45,11 @@ class Blocks:
             self._known.add(block)
 
     def _hook(self, block: nn.Module, applies: Callable[[nn.Module], bool]) -> None:
-        uses: list[BlockUse] = []
+        uses: list[ModuleUse] = []
 
         def enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
             if layer is block and applies(layer):  # a deep copy takes hooks along, and is nobody's
-                uses.append(self.interceptor.open_block(_managed_slots(block), (args, kwargs)))
+                uses.append(self.interceptor.open_block(_managed_params_of(block), (args, kwargs)))
 
         def leave(layer: nn.Module, args: Any, out: Any) -> None:
             if layer is block and uses:
@@ -63,7 +63,7 @@ class Blocks:
         compiled: Any = block._compiled_call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            use = self.interceptor.open_block(_managed_slots(block), (args, kwargs))
+            use = self.interceptor.open_block(_managed_params_of(block), (args, kwargs))
             out = None
             try:
                 out = compiled(*args, **kwargs)

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from patrickstar._checkpoint.dcp_calls import save
 from patrickstar._checkpoint.safetensors_file import SafetensorsFile
 from patrickstar._checkpoint.save_planner import (
-    Piece,
-    SnapshotPlanner,
+    ShardSavePlanner,
+    TensorShard,
     kinds_of,
     list_kind,
     runs_of,
@@ -20,7 +20,7 @@ from patrickstar._checkpoint.save_planner import (
 )
 from patrickstar._checkpoint.storage_writer import CheckpointWriter
 from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.defer_sigint import uninterrupted
+from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.model_data import ModelData
 from patrickstar.errors import CheckpointError, PatrickStarError
 
@@ -35,7 +35,7 @@ POLL_S = 0.02
 # with the other processes, writes the document, and waits.
 
 
-class Saving:
+class AsyncSave:
     """One checkpoint that is being written.
 
     It takes a few pages of `page_bytes`. `done` is called in the end, in the other thread, if the
@@ -45,7 +45,7 @@ class Saving:
     def __init__(
         self,
         target: Path,
-        pieces: Sequence[Piece],
+        pieces: Sequence[TensorShard],
         data: ModelData,
         group: dist.ProcessGroup | None,
         *,
@@ -58,11 +58,11 @@ class Saving:
         self._pieces = pieces
         self._page_bytes = page_bytes
         self._file: SafetensorsFile | None = None
-        self._ready, self._filled = threading.Event(), threading.Event()
+        self._ready, self._memory_sample = threading.Event(), threading.Event()
         self._failed: BaseException | None = None
         """What went wrong with the bytes, in the training thread."""
         self._runs = self._all_runs()
-        self._left = Counter(piece.slot.place.chunk for piece in pieces if piece.slot is not None)
+        self._left = Counter(piece.managed.location.chunk for piece in pieces if piece.managed is not None)
         """How many pieces of each chunk are not copied yet."""
         self._next = next(self._runs, None)
         self._addresses = {
@@ -71,7 +71,7 @@ class Saving:
             if piece.box.numel and self._owner(piece) is not None
         }
         writer = CheckpointWriter(target, self, page_bytes=page_bytes)
-        planner = SnapshotPlanner(pieces, data)
+        planner = ShardSavePlanner(pieces, data)
 
         def run() -> None:
             try:
@@ -84,7 +84,7 @@ class Saving:
             except Exception as error:
                 # With others it may be that one of them is gone, and then it is told so.
                 lost = isinstance(error, RuntimeError) and group is not None
-                self.error = error if lost else _incomplete(target, error)
+                self.error = error if lost else _incomplete_error(target, error)
             finally:
                 self._ready.set()
 
@@ -99,21 +99,21 @@ class Saving:
         """Called in the other thread: wait until all bytes are in the file."""
         self._file = file
         self._ready.set()
-        self._filled.wait()
+        self._memory_sample.wait()
         if self._failed is not None:
             raise CheckpointError(f"{self.target} was given up: {self._failed}") from self._failed
 
     @property
-    def ended(self) -> bool:
+    def done(self) -> bool:
         """Whether it is complete, or has failed."""
         return not self._thread.is_alive()
 
     @property
     def copied(self) -> bool:
         """Whether nothing is wanted of chunks any more."""
-        return self._next is None or self._failed is not None or self.ended
+        return self._next is None or self._failed is not None or self.done
 
-    def proceed(self) -> None:
+    def progress(self) -> None:
         """Copy as much as the disk has room for, without waiting."""
         if not self._ready.is_set():
             return
@@ -122,17 +122,17 @@ class Saving:
 
     def before_update(self, index: int) -> None:
         """Have all that is wanted of a chunk copied, which will change."""
-        self._copy_while(lambda: self._left[index] > 0)
-        for slot in self.data.by_chunk[index][:1]:
-            for kind in kinds_of(slot):
-                self.data.manager[list_kind(slot, kind), index].release_saver()
+        self._copy_wanted(lambda: self._left[index] > 0)
+        for managed in self.data.by_chunk[index][:1]:
+            for kind in kinds_of(managed):
+                self.data.manager[list_kind(managed, kind), index].release_saver()
 
     def copy_all(self) -> None:
         """Want nothing of chunks any more when this returns."""
-        self._copy_while(lambda: True)
+        self._copy_wanted(lambda: True)
         self._release_chunks()
 
-    def _copy_while(self, wanted: Callable[[], bool]) -> None:
+    def _copy_wanted(self, wanted: Callable[[], bool]) -> None:
         """Copy, waiting for the disk where need be."""
         while not self.copied and wanted():
             self._wait_for_file()
@@ -143,35 +143,35 @@ class Saving:
         for chunk in self.data.manager.chunks.values():
             chunk.release_saver()
 
-    def copy_what_is_at_hand(self) -> None:
+    def copy_volatile(self) -> None:
         """Want nothing but masters and states when this returns: the rest may be written to at any time."""
-        self._copy_while(lambda: self._next is not None and self._may_change(self._next[0]))
+        self._copy_wanted(lambda: self._next is not None and self._may_change(self._next[0]))
         self._release_chunks()
 
     @staticmethod
-    def _may_change(piece: Piece) -> bool:
-        return piece.slot is None or not piece.slot.scheme.trained
+    def _may_change(piece: TensorShard) -> bool:
+        return piece.managed is None or not piece.managed.schema.trained
 
     def finish(self) -> None:
         """Wait until it is complete. Raises CheckpointError if it failed, and what PyTorch does for a lost process."""
         self.copy_all()
-        while not self.ended:
+        while not self.done:
             self._thread.join(POLL_S)
         if self.error is not None:
             raise self.error
 
-    @uninterrupted
-    def give_up(self, why: str) -> None:
+    @defer_sigint
+    def cancel(self, why: str) -> None:
         """Nothing more is read of chunks; nothing comes of it, unless it was all there."""
         if not self.copied:
             self._end(CheckpointError(why))
         self._release_chunks()
 
     def _wait_for_file(self) -> None:
-        while not self._ready.wait(POLL_S) and not self.ended:
+        while not self._ready.wait(POLL_S) and not self.done:
             pass
 
-    def _all_runs(self) -> Iterator[tuple[Piece, slice, bool]]:
+    def _all_runs(self) -> Iterator[tuple[TensorShard, slice, bool]]:
         for piece in self._pieces:
             runs = runs_of(piece, self._page_bytes)
             for number, run in enumerate(runs):
@@ -179,7 +179,7 @@ class Saving:
             if not runs:
                 yield piece, slice(0, 0), True
 
-    @uninterrupted
+    @defer_sigint
     def _copy_next(self) -> None:
         if self._file is None:  # the other thread has ended before there was one
             self._end(self.error)
@@ -197,27 +197,27 @@ class Saving:
             if not isinstance(error, CheckpointError):
                 raise
             return
-        if last and piece.slot is not None:
-            self._left[piece.slot.place.chunk] -= 1
+        if last and piece.managed is not None:
+            self._left[piece.managed.location.chunk] -= 1
         self._next = next(self._runs, None)
         if self._next is None:
             self._end(None)
 
-    def _owner(self, piece: Piece) -> Chunk | None:
+    def _owner(self, piece: TensorShard) -> Chunk | None:
         """The chunk in whose memory a piece lies as it is written, from where a writer can take it."""
-        if piece.slot is None or not piece.slot.row_major:
+        if piece.managed is None or not piece.managed.row_major:
             return None
-        chunk = self.data.manager[list_kind(piece.slot, piece.kind), piece.slot.place.chunk]
+        chunk = self.data.manager[list_kind(piece.managed, piece.kind), piece.managed.location.chunk]
         on_gpu = chunk.device_valid and chunk.device.type != "cpu"
         return chunk if chunk.in_memory and not on_gpu else None
 
     def _end(self, failed: BaseException | None) -> None:
         self._next, self._failed = None, failed
         self._left.clear()
-        self._filled.set()
+        self._memory_sample.set()
 
 
-def _incomplete(target: Path, error: BaseException) -> CheckpointError:
+def _incomplete_error(target: Path, error: BaseException) -> CheckpointError:
     told = CheckpointError(f"{target} could not be written: {type(error).__name__}: {error}")
     told.__cause__ = error
     return told

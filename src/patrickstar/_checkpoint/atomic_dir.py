@@ -8,8 +8,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from patrickstar._checkpoint.direct_writer import cant_write
-from patrickstar._checkpoint.manifest import Document, read_sequence, write_document
+from patrickstar._checkpoint.direct_writer import write_error
+from patrickstar._checkpoint.manifest import Manifest, read_sequence, write_document
 from patrickstar.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d+)(-\d+)?")
@@ -22,7 +22,7 @@ _SUFFIX = ".patrickstar-partial"
 # write there removes it. What is deleted is hidden first. A checkpoint never takes the place of another.
 
 
-class Partial:
+class AtomicDir:
     """A folder that is being written, to become `target`. Raises CheckpointError if that is there, or can't be.
 
     over_empty: an empty folder that is there makes way.
@@ -35,26 +35,26 @@ class Partial:
                 raise CheckpointError(f"{target} exists, and is left as it is; save under another name")
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(target.parent)
-            self.path, self._lock = _hidden_and_locked(target)
+            self.path, self._lock = _locked_hidden_dir(target)
         except OSError as error:
-            raise cant_write(target, error, 0) from error
+            raise write_error(target, error, 0) from error
 
-    def publish(self, document: Document, sequence: int) -> None:
+    def publish(self, document: Manifest, sequence: int) -> None:
         """Make a checkpoint of it. See [Note: whole or not at all]."""
         try:
             write_document(self.path, document, sequence)
         except OSError as error:
-            raise cant_write(self.target, error, 0) from error
-        self.appear()
+            raise write_error(self.target, error, 0) from error
+        self.rename_into_place()
 
-    def appear(self) -> None:
+    def rename_into_place(self) -> None:
         """Give the folder its name, when all of its files are on the disk."""
         try:
             os.fsync(self._lock)
             self.path.rename(self.target)
-            synchronise(self.target.parent)
+            fsync_dir(self.target.parent)
         except OSError as error:
-            raise cant_write(self.target, error, 0) from error
+            raise write_error(self.target, error, 0) from error
         os.close(self._lock)
 
     def abandon(self) -> None:
@@ -63,17 +63,17 @@ class Partial:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def _hidden(path: Path) -> Path:
+def _hidden_dir(path: Path) -> Path:
     """A new folder beside a path, under a name that nobody looks for."""
     made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_SUFFIX, dir=path.parent))
     made.chmod(0o755)
     return made
 
 
-def _hidden_and_locked(target: Path) -> tuple[Path, int]:
+def _locked_hidden_dir(target: Path) -> tuple[Path, int]:
     """The same, and its lock, a descriptor. Whoever removes leftovers may take it for one before it is locked."""
     while True:
-        path = _hidden(target)
+        path = _hidden_dir(target)
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
@@ -85,7 +85,7 @@ def _hidden_and_locked(target: Path) -> tuple[Path, int]:
         os.close(lock)
 
 
-def synchronise(folder: Path) -> None:
+def fsync_dir(folder: Path) -> None:
     """Have the names in a folder on the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -118,7 +118,7 @@ def _in_use(path: Path) -> bool:
 
 def delete(path: Path) -> None:
     """Delete a checkpoint, which at no time is there in part. Raises OSError."""
-    hidden = _hidden(path)
+    hidden = _hidden_dir(path)
     path.rename(hidden)  # an empty folder makes way
     shutil.rmtree(hidden)
 

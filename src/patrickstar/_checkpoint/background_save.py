@@ -21,7 +21,7 @@ class BackgroundSave:
         self.data, self.world = data, world
         self.reserved_bytes = 0
 
-    def finish(self) -> None:
+    def wait_or_raise(self) -> None:
         """Wait for the checkpoint that is being written, if there is one. Raises CheckpointError if it failed."""
         saving = self.data.saving
         if saving is not None:
@@ -29,22 +29,22 @@ class BackgroundSave:
                 with explaining(self.world):
                     saving.finish()
             except KeyboardInterrupt:
-                saving.give_up("it was interrupted")
+                saving.cancel("it was interrupted")
                 raise
             finally:
                 self.data.saving = None
-                self.data.manager.host.unreserve(self.reserved_bytes)
+                self.data.manager.host_tier.release_reservation(self.reserved_bytes)
 
     def poll(self) -> None:
         """Take note of a checkpoint that has ended meanwhile: a failure is a warning, and training goes on."""
         saving = self.data.saving
-        if saving is not None and saving.ended:
-            self.end()
+        if saving is not None and saving.done:
+            self.wait()
 
-    def end(self) -> bool:
+    def wait(self) -> bool:
         """Wait for the checkpoint that is being written; a failure is a warning. Returns whether there was none."""
         try:
-            self.finish()
+            self.wait_or_raise()
         except CheckpointError as error:
             warnings.warn(f"no checkpoint was written, training goes on: {error}", stacklevel=3)
             return False
@@ -64,4 +64,4 @@ def explaining(world: World | None) -> Iterator[None]:
     except (RuntimeError, dist.DistError) as error:
         if world is None:
             raise
-        raise world.explain(error) from error
+        raise world.explain_failure(error) from error

@@ -24,7 +24,7 @@ def save(writer: CheckpointWriter, planner: SavePlanner, group: dist.ProcessGrou
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
         writer.finish(metadata, [writer.write_data(plan, planner).value()])
     except CheckpointException as error:
-        raise CheckpointError(_told(error)) from error
+        raise CheckpointError(_wrapped_error(error)) from error
     finally:
         writer.abandon()
 
@@ -43,10 +43,10 @@ def load(reader: CheckpointReader, planner: LoadPlanner, group: dist.ProcessGrou
         )
         reader.read_data(planner.finish_plan(plans[0]), planner).wait()
     except CheckpointException as error:
-        raise CheckpointError(_told(error)) from error
+        raise CheckpointError(_wrapped_error(error)) from error
 
 
-def _told(error: CheckpointException) -> str:
+def _wrapped_error(error: CheckpointException) -> str:
     """What went wrong, in each process where something did."""
     told = []
     for rank, (cause, _) in sorted(error.failures.items()):

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_hexdigest
 from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.swap_file import BLOCK_BYTES, NO_SPACE, PAGE_BYTES, REFUSED
 from patrickstar._memory.vm_pool import private_memory
-from patrickstar._memory.worker_pool import Movers, Transfer
+from patrickstar._memory.worker_pool import Transfer, WorkerPool
 from patrickstar.errors import CheckpointError, MoveError
 
 WRITERS = 4
@@ -45,7 +45,7 @@ class _Part:
         return torch.frombuffer((ctypes.c_char * self.nbytes).from_address(self.address), dtype=torch.uint8)
 
 
-class PageFile:
+class DirectWriter:
     """A new file of exactly `nbytes`, which are reserved at once, past the page cache where the file system can.
 
     It takes `PAGES` pages of `page_bytes` as memory. Every page has its checksum, XXH3 of 64 bits in hex. Raises
@@ -58,7 +58,7 @@ class PageFile:
         self.sums = [""] * -(-nbytes // page_bytes)
         self.taken = 0
         """Bytes that were handed in."""
-        self._movers = Movers(WRITERS, "save", page_bytes)
+        self._movers = WorkerPool(WRITERS, "save", page_bytes)
         self._buffers = torch.frombuffer(private_memory((WRITERS + 1) * page_bytes), dtype=torch.uint8)
         self._buffers = self._buffers.view(-1, page_bytes)
         self._buffers.zero_()  # what was never written is not there yet, and a meter would miss it
@@ -206,7 +206,7 @@ class PageFile:
         self._parts = []
 
     def _failure(self, error: OSError) -> CheckpointError:
-        return cant_write(self.path, error, self.nbytes)
+        return write_error(self.path, error, self.nbytes)
 
 
 def write_all(fd: int, memory: memoryview, at: int) -> None:
@@ -219,7 +219,7 @@ def write_all(fd: int, memory: memoryview, at: int) -> None:
         done += moved
 
 
-def cant_write(path: Path, error: OSError, nbytes: int) -> CheckpointError:
+def write_error(path: Path, error: OSError, nbytes: int) -> CheckpointError:
     """The error for a file of a checkpoint that the system did not take."""
     if error.errno in NO_SPACE:
         space = os.statvfs(path.parent)

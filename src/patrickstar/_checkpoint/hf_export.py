@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from patrickstar._checkpoint.atomic_dir import Partial
-from patrickstar._checkpoint.safetensors_file import DTYPES, Entry
+from patrickstar._checkpoint.atomic_dir import AtomicDir
+from patrickstar._checkpoint.safetensors_file import DTYPES, TensorEntry
 from patrickstar._checkpoint.sharded_safetensors import PRECISIONS, shards_of, write_model_folder
 from patrickstar._kernels.rounding import rounded
 from patrickstar._layout.byte_size import parse_size
-from patrickstar._params.managed_param import Slot
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.state_dict import ModelState
-from patrickstar._params.tensor_subclass import slot_of
+from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar.errors import CheckpointError, ConfigError, ModelError
 
 _ROUNDED_NUMEL = 1 << 20
@@ -30,14 +30,14 @@ _ROUNDED_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True)
-class Item:
+class ExportItem:
     """A tensor to be saved: the value of a parameter, or a buffer."""
 
-    entry: Entry
-    held: Slot | torch.Tensor
+    entry: TensorEntry
+    held: ManagedParam | torch.Tensor
 
 
-class Export:
+class HFExport:
     """A model on its way into a folder. Raises ConfigError or ModelError, before anything is read, if it can't be."""
 
     def __init__(self, state: ModelState, dtype: str | None, max_shard_bytes: int | str) -> None:
@@ -55,7 +55,7 @@ class Export:
 
         Nothing is left behind if it did. See [Note: several processes write one folder].
         """
-        world = None if self._state.data.peers is None else self._state.data.peers.world
+        world = None if self._state.data.comm is None else self._state.data.comm.world
         items = (self._held[entry.name] for shard in self._shards.values() for entry in shard)
         values = (piece for item in items for piece in _values(self._state, item))
         writes = world is None or world.rank == 0
@@ -63,46 +63,46 @@ class Export:
         try:
             if writes:
                 try:
-                    partial = Partial(target, over_empty=True)
+                    partial = AtomicDir(target, over_empty=True)
                     write_model_folder(partial.path, self._shards, values, self._texts)
                 except CheckpointError as error:
                     failed = error
             if world is not None:
                 for _ in values:
                     pass
-                failed = world.agreed(failed, CheckpointError)
+                failed = world.agree_on_error(failed, CheckpointError)
             if partial is not None and failed is None:
                 try:
-                    partial.appear()
+                    partial.rename_into_place()
                     partial = None
                 except CheckpointError as error:
                     failed = error
-            return failed if world is None else world.agreed(failed, CheckpointError)
+            return failed if world is None else world.agree_on_error(failed, CheckpointError)
         finally:
             if partial is not None:
                 partial.abandon()
 
 
-def _items(state: ModelState, dtype: torch.dtype | None) -> list[Item]:
+def _items(state: ModelState, dtype: torch.dtype | None) -> list[ExportItem]:
     """Parameters, each once, under their first names, and persistent buffers."""
-    items: list[Item] = []
-    seen: set[Slot] = set()
+    items: list[ExportItem] = []
+    seen: set[ManagedParam] = set()
     for name, held in state.entries().items():
         if not isinstance(held, torch.Tensor):
             raise ModelError(f"{name!r} is a module's extra state, which no safetensors file holds; use state_dict()")
-        slot, found = slot_of(held), held.dtype
-        if slot is not None:
-            if slot in seen:
+        managed, found = managed_param_of(held), held.dtype
+        if managed is not None:
+            if managed in seen:
                 continue
-            seen.add(slot)
-            found = dtype if dtype is not None and slot.full_dtype.is_floating_point else slot.full_dtype
+            seen.add(managed)
+            found = dtype if dtype is not None and managed.full_dtype.is_floating_point else managed.full_dtype
         if found not in DTYPES:
             raise ModelError(f"{name!r} is of {found}, which no safetensors file holds")
-        items.append(Item(Entry(name, found, tuple(held.shape)), slot if slot is not None else held))
+        items.append(ExportItem(TensorEntry(name, found, tuple(held.shape)), managed if managed is not None else held))
     return items
 
 
-def _configurations(state: ModelState, items: Sequence[Item]) -> dict[str, str]:
+def _configurations(state: ModelState, items: Sequence[ExportItem]) -> dict[str, str]:
     """The model's configuration, if it is one of transformers', and how it generates, as text by file name."""
     texts = {}
     config: Any = getattr(state.module, "config", None)
@@ -110,7 +110,9 @@ def _configurations(state: ModelState, items: Sequence[Item]) -> dict[str, str]:
     if hasattr(config, "to_json_string"):
         fields = json.loads(config.to_json_string())
         fields["architectures"] = [type(state.module).__name__]
-        dtypes = [one.entry.dtype for one in items if isinstance(one.held, Slot) and one.entry.dtype.is_floating_point]
+        dtypes = [
+            one.entry.dtype for one in items if isinstance(one.held, ManagedParam) and one.entry.dtype.is_floating_point
+        ]
         if dtypes:
             # Of several the one that holds them all: transformers loads all parameters in it.
             fields["dtype"] = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
@@ -120,7 +122,7 @@ def _configurations(state: ModelState, items: Sequence[Item]) -> dict[str, str]:
     return texts
 
 
-def _values(state: ModelState, item: Item) -> Iterator[torch.Tensor]:
+def _values(state: ModelState, item: ExportItem) -> Iterator[torch.Tensor]:
     """The elements of a tensor in the order of its shape, in pieces, in the dtype they are saved in."""
     if isinstance(item.held, torch.Tensor):
         yield item.held.detach().contiguous()

@@ -14,7 +14,7 @@ from patrickstar._checkpoint.save_planner import boxes_in, chunk_of, kinds_of, l
 from patrickstar._checkpoint.storage_reader import narrowed
 from patrickstar._layout.shard_geometry import Box, memory_order
 from patrickstar._memory.swap_file import PAGE_BYTES
-from patrickstar._params.managed_param import Slot
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar.errors import CheckpointError
 
@@ -24,7 +24,7 @@ class _Target:
     """A box that this process has: elements `first` on of its part of a parameter in a list, or of a tensor at hand."""
 
     box: Box
-    slot: Slot | None
+    managed: ManagedParam | None
     kind: str
     first: int
     value: torch.Tensor | None = None
@@ -35,7 +35,7 @@ class _Target:
         return slice(self.first, self.first + self.box.numel)
 
 
-class LoadingPlanner(LoadPlanner):
+class ShardLoadPlanner(LoadPlanner):
     """Tells torch.distributed.checkpoint what this process needs, and puts it where it belongs.
 
     tensors: those that are at hand, by name. Chunks in memory are filled where they lie; of what lies on disk, or in
@@ -98,53 +98,53 @@ class LoadingPlanner(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Elements have come."""
         target = self._targets[_key(read_item.dest_index)]
-        slot = target.slot
-        if slot is None:
+        managed = target.managed
+        if managed is None:
             return
         if self._in_place(target) is not None:
             chunk = self.data.manager[self._list(target)]
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
             return
-        kind = list_kind(slot, target.kind)
+        kind = list_kind(managed, target.kind)
         if target.box.numel == tensor.numel():
-            flat = _folded(tensor, slot)
+            flat = _folded(tensor, managed)
         else:  # a part of the box: the rest of it is what is there
             flat = torch.empty(target.box.numel, dtype=tensor.dtype, device="cpu")
-            for where, part in self.data.parts(slot, kind, within=target.run):
+            for where, part in self.data.parts(managed, kind, within=target.run):
                 flat[where.start - target.first : where.stop - target.first] = part
-            box = unfolded(flat, target.box, slot)
+            box = unfolded(flat, target.box, managed)
             narrowed(box, read_item.dest_offsets, read_item.lengths).copy_(tensor)
-        for where, part in self.data.parts(slot, kind, write=True, within=target.run):
+        for where, part in self.data.parts(managed, kind, write=True, within=target.run):
             part.copy_(flat[where.start - target.first : where.stop - target.first])
 
     # Inside
 
     def _list(self, target: _Target) -> tuple[str, int]:
-        assert target.slot is not None
-        return list_kind(target.slot, target.kind), target.slot.place.chunk
+        assert target.managed is not None
+        return list_kind(target.managed, target.kind), target.managed.location.chunk
 
     def _in_place(self, target: _Target) -> torch.Tensor | None:
         """A target's memory as its box, if it is there and in order."""
-        if target.slot is None:
+        if target.managed is None:
             return target.value
         chunk = self.data.manager[self._list(target)]
-        self.data.manager.moves.settle(chunk)
-        self.data.follow_moves()
-        if not chunk.in_memory or not target.slot.row_major:
+        self.data.manager.transfers.wait_idle(chunk)
+        self.data.update_param_views()
+        if not chunk.in_memory or not target.managed.row_major:
             return None
-        return target.slot.flat(chunk)[target.run].view(target.box.sizes)
+        return target.managed.flat(chunk)[target.run].view(target.box.sizes)
 
     def _all_targets(self) -> Iterator[tuple[str, _Target]]:
-        for slots in self.data.by_chunk.values():
-            for slot in slots:
-                for kind in kinds_of(slot):
-                    chunk = self.data.manager[list_kind(slot, kind), slot.place.chunk]
+        for managed_params in self.data.by_chunk.values():
+            for managed in managed_params:
+                for kind in kinds_of(managed):
+                    chunk = self.data.manager[list_kind(managed, kind), managed.location.chunk]
                     # A piece at a time of what does not lie in memory.
-                    length = slot.place.numel if chunk.in_memory else PAGE_BYTES // chunk.dtype.itemsize
-                    for begin in range(0, slot.place.numel, max(1, length)):
-                        part = slice(begin, min(begin + length, slot.place.numel))
-                        for first, box in boxes_in(slot, part):
-                            yield name_of(slot, kind), _Target(box, slot, kind, first)
+                    length = managed.location.numel if chunk.in_memory else PAGE_BYTES // chunk.dtype.itemsize
+                    for begin in range(0, managed.location.numel, max(1, length)):
+                        part = slice(begin, min(begin + length, managed.location.numel))
+                        for first, box in boxes_in(managed, part):
+                            yield name_of(managed, kind), _Target(box, managed, kind, first)
         for name, value in self.tensors.items():
             yield name, _Target(Box.whole(value.shape), None, "", 0, value)
 
@@ -153,6 +153,6 @@ def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
     return index.fqn, tuple(index.offset or ())
 
 
-def _folded(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
+def _folded(tensor: torch.Tensor, managed: ManagedParam) -> torch.Tensor:
     """Elements of a box in the order of the parameter's memory."""
-    return tensor.permute(memory_order(slot.shape, slot.region.strides)).reshape(-1)
+    return tensor.permute(memory_order(managed.shape, managed.region.strides)).reshape(-1)

@@ -34,13 +34,13 @@ FILE_NAME = re.compile(r"rank-\d{5}\.safetensors")
 _SUM = re.compile(r"[0-9a-f]{16}")
 
 
-class Checked(BaseModel):
+class ValidatedModel(BaseModel):
     """Data of a checkpoint, of which nothing is believed before it was looked at."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class File(Checked):
+class ManifestFile(ValidatedModel):
     """A file of one process: its name, its length, and the checksum of each of its pages."""
 
     name: str
@@ -48,7 +48,7 @@ class File(Checked):
     sums: list[str]
 
     @model_validator(mode="after")
-    def _names_a_file_here(self) -> "File":
+    def _names_a_file_here(self) -> "ManifestFile":
         if not FILE_NAME.fullmatch(self.name):
             raise ValueError(f"{self.name!r} is no name of a file here")
         if not all(_SUM.fullmatch(one) for one in self.sums):
@@ -56,7 +56,7 @@ class File(Checked):
         return self
 
 
-class Stored(Checked):
+class StoredBox(ValidatedModel):
     """A box of a tensor: where it begins in the tensor, its sizes, and where its bytes begin in which file."""
 
     offsets: list[int]
@@ -65,7 +65,7 @@ class Stored(Checked):
     at: int = Field(ge=0)
 
 
-def _overlap(parts: Sequence[Stored]) -> bool:
+def _overlap(parts: Sequence[StoredBox]) -> bool:
     """Whether two boxes have an element in common."""
     boxes = sorted(
         [(begin, begin + size) for begin, size in zip(part.offsets, part.sizes, strict=True)]
@@ -82,16 +82,16 @@ def _overlap(parts: Sequence[Stored]) -> bool:
     return False
 
 
-class StoredTensor(Checked):
+class ManifestTensor(ValidatedModel):
     """A tensor by its dtype and shape, and its boxes; or plain data, as so many bytes of JSON."""
 
     dtype: str
     shape: list[int]
-    parts: list[Stored]
+    parts: list[StoredBox]
     plain: bool = False
 
     @model_validator(mode="after")
-    def _boxes_fill_it(self) -> "StoredTensor":
+    def _boxes_fill_it(self) -> "ManifestTensor":
         if self.dtype not in ITEMSIZES:
             raise ValueError(f"there is no dtype {self.dtype!r}")
         if any(size < 0 for size in self.shape):
@@ -109,17 +109,17 @@ class StoredTensor(Checked):
         return self
 
 
-class Document(Checked):
+class Manifest(ValidatedModel):
     """What a checkpoint says of itself."""
 
     processes: int = Field(ge=1)
     written_by: str
     page_bytes: int = Field(gt=0, le=LARGEST_PAGE_BYTES, multiple_of=BLOCK_BYTES)
-    files: list[File]
-    tensors: dict[str, StoredTensor]
+    files: list[ManifestFile]
+    tensors: dict[str, ManifestTensor]
 
     @model_validator(mode="after")
-    def _lies_within_files(self) -> "Document":
+    def _lies_within_files(self) -> "Manifest":
         for file in self.files:
             if len(file.sums) != -(-file.nbytes // self.page_bytes):
                 raise ValueError(f"{file.name} of {file.nbytes} bytes has {len(file.sums)} checksums")
@@ -139,7 +139,7 @@ class Document(Checked):
         return self
 
 
-class Head(Checked):
+class ManifestHeader(ValidatedModel):
     """The first line. `sequence` counts the checkpoints of a folder, so that the newest is known."""
 
     format: Literal["patrickstar checkpoint"] = "patrickstar checkpoint"
@@ -149,17 +149,17 @@ class Head(Checked):
     xxh3: str
 
 
-def write_document(folder: Path, document: Document, sequence: int) -> None:
+def write_document(folder: Path, document: Manifest, sequence: int) -> None:
     """Put it into the folder, and all of it on the disk. Raises OSError."""
     text = document.model_dump_json().encode()
-    head = Head(version=VERSION, sequence=sequence, nbytes=len(text), xxh3=xxh3_64_hexdigest(text))
+    head = ManifestHeader(version=VERSION, sequence=sequence, nbytes=len(text), xxh3=xxh3_64_hexdigest(text))
     with (folder / NAME).open("xb") as file:
         file.write(head.model_dump_json().encode() + b"\n" + text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_document(folder: Path) -> Document:
+def read_document(folder: Path) -> Manifest:
     """What a checkpoint holds, every word of it checked.
 
     Raises CheckpointError for what is no checkpoint, is damaged or incomplete, or is of a newer version.
@@ -171,7 +171,9 @@ def read_document(folder: Path) -> Document:
             raise CheckpointError(f"{path} has {nbytes} bytes; no checkpoint's document has more than {LARGEST_BYTES}")
         content = path.read_bytes()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} is no checkpoint of PatrickStar: {_why_not(folder, error)}") from error
+        raise CheckpointError(
+            f"{folder} is no checkpoint of PatrickStar: {_unreadable_error(folder, error)}"
+        ) from error
     first, _, text = content.partition(b"\n")
     head = _head(path, first)
     try:
@@ -180,9 +182,9 @@ def read_document(folder: Path) -> Document:
                 f"{path} is damaged: it has {len(text)} bytes of {head.nbytes}, or others than were written; use an "
                 f"older checkpoint"
             )
-        document = Document.model_validate_json(text)
+        document = Manifest.model_validate_json(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not what a checkpoint holds: {what_is_wrong(error)}") from error
+        raise CheckpointError(f"{path} is not what a checkpoint holds: {first_error(error)}") from error
     for file in document.files:
         _check_file(folder / file.name, file.nbytes)
     return document
@@ -198,11 +200,13 @@ def read_sequence(folder: Path) -> int:
         with path.open("rb") as file:
             first = file.readline(BLOCK_BYTES)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} is no checkpoint of PatrickStar: {_why_not(folder, error)}") from error
+        raise CheckpointError(
+            f"{folder} is no checkpoint of PatrickStar: {_unreadable_error(folder, error)}"
+        ) from error
     return _head(path, first).sequence
 
 
-def _head(path: Path, line: bytes) -> Head:
+def _head(path: Path, line: bytes) -> ManifestHeader:
     try:
         told = json.loads(line)
         if not isinstance(told, dict) or told.get("format") != "patrickstar checkpoint":
@@ -212,9 +216,9 @@ def _head(path: Path, line: bytes) -> Head:
                 f"{path} has version {told.get('version')!r} of the format, and this PatrickStar reads {VERSION}; use "
                 f"the version of PatrickStar that wrote it, or a newer one"
             )
-        return Head.model_validate(told)
+        return ManifestHeader.model_validate(told)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not what a checkpoint holds: {what_is_wrong(error)}") from error
+        raise CheckpointError(f"{path} is not what a checkpoint holds: {first_error(error)}") from error
 
 
 def _check_file(path: Path, nbytes: int) -> None:
@@ -228,7 +232,7 @@ def _check_file(path: Path, nbytes: int) -> None:
         )
 
 
-def _why_not(folder: Path, error: OSError | ValueError) -> str:
+def _unreadable_error(folder: Path, error: OSError | ValueError) -> str:
     if os.path.isfile(folder):
         return "it is a file, not a folder"
     if not os.path.isdir(folder):
@@ -243,7 +247,7 @@ def _why_not(folder: Path, error: OSError | ValueError) -> str:
     return f"it has no {NAME} that can be read ({error})"
 
 
-def what_is_wrong(error: Exception) -> str:
+def first_error(error: Exception) -> str:
     """The first thing that a check of data has found, for a message."""
     if isinstance(error, ValidationError):
         one = error.errors()[0]

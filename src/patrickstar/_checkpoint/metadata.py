@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 from pydantic import NonNegativeInt, ValidationError, field_validator
 
 from patrickstar._checkpoint import json_codec
-from patrickstar._checkpoint.manifest import Checked, what_is_wrong
+from patrickstar._checkpoint.manifest import ValidatedModel, first_error
 from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar.errors import CheckpointError
 
@@ -13,15 +13,15 @@ COMMON = "patrickstar"
 """The name of what is told of all processes together."""
 
 
-def of_rank(rank: int) -> str:
+def rank_key(rank: int) -> str:
     """The name of what is told of one process."""
     return f"patrickstar.rank-{rank:05d}"
 
 
-_Kind = TypeVar("_Kind", bound=Checked)
+_Kind = TypeVar("_Kind", bound=ValidatedModel)
 
 
-class Common(Checked):
+class CommonMetadata(ValidatedModel):
     """Of all processes together. frozen: whether frozen parameters are there. steps, memory: by parameter name."""
 
     patrickstar: str
@@ -52,21 +52,21 @@ class Common(Checked):
         return groups
 
 
-class Own(Checked):
+class RankMetadata(ValidatedModel):
     """Of one process: its random generators, and what the user gave."""
 
     random: dict[str, Any]
     user: dict[str, Any]
 
 
-def read_common(reader: CheckpointReader) -> Common:
+def read_common(reader: CheckpointReader) -> CommonMetadata:
     """What is told of all. Raises CheckpointError if that is not what a checkpoint holds."""
-    return _read(reader, COMMON, Common)
+    return _read(reader, COMMON, CommonMetadata)
 
 
-def read_own(reader: CheckpointReader, rank: int) -> Own:
+def read_rank(reader: CheckpointReader, rank: int) -> RankMetadata:
     """The same of one process."""
-    return _read(reader, of_rank(rank), Own)
+    return _read(reader, rank_key(rank), RankMetadata)
 
 
 def model_tensors(reader: CheckpointReader) -> dict[str, bool]:
@@ -84,5 +84,5 @@ def _read(reader: CheckpointReader, name: str, kind: type[_Kind]) -> _Kind:
         return kind.model_validate(json_codec.loads(text, f"{name} in {reader.folder}"))
     except ValidationError as error:
         raise CheckpointError(
-            f"{name} in {reader.folder} is not what a checkpoint holds: {what_is_wrong(error)}"
+            f"{name} in {reader.folder} is not what a checkpoint holds: {first_error(error)}"
         ) from error

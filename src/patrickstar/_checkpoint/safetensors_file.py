@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from patrickstar._checkpoint.direct_writer import PageFile
+from patrickstar._checkpoint.direct_writer import DirectWriter
 from patrickstar._memory.swap_file import BLOCK_BYTES, PAGE_BYTES
 
 DTYPES = {
@@ -35,7 +35,7 @@ PADDING = "padding."
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file: its elements lie in a row, in the order of the shape."""
 
     name: str
@@ -62,7 +62,7 @@ class SafetensorsFile:
     def __init__(
         self,
         path: Path,
-        entries: Sequence[Entry],
+        entries: Sequence[TensorEntry],
         metadata: Mapping[str, str] | None = None,
         *,
         addresses: Mapping[int, int] | None = None,
@@ -80,7 +80,7 @@ class SafetensorsFile:
             else:
                 self.starts.append(end)
             end += entry.nbytes
-        self.file = PageFile(path, end, page_bytes=page_bytes)
+        self.file = DirectWriter(path, end, page_bytes=page_bytes)
         self.write(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
     def write(self, values: torch.Tensor, owner: Hashable = None) -> None:
@@ -98,14 +98,14 @@ class SafetensorsFile:
         self.file.abandon()
 
 
-def _padded(entries: Sequence[Entry], addresses: Mapping[int, int]) -> Iterator[Entry]:
+def _padded(entries: Sequence[TensorEntry], addresses: Mapping[int, int]) -> Iterator[TensorEntry]:
     """The tensors, and what has to be between them. Data begin with a block of the disk."""
     names = {entry.name for entry in entries}
     end = 0
     for number, entry in enumerate(entries):
         gap = (addresses[number] - end) % BLOCK_BYTES if entry.nbytes and number in addresses else 0
         if gap:
-            yield Entry(_unlike(f"{PADDING}{number}", names), torch.uint8, (gap,), filler=True)
+            yield TensorEntry(_unlike(f"{PADDING}{number}", names), torch.uint8, (gap,), filler=True)
         yield entry
         end += gap + entry.nbytes
 
@@ -117,7 +117,7 @@ def _unlike(name: str, names: Collection[str]) -> str:
     return name
 
 
-def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
     """The length of the header, and the header, filled up with spaces so that data begin with a block of the disk."""
     described: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0

@@ -26,28 +26,28 @@ from patrickstar._checkpoint.manifest import LARGEST_BYTES
 from patrickstar._checkpoint.safetensors_file import DTYPES
 from patrickstar._layout.schema import PARAM16, PARAM32
 from patrickstar._layout.shard_geometry import Box, boxes_of, memory_order
-from patrickstar._params.managed_param import Slot
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar.errors import CheckpointError
 
 
-def name_of(slot: Slot, kind: str) -> str:
+def name_of(managed: ManagedParam, kind: str) -> str:
     """The name of a parameter, or of a state of it: as torch.distributed.checkpoint names them."""
-    return f"model.{slot.name}" if kind in (PARAM16, PARAM32) else f"optim.state.{slot.name}.{kind}"
+    return f"model.{managed.name}" if kind in (PARAM16, PARAM32) else f"optim.state.{managed.name}.{kind}"
 
 
-def kinds_of(slot: Slot) -> tuple[str, ...]:
+def kinds_of(managed: ManagedParam) -> tuple[str, ...]:
     """The lists in which all that there is of a parameter lies: the master and states, or itself if it is frozen."""
-    return tuple(spec.kind for spec in slot.scheme.optimizer_lists) or (PARAM16,)
+    return tuple(spec.kind for spec in managed.schema.optimizer_lists) or (PARAM16,)
 
 
-def list_kind(slot: Slot, kind: str) -> str:
+def list_kind(managed: ManagedParam, kind: str) -> str:
     """The list in which this process has its part."""
-    return slot.own.kind if kind == PARAM16 else kind
+    return managed.own.kind if kind == PARAM16 else kind
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """A box of a tensor, as this process has it.
 
     That is elements `first` on of its part of a parameter, in a list `kind`; or a tensor, or plain data, at hand.
@@ -57,7 +57,7 @@ class Piece:
     shape: tuple[int, ...]
     box: Box
     dtype: torch.dtype
-    slot: Slot | None = None
+    managed: ManagedParam | None = None
     kind: str = ""
     first: int = 0
     value: torch.Tensor | None = None
@@ -88,15 +88,15 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
-def boxes_in(slot: Slot, part: slice) -> Iterator[tuple[int, Box]]:
+def boxes_in(managed: ManagedParam, part: slice) -> Iterator[tuple[int, Box]]:
     """The boxes of the parameter that elements of this process's part are, with the first element of each in the part.
 
     Elements are counted as they lie in memory; the boxes are the tensor's.
     """
-    order = memory_order(slot.shape, slot.region.strides)
-    begin = slot.first + part.start
-    for first, box in boxes_of([slot.shape[dim] for dim in order], begin, slot.first + part.stop):
-        yield first - slot.first, in_order(box, order)
+    order = memory_order(managed.shape, managed.region.strides)
+    begin = managed.first + part.start
+    for first, box in boxes_of([managed.shape[dim] for dim in order], begin, managed.first + part.stop):
+        yield first - managed.first, in_order(box, order)
 
 
 def in_order(box: Box, order: Sequence[int]) -> Box:
@@ -107,36 +107,43 @@ def in_order(box: Box, order: Sequence[int]) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
-def pieces_of(data: ModelData, order: Sequence[int]) -> list[Piece]:
+def pieces_of(data: ModelData, order: Sequence[int]) -> list[TensorShard]:
     """All that this process has of parameters and states, chunk after chunk; first what is frozen."""
     found = []
-    first_process = data.peers is None or data.peers.world.rank == 0
-    order = sorted(order, key=lambda index: data.by_chunk[index][0].scheme.trained)
+    first_process = data.comm is None or data.comm.world.rank == 0
+    order = sorted(order, key=lambda index: data.by_chunk[index][0].schema.trained)
     for index in order:
         # List by list: what follows one another in memory does in the file.
         for kind in kinds_of(data.by_chunk[index][0]):
-            for slot in data.by_chunk[index]:
-                if not slot.numel and first_process:
-                    empty = Piece(name_of(slot, kind), slot.shape, Box.whole(slot.shape), slot.full_dtype, slot, kind)
+            for managed in data.by_chunk[index]:
+                if not managed.numel and first_process:
+                    empty = TensorShard(
+                        name_of(managed, kind),
+                        managed.shape,
+                        Box.whole(managed.shape),
+                        managed.full_dtype,
+                        managed,
+                        kind,
+                    )
                     found.append(empty)
-                dtype = data.manager[list_kind(slot, kind), index].dtype
-                for first, box in boxes_in(slot, slice(0, slot.place.numel)):
-                    found.append(Piece(name_of(slot, kind), slot.shape, box, dtype, slot, kind, first))
+                dtype = data.manager[list_kind(managed, kind), index].dtype
+                for first, box in boxes_in(managed, slice(0, managed.location.numel)):
+                    found.append(TensorShard(name_of(managed, kind), managed.shape, box, dtype, managed, kind, first))
     return found
 
 
-def pieces_of_tensors(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+def pieces_of_tensors(tensors: Mapping[str, torch.Tensor]) -> list[TensorShard]:
     """Tensors that are at hand, whole. Raises CheckpointError for one that no file can hold."""
     for name, value in tensors.items():
         if value.dtype not in DTYPES or value.layout is not torch.strided:
             raise CheckpointError(f"{name} is of {value.dtype} and {value.layout}, which no safetensors file holds")
     return [
-        Piece(name, tuple(value.shape), Box.whole(value.shape), value.dtype, value=value)
+        TensorShard(name, tuple(value.shape), Box.whole(value.shape), value.dtype, value=value)
         for name, value in tensors.items()
     ]
 
 
-def plain_piece(name: str, text: bytes) -> Piece:
+def json_item(name: str, text: bytes) -> TensorShard:
     """Plain data; what follows begins at a multiple of eight bytes. Raises CheckpointError if it is too much."""
     if len(text) > LARGEST_BYTES - 8:
         raise CheckpointError(
@@ -144,49 +151,49 @@ def plain_piece(name: str, text: bytes) -> Piece:
             f"tensors in files of their own"
         )
     padded = text.ljust(-(-len(text) // 8) * 8)
-    return Piece(name, (len(padded),), Box.whole((len(padded),)), torch.uint8, plain=padded)
+    return TensorShard(name, (len(padded),), Box.whole((len(padded),)), torch.uint8, plain=padded)
 
 
-def runs_of(piece: Piece, page_bytes: int) -> list[slice]:
+def runs_of(piece: TensorShard, page_bytes: int) -> list[slice]:
     """A piece's elements in runs of a page; of one that lies in another order than its shape's, all at once."""
     length = page_bytes // piece.dtype.itemsize
-    if piece.slot is None or not piece.slot.row_major:
+    if piece.managed is None or not piece.managed.row_major:
         return [slice(0, piece.box.numel)]
     return [slice(begin, min(begin + length, piece.box.numel)) for begin in range(0, piece.box.numel, length)]
 
 
-def values(piece: Piece, data: ModelData, run: slice) -> Iterator[torch.Tensor]:
+def values(piece: TensorShard, data: ModelData, run: slice) -> Iterator[torch.Tensor]:
     """The elements of a run, in the order of the piece's box. To be taken at once: chunks move."""
     if piece.plain is not None:
         yield torch.frombuffer(bytearray(piece.plain), dtype=torch.uint8)
         return
-    if piece.slot is None:
+    if piece.managed is None:
         assert piece.value is not None
         yield piece.value.detach().contiguous()
         return
-    slot, within = piece.slot, slice(piece.first + run.start, piece.first + run.stop)
-    parts = data.parts(slot, list_kind(slot, piece.kind), within=within)
-    if slot.row_major:
+    managed, within = piece.managed, slice(piece.first + run.start, piece.first + run.stop)
+    parts = data.parts(managed, list_kind(managed, piece.kind), within=within)
+    if managed.row_major:
         for _, part in parts:
             yield part
         return
     flat = torch.empty(piece.box.numel, dtype=piece.dtype, device="cpu")
     for where, part in parts:
         flat[where.start - piece.first : where.stop - piece.first] = part
-    yield unfolded(flat, piece.box, slot).contiguous()
+    yield unfolded(flat, piece.box, managed).contiguous()
 
 
-def unfolded(flat: torch.Tensor, box: Box, slot: Slot) -> torch.Tensor:
+def unfolded(flat: torch.Tensor, box: Box, managed: ManagedParam) -> torch.Tensor:
     """Elements of a box in the order of the parameter's memory, as a tensor of the box's sizes."""
-    order = memory_order(slot.shape, slot.region.strides)
+    order = memory_order(managed.shape, managed.region.strides)
     back = sorted(range(len(order)), key=lambda place: order[place])
     return flat.view([box.sizes[dim] for dim in order]).permute(back)
 
 
-class SnapshotPlanner(SavePlanner):
+class ShardSavePlanner(SavePlanner):
     """Tells torch.distributed.checkpoint what this process has to write."""
 
-    def __init__(self, pieces: Sequence[Piece], data: ModelData) -> None:
+    def __init__(self, pieces: Sequence[TensorShard], data: ModelData) -> None:
         self.pieces = {piece.index: piece for piece in pieces}
         self.data = data
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from patrickstar._checkpoint.direct_writer import cant_write
-from patrickstar._checkpoint.safetensors_file import Entry, SafetensorsFile
+from patrickstar._checkpoint.direct_writer import write_error
+from patrickstar._checkpoint.safetensors_file import SafetensorsFile, TensorEntry
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def shards_of(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]]:
+def shards_of(entries: Sequence[TensorEntry], max_bytes: int) -> dict[str, list[TensorEntry]]:
     """Files by their names, each of at most so many bytes, or of one tensor."""
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[TensorEntry]] = [[]]
     taken = 0
     for entry in entries:
         if shards[-1] and taken + entry.nbytes > max_bytes:
@@ -31,7 +31,7 @@ def shards_of(entries: Sequence[Entry], max_bytes: int) -> dict[str, list[Entry]
 
 
 def write_model_folder(
-    folder: Path, shards: Mapping[str, Sequence[Entry]], values: Iterator[torch.Tensor], texts: Mapping[str, str]
+    folder: Path, shards: Mapping[str, Sequence[TensorEntry]], values: Iterator[torch.Tensor], texts: Mapping[str, str]
 ) -> None:
     """Write the shards, with the elements that come one after the other, their index, and texts by file name.
 
@@ -68,4 +68,4 @@ def _write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise cant_write(path, error, len(data)) from error
+        raise write_error(path, error, len(data)) from error

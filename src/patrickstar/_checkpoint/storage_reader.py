@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 from xxhash import xxh3_64_hexdigest
 
-from patrickstar._checkpoint.manifest import Document, read_document
+from patrickstar._checkpoint.manifest import Manifest, read_document
 from patrickstar.errors import CheckpointError
 
 
@@ -45,10 +45,10 @@ class CheckpointReader(StorageReader):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.document: Document = read_document(self.folder)
+        self.document: Manifest = read_document(self.folder)
         self.read_bytes = 0
         """Bytes that came from the disk."""
-        self._at_hand: tuple[int, int] | None = None
+        self._verified_page: tuple[int, int] | None = None
         self._page = bytearray()
         self._sources = {
             MetadataIndex(name, None if tensor.plain else part.offsets): _Source(
@@ -176,14 +176,14 @@ class CheckpointReader(StorageReader):
 
     def _have(self, number: int, page: int) -> bytearray:
         """A page of a file, whose checksum was compared."""
-        if self._at_hand == (number, page):
+        if self._verified_page == (number, page):
             return self._page
         file, page_bytes = self.document.files[number], self.document.page_bytes
         path = self.folder / file.name
         length = min(page_bytes, file.nbytes - page * page_bytes)
         if len(self._page) != length:
             self._page = bytearray(length)
-        self._at_hand = None
+        self._verified_page = None
         memory = memoryview(self._page)
         try:
             with path.open("rb", buffering=0) as stream:
@@ -204,7 +204,7 @@ class CheckpointReader(StorageReader):
                 f"{path} is damaged: the {length} bytes from {page * page_bytes} on are not those that were written; "
                 f"nothing was loaded, use an older checkpoint"
             )
-        self._at_hand = number, page
+        self._verified_page = number, page
         return self._page
 
 

@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from patrickstar._checkpoint.atomic_dir import Partial, complete
-from patrickstar._checkpoint.manifest import Document, File, Stored, StoredTensor
-from patrickstar._checkpoint.safetensors_file import Entry, SafetensorsFile
+from patrickstar._checkpoint.atomic_dir import AtomicDir, complete
+from patrickstar._checkpoint.manifest import Manifest, ManifestFile, ManifestTensor, StoredBox
+from patrickstar._checkpoint.safetensors_file import SafetensorsFile, TensorEntry
 
 
 @dataclass(frozen=True)
-class Wrote:
+class WrittenItem:
     """Where an item's bytes begin, in which process's file."""
 
     rank: int
@@ -27,7 +27,7 @@ class Wrote:
 
 
 @dataclass(frozen=True)
-class WroteFile:
+class WrittenFile:
     """A process's file: its bytes, and the checksums of its pages."""
 
     rank: int
@@ -35,7 +35,7 @@ class WroteFile:
     sums: tuple[str, ...]
 
 
-class Feed(Protocol):
+class DataSource(Protocol):
     """Who has the bytes: they may come from another thread, when it has time for them."""
 
     def addresses(self, items: Sequence[WriteItem]) -> dict[int, int]:
@@ -47,17 +47,17 @@ class Feed(Protocol):
         ...
 
 
-def entry_of(item: WriteItem) -> Entry:
+def entry_of(item: WriteItem) -> TensorEntry:
     """An item as a tensor of a safetensors file; a part of a tensor has its place in its name."""
     if item.type is WriteItemType.BYTE_IO:
         assert item.bytes_io_data is not None
-        return Entry(item.index.fqn, torch.uint8, (item.bytes_io_data.nbytes,))
+        return TensorEntry(item.index.fqn, torch.uint8, (item.bytes_io_data.nbytes,))
     assert item.tensor_data is not None
     chunk, whole = item.tensor_data.chunk, item.tensor_data.size
     name = item.index.fqn
     if tuple(chunk.sizes) != tuple(whole):
         name += "[" + ", ".join(f"{b}:{b + n}" for b, n in zip(chunk.offsets, chunk.sizes, strict=True)) + "]"
-    return Entry(name, item.tensor_data.properties.dtype, tuple(chunk.sizes))
+    return TensorEntry(name, item.tensor_data.properties.dtype, tuple(chunk.sizes))
 
 
 class CheckpointWriter(StorageWriter):
@@ -66,11 +66,11 @@ class CheckpointWriter(StorageWriter):
     Raises CheckpointError if `target` exists, or the disk is full or fails.
     """
 
-    def __init__(self, target: Path, feed: Feed, *, page_bytes: int) -> None:
+    def __init__(self, target: Path, feed: DataSource, *, page_bytes: int) -> None:
         self.target = target
         self.feed = feed
         self.page_bytes = page_bytes
-        self._partial: Partial | None = None
+        self._partial: AtomicDir | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept from one checkpoint to the next."""
@@ -84,7 +84,7 @@ class CheckpointWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The coordinator makes the folder, and tells the others."""
-        self._partial = Partial(self.target)
+        self._partial = AtomicDir(self.target)
         return [
             SavePlan(plan.items, (str(self._partial.path.absolute()), rank), plan.planner_data)
             for rank, plan in enumerate(plans)
@@ -104,10 +104,10 @@ class CheckpointWriter(StorageWriter):
             file.abandon()
             raise
         results = [
-            WriteResult(item.index, entry.nbytes, Wrote(rank, at))
+            WriteResult(item.index, entry.nbytes, WrittenItem(rank, at))
             for item, entry, at in zip(plan.items, entries, file.starts, strict=True)
         ]
-        written = WroteFile(rank, file.file.nbytes, tuple(file.file.sums))
+        written = WrittenFile(rank, file.file.nbytes, tuple(file.file.sums))
         results.append(WriteResult(MetadataIndex(path.name), written.nbytes, written))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -116,7 +116,7 @@ class CheckpointWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make a checkpoint of what all processes have written."""
         assert self._partial is not None
-        document = _document(metadata, [one for of_rank in results for one in of_rank], self.page_bytes)
+        document = _document(metadata, [one for rank_key in results for one in rank_key], self.page_bytes)
         before = max((number for number, _ in complete(self.target.parent)), default=0)
         self._partial.publish(document, before + 1)
         self._partial = None
@@ -138,34 +138,34 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _document(metadata: Metadata, results: Sequence[WriteResult], page_bytes: int) -> Document:
-    files = [one.storage_data for one in results if isinstance(one.storage_data, WroteFile)]
-    where = {one.index: one.storage_data for one in results if isinstance(one.storage_data, Wrote)}
+def _document(metadata: Metadata, results: Sequence[WriteResult], page_bytes: int) -> Manifest:
+    files = [one.storage_data for one in results if isinstance(one.storage_data, WrittenFile)]
+    where = {one.index: one.storage_data for one in results if isinstance(one.storage_data, WrittenItem)}
     sizes = {one.index: one.size_in_bytes for one in results}
     tensors = {}
     for name, told in metadata.state_dict_metadata.items():
         if isinstance(told, TensorStorageMetadata):
             parts = [
-                Stored(offsets=list(chunk.offsets), sizes=list(chunk.sizes), file=wrote.rank, at=wrote.at)
+                StoredBox(offsets=list(chunk.offsets), sizes=list(chunk.sizes), file=wrote.rank, at=wrote.at)
                 for chunk, wrote in _placed(name, told, where)
             ]
             dtype = str(told.properties.dtype).removeprefix("torch.")
-            tensors[name] = StoredTensor(dtype=dtype, shape=list(told.size), parts=parts)
+            tensors[name] = ManifestTensor(dtype=dtype, shape=list(told.size), parts=parts)
         else:
             index = MetadataIndex(name)
-            part = Stored(offsets=[0], sizes=[sizes[index]], file=where[index].rank, at=where[index].at)
-            tensors[name] = StoredTensor(dtype="uint8", shape=[sizes[index]], parts=[part], plain=True)
-    return Document(
+            part = StoredBox(offsets=[0], sizes=[sizes[index]], file=where[index].rank, at=where[index].at)
+            tensors[name] = ManifestTensor(dtype="uint8", shape=[sizes[index]], parts=[part], plain=True)
+    return Manifest(
         processes=len(files),
         written_by=f"PatrickStar {version('patrickstar')}, PyTorch {torch.__version__}",
         page_bytes=page_bytes,
-        files=[File(name=file_name(one.rank), nbytes=one.nbytes, sums=list(one.sums)) for one in files],
+        files=[ManifestFile(name=file_name(one.rank), nbytes=one.nbytes, sums=list(one.sums)) for one in files],
         tensors=tensors,
     )
 
 
 def _placed(
-    name: str, told: TensorStorageMetadata, where: dict[MetadataIndex, Wrote]
-) -> Iterator[tuple[ChunkStorageMetadata, Wrote]]:
+    name: str, told: TensorStorageMetadata, where: dict[MetadataIndex, WrittenItem]
+) -> Iterator[tuple[ChunkStorageMetadata, WrittenItem]]:
     for chunk in told.chunks:
         yield chunk, where[MetadataIndex(name, chunk.offsets)]

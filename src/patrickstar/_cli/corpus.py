@@ -44,21 +44,21 @@ def standard_library() -> Corpus:
     return Corpus(f"the Python standard library in {root}", paths)
 
 
-def open_corpus(places: Sequence[Path]) -> Corpus:
-    """The text files among ``places``: files as they are given, folders with all below them, hidden ones left out.
+def open_corpus(locations: Sequence[Path]) -> Corpus:
+    """The text files among ``locations``: files as they are given, folders with all below them, hidden ones left out.
 
     Without a place it is the standard library. Raises DataError, naming the path, for one that is missing, empty or
     not text.
     """
-    if not places:
+    if not locations:
         return standard_library()
     paths: dict[Path, None] = {}  # a set that keeps its order: a file given twice is read once
-    for place in places:
+    for place in locations:
         found = _text_files(place)
         if not any(path.stat().st_size for path in found):
             raise DataError(f"{place} holds no text; give --data a text file, or a folder with text files")
         paths.update(dict.fromkeys(found))
-    return Corpus(", ".join(str(place) for place in places), tuple(paths))
+    return Corpus(", ".join(str(place) for place in locations), tuple(paths))
 
 
 def _text_files(place: Path) -> list[Path]:

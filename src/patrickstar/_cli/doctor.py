@@ -14,11 +14,11 @@ from rich.text import Text
 import patrickstar
 from patrickstar._cli.machine_name import machine_name
 from patrickstar._dry_run.disk_benchmark import measure
-from patrickstar._dry_run.machine_profile import trial_span
-from patrickstar._kernels.cpp_backend import Native, Unavailable
-from patrickstar._kernels.dispatch import Implementation
-from patrickstar._kernels.eager_backend import Listed
-from patrickstar._kernels.triton_backend import Fused
+from patrickstar._dry_run.machine_profile import benchmark_span
+from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
+from patrickstar._kernels.dispatch import Backend
+from patrickstar._kernels.eager_backend import EagerBackend
+from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.cuda_device import FREE_PERCENT, NCCL_BYTES, OUTSIDE_BYTES, CudaDevice, default_budget
 from patrickstar._memory.memory_meter import default_meter, installed_bytes
@@ -99,12 +99,12 @@ def _gpu(device: CudaDevice, free_bytes: int) -> Finding:
     )
 
 
-def _kernel() -> tuple[Finding, Implementation]:
+def _kernel() -> tuple[Finding, Backend]:
     try:
-        native = Native.load()
+        native = CppBackend.load()
     except Unavailable as error:
         text = "not there. Updates on the host run on PyTorch's operators, with the same bits"
-        return Finding("C++ kernel", text, str(error)), Listed()
+        return Finding("C++ kernel", text, str(error)), EagerBackend()
     return Finding("C++ kernel", f"built for {', '.join(native.variants())}; the first is used"), native
 
 
@@ -112,16 +112,16 @@ def _triton() -> Finding:
     if not torch.cuda.is_available():
         return Finding("Triton kernel", "not needed without a GPU")
     try:
-        Fused.load(torch.device("cuda"))
+        TritonBackend.load(torch.device("cuda"))
     except Unavailable as error:
         text = "not there. Updates on the GPU run on PyTorch's operators, with the same bits"
         return Finding("Triton kernel", text, str(error))
     return Finding("Triton kernel", "there, tried out on the first GPU")
 
 
-def _speed(implementation: Implementation, numel: int) -> list[Finding]:
+def _speed(implementation: Backend, numel: int) -> list[Finding]:
     """One update beside one copy: what of the memory's speed an update on the host reaches."""
-    span, copied = trial_span(numel), torch.zeros(numel, device="cpu")
+    span, copied = benchmark_span(numel), torch.zeros(numel, device="cpu")
     copies, updates = [], []
     for _ in range(ROUNDS):
         copies.append(_gb_per_s(lambda: copied.copy_(span.master), 8 * numel))

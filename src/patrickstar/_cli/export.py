@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from rich.console import Console
 
-from patrickstar._checkpoint.atomic_dir import Partial
+from patrickstar._checkpoint.atomic_dir import AtomicDir
 from patrickstar._checkpoint.metadata import model_tensors
-from patrickstar._checkpoint.safetensors_file import Entry
+from patrickstar._checkpoint.safetensors_file import TensorEntry
 from patrickstar._checkpoint.sharded_safetensors import PRECISIONS, shards_of, write_model_folder
 from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar._cli.resume_options import newest_in
@@ -32,13 +32,13 @@ def export(
     wanted = PRECISIONS[dtype]
     entries = [_entry(reader, name, wanted if is_parameter else None) for name, is_parameter in names.items()]
     shards = shards_of(entries, parse_size(max_shard))
-    partial = Partial(folder, over_empty=True)
+    partial = AtomicDir(folder, over_empty=True)
     try:
         values = (
             rounded(reader.tensor(f"model.{entry.name}"), entry.dtype) for shard in shards.values() for entry in shard
         )
         write_model_folder(partial.path, shards, values, _texts(about, wanted))
-        partial.appear()
+        partial.rename_into_place()
     except BaseException:
         partial.abandon()
         raise
@@ -51,10 +51,10 @@ def export(
     )
 
 
-def _entry(reader: CheckpointReader, name: str, dtype: torch.dtype | None) -> Entry:
+def _entry(reader: CheckpointReader, name: str, dtype: torch.dtype | None) -> TensorEntry:
     told = reader.document.tensors[f"model.{name}"]
     own: torch.dtype = getattr(torch, told.dtype)
-    return Entry(name, dtype if dtype is not None and own.is_floating_point else own, tuple(told.shape))
+    return TensorEntry(name, dtype if dtype is not None and own.is_floating_point else own, tuple(told.shape))
 
 
 def _texts(about: About, dtype: torch.dtype) -> dict[str, str]:

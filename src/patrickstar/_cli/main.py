@@ -113,7 +113,7 @@ def train(
     """Train a causal language model on text, its model data within memory budgets."""
     with _told_errors(traceback):
         # Imported when it is needed: the libraries behind it take seconds, and --help shouldn't.
-        from patrickstar._cli.train import rehearse_training
+        from patrickstar._cli.train import dry_run_training
         from patrickstar._cli.train import train as run
         from patrickstar._cli.train_options import TrainOptions
         from patrickstar.errors import ConfigError
@@ -148,7 +148,7 @@ def train(
             quiet=quiet,
         )
         if dry_run:
-            rehearse_training(options, Console(), machine)
+            dry_run_training(options, Console(), machine)
             return
         if machine is not None:
             raise ConfigError(f"--machine {machine} is for --dry-run: a run takes the machine that it is on")

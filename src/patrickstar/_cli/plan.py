@@ -14,7 +14,7 @@ from patrickstar._layout.byte_size import format_size, parse_size
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.perf_model import BATCHES, Estimate, best_estimate, largest_batch
-from patrickstar._perf_model.text_tables import LaneRow, TierRow, lanes_table, memory_table, rows
+from patrickstar._perf_model.text_tables import ChannelRow, TierRow, channels_table, memory_table, rows
 from patrickstar._perf_model.workload import Workloads, gpt_workload
 from patrickstar.errors import BudgetError, ConfigError
 
@@ -82,10 +82,10 @@ def _machine(place: str) -> Machine:
     if place != "here":
         return find_machine(place)
     # Imported when it is needed: PyTorch takes seconds, and nothing else here needs it.
-    from patrickstar._dry_run.machine_profile import describe
+    from patrickstar._dry_run.machine_profile import profile_machine
     from patrickstar.config import Config
 
-    return describe(Config().find_device())
+    return profile_machine(Config().find_device())
 
 
 def adjusted(machine: Machine, device_memory: str | None, host_memory: str | None) -> Machine:
@@ -189,7 +189,7 @@ def as_dict(model: Planned, machine: Machine, best: Estimate, most: int) -> dict
         "tflops_per_process": best.tflops,
         "free_tokens": best.free_tokens,
         "shares": asdict(best.shares),
-        "lanes": [asdict(lane) | {"idle_s": best.seconds - lane.seconds} for lane in best.lanes],
+        "lanes": [asdict(lane) | {"idle_s": best.seconds - lane.seconds} for lane in best.channels],
         "non_model_bytes": best.workload.non_model_bytes,
         "device_bytes": best.device_bytes,
         "host_bytes": best.host_bytes,
@@ -210,16 +210,21 @@ def print_plan(console: Console, model: Planned, machine: Machine, best: Estimat
         ("speed", f"{best.tflops:.1f} TFLOPS per process, {best.processes * work.tokens / best.seconds:,.0f} tokens/s"),
         ("moving is free", f"from {best.free_tokens:,} tokens per process and step"),
     )
-    parts = rows(said), lanes_table(_lanes(best), best.seconds), memory_table(_tiers(machine, best)), _choices(best)
+    parts = (
+        rows(said),
+        channels_table(_channels(best), best.seconds),
+        memory_table(_tiers(machine, best)),
+        _choices(best),
+    )
     # Wrapped by the terminal alone: a file has no width.
     console.print("\n".join(parts), soft_wrap=True, markup=False, highlight=False)
 
 
-def _lanes(best: Estimate) -> list[LaneRow]:
+def _channels(best: Estimate) -> list[ChannelRow]:
     def amount(name: str, value: float) -> str:
         return f"{value / 1e12:,.1f}e12 op." if name == "compute" else format_size(int(value))
 
-    return [LaneRow(lane.name, lane.seconds, amount(lane.name, lane.amount)) for lane in best.lanes]
+    return [ChannelRow(lane.name, lane.seconds, amount(lane.name, lane.amount)) for lane in best.channels]
 
 
 def _tiers(machine: Machine, best: Estimate) -> list[TierRow]:
@@ -245,7 +250,7 @@ def _choices(best: Estimate) -> str:
     streamed = max(0.0, 1 - shares.resident - shares.on_host)
     in_ram = f"; of those that are not there, {shares.in_ram:.0%} lie in RAM" if shares.in_ram < 1 else ""
     paged = f", {shares.paged:.0%} lie on disk" if shares.paged else ""
-    slowest = max(best.lanes, key=lambda lane: lane.seconds)
+    slowest = max(best.channels, key=lambda lane: lane.seconds)
     return (
         f"of the optimizer states {shares.resident:.0%} live on the device, {shares.on_host:.0%} are updated on the "
         f"host and {streamed:.0%} come to the device for their update{in_ram}; {shares.kept:.0%} of the parameters "

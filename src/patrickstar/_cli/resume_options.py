@@ -15,7 +15,7 @@ DEFAULT_FOLDER = Path("runs/checkpoints")
 
 
 @dataclass(frozen=True)
-class Kept:
+class ResumeOptions:
     """`every` so many steps a checkpoint goes to `folder`; the run goes on from `resumed`, which was after `step`."""
 
     every: int = 0
@@ -24,7 +24,7 @@ class Kept:
     step: int = 0
 
     @classmethod
-    def of(cls, options: TrainOptions) -> "Kept":
+    def of(cls, options: TrainOptions) -> "ResumeOptions":
         """What the options say. Raises ConfigError or CheckpointError, before anything is built, if that can't be."""
         resumed, step = None, 0
         if options.resume is not None:

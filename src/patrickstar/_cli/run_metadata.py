@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import BaseModel, NonNegativeInt, ValidationError, field_validator
 from torch import nn
 
-from patrickstar._checkpoint.manifest import Checked, what_is_wrong
-from patrickstar._checkpoint.metadata import read_own
+from patrickstar._checkpoint.manifest import ValidatedModel, first_error
+from patrickstar._checkpoint.metadata import read_rank
 from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar._cli.corpus import Corpus
 from patrickstar._cli.model_source import ModelSource
@@ -16,7 +16,7 @@ from patrickstar._cli.train_options import TrainOptions
 from patrickstar.errors import CheckpointError
 
 
-class About(Checked):
+class About(ValidatedModel):
     """Plain data."""
 
     step: NonNegativeInt = 0
@@ -59,11 +59,11 @@ class About(Checked):
     def read(cls, reader: CheckpointReader) -> "About":
         """The run that wrote a checkpoint. Raises CheckpointError if that was another program."""
         try:
-            return _State.model_validate(read_own(reader, 0).user).run
+            return _State.model_validate(read_rank(reader, 0).user).run
         except ValidationError as error:
             raise CheckpointError(
                 f"{reader.folder} was not written by patrickstar train, and says neither how to go on nor what model "
-                f"it is of ({what_is_wrong(error)}); load it into an engine with engine.load"
+                f"it is of ({first_error(error)}); load it into an engine with engine.load"
             ) from None
 
     def after(self, step: int) -> dict[str, Any]:

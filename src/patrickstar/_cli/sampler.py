@@ -14,7 +14,7 @@ class Batches:
     """An endless stream of batches, int64 of shape ``(batch, sequence)``.
 
     The tokens are cut into blocks of ``sequence``; each pass over the blocks takes them in a new order drawn from
-    ``seed``. Of ``processes`` each takes every so many-th batch, beginning with its ``rank``. Raises DataError where
+    ``seed``. Of ``processes`` each supports every so many-th batch, beginning with its ``rank``. Raises DataError where
     the tokens don't fill one block.
     """
 

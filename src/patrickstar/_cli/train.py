@@ -20,7 +20,7 @@ from patrickstar._cli.corpus import Corpus, open_corpus
 from patrickstar._cli.machine_name import machine_name
 from patrickstar._cli.model_source import ModelSource, find_model
 from patrickstar._cli.progress import LEGEND, Progress
-from patrickstar._cli.resume_options import Kept
+from patrickstar._cli.resume_options import ResumeOptions
 from patrickstar._cli.run_log import RunLog, StepRecord, Summary
 from patrickstar._cli.run_metadata import About
 from patrickstar._cli.sampler import Batches
@@ -28,8 +28,8 @@ from patrickstar._cli.summary import print_summary
 from patrickstar._cli.tokenizer import load_tokens
 from patrickstar._cli.train_options import TrainOptions
 from patrickstar._distributed.process_group import World
-from patrickstar._dry_run.report import Forecast
-from patrickstar._dry_run.simulation import Step, forward_backward_step, on_meta
+from patrickstar._dry_run.report import DryRunReport
+from patrickstar._dry_run.simulation import Step, copy_to_meta, forward_backward_step
 from patrickstar._engine.dry_run import dry_run, dry_run_here, dry_run_workloads
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.workload import Workloads
@@ -63,15 +63,15 @@ def train(options: TrainOptions, console: Console) -> Summary:
     source = find_model(options.model, options.vocab_size)
     check_sequence(options.sequence, source)
     corpus = open_corpus(options.data)
-    kept = Kept.of(options)
+    kept = ResumeOptions.of(options)
     with RunLog(options.log, 0 if kept.resumed is None else kept.step) as log:
         if not options.quiet:
             _print_header(console, source, corpus)
         if world is not None and rank:
-            world.tell(None)  # what the first one makes of the text, the others find
+            world.all_gather_object(None)  # what the first one makes of the text, the others find
         tokens = load_tokens(corpus, source.vocabulary)
         if world is not None and not rank:
-            world.tell(None)
+            world.all_gather_object(None)
         batches = Batches(tokens, options.sequence, options.batch, options.seed, rank, processes)
         torch.manual_seed(options.seed)
         model, weights = source.open(options.activation_checkpointing)
@@ -109,7 +109,7 @@ def _config(options: TrainOptions) -> ps.Config:
     )
 
 
-def rehearse_training(options: TrainOptions, console: Console, machine: str | None = None) -> Forecast:
+def dry_run_training(options: TrainOptions, console: Console, machine: str | None = None) -> DryRunReport:
     """Print what a run with these options would take, here or on a machine by its name or file, and train nothing.
 
     Raises what a run would, BudgetError among them where the model does not fit.
@@ -129,13 +129,13 @@ def rehearse_training(options: TrainOptions, console: Console, machine: str | No
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
-    build = _without_bytes(source, options.activation_checkpointing)
+    build = _to_meta(source, options.activation_checkpointing)
     if machine is None or machine == "here":
-        forecast = dry_run_here(build, config, step, config.find_device())
+        dry_run_report = dry_run_here(build, config, step, config.find_device())
     else:
-        forecast = dry_run(build, config, step, find_machine(machine))
-    console.print(str(forecast), soft_wrap=True, markup=False, highlight=False)
-    return forecast
+        dry_run_report = dry_run(build, config, step, find_machine(machine))
+    console.print(str(dry_run_report), soft_wrap=True, markup=False, highlight=False)
+    return dry_run_report
 
 
 def language_model_workloads(source: ModelSource, sequence: int, machine: Machine) -> Workloads:
@@ -145,13 +145,13 @@ def language_model_workloads(source: ModelSource, sequence: int, machine: Machin
         ids = torch.zeros(batch, sequence, dtype=torch.int64, device="cpu")
         return forward_backward_step(lambda out: out.loss, (), {"input_ids": ids, "labels": ids})
 
-    return dry_run_workloads(partial(_without_bytes, source), step_of, lambda batch: batch * sequence, machine)
+    return dry_run_workloads(partial(_to_meta, source), step_of, lambda batch: batch * sequence, machine)
 
 
-def _without_bytes(source: ModelSource, checkpointing: bool) -> Callable[[], nn.Module]:
+def _to_meta(source: ModelSource, checkpointing: bool) -> Callable[[], nn.Module]:
     """What builds the model on the meta device, without reading its weights."""
     model, _ = source.open(checkpointing)
-    return partial(on_meta, model) if isinstance(model, nn.Module) else model
+    return partial(copy_to_meta, model) if isinstance(model, nn.Module) else model
 
 
 def _disk(options: TrainOptions) -> ps.Disk | None:
@@ -183,7 +183,7 @@ class _Run:
     """A run in training, and what of it a checkpoint holds beside the engine's own."""
 
     def __init__(
-        self, options: TrainOptions, engine: ps.Engine, batches: Batches, kept: Kept, about: About | None
+        self, options: TrainOptions, engine: ps.Engine, batches: Batches, kept: ResumeOptions, about: About | None
     ) -> None:
         self.options = options
         self.engine = engine

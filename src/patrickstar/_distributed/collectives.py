@@ -13,7 +13,7 @@ import torch.distributed as dist
 from patrickstar._distributed.process_group import World, gather_into
 from patrickstar._memory.copy_streams import StreamTransfer
 from patrickstar._memory.swap_file import PAGE_BYTES
-from patrickstar._memory.worker_pool import Job, Movers, Transfer
+from patrickstar._memory.worker_pool import DiskUpdate, Transfer, WorkerPool
 from patrickstar.errors import MoveError
 
 # [Note: the order of sums]
@@ -32,21 +32,23 @@ class Collectives(ABC):
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def part(self, whole: torch.Tensor, cuts: Cuts, rank: int | None = None) -> torch.Tensor:
+    def part(self, whole: torch.Tensor, shard_bounds: Cuts, rank: int | None = None) -> torch.Tensor:
         """The part of one process, by default this one's."""
         rank = self.world.rank if rank is None else rank
-        return whole[cuts[rank] : cuts[rank + 1]]
+        return whole[shard_bounds[rank] : shard_bounds[rank + 1]]
 
     @abstractmethod
-    def gather(self, whole: torch.Tensor, cuts: Cuts) -> Transfer:
+    def gather(self, whole: torch.Tensor, shard_bounds: Cuts) -> Transfer:
         """Have all parts everywhere; each process has put its own in place."""
 
     @abstractmethod
-    def send(self, own: torch.Tensor, whole: torch.Tensor | None, cuts: Cuts, ranks: Sequence[int]) -> Transfer:
+    def send(self, own: torch.Tensor, whole: torch.Tensor | None, shard_bounds: Cuts, ranks: Sequence[int]) -> Transfer:
         """Have all parts in `whole` with these ranks, which have put their own in place; the others only send."""
 
     @abstractmethod
-    def reduce(self, whole: torch.Tensor | None, target: torch.Tensor, cuts: Cuts, ranks: Sequence[int]) -> Transfer:
+    def reduce(
+        self, whole: torch.Tensor | None, target: torch.Tensor, shard_bounds: Cuts, ranks: Sequence[int]
+    ) -> Transfer:
         """Add up what these ranks have; each process finds its part in `target`, in that one's dtype."""
 
     @abstractmethod
@@ -54,17 +56,17 @@ class Collectives(ABC):
         """Nothing more is begun."""
 
     @staticmethod
-    def even(cuts: Cuts) -> bool:
+    def even(shard_bounds: Cuts) -> bool:
         """Whether all parts are of one size."""
-        return len(set(_sizes(cuts))) == 1
+        return len(set(_sizes(shard_bounds))) == 1
 
     @staticmethod
-    def owner(cuts: Cuts) -> int:
+    def owner(shard_bounds: Cuts) -> int:
         """The rank of the one process whose part is not empty."""
-        return next(rank for rank, size in enumerate(_sizes(cuts)) if size)
+        return next(rank for rank, size in enumerate(_sizes(shard_bounds)) if size)
 
 
-class OrderedTransfer(Transfer):
+class CollectiveTransfer(Transfer):
     """A collective on the thread. It is neither hastened nor dropped: the others have begun it too."""
 
     def __init__(self, inner: Transfer) -> None:
@@ -78,7 +80,7 @@ class OrderedTransfer(Transfer):
     def wait(self) -> None:
         self.inner.wait()
 
-    def hasten(self) -> None:
+    def prioritize(self) -> None:
         """Collectives keep their order."""
 
     def cancel(self) -> None:
@@ -94,30 +96,32 @@ class GlooCollectives(Collectives):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self._thread = Movers(1, "peers", PAGE_BYTES)
+        self._thread = WorkerPool(1, "peers", PAGE_BYTES)
 
-    def gather(self, whole: torch.Tensor, cuts: Cuts) -> Transfer:
-        if not self.even(cuts):
-            return self._begin(partial(self._broadcast, whole, self.owner(cuts)), "a broadcast")
-        return self._begin(partial(self._gather, whole, self.part(whole, cuts)), "a gather")
+    def gather(self, whole: torch.Tensor, shard_bounds: Cuts) -> Transfer:
+        if not self.even(shard_bounds):
+            return self._begin(partial(self._broadcast, whole, self.owner(shard_bounds)), "a broadcast")
+        return self._begin(partial(self._gather, whole, self.part(whole, shard_bounds)), "a gather")
 
-    def send(self, own: torch.Tensor, whole: torch.Tensor | None, cuts: Cuts, ranks: Sequence[int]) -> Transfer:
-        return self._begin(partial(self._send, own, whole, cuts, ranks), "a gather by some")
+    def send(self, own: torch.Tensor, whole: torch.Tensor | None, shard_bounds: Cuts, ranks: Sequence[int]) -> Transfer:
+        return self._begin(partial(self._send, own, whole, shard_bounds, ranks), "a gather by some")
 
-    def reduce(self, whole: torch.Tensor | None, target: torch.Tensor, cuts: Cuts, ranks: Sequence[int]) -> Transfer:
-        return self._begin(partial(self._reduce, whole, target, cuts, ranks), "a reduction")
+    def reduce(
+        self, whole: torch.Tensor | None, target: torch.Tensor, shard_bounds: Cuts, ranks: Sequence[int]
+    ) -> Transfer:
+        return self._begin(partial(self._reduce, whole, target, shard_bounds, ranks), "a reduction")
 
     def close(self) -> None:
         self._thread.close()
 
-    def _begin(self, job: Job, what: str) -> Transfer:
+    def _begin(self, job: DiskUpdate, what: str) -> Transfer:
         def run(stage: torch.Tensor) -> None:
             try:
                 job(stage)
             except (RuntimeError, dist.DistError) as error:
-                raise self.world.explain(error) from error
+                raise self.world.explain_failure(error) from error
 
-        return OrderedTransfer(self._thread.submit([run], what))
+        return CollectiveTransfer(self._thread.submit([run], what))
 
     def _gather(self, whole: torch.Tensor, part: torch.Tensor, stage: torch.Tensor) -> None:
         gather_into(whole, part, self.world.data)
@@ -126,20 +130,25 @@ class GlooCollectives(Collectives):
         dist.broadcast(whole, group_src=owner, group=self.world.data)
 
     def _send(
-        self, own: torch.Tensor, whole: torch.Tensor | None, cuts: Cuts, ranks: Sequence[int], stage: torch.Tensor
+        self,
+        own: torch.Tensor,
+        whole: torch.Tensor | None,
+        shard_bounds: Cuts,
+        ranks: Sequence[int],
+        stage: torch.Tensor,
     ) -> None:
         works: list[Any] = []
         others = [rank for rank in range(self.world.size) if rank != self.world.rank]
         if whole is not None:
-            works += [self._receive(self.part(whole, cuts, rank), rank) for rank in others]
-        works += [self._give(own, rank) for rank in others if rank in ranks]
+            works += [self._receive_tensor(self.part(whole, shard_bounds, rank), rank) for rank in others]
+        works += [self._send_tensor(own, rank) for rank in others if rank in ranks]
         _finish(works)
 
     def _reduce(
         self,
         whole: torch.Tensor | None,
         target: torch.Tensor,
-        cuts: Cuts,
+        shard_bounds: Cuts,
         ranks: Sequence[int],
         stage: torch.Tensor,
     ) -> None:
@@ -149,16 +158,16 @@ class GlooCollectives(Collectives):
         total = torch.float64 if target.dtype == torch.float64 else torch.float32
         dtype = target.dtype
         length = max(1, PAGE_BYTES // max(1, size - 1) // dtype.itemsize // 64 * 64)
-        sizes = _sizes(cuts)
+        sizes = _sizes(shard_bounds)
         for first in range(0, max(sizes), length):
             pieces = [slice(min(first, n), min(first + length, n)) for n in sizes]
             works: list[Any] = []
             mine = pieces[me].stop - pieces[me].start
             room = {rank: stage.view(dtype)[k * length :][:mine] for k, rank in enumerate(sources)}
-            works += [self._receive(room[rank], rank) for rank in sources]
+            works += [self._receive_tensor(room[rank], rank) for rank in sources]
             if whole is not None:
-                theirs = {rank: self.part(whole, cuts, rank)[pieces[rank]].to(dtype) for rank in range(size)}
-                works += [self._give(theirs[rank], rank) for rank in range(size) if rank != me]
+                theirs = {rank: self.part(whole, shard_bounds, rank)[pieces[rank]].to(dtype) for rank in range(size)}
+                works += [self._send_tensor(theirs[rank], rank) for rank in range(size) if rank != me]
             _finish(works)
             added = torch.zeros(mine, dtype=total, device="cpu")
             for rank in ranks:
@@ -168,15 +177,15 @@ class GlooCollectives(Collectives):
                     added += theirs[me]
             target[pieces[me]] = added.to(target.dtype)
 
-    def _give(self, tensor: torch.Tensor, rank: int) -> Any:
+    def _send_tensor(self, tensor: torch.Tensor, rank: int) -> Any:
         return dist.isend(tensor, group_dst=rank, group=self.world.data) if tensor.numel() else None
 
-    def _receive(self, tensor: torch.Tensor, rank: int) -> Any:
+    def _receive_tensor(self, tensor: torch.Tensor, rank: int) -> Any:
         return dist.irecv(tensor, group_src=rank, group=self.world.data) if tensor.numel() else None
 
 
-def _sizes(cuts: Cuts) -> list[int]:
-    return [end - begin for begin, end in pairwise(cuts)]
+def _sizes(shard_bounds: Cuts) -> list[int]:
+    return [end - begin for begin, end in pairwise(shard_bounds)]
 
 
 def _finish(works: Sequence[Any]) -> None:
@@ -193,23 +202,23 @@ class NcclCollectives(Collectives):
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
-    def gather(self, whole: torch.Tensor, cuts: Cuts) -> Transfer:
+    def gather(self, whole: torch.Tensor, shard_bounds: Cuts) -> Transfer:
         with self._beside("a gather over NCCL") as done:
-            if self.even(cuts):
-                gather_into(whole, self.part(whole, cuts), self.world.data)
+            if self.even(shard_bounds):
+                gather_into(whole, self.part(whole, shard_bounds), self.world.data)
             else:
-                dist.broadcast(whole, group_src=self.owner(cuts), group=self.world.data)
+                dist.broadcast(whole, group_src=self.owner(shard_bounds), group=self.world.data)
             return done()
 
-    def send(self, own: torch.Tensor, whole: torch.Tensor | None, cuts: Cuts, ranks: Sequence[int]) -> Transfer:
+    def send(self, own: torch.Tensor, whole: torch.Tensor | None, shard_bounds: Cuts, ranks: Sequence[int]) -> Transfer:
         with self._beside("a send over NCCL") as done:
             own = own.to(self.device, non_blocking=True)
             pairs = []
             for rank in range(self.world.size):
                 if rank == self.world.rank:
                     continue
-                if whole is not None and self.part(whole, cuts, rank).numel():
-                    part = self.part(whole, cuts, rank)
+                if whole is not None and self.part(whole, shard_bounds, rank).numel():
+                    part = self.part(whole, shard_bounds, rank)
                     pairs.append(dist.P2POp(dist.irecv, part, group=self.world.data, group_peer=rank))
                 if rank in ranks and own.numel():
                     pairs.append(dist.P2POp(dist.isend, own, group=self.world.data, group_peer=rank))
@@ -217,18 +226,20 @@ class NcclCollectives(Collectives):
                 _finish(dist.batch_isend_irecv(pairs))
             return done()
 
-    def reduce(self, whole: torch.Tensor | None, target: torch.Tensor, cuts: Cuts, ranks: Sequence[int]) -> Transfer:
+    def reduce(
+        self, whole: torch.Tensor | None, target: torch.Tensor, shard_bounds: Cuts, ranks: Sequence[int]
+    ) -> Transfer:
         with self._beside("a reduction over NCCL") as done:
             if whole is None:
-                whole = torch.zeros(cuts[-1], dtype=target.dtype, device=self.device)
+                whole = torch.zeros(shard_bounds[-1], dtype=target.dtype, device=self.device)
             else:
                 whole = whole.to(self.device, target.dtype)
-            if self.even(cuts):
+            if self.even(shard_bounds):
                 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-                scatter(self.part(whole, cuts), whole, group=self.world.data)
+                scatter(self.part(whole, shard_bounds), whole, group=self.world.data)
             else:
-                dist.reduce(whole, group_dst=self.owner(cuts), group=self.world.data)
-            target.copy_(self.part(whole, cuts), non_blocking=True)
+                dist.reduce(whole, group_dst=self.owner(shard_bounds), group=self.world.data)
+            target.copy_(self.part(whole, shard_bounds), non_blocking=True)
             return done()
 
     def close(self) -> None:

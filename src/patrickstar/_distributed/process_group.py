@@ -39,7 +39,7 @@ class World:
         self.closed = False
         self.users = 0
         """Engines that were made in it, and have not been closed."""
-        self.rounds: Any = None
+        self.coordinator: Any = None
         """Where these meet those of the others, once there is one."""
         if device.type == "cuda":
             torch.cuda.set_device(device)  # or NCCL would take the first one, and a context on it
@@ -50,9 +50,9 @@ class World:
         self._checkpoints: dist.ProcessGroup | None = None
         self._store = distributed_c10d.PrefixStore("patrickstar", distributed_c10d._get_default_store())
         me = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
-        self.members = self.tell(me)
+        self.members = self.all_gather_object(me)
         number = self._store.add("worlds", 1) if self.rank == 0 else 0
-        self._prefix = f"{self.tell(number)[0]}/"
+        self._prefix = f"{self.all_gather_object(number)[0]}/"
 
     @classmethod
     def find(cls, device: torch.device) -> "World | None":
@@ -74,7 +74,7 @@ class World:
                     f"RANK and WORLD_SIZE say that this is one of {said} processes, but it can't join the others "
                     f"({_first_line(error)}); start all of them with torchrun, or unset both for one process"
                 ) from error
-            atexit.register(_leave_torch)
+            atexit.register(_destroy_process_group)
         size = dist.get_world_size()
         if said is not None and int(said) != size:
             raise ConfigError(
@@ -88,7 +88,7 @@ class World:
         found = _worlds.get(everybody)
         if found is None or found.closed:
             found = _worlds[everybody] = cls(device)
-            found.share_cores()
+            found.limit_threads()
         return found
 
     @property
@@ -99,22 +99,22 @@ class World:
         return self._checkpoints
 
     @property
-    def on_this_host(self) -> list[int]:
+    def local_ranks(self) -> list[int]:
         """The ranks of those on the same machine."""
         here = self.members[self.rank]["host"]
         return [rank for rank, member in enumerate(self.members) if member["host"] == here]
 
-    def share_cores(self) -> None:
+    def limit_threads(self) -> None:
         """Have PyTorch's threads of all processes on this machine fit its cores.
 
         A number that was asked for by OMP_NUM_THREADS stays, if it fits; the 1 that torchrun sets by itself does not.
         """
-        fair = max(1, len(os.sched_getaffinity(0)) // len(self.on_this_host))
+        fair = max(1, len(os.sched_getaffinity(0)) // len(self.local_ranks))
         by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
         if torch.get_num_threads() > fair or by_torchrun:
             torch.set_num_threads(fair)
 
-    def collect(self, word: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, word: torch.Tensor) -> torch.Tensor:
         """What all say: flat tensors of one size, by rank. Raises PeerError if one has ended.
 
         Waits in Python, where Ctrl-C is heard.
@@ -126,33 +126,33 @@ class World:
                 time.sleep(LOOK_S)
             work.wait()
         except (RuntimeError, dist.DistError) as error:
-            raise self.explain(error) from error
+            raise self.explain_failure(error) from error
         return words.view(self.size, -1)
 
-    def spread(self, tensor: torch.Tensor, rank: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
         """Have what one process has everywhere, in a tensor on the host."""
         try:
             dist.broadcast(tensor, group_src=rank, group=self.control)
         except (RuntimeError, dist.DistError) as error:
-            raise self.explain(error) from error
+            raise self.explain_failure(error) from error
 
-    def tell(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Plain data (what JSON can say) of all, by rank."""
         said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = self.collect(torch.tensor([said.numel()], device="cpu"))[:, 0]
+        sizes = self.all_gather(torch.tensor([said.numel()], device="cpu"))[:, 0]
         padded = torch.nn.functional.pad(said, (0, int(sizes.max()) - said.numel()))
-        found = self.collect(padded)
+        found = self.all_gather(padded)
         return [json.loads(bytes(row[: int(size)].tolist()).decode()) for row, size in zip(found, sizes, strict=True)]
 
-    def agreed(self, own: _Error | None, kind: Callable[[str], _Error]) -> _Error | None:
+    def agree_on_error(self, own: _Error | None, kind: Callable[[str], _Error]) -> _Error | None:
         """What went wrong here, or else, as a `kind` of error, in others; None if all is well. All have to come."""
-        said = self.tell(None if own is None else f"{type(own).__name__}: {own}")
+        said = self.all_gather_object(None if own is None else f"{type(own).__name__}: {own}")
         told = [f"{self._name(rank)}: {text}" for rank, text in enumerate(said) if text is not None]
         return kind("; ".join(told)) if told and own is None else own
 
     def check_agreement(self, facts: Mapping[str, Any]) -> None:
         """Raise ConfigError, naming the first difference, unless all processes say the same."""
-        everybody = self.tell([[name, value] for name, value in facts.items()])
+        everybody = self.all_gather_object([[name, value] for name, value in facts.items()])
         for rank, said in enumerate(everybody[1:], start=1):
             for ours, theirs in zip(everybody[0], said, strict=False):
                 if ours != theirs:
@@ -164,12 +164,12 @@ class World:
 
     # Those that have ended
 
-    def say(self, why: str) -> None:
+    def announce(self, why: str) -> None:
         """Tell those who will miss this process why it does not take part any more."""
         with suppress(RuntimeError, dist.DistError):  # the store may be gone too
             self._store.compare_set(f"{self._prefix}why", "", f"{self._name(self.rank)} {why}")
 
-    def explain(self, error: BaseException) -> PeerError:
+    def explain_failure(self, error: BaseException) -> PeerError:
         """Who has ended, told by a collective that failed."""
         return PeerError(
             f"{self._who_ended()}; rank {self.rank} can't go on alone ({_first_line(error)}). Nothing was tried again: "
@@ -187,7 +187,7 @@ class World:
         """What is known of it. The first to find out tells the others."""
         if not hasattr(self, "_prefix"):
             return "another process ended at the start"
-        here = self.on_this_host
+        here = self.local_ranks
         deadline = time.monotonic() + ROLL_CALL_S
         try:
             self._store.set(f"{self._prefix}alive/{self.rank}", "1")
@@ -218,9 +218,9 @@ class World:
         except psutil.Error:
             return False
 
-    def give_up(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """An engine could not be made here: the others need not wait for it."""
-        self.say(f"could not begin: {type(error).__name__}: {error}")
+        self.announce(f"could not begin: {type(error).__name__}: {error}")
         self.close()
 
     def close(self) -> None:
@@ -228,15 +228,15 @@ class World:
         if self.users or self.closed:
             return
         self.closed = True
-        if self.rounds is not None:
-            self.rounds.collectives.close()
+        if self.coordinator is not None:
+            self.coordinator.collectives.close()
         if dist.is_initialized():
             for group in (self.control, self.data, self._checkpoints):
                 if group is not None:
                     dist.destroy_process_group(group)
 
 
-def _leave_torch() -> None:
+def _destroy_process_group() -> None:
     """At the end of a process that was not in torch's process group before."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -9,8 +9,8 @@ import torch
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.disk_tier import DiskTier
-from patrickstar._memory.swap_file import PAGE_BYTES, ScratchFile
-from patrickstar._memory.vm_pool import PageBank, can_move_pages
+from patrickstar._memory.swap_file import PAGE_BYTES, SwapFile
+from patrickstar._memory.vm_pool import PagePool, can_move_pages
 from patrickstar._memory.worker_pool import Transfer
 
 CHUNK_BYTES = 16 * PAGE_BYTES
@@ -32,11 +32,11 @@ def measure(directory: str | Path, chunk_bytes: int = CHUNK_BYTES) -> DiskRates:
     Raises DiskError if the directory can't be used.
     """
     device = torch.device("cpu")
-    bank = PageBank() if can_move_pages() else None
-    tier = DiskTier(ScratchFile(directory, chunk_bytes * ROUNDS))
+    bank = PagePool() if can_move_pages() else None
+    tier = DiskTier(SwapFile(directory, chunk_bytes * ROUNDS))
     chunks = [Chunk(PARAM16, i, chunk_bytes // 2, "bfloat16", device) for i in range(ROUNDS)]
     buffer = Chunk(PARAM16, ROUNDS, chunk_bytes // 2, "bfloat16", device, bank)
-    buffer.take_device()
+    buffer.allocate_device()
     memory = buffer.on_device(buffer.whole).view(torch.uint8)
     memory.random_()
     try:

@@ -14,8 +14,8 @@ from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._layout.schema import PARAM16
-from patrickstar._memory.copy_streams import Copies
-from patrickstar._memory.device_tier import ComputeTier
+from patrickstar._memory.copy_streams import CopyStreams
+from patrickstar._memory.device_tier import DeviceTier
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_tier import HostTier
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
@@ -32,7 +32,7 @@ LEAST_PRODUCT_S = 0.005
 """Many times what launching a product and waiting for it takes. Processors without bf16 take seconds for large ones."""
 
 
-def describe(device: torch.device, directory: str | Path | None = None) -> Machine:
+def profile_machine(device: torch.device, directory: str | Path | None = None) -> Machine:
     """Measure this machine: about three seconds, and one more for the disk under `directory`.
 
     Raises DiskError if that can't be used.
@@ -99,7 +99,7 @@ def _copy_bandwidth(device: torch.device) -> float:
     return 2 * COPIED_BYTES / _seconds(lambda: target.copy_(source), device)
 
 
-def trial_span(numel: int) -> Span:
+def benchmark_span(numel: int) -> Span:
     """So many parameters on the host, for Adam in mixed precision to update."""
     param = torch.zeros(numel, dtype=torch.bfloat16, device="cpu")
     master, first, second = (torch.zeros(numel, device="cpu") for _ in range(3))
@@ -108,28 +108,28 @@ def trial_span(numel: int) -> Span:
 
 
 def _update_rate() -> float:
-    span = trial_span(UPDATED)
+    span = benchmark_span(UPDATED)
     kernels = Kernels.best(torch.device("cpu"))
     return UPDATE_BYTES * UPDATED / _seconds(lambda: kernels.update([span], ()), torch.device("cpu"))
 
 
 def _copy_rates(hardware: Hardware) -> tuple[float, float]:
     """Chunks that come to the device's memory, and go, by the very path that chunks take."""
-    compute = ComputeTier(hardware, CHUNK_BYTES, poison=False)
-    host, copies = HostTier(CHUNK_BYTES, CHUNK_BYTES, hardware.slab, poison=False), Copies(hardware.device)
+    compute = DeviceTier(hardware, CHUNK_BYTES, poison=False)
+    host, copies = HostTier(CHUNK_BYTES, CHUNK_BYTES, hardware.host_arena, poison=False), CopyStreams(hardware.device)
     chunk = compute.new(PARAM16, 0, CHUNK_BYTES // 2, "bfloat16")
-    host.take(chunk).zero_()
+    host.allocate(chunk).zero_()
 
     def come() -> None:
-        compute.take(chunk)
+        compute.allocate(chunk)
         copies.up_now(chunk)
 
     ups, downs = [], []
     for _ in range(ROUNDS + 1):
         ups.append(elapsed_s(come, hardware.device))
         downs.append(elapsed_s(lambda: copies.down_now(chunk), hardware.device))
-        compute.give(chunk)
-    host.give(chunk)
+        compute.free(chunk)
+    host.free(chunk)
     chunk.memory.close()
     copies.close()
     host.close()

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from patrickstar._dry_run.machine_profile import elapsed_s
-from patrickstar._dry_run.op_tracer import Cost, Costs, touched_bytes
+from patrickstar._dry_run.op_tracer import OpCost, OpCosts, touched_bytes
 from patrickstar._memory.memory_meter import Meter, default_meter
 
 LEAST_RUNS = 3
@@ -18,27 +18,27 @@ ENOUGH_S = 0.03
 """An operator is timed at least so often, and until so much time was spent on it, or so many runs."""
 
 
-class MeasuredCosts:
+class OpBenchmark:
     """Costs of operators on a CPU, or on a GPU, measured once for each distinct set of shapes."""
 
-    def __init__(self, device: torch.device, memory_bandwidth: float, fallback: Costs) -> None:
+    def __init__(self, device: torch.device, memory_bandwidth: float, fallback: OpCosts) -> None:
         self.device = device
         self.memory_bandwidth = memory_bandwidth
         self.fallback = fallback
         """What an operator takes that can't be run by itself."""
         self.meter: Meter = default_meter(device)
-        self.known: dict[Any, Cost] = {}
+        self.known: dict[Any, OpCost] = {}
         self.estimated: set[str] = set()
         """Names of operators that could not be run by themselves."""
 
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         key = func, structure, tuple(_signature(leaf) for leaf in leaves)
         if key not in self.known:
             self.known[key] = self._measured(func, leaves, structure, (args, kwargs, out))
         return self.known[key]
 
-    def _measured(self, func: Any, leaves: list[Any], structure: Any, told: tuple[Any, Any, Any]) -> Cost:
+    def _measured(self, func: Any, leaves: list[Any], structure: Any, told: tuple[Any, Any, Any]) -> OpCost:
         with torch.no_grad(), _disable_current_modes():
             try:
                 args, kwargs = pytree.tree_unflatten([self._real(leaf) for leaf in leaves], structure)
@@ -49,7 +49,7 @@ class MeasuredCosts:
                 # looks at a tensor, it waits for memory.
                 from_memory = touched_bytes(*told) / self.memory_bandwidth
                 seconds = max(self._time(lambda: func(*args, **kwargs)), from_memory)
-                return Cost(seconds, scratch, first, kept)
+                return OpCost(seconds, scratch, first, kept)
             except (RuntimeError, NotImplementedError, IndexError, TypeError):
                 self.estimated.add(str(func))
                 return self.fallback(func, *told)

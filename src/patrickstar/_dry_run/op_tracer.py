@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 @dataclass(frozen=True)
-class Cost:
+class OpCost:
     """What an operator takes beside its tensors."""
 
     seconds: float
@@ -27,7 +27,7 @@ class Cost:
     """What libraries keep from then on: code made for these shapes, and caches."""
 
 
-Costs = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Cost]
+OpCosts = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], OpCost]
 """From an operator, its arguments and what it returned."""
 
 _MADE_OF_NOTHING = {
@@ -81,7 +81,7 @@ class TensorMeter:
     """Counts the bytes of tensors that live, in whole grains, and the most there were. A `Meter`."""
 
     source = "bytes of tensors"
-    keeps = False
+    caching = False
 
     def __init__(self, grain_bytes: int = 1, counts_freed: bool = False) -> None:
         self.grain_bytes = grain_bytes
@@ -133,7 +133,7 @@ class TensorMeter:
     def reclaim(self) -> None:
         """Nothing is kept for reuse."""
 
-    def let_keep(self, allowed: bool) -> None:
+    def set_caching(self, allowed: bool) -> None:
         """Nor will it be."""
 
 
@@ -147,7 +147,7 @@ _WHOLE = (torch.int64, torch.int32, torch.bool)
 """What positions, masks and labels are made of. Bytes are chunks'."""
 
 
-class Values:
+class IntegerValues:
     """The values of tensors of whole numbers that have no bytes. See [Note: values of integers]."""
 
     def __init__(self) -> None:
@@ -181,14 +181,14 @@ class Values:
         return self._known[tensor].item()
 
 
-class Watch(TorchDispatchMode):
+class OpTracer(TorchDispatchMode):
     """Inside, every operator's memory is metered and its seconds are told to `spend`."""
 
-    def __init__(self, meter: TensorMeter, costs: Costs, spend: Callable[[float], None]) -> None:
+    def __init__(self, meter: TensorMeter, costs: OpCosts, spend: Callable[[float], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.meter, self.costs, self.spend = meter, costs, spend
-        self.values = Values()
-        self._met: set[int] = set()
+        self.values = IntegerValues()
+        self._cached_costs: set[int] = set()
         self.scratch_bytes = 0
         """What the last operator took of its own."""
         self.inside_s = 0.0
@@ -217,13 +217,13 @@ class Watch(TorchDispatchMode):
             self.spend(cost.seconds)
         return out
 
-    def _take(self, cost: Cost) -> None:
+    def _take(self, cost: OpCost) -> None:
         """Reckon with the memory of an operator that has run; equal ones have one and the same cost."""
-        first = id(cost) not in self._met and (cost.first_bytes or cost.kept_bytes)
+        first = id(cost) not in self._cached_costs and (cost.first_bytes or cost.kept_bytes)
         self.scratch_bytes = cost.first_bytes if first else cost.scratch_bytes
         self.meter.scratch(self.scratch_bytes)
         if first:
-            self._met.add(id(cost))
+            self._cached_costs.add(id(cost))
             self.meter.keep(cost.kept_bytes)
 
 
@@ -257,7 +257,7 @@ def _attention(
 
 
 @contextmanager
-def watching(watch: Watch, device_type: str) -> Iterator[None]:
+def watching(watch: OpTracer, device_type: str) -> Iterator[None]:
     """Inside, operators are seen, those of autograd too.
 
     Attention takes the kernel that it takes on a real device: which one it is depends on the device's type, and for

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from patrickstar._layout.byte_size import format_size
-from patrickstar._perf_model.text_tables import LaneRow, TierRow, lanes_table, memory_table, picture, rows
+from patrickstar._perf_model.text_tables import ChannelRow, TierRow, channels_table, memory_table, picture, rows
 from patrickstar._schedule.trace import Trace
 from patrickstar._step.stats import StepStats
 
 
 @dataclass(frozen=True)
-class LaneUse:
+class ChannelUse:
     """What one resource did in a step."""
 
     name: str
@@ -18,7 +18,7 @@ class LaneUse:
 
 
 @dataclass(frozen=True)
-class Filled:
+class MemorySample:
     """What lay where at one time of a step, in bytes."""
 
     at_s: float
@@ -34,15 +34,15 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class DryRunReport:
     """A step as it would go, once it is planned."""
 
     seconds: float
     compute_s: float
-    lanes: tuple[LaneUse, ...]
+    channels: tuple[ChannelUse, ...]
     stats: StepStats
     trace: Trace
-    timeline: tuple[Filled, ...]
+    timeline: tuple[MemorySample, ...]
     """What lay where as each operator ran, in their order."""
     device_budget_bytes: int
     host_budget_bytes: int
@@ -53,10 +53,12 @@ class Forecast:
     def __str__(self) -> str:
         """The report that `patrickstar train --dry-run` prints."""
         tiers = self._tiers()
-        lanes = [LaneRow(lane.name, lane.busy_s, format_size(lane.nbytes)) for lane in self.lanes if lane.nbytes]
+        channels = [
+            ChannelRow(lane.name, lane.busy_s, format_size(lane.nbytes)) for lane in self.channels if lane.nbytes
+        ]
         parts = [
             rows(self._rows()),
-            lanes_table([LaneRow("compute", self.compute_s, ""), *lanes], self.seconds),
+            channels_table([ChannelRow("compute", self.compute_s, ""), *channels], self.seconds),
             memory_table(tiers),
             "over the step, full is the budget",
         ]
@@ -99,4 +101,4 @@ class Forecast:
     @property
     def bound_s(self) -> float:
         """What the busiest resource alone takes: no plan that does this work is faster."""
-        return max(self.compute_s, *(lane.busy_s for lane in self.lanes))
+        return max(self.compute_s, *(lane.busy_s for lane in self.channels))

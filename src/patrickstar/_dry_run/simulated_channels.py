@@ -5,17 +5,17 @@ from collections import deque
 from patrickstar._memory.worker_pool import Transfer
 
 
-class Clock:
+class SimulatedClock:
     """The time of a rehearsal, in seconds since it began."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
 
-class LaneTransfer(Transfer):
+class SimulatedTransfer(Transfer):
     """Bytes on a lane. Who waits for them has the clock go on to their end."""
 
-    def __init__(self, lane: "Lane", nbytes: int, what: str) -> None:
+    def __init__(self, lane: "SimulatedChannel", nbytes: int, what: str) -> None:
         self.lane = lane
         self.nbytes = nbytes
         self.what = what
@@ -34,7 +34,7 @@ class LaneTransfer(Transfer):
         while not self.done:
             self.lane.clock.now = self.lane.free_at
 
-    def hasten(self) -> None:
+    def prioritize(self) -> None:
         self.lane.catch_up()
         if self in self.lane.waiting:
             self.lane.waiting.remove(self)
@@ -46,24 +46,24 @@ class LaneTransfer(Transfer):
         self.ends_at = self.lane.clock.now
 
 
-class Lane:
+class SimulatedChannel:
     """One transfer at a time, in the order in which they were asked for, urgent ones first."""
 
-    def __init__(self, name: str, rate: float, clock: Clock) -> None:
+    def __init__(self, name: str, rate: float, clock: SimulatedClock) -> None:
         self.name = name
         self.rate = rate
         """Bytes per second."""
         self.clock = clock
-        self.waiting: deque[LaneTransfer] = deque()
+        self.waiting: deque[SimulatedTransfer] = deque()
         self.free_at = 0.0
         """When what has begun ends."""
         self.busy_s = 0.0
         self.nbytes = 0
 
-    def begin(self, nbytes: int, what: str, urgent: bool = False) -> LaneTransfer:
+    def begin(self, nbytes: int, what: str, urgent: bool = False) -> SimulatedTransfer:
         """Ask for so many bytes to be moved."""
         self.catch_up()
-        transfer = LaneTransfer(self, nbytes, what)
+        transfer = SimulatedTransfer(self, nbytes, what)
         if urgent:
             self.waiting.appendleft(transfer)
         else:

@@ -6,23 +6,23 @@ from pathlib import Path
 
 import torch
 
-from patrickstar._dry_run.simulated_channels import Clock, Lane
+from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedClock
 from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.copy_streams import Copies
+from patrickstar._memory.copy_streams import CopyStreams
 from patrickstar._memory.disk_tier import DiskTier
 from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import Place, Slab
+from patrickstar._memory.host_arena import ArenaBlock, HostArena
 from patrickstar._memory.memory_meter import Meter
-from patrickstar._memory.swap_file import ScratchFile
-from patrickstar._memory.vm_pool import PageBank
-from patrickstar._memory.worker_pool import Movers, Transfer
+from patrickstar._memory.swap_file import SwapFile
+from patrickstar._memory.vm_pool import PagePool
+from patrickstar._memory.worker_pool import Transfer, WorkerPool
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar.errors import DiskError
 
 META = torch.device("meta")
 
 
-class RehearsedSlab(Slab):
+class SimulatedArena(HostArena):
     """Places in memory that is not there."""
 
     def __init__(self, nbytes: int) -> None:
@@ -31,17 +31,17 @@ class RehearsedSlab(Slab):
     def _reserve(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=META)
 
-    def _move(self, place: Place, start: int) -> None:
+    def _move(self, place: ArenaBlock, start: int) -> None:
         """There is nothing to move."""
 
     def _discard(self, start: int, nbytes: int) -> None:
         """Nor to give back."""
 
 
-class RehearsedCopies(Copies):
+class SimulatedCopyStreams(CopyStreams):
     """Copies on two lanes."""
 
-    def __init__(self, up: Lane, down: Lane) -> None:
+    def __init__(self, up: SimulatedChannel, down: SimulatedChannel) -> None:
         super().__init__(META)
         self._up, self._down = up, down
 
@@ -58,7 +58,7 @@ class RehearsedCopies(Copies):
         self._down.run(chunk.nbytes, repr(chunk))
 
 
-class RehearsedFile(ScratchFile):
+class SimulatedSwapFile(SwapFile):
     """Keeps accounts of places on a disk, and has none."""
 
     def __init__(self, directory: Path, nbytes: int, free_bytes: int, capacity_bytes: int | None) -> None:
@@ -79,16 +79,18 @@ class RehearsedFile(ScratchFile):
         self.nbytes = max(self.nbytes, nbytes)
 
 
-class RehearsedDisk(DiskTier):
+class SimulatedDiskTier(DiskTier):
     """Pages on two lanes."""
 
-    def __init__(self, file: RehearsedFile, page_bytes: int, read: Lane, write: Lane) -> None:
+    def __init__(
+        self, file: SimulatedSwapFile, page_bytes: int, read: SimulatedChannel, write: SimulatedChannel
+    ) -> None:
         super().__init__(file, page_bytes)
         self._read, self._write = read, write
 
     def _submit(
         self,
-        movers: Movers,
+        movers: WorkerPool,
         move: Callable[[torch.Tensor, str, int, torch.Tensor], None],
         chunk: Chunk,
         start: int,
@@ -103,7 +105,7 @@ class RehearsedDisk(DiskTier):
         return self._write.begin(memory.numel(), repr(chunk))
 
 
-class RehearsedHardware(Hardware):
+class SimulatedHardware(Hardware):
     """What a `Machine` describes; `meter` counts the bytes of tensors that would be there."""
 
     def __init__(self, machine: Machine, meter: Meter, library_bytes: int = 0) -> None:
@@ -111,14 +113,16 @@ class RehearsedHardware(Hardware):
         self.machine = machine
         self._library_bytes = library_bytes
         self.host_device = META
-        self.beside = machine.gpu is not None
-        self.clock = Clock()
+        self.has_gpu = machine.gpu is not None
+        self.clock = SimulatedClock()
         up, down = machine.crossing_rates(1)
-        self.up = Lane("host to device", up, self.clock)
-        self.down = Lane("device to host", down, self.clock)
-        self.read = Lane("disk read", machine.disk.read if machine.disk is not None else 1.0, self.clock)
-        self.write = Lane("disk write", machine.disk.write if machine.disk is not None else 1.0, self.clock)
-        self.update = Lane("update on the host", machine.host.update_bandwidth(1, machine.host.cores), self.clock)
+        self.up = SimulatedChannel("host to device", up, self.clock)
+        self.down = SimulatedChannel("device to host", down, self.clock)
+        self.read = SimulatedChannel("disk read", machine.disk.read if machine.disk is not None else 1.0, self.clock)
+        self.write = SimulatedChannel("disk write", machine.disk.write if machine.disk is not None else 1.0, self.clock)
+        self.update = SimulatedChannel(
+            "update on the host", machine.host.update_bandwidth(1, machine.host.cores), self.clock
+        )
         self.computed_s = 0.0
         """What the device has computed for since somebody set it to zero."""
         self._meter = meter
@@ -130,7 +134,7 @@ class RehearsedHardware(Hardware):
         self.clock.now += seconds
 
     @property
-    def lanes(self) -> tuple[Lane, ...]:
+    def channels(self) -> tuple[SimulatedChannel, ...]:
         """All that move bytes beside what computes."""
         return self.up, self.down, self.read, self.write, self.update
 
@@ -149,11 +153,11 @@ class RehearsedHardware(Hardware):
     def host_bytes(self) -> int:
         return self.machine.host.memory
 
-    def bank(self) -> PageBank | None:
+    def page_pool(self) -> PagePool | None:
         return None
 
-    def slab(self, nbytes: int) -> Slab:
-        slab = RehearsedSlab(nbytes)
+    def host_arena(self, nbytes: int) -> HostArena:
+        slab = SimulatedArena(nbytes)
         self._host_storages.add(slab.memory.untyped_storage()._cdata)
         return slab
 
@@ -161,11 +165,11 @@ class RehearsedHardware(Hardware):
         """Whether a tensor lies in the host tier."""
         return tensor.untyped_storage()._cdata in self._host_storages
 
-    def copies(self) -> Copies:
-        return RehearsedCopies(self.up, self.down)
+    def copies(self) -> CopyStreams:
+        return SimulatedCopyStreams(self.up, self.down)
 
     def crossed(self, nbytes: int, *, to_device: bool) -> None:
-        if self.beside:
+        if self.has_gpu:
             (self.up if to_device else self.down).run(nbytes, "part of a chunk")
 
     def free_disk_bytes(self, directory: Path) -> int:
@@ -174,5 +178,5 @@ class RehearsedHardware(Hardware):
     def disk(
         self, directory: Path, nbytes: int, page_bytes: int, *, checksums: bool, capacity_bytes: int | None
     ) -> DiskTier:
-        file = RehearsedFile(directory, nbytes, self.free_disk_bytes(directory), capacity_bytes)
-        return RehearsedDisk(file, page_bytes, self.read, self.write)
+        file = SimulatedSwapFile(directory, nbytes, self.free_disk_bytes(directory), capacity_bytes)
+        return SimulatedDiskTier(file, page_bytes, self.read, self.write)

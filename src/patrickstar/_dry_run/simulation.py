@@ -16,27 +16,27 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
-from patrickstar._dry_run.machine_profile import describe
-from patrickstar._dry_run.op_benchmark import MeasuredCosts
+from patrickstar._dry_run.machine_profile import profile_machine
+from patrickstar._dry_run.op_benchmark import OpBenchmark
 from patrickstar._dry_run.op_tracer import (
     DEVICE_GRAIN_BYTES,
     HOST_GRAIN_BYTES,
-    Cost,
-    Costs,
+    OpCost,
+    OpCosts,
+    OpTracer,
     TensorMeter,
-    Watch,
     matrix_size,
     operations,
     touched_bytes,
     watching,
 )
-from patrickstar._dry_run.report import Filled, Forecast, LaneUse
-from patrickstar._dry_run.simulated_channels import LaneTransfer
-from patrickstar._dry_run.simulated_hardware import META, RehearsedHardware
+from patrickstar._dry_run.report import ChannelUse, DryRunReport, MemorySample
+from patrickstar._dry_run.simulated_channels import SimulatedTransfer
+from patrickstar._dry_run.simulated_hardware import META, SimulatedHardware
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.grad_norm import Survey
+from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.update_rule import Gradient, Span
-from patrickstar._memory.chunk_manager import Manager
+from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.hardware import Hardware
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._step.stats import StepStats
@@ -62,18 +62,18 @@ EngineFactory = Callable[..., Any]
 """`Engine`, or what makes one. The engine's own room imports this one, so it is passed in."""
 
 
-class _OnLane:
-    def __init__(self, transfer: LaneTransfer) -> None:
+class _SimulatedUpdate:
+    def __init__(self, transfer: SimulatedTransfer) -> None:
         self.transfer = transfer
 
     def finish(self) -> None:
         self.transfer.wait()
 
 
-class RehearsedKernels(Kernels):
+class SimulatedKernels(Kernels):
     """Updates nothing, and takes as long as its bytes do in memory."""
 
-    def __init__(self, hardware: RehearsedHardware) -> None:
+    def __init__(self, hardware: SimulatedHardware) -> None:
         super().__init__(None)
         self.hardware = hardware
 
@@ -85,17 +85,17 @@ class RehearsedKernels(Kernels):
         above = [span for span in spans if not self.hardware.on_host(span.master)]
         self._on_device(sum(_span_bytes(span) for span in above))
         nbytes = sum(_span_bytes(span) for span in below)
-        if not self.hardware.beside:
+        if not self.hardware.has_gpu:
             self.hardware.update.run(nbytes, "update")
             return []
-        return [_OnLane(self.hardware.update.begin(nbytes, "update"))]
+        return [_SimulatedUpdate(self.hardware.update.begin(nbytes, "update"))]
 
-    def survey(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> Survey:
+    def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         below = [grad for grad in gradients if self.hardware.on_host(grad.last)]
         above = [grad for grad in gradients if not self.hardware.on_host(grad.last)]
         self._on_device(sum(_gradient_bytes(grad) for grad in above))
         self.hardware.update.run(sum(_gradient_bytes(grad) for grad in below), "survey")
-        return Survey(tuple(1.0 for _ in gradients))
+        return GradStats(tuple(1.0 for _ in gradients))
 
     def _on_device(self, nbytes: int) -> None:
         gpu = self.hardware.machine.gpu
@@ -116,20 +116,20 @@ def _span_bytes(span: Span) -> int:
     return _gradient_bytes(span.grad) + span.param.nbytes + 2 * kept
 
 
-def roofline(machine: Machine) -> Costs:
+def roofline(machine: Machine) -> OpCosts:
     """What an operator takes where its matrix products, or its bytes, are all that counts."""
     bandwidth = (machine.gpu or machine.host).memory_bandwidth
 
-    def cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+    def cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost:
         computing = operations(func, args, kwargs, out) / machine.matmul_rate(matrix_size(args))
-        return Cost(max(computing, touched_bytes(args, kwargs, out) / bandwidth))
+        return OpCost(max(computing, touched_bytes(args, kwargs, out) / bandwidth))
 
     return cost
 
 
 def forward_backward_step(loss_of: Callable[[Any], torch.Tensor], args: Any, kwargs: Any) -> Step:
     """A step as users write it, on inputs without bytes."""
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _without_bytes, (args, kwargs))
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
 
     def step(engine: Any) -> None:
         engine.backward(loss_of(engine(*args, **kwargs)))
@@ -139,42 +139,43 @@ def forward_backward_step(loss_of: Callable[[Any], torch.Tensor], args: Any, kwa
     return step
 
 
-def _without_bytes(value: torch.Tensor) -> torch.Tensor:
+def _to_meta(value: torch.Tensor) -> torch.Tensor:
     """Whole numbers keep their values. See [Note: values of integers]."""
     return value.to(META) if value.dtype.is_floating_point else value
 
 
-def rehearse_here(
+def simulate_on_this_machine(
     make_engine: EngineFactory,
     model: nn.Module | Callable[[], nn.Module],
     config: Config,
     step: Step,
     device: torch.device,
     machine: Machine | None = None,
-) -> Forecast:
+) -> DryRunReport:
     """The same on this machine, whose operators are measured one by one: some seconds.
 
-    machine: what `describe` said of it; by default it is asked, which takes some more. Random numbers that come after
+    machine: what `profile_machine` said of it; by default it is asked, which takes some more. Random numbers that
+    come after
     are those that would have come without it.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         if machine is None:
-            machine = describe(device, config.disk.directory if config.disk is not None else None)
-        return _rehearse_here(make_engine, model, config, step, device, machine)
+            machine = profile_machine(device, config.disk.directory if config.disk is not None else None)
+        return _simulate_on_this_machine(make_engine, model, config, step, device, machine)
 
 
-def _rehearse_here(
+def _simulate_on_this_machine(
     make_engine: EngineFactory,
     model: nn.Module | Callable[[], nn.Module],
     config: Config,
     step: Step,
     device: torch.device,
     machine: Machine,
-) -> Forecast:
+) -> DryRunReport:
     library_bytes = Hardware(device).library_bytes(config.compute_dtype)
     bandwidth = (machine.gpu or machine.host).memory_bandwidth
-    costs = MeasuredCosts(device, bandwidth, roofline(machine))
-    rehearse(
+    costs = OpBenchmark(device, bandwidth, roofline(machine))
+    simulate(
         make_engine, model, config, step, machine, costs, steps=1
     )  # after which all operators, and libraries, are known
     start = time.perf_counter()
@@ -182,7 +183,7 @@ def _rehearse_here(
         costs.meter.now(0)
     meter_s = (time.perf_counter() - start) / LOOKS
     unseen_bytes = UNSEEN_BYTES if device.type == "cpu" else 0
-    found = rehearse(
+    found = simulate(
         make_engine,
         model,
         config,
@@ -196,16 +197,16 @@ def _rehearse_here(
     return replace(found, estimated=tuple(sorted(costs.estimated)))
 
 
-def forecast(engine: Any, step: Step) -> Forecast:
+def dry_run_report(engine: Any, step: Step) -> DryRunReport:
     """What a step of this engine's model takes on this machine, whose rates are measured first."""
     budgets = {"device_memory": engine.device_budget_bytes, "host_memory": engine.host_budget_bytes}
     model = engine.module
-    return rehearse_here(
-        type(engine), lambda: on_meta(model), engine.config.model_copy(update=budgets), step, engine.device
+    return simulate_on_this_machine(
+        type(engine), lambda: copy_to_meta(model), engine.config.model_copy(update=budgets), step, engine.device
     )
 
 
-def on_meta(module: nn.Module) -> nn.Module:
+def copy_to_meta(module: nn.Module) -> nn.Module:
     """A copy of a module whose parameters and buffers have no bytes."""
     memo: dict[int, Any] = {}
     for param in module.parameters():
@@ -234,11 +235,11 @@ def _moved(stats: StepStats) -> tuple[int, ...]:
     return stats.h2d_bytes, stats.d2h_bytes, stats.disk_read_bytes, stats.disk_write_bytes
 
 
-def _filled(manager: Manager, non_model_bytes: int, at_s: float) -> Filled:
-    host, disk = manager.host, manager.disk
-    return Filled(
+def _memory_sample(manager: ChunkManager, non_model_bytes: int, at_s: float) -> MemorySample:
+    host, disk = manager.host_tier, manager.disk_tier
+    return MemorySample(
         at_s,
-        manager.compute.used,
+        manager.device_tier.used,
         non_model_bytes,
         host.used + host.other_bytes,
         disk.file.used_bytes if disk is not None else 0,
@@ -246,7 +247,7 @@ def _filled(manager: Manager, non_model_bytes: int, at_s: float) -> Filled:
 
 
 @contextmanager
-def _naming_modules(model: nn.Module) -> Iterator[None]:
+def _name_failing_module(model: nn.Module) -> Iterator[None]:
     """Say which module can't run without bytes, and how to go on."""
     names = {module: name for name, module in model.named_modules()}
     inside: list[nn.Module] = []
@@ -275,20 +276,20 @@ def _naming_modules(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def rehearse(
+def simulate(
     make_engine: EngineFactory,
     model: nn.Module | Callable[[], nn.Module],
     config: Config,
     step: Step,
     machine: Machine,
-    costs: Costs | None = None,
+    costs: OpCosts | None = None,
     *,
     steps: int | None = None,
     meter_s: float | None = None,
     unseen_bytes: int = 0,
     library_bytes: int = 0,
     **hooks: Any,
-) -> Forecast:
+) -> DryRunReport:
     """Train a model for some steps without its bytes, and tell of the last of them.
 
     model: on the meta device, or a function that builds it, which is called under it. step: must read no value of a
@@ -299,16 +300,18 @@ def rehearse(
     Raises BudgetError, as a run would, where the model does not fit.
     """
     meter = TensorMeter(DEVICE_GRAIN_BYTES) if machine.gpu is not None else TensorMeter(HOST_GRAIN_BYTES, True)
-    hardware = RehearsedHardware(machine, meter, library_bytes)
+    hardware = SimulatedHardware(machine, meter, library_bytes)
     engine: Any = None
-    timeline: list[Filled] = []
+    timeline: list[MemorySample] = []
 
     def spend(taken: float) -> None:
         hardware.compute(taken)
         if engine is not None:
-            timeline.append(_filled(engine._core.manager, meter.now(0) + watch.scratch_bytes, hardware.clock.now))
+            timeline.append(
+                _memory_sample(engine._core.manager, meter.now(0) + watch.scratch_bytes, hardware.clock.now)
+            )
 
-    watch = Watch(meter, costs if costs is not None else roofline(machine), spend)
+    watch = OpTracer(meter, costs if costs is not None else roofline(machine), spend)
     if not isinstance(model, nn.Module):
         with META:
             model = model()
@@ -316,7 +319,7 @@ def rehearse(
     meter.keep(library_bytes)  # calibration forgets it, and it is counted anew below
     with watching(watch, "cpu" if machine.gpu is None else "cuda"):
         engine = make_engine(
-            model, config, values.__getitem__, kernels=RehearsedKernels(hardware), hardware=hardware, **hooks
+            model, config, values.__getitem__, kernels=SimulatedKernels(hardware), hardware=hardware, **hooks
         )
         meter.keep(unseen_bytes + library_bytes)
         try:
@@ -325,22 +328,22 @@ def rehearse(
                 began, hardware.computed_s, watch.inside_s = hardware.clock.now, 0.0, 0.0
                 timeline.clear()
                 started = time.perf_counter()
-                before = [(lane.busy_s, lane.nbytes) for lane in hardware.lanes]
-                with _naming_modules(engine.module):
+                before = [(lane.busy_s, lane.nbytes) for lane in hardware.channels]
+                with _name_failing_module(engine.module):
                     step(engine)
                 found.append(engine.stats.last)
-            lanes = tuple(
-                LaneUse(lane.name, lane.busy_s - busy_s, lane.nbytes - nbytes)
-                for lane, (busy_s, nbytes) in zip(hardware.lanes, before, strict=True)
+            channels = tuple(
+                ChannelUse(lane.name, lane.busy_s - busy_s, lane.nbytes - nbytes)
+                for lane, (busy_s, nbytes) in zip(hardware.channels, before, strict=True)
             )
             managing = 0.0
             if meter_s is not None:
                 managing = time.perf_counter() - started - watch.inside_s
                 managing += meter_s * len(engine._core.clock.trace.moments)
-            return Forecast(
+            return DryRunReport(
                 hardware.clock.now - began + managing,
                 hardware.computed_s + managing,
-                lanes,
+                channels,
                 engine.stats.last,
                 engine._core.clock.trace,
                 tuple(replace(one, at_s=one.at_s - began) for one in timeline),

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from patrickstar._dry_run.op_tracer import Cost, matrix_size, operations
+from patrickstar._dry_run.op_tracer import OpCost, matrix_size, operations
 from patrickstar._dry_run.simulated_hardware import META
-from patrickstar._dry_run.simulation import EngineFactory, Step, rehearse, roofline
+from patrickstar._dry_run.simulation import EngineFactory, Step, roofline, simulate
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.workload import Workload, Workloads
 from patrickstar.config import Config
@@ -20,7 +20,7 @@ OF_ACTIVATIONS = 1 << 44
 """Bytes that activations won't exceed."""
 
 
-class _Counted:
+class _OpCounter:
     """Counts operations, and the size of the matrices that they are done on."""
 
     def __init__(self, machine: Machine) -> None:
@@ -30,7 +30,7 @@ class _Counted:
         """Operations of matrix products, each over the smallest side of its matrices."""
         self.sized = 0
 
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost:
         found = operations(func, args, kwargs, out)
         self.operations += found
         size = matrix_size(args)
@@ -56,7 +56,7 @@ def traced_workloads(
 
     @cache
     def workload(batch: int, checkpointing: bool) -> Workload:
-        counted = _Counted(machine)
+        counted = _OpCounter(machine)
         seen: list[Any] = []
         step = step_of(batch)
 
@@ -77,7 +77,7 @@ def traced_workloads(
             host_memory=PLENTY * (numel + largest),
             chunk_size=largest,
         )
-        found = rehearse(make_engine, model, config, watched, machine, counted, steps=1)
+        found = simulate(make_engine, model, config, watched, machine, counted, steps=1)
         layout = seen[0].layout
         chunk_bytes = layout.chunk_numel * config.compute_dtype.itemsize
         used = [set(moment.chunks) for moment in found.trace.moments if moment.chunks]

@@ -43,7 +43,7 @@ class Checkpoints:
 
     def load(self, engine: Engine, state: Mapping[str, Any] = NOTHING) -> dict[str, Any] | None:
         """Take the newest one back, and return its state; see `Engine.load`. None, and nothing changes, without one."""
-        newest = engine._checkpoint.tell(None if (found := self.newest()) is None else str(found))
+        newest = engine._checkpoint.broadcast(None if (found := self.newest()) is None else str(found))
         return None if newest is None else engine.load(newest, state)
 
     def _delete_old(self) -> None:

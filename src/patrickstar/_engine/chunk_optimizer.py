@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from patrickstar._engine.core import EngineCore
-from patrickstar._params.managed_param import Slot
-from patrickstar._params.tensor_subclass import slot_of
-from patrickstar._schedule.coordination import Want
+from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.tensor_subclass import managed_param_of
+from patrickstar._schedule.coordination import Request
 from patrickstar.errors import ConfigError, ModelError
 from patrickstar.optim import Optimizer
 
@@ -44,7 +44,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._core.check_open()
-        self._core.step(self.group_by_slot())
+        self._core.step(self.group_by_managed_param())
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -56,8 +56,8 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._core.check_open()
         with self._core.stopping_on_loss():
             self._core.complete()
-            self._core.data.meet(Want.STATE)
-            with self._core.data.together():
+            self._core.data.synchronize_processes(Request.STATE)
+            with self._core.data.collective_section():
                 return self._state_dict()
 
     def _state_dict(self) -> dict[str, Any]:
@@ -65,21 +65,23 @@ class ChunkOptimizer(torch.optim.Optimizer):
         groups = []
         for group in self.param_groups:
             packed = {key: value for key, value in group.items() if key != "params"}
-            groups.append(packed | {"params": [positions[self._slot(p)] for p in group["params"]]})
+            groups.append(packed | {"params": [positions[self._managed_param(p)] for p in group["params"]]})
         state = {}
-        self._core.data.share_memory()
-        for slot, position in positions.items():
-            if slot.steps:
-                lists = {kind: self._core.state.read(slot, kind) for kind in self._kinds}
-                count = {} if self._options.counts_itself else {"step": torch.tensor(float(slot.steps), device="cpu")}
-                if saved := copy.deepcopy(slot.memory) | count | lists:
+        self._core.data.share_optimizer_memory()
+        for managed, position in positions.items():
+            if managed.steps:
+                lists = {kind: self._core.model_state.read(managed, kind) for kind in self._kinds}
+                count = (
+                    {} if self._options.counts_itself else {"step": torch.tensor(float(managed.steps), device="cpu")}
+                )
+                if saved := copy.deepcopy(managed.memory) | count | lists:
                     state[position] = saved
         return {"state": state, "param_groups": groups, "loss_scale": self._core.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take states and param groups back. Raises ModelError when groups differ in size, before anything changes."""
         self._core.check_open()
-        self._core.early.check("loading a state")
+        self._core.optimizer_in_backward.check_inactive("loading a state")
         self._core.complete()
         self._core.background_save.copy_all()
         saved = state_dict["param_groups"]
@@ -96,58 +98,59 @@ class ChunkOptimizer(torch.optim.Optimizer):
             self._load(state_dict, saved)
 
     def _load(self, state_dict: dict[str, Any], saved: list[dict[str, Any]]) -> None:
-        by_position = {position: slot for slot, position in self._positions().items()}
+        by_position = {position: managed for managed, position in self._positions().items()}
         for position, values in state_dict["state"].items():
-            slot = by_position.get(position)
+            managed = by_position.get(position)
             needed = (*(("step",) if self._options.needs_count else ()), *self._kinds)
-            if slot is None or not set(needed) <= values.keys():
+            if managed is None or not set(needed) <= values.keys():
                 raise ModelError(
                     f"the saved state of parameter {position} ({sorted(values)}) is not this optimizer's "
                     f"({', '.join(needed)}), or not of these {len(by_position)} parameters; nothing was loaded"
                 )
             known = {"step", *self._kinds}
-            strange = [key for key, value in values.items() if key not in known and _shape(value) == slot.shape]
+            strange = [key for key, value in values.items() if key not in known and _shape(value) == managed.shape]
             if strange:
                 raise ModelError(
-                    f"the saved state of {slot.name!r} has {', '.join(strange)}, which {type(self._options).__name__} "
+                    f"the saved state of {managed.name!r} has {', '.join(strange)}, which "
+                    f"{type(self._options).__name__} "
                     f"does not keep: it is another optimizer's; nothing was loaded"
                 )
-            if not slot.scheme.trained:
-                raise ModelError(f"parameter {slot.name!r} is frozen here but has saved optimizer states")
+            if not managed.schema.trained:
+                raise ModelError(f"parameter {managed.name!r} is frozen here but has saved optimizer states")
             for kind in self._kinds:
-                if tuple(values[kind].shape) != slot.shape:
+                if tuple(values[kind].shape) != managed.shape:
                     raise ModelError(
-                        f"{kind} of {slot.name!r} was saved as {tuple(values[kind].shape)}, not {slot.shape}"
+                        f"{kind} of {managed.name!r} was saved as {tuple(values[kind].shape)}, not {managed.shape}"
                     )
-        for position, slot in by_position.items():
-            slot.steps, slot.watched = 0, False
-            slot.memory.clear()
-            if slot.scheme.trained and position not in state_dict["state"]:
+        for position, managed in by_position.items():
+            managed.steps, managed.watched = 0, False
+            managed.memory.clear()
+            if managed.schema.trained and position not in state_dict["state"]:
                 for kind in self._kinds:
-                    self._core.state.write(slot, kind, torch.zeros((), device="cpu"))
+                    self._core.model_state.write(managed, kind, torch.zeros((), device="cpu"))
         self._core.scaler.load_state_dict(state_dict.get("loss_scale", {}))
         for position, values in state_dict["state"].items():
-            slot = by_position[position]
-            slot.steps = int(values.get("step", 1))
+            managed = by_position[position]
+            managed.steps = int(values.get("step", 1))
             listed = {*self._kinds, *(() if self._options.counts_itself else ("step",))}
-            slot.memory.update({key: copy.deepcopy(value) for key, value in values.items() if key not in listed})
+            managed.memory.update({key: copy.deepcopy(value) for key, value in values.items() if key not in listed})
             for kind in self._kinds:
-                self._core.state.write(slot, kind, values[kind])
+                self._core.model_state.write(managed, kind, values[kind])
         for group, packed in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in packed.items() if key != "params"})
 
-    def _slot(self, param: Any) -> Slot:
-        slot = slot_of(param)
-        if slot is None:
+    def _managed_param(self, param: Any) -> ManagedParam:
+        managed = managed_param_of(param)
+        if managed is None:
             raise ModelError(
                 f"a parameter of shape {tuple(param.shape)} in the param groups does not belong to the engine's model; "
                 f"was it replaced after ps.initialize?"
             )
-        return slot
+        return managed
 
-    def _positions(self) -> dict[Slot, int]:
-        order = [self._slot(param) for group in self.param_groups for param in group["params"]]
-        return {slot: position for position, slot in enumerate(order)}
+    def _positions(self) -> dict[ManagedParam, int]:
+        order = [self._managed_param(param) for group in self.param_groups for param in group["params"]]
+        return {managed: position for position, managed in enumerate(order)}
 
     @property
     def _options(self) -> Optimizer:
@@ -157,7 +160,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
     def _kinds(self) -> tuple[str, ...]:
         return self._options.states
 
-    def group_by_slot(self) -> dict[Slot, dict[str, Any]]:
+    def group_by_managed_param(self) -> dict[ManagedParam, dict[str, Any]]:
         """The param group of each parameter that is in one.
 
         Raises ConfigError where a group asks for what the optimizer's options didn't prepare: a variant that is not
@@ -165,7 +168,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         """
         for number, group in enumerate(self.param_groups):
             self._check_group(number, group)
-        return {self._slot(param): group for group in self.param_groups for param in group["params"]}
+        return {self._managed_param(param): group for group in self.param_groups for param in group["params"]}
 
     def _switched_on(self, group: dict[str, Any]) -> list[str]:
         """Variants that a param group asks for and the options didn't."""

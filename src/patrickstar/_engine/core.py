@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from patrickstar._autograd.activation_offload import ActivationOffload
 from patrickstar._autograd.interceptor import Interceptor, managing
-from patrickstar._autograd.module_hooks import Blocks
+from patrickstar._autograd.module_hooks import ModuleHooks
 from patrickstar._checkpoint.background_save import BackgroundSave
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.distributed_init import agreed_layout, share_buffers, shared_data
@@ -28,24 +28,24 @@ from patrickstar._engine.param_init import (
 from patrickstar._engine.teardown import release
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._layout.chunk_mapping import Layout
-from patrickstar._memory.chunk_manager import Manager
+from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.memory_meter import Meter
 from patrickstar._memory.swap_file import PAGE_BYTES
-from patrickstar._memory.tracer import Clock
-from patrickstar._params.managed_param import Slot
+from patrickstar._memory.tracer import Tracer
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.out_of_memory import explain, is_out_of_memory
 from patrickstar._params.precision import LossScaler
-from patrickstar._params.sharded_model_data import SharedModelData
+from patrickstar._params.sharded_model_data import ShardedModelData
 from patrickstar._params.state_dict import ModelState
-from patrickstar._params.tensor_subclass import slot_of
-from patrickstar._schedule.coordination import Want
-from patrickstar._schedule.prefetch import NextUseAhead, OnDemand, Prefetch
+from patrickstar._params.tensor_subclass import managed_param_of
+from patrickstar._schedule.coordination import Request
+from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
 from patrickstar._step.grad_clip import Gradients
-from patrickstar._step.optimizer_in_backward import EarlyUpdate
-from patrickstar._step.optimizer_placement import Homes
-from patrickstar._step.optimizer_step import Update
+from patrickstar._step.optimizer_in_backward import OptimizerInBackward
+from patrickstar._step.optimizer_placement import OptimizerPlacement
+from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._step.stats import Stats
 from patrickstar._step.tier_planning import budgets, plan_tiers
 from patrickstar.config import Config
@@ -68,7 +68,7 @@ class EngineCore:
         kernels: Kernels | None = None,
         evict_everything: bool = False,
         poison: bool = False,
-        policy: type[Prefetch] | None = None,
+        policy: type[PrefetchPolicy] | None = None,
         page_bytes: int = PAGE_BYTES,
         hardware: Hardware | None = None,
         world: World | None = None,
@@ -82,7 +82,7 @@ class EngineCore:
         # Before budgets are made: what libraries load is no longer free then. A meter that counts nothing counts no
         # workspaces either.
         library_bytes = min(hardware.library_bytes(config.compute_dtype), meter.now(0))
-        sharing = 1 if world is None else len(world.on_this_host)
+        sharing = 1 if world is None else len(world.local_ranks)
         memory = budgets(config, hardware, sharing, several=world is not None)
         self.device_budget_bytes, self.host_budget_bytes = memory
         for_chunks = max(0, self.device_budget_bytes - library_bytes)
@@ -97,108 +97,108 @@ class EngineCore:
         tiers = plan_tiers(config, self.layout, together, memory, hardware, page_bytes, sharing, library_bytes)
         # A GPU's host slab is locked as a whole, so it begins no larger than what is sure to be in it.
         needed = self.layout.model_data_bytes + tiers.staging_bytes
-        self.manager = Manager(
+        self.manager = ChunkManager(
             self.device,
             *memory,
             poison,
             disk=tiers.disk,
-            slab_bytes=needed if hardware.beside else None,
+            slab_bytes=needed if hardware.has_gpu else None,
             hardware=hardware,
         )
         self.manager.evict_everything = evict_everything
-        self.manager.compute.non_model_bytes = library_bytes
-        self.clock = Clock(self.manager, meter, policy or (NextUseAhead if world is not None else None))
-        self.data = ModelData(self.manager, self.clock)
+        self.manager.device_tier.non_model_bytes = library_bytes
+        self.tracer = Tracer(self.manager, meter, policy or (AggressivePrefetch if world is not None else None))
+        self.data = ModelData(self.manager, self.tracer)
         if world is not None:
-            self.data = shared_data(world, self.layout, self.manager, self.clock, config)
+            self.data = shared_data(world, self.layout, self.manager, self.tracer, config)
         self.scaler = LossScaler(config.precision == "fp16")
         self.kernels = kernels if kernels is not None else Kernels.best(self.device)
         self.gradients = Gradients(self.data, self.scaler, self.kernels)
-        self.state = ModelState(self.module, self.data)
-        self.update = Update(self.data, config.optimizer, self.kernels, tiers.ring)
-        if self.update.pipeline is not None:
-            self.update.pipeline.ahead = policy is not OnDemand
-        if isinstance(self.data, SharedModelData):
-            self.data.complete = self.update.complete
-        self.homes = Homes(self.layout, self.data, self.update, self.clock)
-        self.early = EarlyUpdate(self.data, self.update)
-        self.interceptor = Interceptor(self.data, self.early, self.scaler.enabled)
-        self.offload = ActivationOffload(self.manager) if config.activation_offload else None
+        self.model_state = ModelState(self.module, self.data)
+        self.optimizer_step = OptimizerStep(self.data, config.optimizer, self.kernels, tiers.staging_size)
+        if self.optimizer_step.disk_step is not None:
+            self.optimizer_step.disk_step.ahead = policy is not DemandFetch
+        if isinstance(self.data, ShardedModelData):
+            self.data.complete = self.optimizer_step.complete
+        self.optimizer_placement = OptimizerPlacement(self.layout, self.data, self.optimizer_step, self.tracer)
+        self.optimizer_in_backward = OptimizerInBackward(self.data, self.optimizer_step)
+        self.interceptor = Interceptor(self.data, self.optimizer_in_backward, self.scaler.enabled)
+        self.activation_offload = ActivationOffload(self.manager) if config.activation_offload else None
         try:
             with managing():
                 adopt(self.module, self.layout, tiers.placement, params, self.data, self.interceptor, weights)
         except BaseException:
             self.interceptor.close()
-            self.state.release()
+            self.model_state.release()
             raise
         if world is not None:
             share_buffers(world, self.module)
         self._move_buffers()
-        self.clock.calibrate()
-        self.homes.begin(tiers.placement)
-        self.by_name = {slot.name: slot for slot in self.data.slots}
-        self.blocks = Blocks(self.interceptor)
-        self.blocks.notice(self.module)
-        self.release = weakref.finalize(self, release, self.interceptor, self.blocks, self.state)
+        self.tracer.calibrate()
+        self.optimizer_placement.begin(tiers.placement)
+        self.by_name = {managed.name: managed for managed in self.data.managed_params}
+        self.module_hooks = ModuleHooks(self.interceptor)
+        self.module_hooks.notice(self.module)
+        self.release = weakref.finalize(self, release, self.interceptor, self.module_hooks, self.model_state)
         self.release.atexit = False
         self.interceptor.release = self.release
         self.stats = Stats(_retries=hardware.allocator_stats().retries)
         self.background_save = BackgroundSave(self.data, world)
 
-    def step(self, groups: Mapping[Slot, Mapping[str, Any]]) -> None:
+    def step(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
         self.check_open()
         self.background_save.poll()
         self.interceptor.abandon()
-        if self.clock.end_iteration():
-            self.homes.follow_traces(self.layout)
+        if self.tracer.end_iteration():
+            self.optimizer_placement.replan(self.layout)
         manager = self.manager
-        manager.compute.comfort_bytes = manager.compute.budget_bytes
+        manager.device_tier.soft_limit_bytes = manager.device_tier.budget_bytes
         with self.at_work():
-            self.early.finish(groups)
-            self.data.meet_gradients(Want.STEP)
+            self.optimizer_in_backward.finish(groups)
+            self.data.synchronize_gradients(Request.STEP)
             overflow = self.gradients.overflowed()
             if not overflow:
-                self.update.run(groups.get, self.gradients.scales)
+                self.optimizer_step.run(groups.get, self.gradients.scales)
             self.data.close_step(() if overflow else groups)
             self.gradients.drop()
-            self.data.settle_embeddings()
+            self.data.place_embeddings()
         if self.data.end_step():
-            self.homes.follow_traces(self.layout)
+            self.optimizer_placement.replan(self.layout)
         self.scaler.update(overflow)
-        peak = max(self.clock.non_model_peak, self.clock.trace.peak_non_model_bytes)
+        peak = max(self.tracer.non_model_peak, self.tracer.trace.peak_non_model_bytes)
         self.stats.close_step(manager, overflow, self.scaler.scale, peak)
-        self.clock.non_model_peak = 0
+        self.tracer.non_model_peak = 0
 
     def drop_gradients(self) -> None:
         self.check_open()
-        self.early.check("dropping gradients")
+        self.optimizer_in_backward.check_inactive("dropping gradients")
         with self.stopping_on_loss():
-            self.data.meet_to_drop()
+            self.data.synchronize_to_drop()
             self.gradients.drop()
 
     def complete(self) -> None:
         """What a step has begun is done."""
         with self.at_work():
-            self.update.complete()
+            self.optimizer_step.complete()
 
     def notice_changes(self) -> None:
         """Parameters replaced since the last call are refused; those no longer frozen get the lists of trained ones."""
-        self.blocks.notice(self.module)
+        self.module_hooks.notice(self.module)
         with torch._C.DisableTorchFunctionSubclass():
             thawed = []
             for name, param in self.module.named_parameters():
-                slot = slot_of(param)
-                if slot is None:
+                managed = managed_param_of(param)
+                if managed is None:
                     raise ModelError(
                         f"parameter {name!r} was replaced or added after ps.initialize, so the engine does not hold "
                         f"it; write into the old one under torch.no_grad(), or initialize again"
                     )
-                if param.requires_grad and not slot.scheme.trained:
-                    thawed.append(slot)
+                if param.requires_grad and not managed.schema.trained:
+                    thawed.append(managed)
             if thawed:
                 self.complete()
                 self.background_save.copy_all()
-                if self.clock.open_key is not None:
+                if self.tracer.open_key is not None:
                     raise ModelError(
                         f"parameter {thawed[0].name!r} was unfrozen in the middle of a step, when graphs that know it "
                         f"frozen may be alive; unfreeze between optimizer.step() and the next forward"
@@ -206,7 +206,7 @@ class EngineCore:
                 with managing():
                     states = self.config.optimizer.states
                     self.layout = promote(thawed, self.layout, self.data, self.interceptor, states)
-                self.clock.forget()
+                self.tracer.invalidate()
 
     def signature(self, args: Any, kwargs: Any) -> Hashable:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -242,13 +242,13 @@ class EngineCore:
             raise
         except BaseException as error:
             self.interceptor.window = None
-            self.interceptor.unseen.clear()
-            self.early.abandon()
-            self.data.drop_uses()
-            self.data.follow_moves()
+            self.interceptor.pending_functions.clear()
+            self.optimizer_in_backward.cancel()
+            self.data.release_all()
+            self.data.update_param_views()
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                self.data.finish_gradients()
-            self.clock.abandon()
+                self.data.finish_backward_gradients()
+            self.tracer.discard_iteration()
             if is_out_of_memory(error):
                 raise explain("an operator", self.data, error) from error
             raise
@@ -262,9 +262,9 @@ class EngineCore:
     def check_open(self) -> None:
         if not self.release.alive:
             raise TrainingError("this engine was closed; call ps.initialize for a new one")
-        if os.getpid() != self.state.process:
+        if os.getpid() != self.model_state.process:
             raise TrainingError(
-                f"this engine's chunks are in the memory of process {self.state.process}, which its child "
+                f"this engine's chunks are in the memory of process {self.model_state.process}, which its child "
                 f"{os.getpid()}, made by fork(), does not have: use the engine in the process that made it, and give "
                 f"the child copies of what it needs (engine.state_dict())"
             )

@@ -6,14 +6,14 @@ from importlib.metadata import version
 import torch
 from torch import nn
 
-from patrickstar._distributed.chunk_comm import Peers
-from patrickstar._distributed.coordinator import Rounds
+from patrickstar._distributed.chunk_comm import ChunkComm
+from patrickstar._distributed.coordinator import Coordinator
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.param_init import make_layout
 from patrickstar._layout.chunk_mapping import Layout, ParamSpec
-from patrickstar._memory.chunk_manager import Manager
-from patrickstar._memory.tracer import Clock
-from patrickstar._params.sharded_model_data import SharedModelData
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.tracer import Tracer
+from patrickstar._params.sharded_model_data import ShardedModelData
 from patrickstar.config import Config
 
 
@@ -42,7 +42,7 @@ def agreed_layout(
         "buffers": [[name, list(buffer.shape), str(buffer.dtype)] for name, buffer in module.named_buffers()],
     }
     world.check_agreement(facts)
-    smallest = min(world.tell(device_budget_bytes))
+    smallest = min(world.all_gather_object(device_budget_bytes))
     return make_layout(list(params), config, smallest, world.size, world.rank)
 
 
@@ -53,16 +53,18 @@ def share_buffers(world: World, module: nn.Module) -> None:
             if buffer is None or not buffer.numel():
                 continue
             value = buffer.detach().to("cpu", copy=True).contiguous()
-            world.spread(value.view(-1).view(torch.uint8), 0)
+            world.broadcast(value.view(-1).view(torch.uint8), 0)
             if not torch.equal(value.view(-1).view(torch.uint8), buffer.detach().cpu().reshape(-1).view(torch.uint8)):
                 owner._buffers[name] = value.to(buffer.device)
 
 
-def shared_data(world: World, layout: Layout, manager: Manager, clock: Clock, config: Config) -> SharedModelData:
+def shared_data(world: World, layout: Layout, manager: ChunkManager, clock: Tracer, config: Config) -> ShardedModelData:
     """Model data that the processes share."""
-    peers = Peers(Rounds.of(world, manager.device), {chunk.index: chunk.cuts for chunk in layout.chunks})
-    peers.traffic = manager.traffic
-    manager.transit.peers = peers
-    data = SharedModelData(manager, clock, peers, in_full=config.reduce_dtype == "fp32")
-    peers.owner = data
+    comm = ChunkComm(
+        Coordinator.of(world, manager.device), {chunk.index: chunk.shard_bounds for chunk in layout.chunks}
+    )
+    comm.counters = manager.counters
+    manager.io_dispatch.comm = comm
+    data = ShardedModelData(manager, clock, comm, in_full=config.reduce_dtype == "fp32")
+    comm.owner = data
     return data

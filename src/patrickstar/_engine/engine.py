@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar._checkpoint.hf_export import Export
+from patrickstar._checkpoint.hf_export import HFExport
 from patrickstar._distributed.process_group import World
-from patrickstar._dry_run.report import Forecast
-from patrickstar._dry_run.simulation import forecast, forward_backward_step
+from patrickstar._dry_run.report import DryRunReport
+from patrickstar._dry_run.simulation import dry_run_report, forward_backward_step
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.engine_checkpoint import NOTHING, EngineCheckpoint
 from patrickstar._engine.param_init import WeightSource
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._params.precision import cast_inputs
-from patrickstar._schedule.coordination import Want
+from patrickstar._schedule.coordination import Request
 from patrickstar._step.stats import Stats
 from patrickstar.config import Config
 from patrickstar.errors import ConfigError, ModelError, TrainingError
@@ -92,19 +92,19 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Inputs are moved to the compute device, floating ones cast to the compute dtype."""
         self._core.check_open()
-        self._core.early.check("a forward")
+        self._core.optimizer_in_backward.check_inactive("a forward")
         self._core.interceptor.abandon()
         self._core.notice_changes()
         args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
         if not torch.is_grad_enabled():
             with self._core.unwound_on_error():
                 return self.module(*args, **kwargs)
-        self._core.clock.begin_iteration(self._core.signature(args, kwargs))
-        with self._core.unwound_on_error(), self._core.clock.iterating(), ExitStack() as stack:
-            if self._core.offload is not None:
-                stack.enter_context(self._core.offload.saving())
+        self._core.tracer.begin_iteration(self._core.signature(args, kwargs))
+        with self._core.unwound_on_error(), self._core.tracer.in_iteration(), ExitStack() as stack:
+            if self._core.activation_offload is not None:
+                stack.enter_context(self._core.activation_offload.saving())
             out = self.module(*args, **kwargs)
-        self._core.data.reset_after_forward()
+        self._core.data.finish_forward()
         return out
 
     def train(self, mode: bool = True) -> "Engine":
@@ -135,7 +135,7 @@ class Engine:
             )
         if self._core.gradients.clipped:
             raise TrainingError("gradients were clipped and are final: call clip_grad_norm_ after the last backward")
-        self._core.early.check("another backward")
+        self._core.optimizer_in_backward.check_inactive("another backward")
         if update and accumulate:
             raise TrainingError("update=True says that the step comes next, and accumulate=True that it does not")
         if update and self._core.scaler.enabled:
@@ -145,23 +145,23 @@ class Engine:
             )
         self._core.interceptor.abandon()
         # Gradients of several processes are complete when all have met, at the step.
-        groups = self.optimizer.group_by_slot() if update and self.world is None else None
+        groups = self.optimizer.group_by_managed_param() if update and self.world is None else None
         self._core.interceptor.backward_depth += 1
         self._core.data.begin_backward(accumulate)
         if groups is not None:
-            self._core.early.begin(groups)
+            self._core.optimizer_in_backward.begin(groups)
         with self._core.unwound_on_error():
             try:
-                with self._core.clock.iterating():
-                    self._core.interceptor.follow_functions(loss)
+                with self._core.tracer.in_iteration():
+                    self._core.interceptor.open_function_windows(loss)
                     scaled = loss * self._core.scaler.scale if self._core.scaler.enabled else loss
                     torch.autograd.backward(scaled, retain_graph=retain_graph)
             finally:
                 self._core.interceptor.backward_depth -= 1
             self._core.interceptor.end_backward()
-            self._core.early.wait()
+            self._core.optimizer_in_backward.wait()
             with torch.no_grad():
-                self._core.data.boundary(belongs=True)
+                self._core.data.op_boundary(belongs=True)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Have the next step scale gradients to a global norm of at most `max_norm`; returns the norm before (fp32).
@@ -169,7 +169,7 @@ class Engine:
         The arithmetic is `torch.nn.utils.clip_grad_norm_`'s over fp32 gradients in creation order.
         """
         self._core.check_open()
-        self._core.early.check("clipping")
+        self._core.optimizer_in_backward.check_inactive("clipping")
         with self._core.stopping_on_loss():
             return self._core.gradients.clip(max_norm)
 
@@ -177,10 +177,10 @@ class Engine:
         """A copy of a parameter's gradient, unscaled and clipped, in fp32; None if it has none."""
         if name not in self._core.by_name:
             raise ModelError(f"the model has no parameter {name!r}")
-        self._core.early.check("reading a gradient")
+        self._core.optimizer_in_backward.check_inactive("reading a gradient")
         with self._core.stopping_on_loss():
-            self._core.data.meet_gradients(Want.STATE)
-            with self._core.data.together():
+            self._core.data.synchronize_gradients(Request.STATE)
+            with self._core.data.collective_section():
                 return self._core.gradients.read(self._core.by_name[name])
 
     def average(self, value: float | torch.Tensor) -> float:
@@ -190,12 +190,12 @@ class Engine:
         if self.world is None:
             return number
         with self._core.stopping_on_loss():
-            self._core.data.meet(Want.AVERAGE)
-            found = self.world.collect(torch.tensor([number], dtype=torch.float64, device="cpu"))
+            self._core.data.synchronize_processes(Request.AVERAGE)
+            found = self.world.all_gather(torch.tensor([number], dtype=torch.float64, device="cpu"))
             total: float = sum(found[:, 0].tolist())
             return total / self.world.size
 
-    def plan(self, *args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> Forecast:
+    def plan(self, *args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> DryRunReport:
         """What a step on such inputs will take, rehearsed without computing anything: seconds, bytes per tier, moves.
 
         loss: from what the model returns; by default its `loss`, or the output itself. Takes some seconds, in which
@@ -203,7 +203,7 @@ class Engine:
         """
         if self.world is not None:
             raise ConfigError("a rehearsal is of one process; for several use patrickstar plan --gpus")
-        return forecast(self, forward_backward_step(loss or _loss_of, args, kwargs))
+        return dry_run_report(self, forward_backward_step(loss or _loss_of, args, kwargs))
 
     def close(self, *, keep: bool = True) -> None:
         """Give all chunks back; parameters keep their values as ordinary tensors on the host, in full precision.
@@ -212,16 +212,16 @@ class Engine:
         Raises DiskError or MoveError, when all is given back, if the disk fails under it and parameters are lost.
         """
         if self._core.release.alive:
-            self._core.background_save.end()
-        self._core.state.keep = keep
+            self._core.background_save.wait()
+        self._core.model_state.keep = keep
         if self._core.release.alive and self.world is not None and keep:
             with self._core.stopping_on_loss():
                 self._core.complete()
-                self._core.data.meet(Want.CLOSE)
+                self._core.data.synchronize_processes(Request.CLOSE)
                 self._core.gradients.drop()
-                self._core.state.complete = True
+                self._core.model_state.complete = True
         lost = self._core.release()
-        if lost and keep and (failed := self._core.manager.transit.failed) is not None:
+        if lost and keep and (failed := self._core.manager.io_dispatch.failed) is not None:
             failed.add_note(f"{len(lost)} parameters could not be read back and are NaN: {', '.join(lost)}.")
             raise failed
 
@@ -237,9 +237,9 @@ class Engine:
         self._core.check_open()
         with self._core.stopping_on_loss():
             self._core.complete()
-            self._core.data.meet(Want.STATE)
-            with self._core.data.together():
-                return self._core.state.state_dict(names)
+            self._core.data.synchronize_processes(Request.STATE)
+            with self._core.data.collective_section():
+                return self._core.model_state.state_dict(names)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Take parameters and buffers back, one after the other.
@@ -248,13 +248,13 @@ class Engine:
         names or shapes differ.
         """
         self._core.check_open()
-        self._core.early.check("loading a state")
+        self._core.optimizer_in_backward.check_inactive("loading a state")
         with self._core.stopping_on_loss():
             self._core.complete()
             self._core.background_save.copy_all()
-            self._core.data.meet(Want.STATE)  # nobody gathers a part of the old one from here on
+            self._core.data.synchronize_processes(Request.STATE)  # nobody gathers a part of the old one from here on
             self._core.gradients.drop()
-            self._core.state.load_state_dict(state_dict, strict)
+            self._core.model_state.load_state_dict(state_dict, strict)
 
     def save_pretrained(
         self, directory: str | Path, *, dtype: str | None = None, max_shard_bytes: int | str = "5GB"
@@ -269,11 +269,11 @@ class Engine:
         behind, for one that is there and not empty, or if the disk is full; the engine goes on.
         """
         self._core.check_open()
-        export = Export(self._core.state, dtype, max_shard_bytes)
+        export = HFExport(self._core.model_state, dtype, max_shard_bytes)
         with self._core.at_work():
             self._core.complete()
-            self._core.data.meet(Want.STATE)
-            with self._core.data.together():
+            self._core.data.synchronize_processes(Request.STATE)
+            with self._core.data.collective_section():
                 failed = export.write(Path(directory))
         if failed is not None:
             raise failed
@@ -292,22 +292,22 @@ class Engine:
         """
         self._core.check_open()
         with self._core.at_work():
-            self._checkpoint.begin(Path(path), state, frozen=frozen)
+            self._checkpoint.start_save(Path(path), state, frozen=frozen)
             if wait:
-                self._core.background_save.finish()
+                self._core.background_save.wait_or_raise()
 
     def finish_saving(self) -> bool:
         """Wait for a checkpoint that is being written; a failure is a warning. Returns whether there was none."""
         self._core.check_open()
         with self._core.at_work():
-            return self._core.background_save.end()
+            return self._core.background_save.wait()
 
     def _save(self, path: Path, state: Mapping[str, Any], done: Callable[[], None] | None, wait: bool) -> bool:
         """The same, where a failure to write is a warning. Returns whether there was none."""
         self._core.check_open()
         with self._core.at_work():
-            self._checkpoint.begin(path, state, done)
-            return self._core.background_save.end() if wait else True
+            self._checkpoint.start_save(path, state, done)
+            return self._core.background_save.wait() if wait else True
 
     def load(self, path: str | Path, state: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
         """Take a checkpoint back, whatever number of processes, budgets and precision wrote it; returns its `state`.
@@ -340,6 +340,6 @@ def initialize(
         engine = Engine(model, config, weights, world=world)
     except BaseException as error:
         if world is not None:
-            world.give_up(error)
+            world.abort(error)
         raise
     return engine, engine.optimizer

@@ -10,14 +10,14 @@ from torch import nn
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._layout.chunk_mapping import ChunkSpec, Layout, ParamSpec, build_layout
 from patrickstar._layout.chunk_size_search import search_layout
-from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16, scheme_for
+from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16, schema_for
 from patrickstar._memory.chunk import Chunk, Region
-from patrickstar._memory.chunk_manager import Manager
-from patrickstar._params.managed_param import Slot
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.precision import compute_dtypes
-from patrickstar._schedule.coordination import Want
-from patrickstar._schedule.placement import HOST, Tier, Tiers
+from patrickstar._schedule.coordination import Request
+from patrickstar._schedule.placement import HOST, ChunkTiers, Tier
 from patrickstar.config import Config
 from patrickstar.errors import ModelError
 
@@ -26,7 +26,7 @@ WeightSource = Callable[[str], torch.Tensor]
 
 
 @runtime_checkable
-class PartSource(Protocol):
+class ShardedWeightSource(Protocol):
     """A WeightSource that can also give a part of a value, so that no process reads what others own."""
 
     def __call__(self, name: str) -> torch.Tensor:
@@ -52,7 +52,7 @@ def check_model(module: nn.Module, device: torch.device) -> None:
             raise ModelError(f"parameter {name!r} has no shape yet; run one batch through the lazy module first")
         if param.layout is not torch.strided:
             raise ModelError(f"parameter {name!r} has layout {param.layout}; chunks hold dense parameters only")
-        if hasattr(param, "_slots"):
+        if hasattr(param, "_managed_params"):
             raise ModelError(f"parameter {name!r} already belongs to an engine; close that one first")
         if not param.is_leaf:
             raise ModelError(f"parameter {name!r} is computed from others; give the engine the model before that")
@@ -85,7 +85,7 @@ def param_specs(module: nn.Module, config: Config) -> list[ParamSpec]:
     dtypes = compute_dtypes(module, config.compute_dtype)
     alone, states = lookup_weights(module), config.optimizer.states
     return [
-        ParamSpec(name, param.numel(), scheme_for(dtype_name(dtypes[name]), param.requires_grad, states), name in alone)
+        ParamSpec(name, param.numel(), schema_for(dtype_name(dtypes[name]), param.requires_grad, states), name in alone)
         for name, param in module.named_parameters()
     ]
 
@@ -99,7 +99,7 @@ def make_layout(
     """
     if config.chunk_size == "auto":
         return search_layout(params, device_budget_bytes, config.disk is not None, nproc, rank)
-    itemsize = max(param.scheme.compute.itemsize for param in params)
+    itemsize = max(param.schema.compute.itemsize for param in params)
     layout = build_layout(params, max(1, int(config.chunk_size) // itemsize), nproc, rank)
     shared = max((chunk.compute_bytes for chunk in layout.chunks if not chunk.private), default=0)
     if nproc > 1 and 2 * shared > device_budget_bytes:
@@ -119,15 +119,15 @@ def used_together(module: nn.Module) -> list[set[str]]:
     ]
 
 
-def create_chunks(spec: ChunkSpec, tiers: Tiers, manager: Manager) -> Chunk:
+def create_chunks(spec: ChunkSpec, tiers: ChunkTiers, manager: ChunkManager) -> Chunk:
     """Make all chunks of one index, zeroed, or none."""
     made = []
     try:
         if spec.shared:
-            compute = spec.scheme.compute
+            compute = spec.schema.compute
             made.append(manager.new_shared_chunk(PARAM16, spec.index, spec.numel, compute.dtype))
             made.append(manager.new_chunk(SHARD16, spec.index, spec.own_numel, compute.dtype, Tier.HOST))
-        for item in spec.scheme.optimizer_lists if spec.shared else spec.scheme.lists:
+        for item in spec.schema.optimizer_lists if spec.shared else spec.schema.lists:
             tier = tiers.compute if item.kind == PARAM16 else tiers.optimizer
             made.append(manager.new_chunk(item.kind, spec.index, spec.own_numel, item.dtype, tier))
     except BaseException:
@@ -140,14 +140,14 @@ def create_chunks(spec: ChunkSpec, tiers: Tiers, manager: Manager) -> Chunk:
 def adopt(
     module: nn.Module,
     layout: Layout,
-    placement: Mapping[int, Tiers],
+    placement: Mapping[int, ChunkTiers],
     params: Iterable[ParamSpec],
     data: ModelData,
     interceptor: Interceptor,
     weights: WeightSource | None,
 ) -> None:
     """Move every parameter into its slot, one at a time, its old memory freed before the next is looked at."""
-    schemes = {param.name: param.scheme for param in params}
+    schemes = {param.name: param.schema for param in params}
     shared = any(chunk.shared for chunk in layout.chunks)
     # Of a weight that several processes share none has all on its host.
     lookups = set() if shared else lookup_weights(module)
@@ -158,39 +158,39 @@ def adopt(
         chunk = create_chunks(spec, placement[spec.index], manager)
         for name in spec.params:
             param = by_name[name]
-            place, first = layout.own_place(name)
+            place, first = layout.local_location(name)
             # Strides are kept: kernels sum in memory order, and their bits depend on it.
             region = Region(
-                layout.places[name].offset, tuple(param.shape), torch.empty_like(param, device="meta").stride()
+                layout.locations[name].offset, tuple(param.shape), torch.empty_like(param, device="meta").stride()
             )
             own = manager[SHARD16, spec.index] if spec.shared else chunk
-            slot = Slot(name, param, schemes[name], place, chunk, region, own, first, name in lookups)
-            flat = _own_elements(slot, weights)
-            slot.flat(own).copy_(flat)
-            if slot.scheme.trained:
-                for where, part in data.parts(slot, PARAM32, write=True):
+            managed = ManagedParam(name, param, schemes[name], place, chunk, region, own, first, name in lookups)
+            flat = _own_elements(managed, weights)
+            managed.flat(own).copy_(flat)
+            if managed.schema.trained:
+                for where, part in data.parts(managed, PARAM32, write=True):
                     part.copy_(flat[where])
             # A meta Parameter can't be pointed at real memory: only a tensor of another kind takes its identity.
             if param.is_meta or param.device.type != data.manager.device.type or param.dtype != chunk.dtype:
                 replace_data(param, torch.empty(0, dtype=chunk.dtype, device=chunk.device))
             del flat
-            data.add(slot)
-            interceptor.adopt(slot)
-    data.slots.sort(key=lambda slot: creation[slot.name])
+            data.add(managed)
+            interceptor.adopt(managed)
+    data.managed_params.sort(key=lambda managed: creation[managed.name])
 
 
-def _own_elements(slot: Slot, weights: WeightSource | None) -> torch.Tensor:
+def _own_elements(managed: ManagedParam, weights: WeightSource | None) -> torch.Tensor:
     """What this process owns of a parameter's value, in a row as the parameter's elements lie in memory."""
-    value = slot.param.data
+    value = managed.param.data
     if value.is_meta:
         if weights is None:
-            raise ModelError(f"parameter {slot.name!r} is on the meta device and no `weights` were given to fill it")
-        if isinstance(weights, PartSource) and (slot.row_major or not slot.place.numel):
-            return weights.part(slot.name, slot.first, slot.place.numel)
-        value = weights(slot.name)
-        if value.shape != slot.shape:
-            raise ModelError(f"weights give {tuple(value.shape)} for parameter {slot.name!r} of {slot.shape}")
-    return slot.flattened(value)[slot.part]
+            raise ModelError(f"parameter {managed.name!r} is on the meta device and no `weights` were given to fill it")
+        if isinstance(weights, ShardedWeightSource) and (managed.row_major or not managed.location.numel):
+            return weights.part(managed.name, managed.first, managed.location.numel)
+        value = weights(managed.name)
+        if value.shape != managed.shape:
+            raise ModelError(f"weights give {tuple(value.shape)} for parameter {managed.name!r} of {managed.shape}")
+    return managed.flattened(value)[managed.part]
 
 
 def replace_data(param: nn.Parameter, data: torch.Tensor) -> None:
@@ -203,38 +203,44 @@ def replace_data(param: nn.Parameter, data: torch.Tensor) -> None:
 
 
 def promote(
-    slots: list[Slot], layout: Layout, data: ModelData, interceptor: Interceptor, states: tuple[str, ...]
+    managed_params: list[ManagedParam],
+    layout: Layout,
+    data: ModelData,
+    interceptor: Interceptor,
+    states: tuple[str, ...],
 ) -> Layout:
     """Give parameters that were frozen, and no longer are, the lists of trained ones: in new chunks, at the end."""
     specs = [
-        ParamSpec(slot.name, slot.numel, scheme_for(dtype_name(slot.chunk.dtype), True, states), slot.embedding)
-        for slot in slots
+        ParamSpec(
+            managed.name, managed.numel, schema_for(dtype_name(managed.chunk.dtype), True, states), managed.embedding
+        )
+        for managed in managed_params
     ]
     grown = layout.extended(specs)
     for chunk in grown.chunks:
         if (PARAM16, chunk.index) not in data.manager.chunks:
-            on_disk = data.manager.disk is not None
-            create_chunks(chunk, Tiers(Tier.DEVICE, Tier.DISK) if on_disk else HOST, data.manager)
-    data.take_cuts(grown)
-    for slot, spec in zip(slots, specs, strict=True):
-        data.have(slot)
-        value = slot.payload().clone()
-        data.by_chunk[slot.chunk.index].remove(slot)
-        slot.place, slot.first = grown.own_place(slot.name)
-        slot.scheme = spec.scheme
-        slot.chunk, slot.device_view = data.manager[PARAM16, slot.place.chunk], None
-        slot.own = data.manager[SHARD16, slot.place.chunk] if slot.chunk.shared else slot.chunk
-        slot.region = replace(slot.region, offset=grown.places[slot.name].offset)
-        data.by_chunk.setdefault(slot.place.chunk, []).append(slot)
-        data.have_own(slot)
-        flat = slot.flattened(value)[slot.part]
-        slot.flat(slot.own).copy_(flat)
-        data.manager.mark_written(slot.own, on_device=slot.own.device_valid)
-        for where, part in data.parts(slot, PARAM32, write=True):
+            on_disk = data.manager.disk_tier is not None
+            create_chunks(chunk, ChunkTiers(Tier.DEVICE, Tier.DISK) if on_disk else HOST, data.manager)
+    data.register_shards(grown)
+    for managed, spec in zip(managed_params, specs, strict=True):
+        data.ensure_in_memory(managed)
+        value = managed.payload().clone()
+        data.by_chunk[managed.chunk.index].remove(managed)
+        managed.location, managed.first = grown.local_location(managed.name)
+        managed.schema = spec.schema
+        managed.chunk, managed.device_view = data.manager[PARAM16, managed.location.chunk], None
+        managed.own = data.manager[SHARD16, managed.location.chunk] if managed.chunk.shared else managed.chunk
+        managed.region = replace(managed.region, offset=grown.locations[managed.name].offset)
+        data.by_chunk.setdefault(managed.location.chunk, []).append(managed)
+        data.ensure_local(managed)
+        flat = managed.flattened(value)[managed.part]
+        managed.flat(managed.own).copy_(flat)
+        data.manager.mark_written(managed.own, on_device=managed.own.device_valid)
+        for where, part in data.parts(managed, PARAM32, write=True):
             part.copy_(flat[where])
-        data.point([slot.chunk])
-        interceptor.watch_gradient(slot)
-    data.meet(Want.STATE)  # others may have asked for what lay there
+        data.set_param_views([managed.chunk])
+        interceptor.hook_gradient(managed)
+    data.synchronize_processes(Request.STATE)  # others may have asked for what lay there
     for old in [index for index, left in data.by_chunk.items() if not left]:
         for kind in (PARAM16, SHARD16):
             if (kind, old) in data.manager.chunks:

@@ -8,13 +8,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from patrickstar._autograd.interceptor import Interceptor, managing
-from patrickstar._autograd.module_hooks import Blocks
+from patrickstar._autograd.module_hooks import ModuleHooks
 from patrickstar._memory.worker_pool import THREAD_NAME
 from patrickstar._params.state_dict import ModelState
 from patrickstar.errors import DiskError, MoveError, TrainingError
 
 
-def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list[str]:
+def release(interceptor: Interceptor, blocks: ModuleHooks, state: ModelState) -> list[str]:
     """Leave an ordinary model behind: when the engine is closed, or when nobody holds it any more.
 
     Returns the names of parameters that were lost with a disk that has failed. Does nothing in a child made by fork():
@@ -29,33 +29,33 @@ def release(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> list
     # The garbage collector may come at any time, in the middle of a compiler's tracing too.
     with _disable_current_modes(), managing(), torch._C.DisableTorchFunctionSubclass():
         interceptor.window = None
-        interceptor.early.abandon()
+        interceptor.optimizer_in_backward.cancel()
         if state.data.saving is not None:
-            state.data.saving.give_up("the engine was closed")
+            state.data.saving.cancel("the engine was closed")
         blocks.close()
-        state.data.drop_uses()
-        if state.data.peers is not None and not state.complete:
-            cause = sys.exc_info()[1] or state.data.manager.transit.failed
+        state.data.release_all()
+        if state.data.comm is not None and not state.complete:
+            cause = sys.exc_info()[1] or state.data.manager.io_dispatch.failed
             why = "" if cause is None else f", after {type(cause).__name__}: {cause}"
-            state.data.peers.leave(f"closed its engine{why}")
+            state.data.comm.leave(f"closed its engine{why}")
         try:
             if state.keep:
-                interceptor.early.update.complete()
-            state.data.manager.land_all()
+                interceptor.optimizer_in_backward.optimizer_step.complete()
+            state.data.manager.complete_transfers()
         except (DiskError, MoveError, TrainingError) as error:
             # What is lost shows when parameters are read back, and is told by name.
-            state.data.manager.transit.failed = state.data.manager.transit.failed or error
+            state.data.manager.io_dispatch.failed = state.data.manager.io_dispatch.failed or error
         finally:
-            state.data.manager.abandon()
-            state.data.manager.transit.salvaging = True
+            state.data.manager.cancel_transfers()
+            state.data.manager.io_dispatch.salvaging = True
             interceptor.close()
             lost = state.release()
-            if state.data.peers is not None:
-                state.data.peers.close()
+            if state.data.comm is not None:
+                state.data.comm.close()
         return lost
 
 
-def _release_there(interceptor: Interceptor, blocks: Blocks, state: ModelState) -> None:
+def _release_there(interceptor: Interceptor, blocks: ModuleHooks, state: ModelState) -> None:
     """Call `release` in a new thread, whose current device is not the engine's yet."""
     state.data.manager.hardware.enter_thread()
     release(interceptor, blocks, state)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import patrickstar._kernels
-from patrickstar._kernels.grad_norm import Survey
+from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
 LIBRARY = "patrickstar_kernels.so"
@@ -66,7 +66,7 @@ class Running:
         self.finish()
 
 
-class Native:
+class CppBackend:
     """The C++ kernel. `variant` names the instruction set, `threads` how many of the pool's may work at once.
 
     Left out, these are the fastest that the machine has, and as many threads as PyTorch uses.
@@ -79,12 +79,12 @@ class Native:
         self.name = f"C++ ({variant or self.variants()[0]})"
 
     @classmethod
-    def load(cls) -> "Native":
+    def load(cls) -> "CppBackend":
         """The kernel. Raises Unavailable where the package was installed without it, or it can't be loaded."""
         return cls(_library())
 
     @classmethod
-    def find(cls, variant: str | None = None, threads: int | None = None) -> "Native | None":
+    def find(cls, variant: str | None = None, threads: int | None = None) -> "CppBackend | None":
         """The same, or None."""
         try:
             return cls(_library(), variant, threads)
@@ -104,18 +104,18 @@ class Native:
         return int(self._library.patrickstar_pool_size())
 
     @staticmethod
-    def takes(span: Span) -> bool:
+    def supports(span: Span) -> bool:
         """Whether the kernel has this rule for these dtypes, in memory that it can reach."""
         return (
             span.rule.code is not None
-            and Native.reads(span.grad)
+            and CppBackend.supports_gradient(span.grad)
             and span.master.device.type == "cpu"
             and span.param.device.type == "cpu"
             and span.param.dtype in DTYPES
         )
 
     @staticmethod
-    def reads(grad: Gradient) -> bool:
+    def supports_gradient(grad: Gradient) -> bool:
         """Whether the kernel can survey this gradient."""
         return grad.last.device.type == "cpu" and grad.last.dtype in DTYPES and grad.dtype == torch.float32
 
@@ -145,7 +145,7 @@ class Native:
         """Update every span: gradients scaled, masters and states in place, parameters rounded."""
         self.start(spans, scales).finish()
 
-    def survey(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> Survey:
+    def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         """Sums of squares and non-finite elements of the scaled gradients."""
         packed, sums, not_finite = self._pack(gradients), (ctypes.c_double * len(gradients))(), ctypes.c_int64()
         self._check(
@@ -153,7 +153,7 @@ class Native:
                 packed, len(packed), *_doubles(scales), *self._how(), sums, ctypes.byref(not_finite)
             )
         )
-        return Survey(tuple(sums), not_finite.value)
+        return GradStats(tuple(sums), not_finite.value)
 
     def read(self, words: torch.Tensor) -> None:
         """Read a flat tensor of 8-byte words and do nothing with them: what memory gives at most, for benchmarks."""

@@ -8,14 +8,14 @@ from typing import Protocol
 
 import torch
 
-from patrickstar._kernels.cpp_backend import Native, Running, Unavailable
-from patrickstar._kernels.eager_backend import PAGE_NUMEL, WORKSPACE_ITEMS, Listed
-from patrickstar._kernels.grad_norm import Survey
-from patrickstar._kernels.triton_backend import Fused
+from patrickstar._kernels.cpp_backend import CppBackend, Running, Unavailable
+from patrickstar._kernels.eager_backend import PAGE_NUMEL, WORKSPACE_ITEMS, EagerBackend
+from patrickstar._kernels.grad_norm import GradStats
+from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
 
-class Implementation(Protocol):
+class Backend(Protocol):
     """What updates spans and surveys their gradients."""
 
     name: str
@@ -23,17 +23,17 @@ class Implementation(Protocol):
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
         """Update every span: gradients scaled, masters and states in place, parameters rounded."""
 
-    def survey(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> Survey:
+    def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         """Sums of squares, in the order of `gradients`, and non-finite elements of the scaled gradients."""
 
 
 class Kernels:
     """The fastest implementation for each span: C++ on the host, Triton on a GPU, and the written list for the rest."""
 
-    def __init__(self, native: Native | None, fused: Fused | None = None) -> None:
+    def __init__(self, native: CppBackend | None, fused: TritonBackend | None = None) -> None:
         self.native = native
         self.fused = fused
-        self.listed = Listed()
+        self.listed = EagerBackend()
 
     @classmethod
     def best(cls, device: torch.device) -> "Kernels":
@@ -43,26 +43,26 @@ class Kernels:
         """
         native, fused = None, None
         try:
-            native = Native.load()
+            native = CppBackend.load()
         except Unavailable as error:
-            _say_missing("C++ kernel", str(error))
+            _warn_missing("C++ kernel", str(error))
         try:
-            fused = Fused.load(device) if device.type == "cuda" else None
+            fused = TritonBackend.load(device) if device.type == "cuda" else None
         except Unavailable as error:
-            _say_missing("Triton kernel", str(error))
+            _warn_missing("Triton kernel", str(error))
         return cls(native, fused)
 
-    def for_update(self, span: Span) -> Implementation:
+    def for_update(self, span: Span) -> Backend:
         """What updates this span."""
         for one in (self.native, self.fused):
-            if one is not None and one.takes(span):
+            if one is not None and one.supports(span):
                 return one
         return self.listed
 
-    def for_survey(self, grad: Gradient) -> Implementation:
+    def for_grad_stats(self, grad: Gradient) -> Backend:
         """What surveys this gradient."""
         for one in (self.native, self.fused):
-            if one is not None and one.reads(grad):
+            if one is not None and one.supports_gradient(grad):
                 return one
         return self.listed
 
@@ -81,7 +81,7 @@ class Kernels:
         running: list[Running] = []
         try:
             for implementation, some in groupby(spans, self.for_update):
-                if isinstance(implementation, Native):
+                if isinstance(implementation, CppBackend):
                     running.append(implementation.start(list(some), scales))
                 else:
                     implementation.update(list(some), scales)
@@ -96,16 +96,17 @@ class Kernels:
         for running in self.start(spans, scales):
             running.finish()
 
-    def survey(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> Survey:
+    def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         """Look at all gradients."""
         found = (
-            implementation.survey(list(some), scales) for implementation, some in groupby(gradients, self.for_survey)
+            implementation.grad_stats(list(some), scales)
+            for implementation, some in groupby(gradients, self.for_grad_stats)
         )
-        return Survey.joined(found)
+        return GradStats.joined(found)
 
 
 @cache
-def _say_missing(what: str, why: str) -> None:
+def _warn_missing(what: str, why: str) -> None:
     warnings.warn(
         f"PatrickStar runs without its {what}: those updates run on PyTorch's operators, with the same bits but "
         f"several times slower. {why[:1].upper()}{why[1:]}",

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from patrickstar._kernels.grad_norm import Survey, block_sums, fold
+from patrickstar._kernels.grad_norm import GradStats, block_sums, fold
 from patrickstar._kernels.rounding import canonical_nan_, round_into
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
@@ -15,7 +15,7 @@ WORKSPACE_ITEMS = 6
 """The most temporaries of a page's length that are alive at once, in numbers of the master's dtype (Lion's, 5.25)."""
 
 
-class Listed:
+class EagerBackend:
     """Runs `Rule.apply` as it is written."""
 
     name = "PyTorch's operators"
@@ -30,7 +30,7 @@ class Listed:
                     canonical_nan_(values)
                 round_into(part.param, part.master)
 
-    def survey(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> Survey:
+    def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         """Sums of squares and non-finite elements of the scaled gradients."""
         sums, not_finite = [], 0
         for gradient in gradients:
@@ -40,7 +40,7 @@ class Listed:
                 not_finite += int((~grad.isfinite()).sum())
                 blocks.append(block_sums(grad))
             sums.append(float(fold(torch.cat(blocks))))
-        return Survey(tuple(sums), not_finite)
+        return GradStats(tuple(sums), not_finite)
 
 
 def pages(numel: int, rule: Rule | None = None) -> Iterator[slice]:

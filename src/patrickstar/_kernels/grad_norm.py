@@ -18,18 +18,18 @@ BLOCK_NUMEL = ROWS * LANES
 
 
 @dataclass(frozen=True)
-class Survey:
+class GradStats:
     """What a pass over gradients found: a sum of squares per parameter, and how many elements are NaN or infinite."""
 
     sums: tuple[float, ...] = ()
     not_finite: int = 0
 
     @classmethod
-    def joined(cls, surveys: Iterable["Survey"]) -> "Survey":
+    def joined(cls, surveys: Iterable["GradStats"]) -> "GradStats":
         """One survey of what several found, in their order."""
         surveys = list(surveys)
-        sums = tuple(one for survey in surveys for one in survey.sums)
-        return cls(sums, sum(survey.not_finite for survey in surveys))
+        sums = tuple(one for grad_stats in surveys for one in grad_stats.sums)
+        return cls(sums, sum(grad_stats.not_finite for grad_stats in surveys))
 
     @property
     def norm(self) -> float:
@@ -46,7 +46,7 @@ def block_sums(grad: torch.Tensor) -> torch.Tensor:
     return blocks if whole == squares.numel() else torch.cat([blocks, fold(squares[whole:])[None]])
 
 
-def survey_of_parts(parts: Iterable[torch.Tensor]) -> Survey:
+def grad_stats_of_parts(parts: Iterable[torch.Tensor]) -> GradStats:
     """The survey of one gradient that comes in parts of any length, flat and in order."""
     blocks = [torch.zeros(0, dtype=torch.float64, device="cpu")]
     rest, not_finite = torch.zeros(0, device="cpu"), 0
@@ -58,7 +58,7 @@ def survey_of_parts(parts: Iterable[torch.Tensor]) -> Survey:
         rest = rest[whole:].clone()
     if rest.numel():
         blocks.append(block_sums(rest))
-    return Survey((float(fold(torch.cat([block.cpu() for block in blocks]))),), not_finite)
+    return GradStats((float(fold(torch.cat([block.cpu() for block in blocks]))),), not_finite)
 
 
 def fold(values: torch.Tensor) -> torch.Tensor:

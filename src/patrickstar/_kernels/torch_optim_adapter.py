@@ -26,7 +26,7 @@ ON_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class ForeignRule(Rule):
+class TorchOptimRule(Rule):
     """One update by an optimizer class. `memory` holds what it keeps of a parameter beside the lists `names`."""
 
     kind: type[torch.optim.Optimizer]
@@ -113,7 +113,7 @@ def _update_alone(
     group, memory = defaults_of(kind, options), dict[str, Any]()
     states = [torch.zeros_like(element) for _ in names]
     for step, grad in enumerate(grads, start=1):
-        ForeignRule(kind, options, group, names, memory, step).apply(element, grad.clone(), states)
+        TorchOptimRule(kind, options, group, names, memory, step).apply(element, grad.clone(), states)
 
 
 def defaults_of(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:

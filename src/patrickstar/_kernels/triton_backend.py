@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 from patrickstar._kernels.cpp_backend import Unavailable
-from patrickstar._kernels.grad_norm import BLOCK_NUMEL, Survey
+from patrickstar._kernels.grad_norm import BLOCK_NUMEL, GradStats
 from patrickstar._kernels.update_rule import Gradient, Rule, Span, rounded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,7 +20,7 @@ EXACT = {"num_warps": 4, "enable_fp_fusion": False}
 """How every kernel is launched. See [Note: Triton's arithmetic]."""
 
 
-class Fused:
+class TritonBackend:
     """The Triton kernels. With `TRITON_INTERPRET=1` they run on a CPU, slowly, to be tested."""
 
     def __init__(self, kernels: ModuleType) -> None:
@@ -28,7 +28,7 @@ class Fused:
         self.name = "Triton (interpreted)" if kernels.INTERPRETED else "Triton"
 
     @classmethod
-    def load(cls, device: torch.device) -> "Fused":
+    def load(cls, device: torch.device) -> "TritonBackend":
         """The kernels, tried out on one element of a device. Raises Unavailable where that fails, and says why."""
         if find_spec("triton") is None:
             raise Unavailable("triton is not installed: pip install triton")
@@ -36,29 +36,29 @@ class Fused:
             kernels = _kernels()
             assert kernels is not None, "triton can't be imported"
             fused, one = cls(kernels), torch.zeros(1, device=device)
-            fused.survey([Gradient(one)], ())
+            fused.grad_stats([Gradient(one)], ())
         except Exception as error:  # whatever Triton, its compiler and the driver may raise
             raise Unavailable(f"Triton does not work here: {type(error).__name__}: {error}") from error
         return fused
 
     @classmethod
-    def find(cls) -> "Fused | None":
+    def find(cls) -> "TritonBackend | None":
         """The kernels, or None where Triton isn't installed."""
         kernels = _kernels()
         return None if kernels is None else cls(kernels)
 
     @staticmethod
-    def takes(span: Span) -> bool:
+    def supports(span: Span) -> bool:
         """Whether the kernels have this rule for these dtypes, in memory that they can reach."""
         return (
             span.rule.code is not None
-            and Fused.reads(span.grad)
+            and TritonBackend.supports_gradient(span.grad)
             and span.master.device == span.param.device == span.grad.last.device
             and span.param.dtype in DTYPES
         )
 
     @staticmethod
-    def reads(grad: Gradient) -> bool:
+    def supports_gradient(grad: Gradient) -> bool:
         """Whether the kernels can survey this gradient."""
         kernels = _kernels()
         return (
@@ -97,17 +97,17 @@ class Fused:
                     **EXACT,
                 )
 
-    def survey(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> Survey:
+    def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         """Sums of squares and non-finite elements of the scaled gradients, all of which lie on one device."""
         if not gradients:
-            return Survey()
+            return GradStats()
         factors = _factors(scales)
-        found = [self._survey(grad, factors) for grad in gradients]
+        found = [self._grad_stats(grad, factors) for grad in gradients]
         # The host waits for the device here, and nowhere before.
         sums, counts = (torch.cat(values).tolist() for values in zip(*found, strict=True))
-        return Survey(tuple(sums), sum(counts))
+        return GradStats(tuple(sums), sum(counts))
 
-    def _survey(self, grad: Gradient, factors: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _grad_stats(self, grad: Gradient, factors: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         device, blocks = grad.last.device, -(-grad.numel // BLOCK_NUMEL)
         total = torch.zeros(1, dtype=torch.float64, device=device)
         if blocks == 0:
@@ -115,7 +115,7 @@ class Fused:
         sums = torch.empty(blocks, dtype=torch.float64, device=device)
         not_finite = torch.empty(blocks, dtype=torch.int32, device=device)
         with torch.cuda.device_of(grad.last):
-            self._kernels.survey_kernel[(-(-blocks // PROGRAM_BLOCKS),)](
+            self._kernels.grad_stats_kernel[(-(-blocks // PROGRAM_BLOCKS),)](
                 grad.last, grad.earlier, grad.numel, factors, sums, not_finite, blocks=PROGRAM_BLOCKS, **EXACT
             )
             self._kernels.fold_kernel[(1,)](sums, blocks, total, **EXACT)

@@ -6,7 +6,7 @@
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from patrickstar._kernels import grad_norm as survey
+from patrickstar._kernels import grad_norm as grad_stats
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.sgd import SGDRule
 
@@ -22,9 +22,9 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 ADAM = tl.constexpr(AdamRule.code)
 SGD = tl.constexpr(SGDRule.code)
-LANES = tl.constexpr(survey.LANES)
-ROWS = tl.constexpr(survey.ROWS)
-BLOCK_NUMEL = tl.constexpr(survey.BLOCK_NUMEL)
+LANES = tl.constexpr(grad_stats.LANES)
+ROWS = tl.constexpr(grad_stats.ROWS)
+BLOCK_NUMEL = tl.constexpr(grad_stats.BLOCK_NUMEL)
 # How many rows are asked for before the first is added: enough to hide how long memory takes. It divides `ROWS`.
 AHEAD = tl.constexpr(8)
 
@@ -164,7 +164,7 @@ def _halved(lanes, blocks: tl.constexpr):
 
 
 @triton.jit
-def survey_kernel(grad, earlier, numel, scales, sums, not_finite, blocks: tl.constexpr):
+def grad_stats_kernel(grad, earlier, numel, scales, sums, not_finite, blocks: tl.constexpr):
     """Write the sum of squares of each of `blocks` blocks, and its count of elements that are not finite.
 
     The order is that of [Note: sums in fixed order].
@@ -191,7 +191,7 @@ def survey_kernel(grad, earlier, numel, scales, sums, not_finite, blocks: tl.con
 
 @triton.jit
 def fold_kernel(values, numel, total):
-    """Write the sum of a flat float64 tensor, as `survey.fold` adds it."""
+    """Write the sum of a flat float64 tensor, as `grad_stats.fold` adds it."""
     lane = tl.arange(0, LANES)[None, :]
     lanes = tl.full((1, LANES), 0.0, tl.float64)
     for first in range(0, numel, LANES * AHEAD):

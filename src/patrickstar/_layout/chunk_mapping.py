@@ -6,7 +6,7 @@ All lists are parallel: a parameter has the same chunk index and the same elemen
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from patrickstar._layout.schema import Scheme
+from patrickstar._layout.schema import ParamSchema
 from patrickstar.errors import ModelError
 
 # [Note: chunks of several processes]
@@ -37,12 +37,12 @@ class ParamSpec:
 
     name: str
     numel: int
-    scheme: Scheme
+    schema: ParamSchema
     alone: bool = False
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamLocation:
     """Where a parameter lies, in every list that it has: chunk index, first element, elements."""
 
     chunk: int
@@ -58,23 +58,23 @@ class ChunkSpec:
     """
 
     index: int
-    scheme: Scheme
+    schema: ParamSchema
     numel: int
     used: int
     params: tuple[str, ...]
     private: bool
-    cuts: tuple[int, ...] = ()
+    shard_bounds: tuple[int, ...] = ()
     rank: int = 0
 
     @property
     def shared(self) -> bool:
         """Whether it is the chunks of several processes."""
-        return len(self.cuts) > 2
+        return len(self.shard_bounds) > 2
 
     @property
     def own(self) -> slice:
         """The elements that this process owns."""
-        return slice(*self.cuts[self.rank : self.rank + 2]) if self.shared else slice(0, self.numel)
+        return slice(*self.shard_bounds[self.rank : self.rank + 2]) if self.shared else slice(0, self.numel)
 
     @property
     def own_numel(self) -> int:
@@ -89,27 +89,27 @@ class ChunkSpec:
     @property
     def shard_bytes(self) -> int:
         """Bytes of this process's part of what operators read, where that lies apart."""
-        return self.own_numel * self.scheme.compute.itemsize if self.shared else 0
+        return self.own_numel * self.schema.compute.itemsize if self.shared else 0
 
     @property
-    def spill_bytes(self) -> int:
+    def evictable_bytes(self) -> int:
         """Bytes of the chunk that operators read which need a place below when they leave the device."""
         return 0 if self.shared else self.compute_bytes
 
     @property
     def compute_bytes(self) -> int:
         """Bytes of the chunk that operators read, on the device."""
-        return self.numel * self.scheme.compute.itemsize
+        return self.numel * self.schema.compute.itemsize
 
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of the chunks that only the update reads."""
-        return self.own_numel * sum(spec.itemsize for spec in self.scheme.optimizer_lists)
+        return self.own_numel * sum(spec.itemsize for spec in self.schema.optimizer_lists)
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all chunks of this index that the process owns."""
-        return self.own_numel * self.scheme.bytes_per_param
+        return self.own_numel * self.schema.bytes_per_param
 
 
 @dataclass(frozen=True)
@@ -118,22 +118,22 @@ class Layout:
 
     chunk_numel: int
     chunks: tuple[ChunkSpec, ...]
-    places: dict[str, Place]
+    locations: dict[str, ParamLocation]
     grouped: bool = True
 
     @property
     def numel(self) -> int:
         """Elements of all parameters."""
-        return sum(place.numel for place in self.places.values())
+        return sum(place.numel for place in self.locations.values())
 
-    def own_place(self, name: str) -> tuple[Place, int]:
+    def local_location(self, name: str) -> tuple[ParamLocation, int]:
         """Where this process's part of a parameter lies in its own lists, and its first element in the parameter."""
-        place = self.places[name]
+        place = self.locations[name]
         own = next(chunk for chunk in self.chunks if chunk.index == place.chunk).own
         begin, end = max(place.offset, own.start), min(place.offset + place.numel, own.stop)
         if begin >= end and not (place.numel == 0 and own.start <= place.offset < own.stop):
-            return Place(place.chunk, 0, 0), 0
-        return Place(place.chunk, begin - own.start, end - begin), begin - place.offset
+            return ParamLocation(place.chunk, 0, 0), 0
+        return ParamLocation(place.chunk, begin - own.start, end - begin), begin - place.offset
 
     @property
     def param16_bytes(self) -> int:
@@ -153,20 +153,20 @@ class Layout:
     @property
     def padding_bytes(self) -> int:
         """Bytes of all lists that hold no parameter: alignment and chunk ends."""
-        scheme = {chunk.index: chunk.scheme for chunk in self.chunks}
-        own = (self.own_place(name)[0] for name in self.places)
-        payload = sum(place.numel * scheme[place.chunk].bytes_per_param for place in own)
+        schema = {chunk.index: chunk.schema for chunk in self.chunks}
+        own = (self.local_location(name)[0] for name in self.locations)
+        payload = sum(place.numel * schema[place.chunk].bytes_per_param for place in own)
         return self.model_data_bytes - payload
 
     def extended(self, params: Sequence[ParamSpec]) -> "Layout":
         """This layout with `params` moved to new chunks behind the last; chunks left empty are dropped."""
-        nproc, rank = max(1, len(self.chunks[0].cuts) - 1), self.chunks[0].rank
+        nproc, rank = max(1, len(self.chunks[0].shard_bounds) - 1), self.chunks[0].rank
         first = max(chunk.index for chunk in self.chunks) + 1
         more = build_layout(params, self.chunk_numel, nproc, rank, grouped=self.grouped, first=first)
-        moved = set(more.places)
+        moved = set(more.locations)
         kept = (replace(c, params=tuple(name for name in c.params if name not in moved)) for c in self.chunks)
         chunks = (*(chunk for chunk in kept if chunk.params), *more.chunks)
-        return Layout(self.chunk_numel, chunks, self.places | more.places, self.grouped)
+        return Layout(self.chunk_numel, chunks, self.locations | more.locations, self.grouped)
 
     @property
     def chunk_count(self) -> int:
@@ -177,7 +177,7 @@ class Layout:
 @dataclass
 class _OpenChunk:
     index: int
-    scheme: Scheme
+    schema: ParamSchema
     private: bool
     end: int = 0
     params: list[tuple[str, int]] = field(default_factory=list)
@@ -192,7 +192,7 @@ def build_layout(
     grouped: bool = True,
     first: int = 0,
 ) -> Layout:
-    """Place `params`, in the order given, into chunks of `chunk_numel` elements (rounded up to the alignment).
+    """ParamLocation `params`, in the order given, into chunks of `chunk_numel` elements (rounded up to the alignment).
 
     Parameters of one scheme share chunks. One larger than a chunk gets a private chunk of its own size, and so
     does one that asks to be alone; the last chunk of a scheme ends with its last parameter. With `nproc` processes
@@ -202,45 +202,46 @@ def build_layout(
     chunk_numel = align(chunk_numel)
     at_once = nproc if grouped else 1
     chunks: list[_OpenChunk] = []
-    open_chunks: dict[Scheme, _OpenChunk] = {}
+    open_chunks: dict[ParamSchema, _OpenChunk] = {}
     seen: set[str] = set()
     for param in params:
         if param.name in seen:
             raise ModelError(f"parameter {param.name!r} was laid out twice")
         seen.add(param.name)
         item = param.name, param.numel
-        target = open_chunks.get(param.scheme)
+        target = open_chunks.get(param.schema)
         if param.alone or align(param.numel) > chunk_numel:
-            chunks.append(_OpenChunk(first + len(chunks), param.scheme, True, params=[item]))
+            chunks.append(_OpenChunk(first + len(chunks), param.schema, True, params=[item]))
             continue
         offset = None if target is None else _offset(target.end, param.numel, chunk_numel, at_once)
         if target is None or offset is None:
-            target, offset = _OpenChunk(first + len(chunks), param.scheme, False), 0
+            target, offset = _OpenChunk(first + len(chunks), param.schema, False), 0
             chunks.append(target)
-            open_chunks[param.scheme] = target
+            open_chunks[param.schema] = target
         target.params.append(item)
         target.end = offset + align(param.numel)
-    places: dict[str, Place] = {}
+    locations: dict[str, ParamLocation] = {}
     specs = []
     for one in chunks:
         used = sum(align(numel) for _, numel in one.params)
         if one.private:
             part = align(-(-used // at_once))
-            places[one.params[0][0]] = Place(one.index, 0, one.params[0][1])
+            locations[one.params[0][0]] = ParamLocation(one.index, 0, one.params[0][1])
         else:
-            part = chunk_numel if one is not open_chunks[one.scheme] else _least_part(one.params, chunk_numel, at_once)
+            part = chunk_numel if one is not open_chunks[one.schema] else _least_part(one.params, chunk_numel, at_once)
             offsets = _pack(one.params, part, at_once)
             assert offsets is not None, "what was put there fits"
-            places |= {
-                name: Place(one.index, offset, numel) for (name, numel), offset in zip(one.params, offsets, strict=True)
+            locations |= {
+                name: ParamLocation(one.index, offset, numel)
+                for (name, numel), offset in zip(one.params, offsets, strict=True)
             }
-        cuts: tuple[int, ...] = ()
+        shard_bounds: tuple[int, ...] = ()
         if nproc > 1:
             owner = one.index % nproc
-            cuts = tuple(k * part if grouped else part * (k > owner) for k in range(nproc + 1))
+            shard_bounds = tuple(k * part if grouped else part * (k > owner) for k in range(nproc + 1))
         names = tuple(name for name, _ in one.params)
-        specs.append(ChunkSpec(one.index, one.scheme, part * at_once, used, names, one.private, cuts, rank))
-    return Layout(chunk_numel, tuple(specs), {param.name: places[param.name] for param in params}, grouped)
+        specs.append(ChunkSpec(one.index, one.schema, part * at_once, used, names, one.private, shard_bounds, rank))
+    return Layout(chunk_numel, tuple(specs), {param.name: locations[param.name] for param in params}, grouped)
 
 
 def _pack(params: Sequence[tuple[str, int]], part: int, count: int) -> list[int] | None:

@@ -25,7 +25,7 @@ def largest_useful_numel(params: Sequence[ParamSpec], device_budget_bytes: int, 
     `WITH_DISK`), or than all parameters together.
     """
     largest = LARGEST_CHUNK_BYTES_WITH_DISK if with_disk else LARGEST_CHUNK_BYTES
-    itemsize = max((param.scheme.compute.itemsize for param in params), default=1)
+    itemsize = max((param.schema.compute.itemsize for param in params), default=1)
     bound = min(device_budget_bytes // PIPELINE_CHUNKS, largest) // itemsize
     total = sum(align(param.numel) for param in params)
     return max(ALIGN_NUMEL, min(bound, total) // ALIGN_NUMEL * ALIGN_NUMEL)
@@ -45,4 +45,4 @@ def search_layout(
     sizes = range(upper, max(ALIGN_NUMEL, upper // 2) - 1, -step)
     layouts = (build_layout(params, size, nproc, rank) for size in sizes)
     # Of all processes' parts together, so that all find the same.
-    return min(layouts, key=lambda layout: sum(chunk.numel * chunk.scheme.bytes_per_param for chunk in layout.chunks))
+    return min(layouts, key=lambda layout: sum(chunk.numel * chunk.schema.bytes_per_param for chunk in layout.chunks))

@@ -1,7 +1,7 @@
 """Chunk lists as data: which kinds of model data a parameter has, and in which dtype.
 
 A scheme is a table entry. Another optimizer's states, a cheaper byte count or a list more is another entry in
-`scheme_for`, never a branch elsewhere.
+`schema_for`, never a branch elsewhere.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class ListSpec:
 
 
 @dataclass(frozen=True)
-class Scheme:
+class ParamSchema:
     """The parallel lists that a run of parameters has, `param16` first."""
 
     lists: tuple[ListSpec, ...]
@@ -76,13 +76,13 @@ class Scheme:
 ADAM_STATES = (EXP_AVG, EXP_AVG_SQ)
 
 
-def scheme_for(dtype: str, trained: bool, states: tuple[str, ...] = ADAM_STATES) -> Scheme:
+def schema_for(dtype: str, trained: bool, states: tuple[str, ...] = ADAM_STATES) -> ParamSchema:
     """The lists of a parameter that computes in `dtype`: `param16` alone if it is frozen.
 
     If it is trained, the master too, and the optimizer's `states`: Adam's, unless others are named.
     """
     compute = ListSpec(PARAM16, dtype)
     if not trained:
-        return Scheme((compute,))
+        return ParamSchema((compute,))
     master = "float64" if dtype == "float64" else "float32"
-    return Scheme((compute, *(ListSpec(kind, master) for kind in (PARAM32, *states))))
+    return ParamSchema((compute, *(ListSpec(kind, master) for kind in (PARAM32, *states))))

@@ -8,8 +8,8 @@ import torch
 
 from patrickstar._layout.schema import ITEMSIZE
 from patrickstar._memory.chunk_storage import device_memory
-from patrickstar._memory.host_arena import Place
-from patrickstar._memory.vm_pool import PageBank
+from patrickstar._memory.host_arena import ArenaBlock
+from patrickstar._memory.vm_pool import PagePool
 from patrickstar._memory.worker_pool import Transfer
 from patrickstar._schedule.placement import Tier
 
@@ -23,7 +23,7 @@ class Region:
     strides: tuple[int, ...]
 
 
-class Saver(Protocol):
+class MemoryReader(Protocol):
     """Writes a checkpoint."""
 
     def release(self, owner: Hashable) -> None:
@@ -35,7 +35,7 @@ class Chunk:
     """One chunk of one list. `device_valid`, `host_valid` and `disk_valid` say which copies hold the current bytes."""
 
     def __init__(
-        self, kind: str, index: int, numel: int, dtype: str, device: torch.device, bank: PageBank | None = None
+        self, kind: str, index: int, numel: int, dtype: str, device: torch.device, bank: PagePool | None = None
     ) -> None:
         self.kind = kind
         self.index = index
@@ -47,7 +47,7 @@ class Chunk:
         self.storage = self.memory.storage
         self.on_device_now = False
         self.host: torch.Tensor | None = None
-        self.place: Place | None = None
+        self.place: ArenaBlock | None = None
         """Where its host memory lies in the slab."""
         self.disk_at: int | None = None
         """Where its place in the scratch file begins, once it has one."""
@@ -65,7 +65,7 @@ class Chunk:
         self.leaving_to = Tier.HOST
         self.host_reader: Transfer | None = None
         """A copy from its host memory that those who compute on a GPU wait for, and nobody else has yet."""
-        self.saver: Saver | None = None
+        self.saver: MemoryReader | None = None
         """Who reads its memory for a checkpoint, and has to be done with that before it changes or goes."""
         self.reading: list[Transfer] = []
         """Pages on their way from its place on disk to an update's, past which nothing may write them."""
@@ -74,7 +74,7 @@ class Chunk:
         self.disk_version = 0
         """Counts changes of what lies on disk, but for those that an update makes page by page."""
         self.pins = 0
-        self.moved_bytes = 0
+        self.transferred_bytes = 0
 
     def __repr__(self) -> str:
         return f"{self.kind}[{self.index}]"
@@ -144,16 +144,16 @@ class Chunk:
         """All elements, in a row."""
         return Region(0, (self.numel,), (1,))
 
-    def take_device(self) -> None:
+    def allocate_device(self) -> None:
         """Take device memory; its content is undefined."""
-        self.memory.take()
+        self.memory.allocate()
         self.on_device_now = True
 
     def free_device(self, poison: bool) -> None:
         """Give the device memory back, filled with NaN first where a test asks for it."""
         if poison:
             fill_poison(self.on_device(self.whole))
-        self.memory.give()
+        self.memory.free()
         self.on_device_now = self.device_valid = False
 
 

@@ -8,23 +8,23 @@ import torch
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.schema import KEPT32, PARAM16, SHARD16, SUM32
 from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.defer_sigint import uninterrupted
-from patrickstar._memory.device_tier import ComputeTier
+from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._memory.device_tier import DeviceTier
 from patrickstar._memory.disk_tier import STAGES, DiskTier
 from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.host_arena import ALIGN_BYTES, Place
+from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock
 from patrickstar._memory.host_tier import HostTier
-from patrickstar._memory.io_dispatch import Transit
-from patrickstar._memory.transfer_counters import Traffic
-from patrickstar._memory.transfers import Moves
+from patrickstar._memory.io_dispatch import IODispatch
+from patrickstar._memory.transfer_counters import TransferCounters
+from patrickstar._memory.transfers import ChunkTransfers
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.eviction import EvictionPolicy, ListOrder
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.prefetch import Prefetch
+from patrickstar._schedule.prefetch import PrefetchPolicy
 from patrickstar.errors import BudgetError
 
 
-class Manager:
+class ChunkManager:
     """Owns the chunks of one engine and the bytes they take on the tiers.
 
     It decides who moves, and has them moved. See [Note: what is on its way].
@@ -44,66 +44,66 @@ class Manager:
         self.device = device
         self.hardware = hardware if hardware is not None else Hardware(device)
         slab_bytes = host_budget_bytes if slab_bytes is None else slab_bytes
-        self.compute = ComputeTier(self.hardware, device_budget_bytes, poison)
-        self.host = HostTier(host_budget_bytes, slab_bytes, self.hardware.slab, poison)
+        self.device_tier = DeviceTier(self.hardware, device_budget_bytes, poison)
+        self.host_tier = HostTier(host_budget_bytes, slab_bytes, self.hardware.host_arena, poison)
         page = torch.empty(0, dtype=torch.uint8, device=self.hardware.host_device)
         if disk is not None:
-            page = self.host.view(self.host.borrow(disk.page_bytes), torch.uint8)
+            page = self.host_tier.view(self.host_tier.allocate_block(disk.page_bytes), torch.uint8)
             # What the threads have allocated themselves.
-            self.host.other_bytes += STAGES * disk.page_bytes
-        self.transit = Transit(self.hardware, disk, page)
-        self.moves = Moves(self.compute, self.host, self.transit)
+            self.host_tier.other_bytes += STAGES * disk.page_bytes
+        self.io_dispatch = IODispatch(self.hardware, disk, page)
+        self.transfers = ChunkTransfers(self.device_tier, self.host_tier, self.io_dispatch)
         self.chunks: dict[tuple[str, int], Chunk] = {}
         self.param16: dict[int, Chunk] = {}
         """Those of them that operators read, by index."""
         self.policy: EvictionPolicy = ListOrder()
-        self.prefetch: Prefetch | None = None
+        self.prefetch: PrefetchPolicy | None = None
         """What brings chunks before they are accessed, while a trace is followed."""
         self.evict_everything = False
         self.now = 0
-        self._line: deque[Chunk] = deque()
+        self._fetch_queue: deque[Chunk] = deque()
         """What comes ahead of need as soon as those who leave for it are gone."""
 
     def __getitem__(self, key: tuple[str, int]) -> Chunk:
         return self.chunks[key]
 
     @property
-    def disk(self) -> DiskTier | None:
+    def disk_tier(self) -> DiskTier | None:
         """The tier below the host, if there is one."""
-        return self.transit.disk
+        return self.io_dispatch.disk
 
     @property
-    def traffic(self) -> Traffic:
+    def counters(self) -> TransferCounters:
         """What has moved so far."""
-        return self.transit.traffic
+        return self.io_dispatch.counters
 
     @property
     def resident_bytes(self) -> int:
         """Memory of this process that chunks, and what else the host tier holds, take: on a CPU of both tiers."""
-        below = 0 if self.hardware.beside else self.host.touched_bytes
-        return self.compute.resident_bytes + below
+        below = 0 if self.hardware.has_gpu else self.host_tier.touched_bytes
+        return self.device_tier.resident_bytes + below
 
-    @uninterrupted
+    @defer_sigint
     def new_chunk(self, kind: str, index: int, numel: int, dtype: str, tier: Tier) -> Chunk:
         """Make a chunk of zeros and take memory for it on one tier.
 
         In memory these are actually written: what was never touched is not resident, and a meter of resident memory
         would miss it.
         """
-        chunk = self.compute.new(kind, index, numel, dtype)
+        chunk = self.device_tier.new(kind, index, numel, dtype)
         if tier is Tier.DEVICE:
             self.make_room(chunk.nbytes, protect=())
-            self._with_retry(self.compute.take, chunk, protect=())
+            self._with_retry(self.device_tier.allocate, chunk, protect=())
             chunk.on_device(chunk.whole).zero_()
             chunk.device_valid = True
         elif tier is Tier.HOST:
-            self._lift(chunk)
-            self.host.make_room(chunk.nbytes, repr(chunk))
-            self.host.take(chunk).zero_()
+            self._promote_to_device(chunk)
+            self.host_tier.make_room(chunk.nbytes, repr(chunk))
+            self.host_tier.allocate(chunk).zero_()
             chunk.host_valid = True
         else:
-            assert self.disk is not None, f"{chunk} has no disk to go to"
-            self.disk.place(chunk)
+            assert self.disk_tier is not None, f"{chunk} has no disk to go to"
+            self.disk_tier.place(chunk)
             chunk.disk_valid = True
         self.chunks[chunk.kind, chunk.index] = chunk
         if chunk.kind == PARAM16:
@@ -112,122 +112,122 @@ class Manager:
 
     def new_shared_chunk(self, kind: str, index: int, numel: int, dtype: str) -> Chunk:
         """Make a chunk whose bytes several processes have, each a part. It takes no memory yet."""
-        chunk = self.compute.new(kind, index, numel, dtype)
+        chunk = self.device_tier.new(kind, index, numel, dtype)
         chunk.shared = chunk.owners_valid = True
         self.chunks[chunk.kind, chunk.index] = self.param16[chunk.index] = chunk
         return chunk
 
-    @uninterrupted
+    @defer_sigint
     def remove(self, chunk: Chunk) -> None:
         """Forget a chunk and give its memory back."""
-        if self.transit.failed is None:
-            self.moves.settle(chunk)
+        if self.io_dispatch.failed is None:
+            self.transfers.wait_idle(chunk)
         if chunk.device_bytes:
-            self.compute.give(chunk)
+            self.device_tier.free(chunk)
         if chunk.host is not None:
-            self.host.give(chunk)
+            self.host_tier.free(chunk)
         chunk.memory.close()
-        if self.disk is not None:
-            self.disk.forget(chunk)
+        if self.disk_tier is not None:
+            self.disk_tier.forget(chunk)
         del self.chunks[chunk.kind, chunk.index]
         if chunk.kind == PARAM16:
             del self.param16[chunk.index]
 
     def drain_moved(self) -> set[Chunk]:
         """The chunks whose memory came, went or changed places since the last call."""
-        moved = self.compute.moved | self.host.moved
-        self.compute.moved, self.host.moved = set(), set()
+        moved = self.device_tier.moved | self.host_tier.moved
+        self.device_tier.moved, self.host_tier.moved = set(), set()
         return moved
 
-    @uninterrupted
-    def land_all(self) -> None:
+    @defer_sigint
+    def complete_transfers(self) -> None:
         """Wait for all that is on its way; nothing more comes ahead of need."""
-        self.forget_ahead()
-        for chunk in list(self.moves.in_flight):
-            self.moves.settle(chunk)
+        self.cancel_prefetch()
+        for chunk in list(self.transfers.in_flight):
+            self.transfers.wait_idle(chunk)
 
-    @uninterrupted
-    def abandon(self) -> None:
+    @defer_sigint
+    def cancel_transfers(self) -> None:
         """Drop what is on its way: chunks stay where they were."""
-        self._line.clear()
-        self.moves.abandon()
+        self._fetch_queue.clear()
+        self.transfers.cancel_all()
 
-    @uninterrupted
-    def hand_over(self, chunk: Chunk) -> None:
+    @defer_sigint
+    def reduce_gradients(self, chunk: Chunk) -> None:
         """Have the gradients over a shared chunk averaged by its owners; it leaves the device when that has ended."""
-        self.moves.hand_over(chunk)
+        self.transfers.start_reduction(chunk)
 
-    @uninterrupted
+    @defer_sigint
     def drop(self, chunk: Chunk) -> None:
         """Let a shared chunk leave the device; what lay over its parameters was taken."""
         chunk.owners_valid = True
         if not chunk.pins:
-            self.compute.give(chunk)
+            self.device_tier.free(chunk)
         else:
-            self.moves.refresh(chunk)
+            self.transfers.start_regather(chunk)
 
-    @uninterrupted
-    def refresh(self, chunk: Chunk) -> None:
+    @defer_sigint
+    def regather(self, chunk: Chunk) -> None:
         """Gather a shared chunk again, into the memory that it has."""
         chunk.owners_valid = True
-        self.moves.refresh(chunk)
+        self.transfers.start_regather(chunk)
 
-    @uninterrupted
-    def forget_gathered(self, indices: Iterable[int]) -> None:
+    @defer_sigint
+    def drop_gathered(self, indices: Iterable[int]) -> None:
         """Drop what was gathered of these chunks: the owners have changed it."""
-        self.forget_ahead()
+        self.cancel_prefetch()
         for index in indices:
             chunk = self.param16[index]
             if chunk.shared:
-                if chunk in self.moves.in_flight:
-                    self.moves.land(chunk)
+                if chunk in self.transfers.in_flight:
+                    self.transfers.complete(chunk)
                 if chunk.on_device_now:
-                    self.compute.give(chunk)
+                    self.device_tier.free(chunk)
                 chunk.owners_valid = True
 
     def close(self) -> None:
         """Stop what moves bytes; chunks in memory stay."""
-        self.abandon()
-        self.transit.close()
+        self.cancel_transfers()
+        self.io_dispatch.close()
 
     # Access
 
-    @uninterrupted
-    def bring(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:
+    @defer_sigint
+    def fetch(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:
         """Have `chunks` on the device, all at once. `gently`: only chunks of `param16` may leave for them.
 
         One by one: what has come up makes room on the host for what has yet to leave.
         """
-        self.transit.check()
+        self.io_dispatch.check()
         for chunk in chunks:
-            if chunk in self.moves.in_flight and chunk.coming is None:
-                self.moves.land(chunk)
+            if chunk in self.transfers.in_flight and chunk.coming is None:
+                self.transfers.complete(chunk)
         missing = [chunk for chunk in chunks if not chunk.device_valid]
         later = sum(chunk.nbytes for chunk in missing if chunk.coming is None)
         for chunk in missing:
             if chunk.coming is not None:
                 continue
             later -= chunk.nbytes
-            if chunk in self._line:
-                self._line.remove(chunk)
+            if chunk in self._fetch_queue:
+                self._fetch_queue.remove(chunk)
             self.make_room(chunk.nbytes, protect=chunks, later_bytes=later, gently=gently)
-            self._with_retry(self.moves.fetch, chunk, protect=chunks)
+            self._with_retry(self.transfers.fetch, chunk, protect=chunks)
         for chunk in chunks:
             if chunk.coming is not None:
-                self.moves.arrive(chunk)
+                self.transfers.wait_fetch(chunk)
         self.make_room(0, protect=chunks, gently=gently)
 
-    def have(self, *chunks: Chunk) -> None:
+    def ensure_in_memory(self, *chunks: Chunk) -> None:
         """Ensure that chunks are in memory, on either tier, with no copy in flight, so that they can be written."""
         if any(chunk.coming is not None or not chunk.in_memory for chunk in chunks):
-            self.bring(chunks)
+            self.fetch(chunks)
         for chunk in chunks:
             if chunk.host_reader is not None and not chunk.device_valid:
                 # An earlier fetch that only the device has waited for may still read what is written now.
-                self.transit.wait(chunk.host_reader)
+                self.io_dispatch.wait(chunk.host_reader)
                 chunk.host_reader = None
 
-    @uninterrupted
+    @defer_sigint
     def make_room(self, nbytes: int, protect: Iterable[Chunk], later_bytes: int = 0, *, gently: bool = False) -> None:
         """Evict until `nbytes` more fit into what the budget leaves for chunks.
 
@@ -235,32 +235,32 @@ class Manager:
         itself would be exceeded, any chunk that nobody uses may go. `later_bytes` are asked for next, and count in what
         an error says.
         """
-        comfort = 0 if self.evict_everything else self.compute.comfortable_bytes
-        if self.compute.used + self._line_bytes + nbytes > comfort:
+        comfort = 0 if self.evict_everything else self.device_tier.within_soft_limit_bytes
+        if self.device_tier.used + self._queued_bytes + nbytes > comfort:
             self._evict_until(nbytes, comfort, set(protect), later_bytes, gently)
-        self.compute.trim(self.compute.comfortable_bytes - nbytes)
+        self.device_tier.trim(self.device_tier.within_soft_limit_bytes - nbytes)
 
     def _evict_until(self, nbytes: int, comfort: int, protected: set[Chunk], later_bytes: int, gently: bool) -> None:
-        movable = self._movable(protected)
+        movable = self._evictable(protected)
         by_index = {chunk.index: chunk for chunk in movable if chunk.kind == PARAM16}
         for index in self.policy.order(by_index, self.now):
-            if self._staying_bytes + nbytes <= comfort:
+            if self._bytes_after_transfers + nbytes <= comfort:
                 break
             self._evict(by_index[index])
         for chunk in movable:
-            if gently or self._staying_bytes + nbytes <= self.compute.chunkable_bytes:
+            if gently or self._bytes_after_transfers + nbytes <= self.device_tier.chunkable_bytes:
                 break
             if chunk.kind != PARAM16:
                 self._evict(chunk)
-        limit = comfort if self.evict_everything else self.compute.chunkable_bytes
-        for chunk in self._leaving(protected):
-            if self.compute.used + nbytes <= limit:
+        limit = comfort if self.evict_everything else self.device_tier.chunkable_bytes
+        for chunk in self._evicting(protected):
+            if self.device_tier.used + nbytes <= limit:
                 break
-            self.moves.land(chunk)
-        if self.compute.used + nbytes > self.compute.chunkable_bytes:
-            self._fail_device(nbytes + later_bytes, protected)
+            self.transfers.complete(chunk)
+        if self.device_tier.used + nbytes > self.device_tier.chunkable_bytes:
+            self._raise_device_budget(nbytes + later_bytes, protected)
 
-    def _movable(self, protected: set[Chunk]) -> list[Chunk]:
+    def _evictable(self, protected: set[Chunk]) -> list[Chunk]:
         """Return the chunks that may be evicted from the device."""
         return [
             chunk
@@ -272,12 +272,12 @@ class Manager:
             and not chunk.has_gradients  # which leave for their owners when they are complete
         ]
 
-    def _leaving(self, protected: set[Chunk]) -> list[Chunk]:
+    def _evicting(self, protected: set[Chunk]) -> list[Chunk]:
         """Return the chunks whose eviction is in flight and can be waited for."""
-        serving = self.transit.peers is not None and self.transit.peers.serving
+        serving = self.io_dispatch.comm is not None and self.io_dispatch.comm.serving
         return [
             chunk
-            for chunk in self.moves.in_flight
+            for chunk in self.transfers.in_flight
             if chunk.leaving is not None and chunk not in protected and not (chunk.shared and serving)
         ]
 
@@ -296,7 +296,7 @@ class Manager:
         try:
             take(chunk)
         except torch.OutOfMemoryError as error:
-            compute, report = self.compute, self.hardware.allocator_report()
+            compute, report = self.device_tier, self.hardware.allocator_report()
             raise BudgetError(
                 f"{chunk} needs {chunk.nbytes} bytes on the device and the allocator found none, twice, although of "
                 f"the budget of {compute.budget_bytes} bytes chunks take only {compute.used} and non-model data "
@@ -304,7 +304,7 @@ class Manager:
                 f"left for fragmentation, or end other programs that use this device. PyTorch said: {error}"
             ) from error
 
-    @uninterrupted
+    @defer_sigint
     def free_memory(self, nbytes: int | None = None, protect: Iterable[Chunk] = ()) -> None:
         """Give device memory back to the allocator, and from there to the device, after it has found none.
 
@@ -313,27 +313,27 @@ class Manager:
             protect: chunks that stay.
         """
         protected = set(protect)
-        by_index = {chunk.index: chunk for chunk in self._movable(protected) if chunk.kind == PARAM16}
-        enough = -1 if nbytes is None else self._staying_bytes - nbytes
+        by_index = {chunk.index: chunk for chunk in self._evictable(protected) if chunk.kind == PARAM16}
+        enough = -1 if nbytes is None else self._bytes_after_transfers - nbytes
         for index in self.policy.order(by_index, self.now):
-            if self._staying_bytes <= enough:
+            if self._bytes_after_transfers <= enough:
                 break
             self._evict(by_index[index])
-        for chunk in self._leaving(protected):
-            self.moves.land(chunk)
+        for chunk in self._evicting(protected):
+            self.transfers.complete(chunk)
         self.hardware.release_cached_memory()
-        self.traffic.memory_retries += 1
+        self.counters.memory_retries += 1
 
     @property
-    def _line_bytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self._line)
+    def _queued_bytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self._fetch_queue)
 
     @property
-    def _staying_bytes(self) -> int:
+    def _bytes_after_transfers(self) -> int:
         """What the device will hold once everybody who leaves is gone, and those in line are there."""
-        return self.compute.used - self.moves.leaving_bytes + self._line_bytes
+        return self.device_tier.used - self.transfers.evicting_bytes + self._queued_bytes
 
-    @uninterrupted
+    @defer_sigint
     def mark_written(self, chunk: Chunk, on_device: bool) -> None:
         """Say that one copy was written: it is the authoritative one, copies on the other tiers are stale."""
         assert chunk.coming is None and chunk.leaving is None, f"{chunk} was written while it was on its way"
@@ -343,114 +343,120 @@ class Manager:
         chunk.disk_valid = False
         chunk.disk_version += 1
         if not on_device and chunk.device_bytes:
-            self.compute.give(chunk)
+            self.device_tier.free(chunk)
 
-    @uninterrupted
-    def settle(self, chunk: Chunk, tier: Tier) -> None:
+    @defer_sigint
+    def move_to_tier(self, chunk: Chunk, tier: Tier) -> None:
         """Have the chunk on one tier alone, to be written there."""
-        self.moves.settle(chunk)
+        self.transfers.wait_idle(chunk)
         if tier is Tier.DEVICE:
             if not chunk.device_valid:
-                self.bring([chunk])
+                self.fetch([chunk])
             if chunk.host is not None:
-                self.host.give(chunk, for_good=True)
+                self.host_tier.free(chunk, for_good=True)
         elif tier is Tier.HOST:
             if not chunk.in_memory:
                 self._read_to_host(chunk)
             elif chunk.device_bytes:
                 if not chunk.host_bytes:
-                    self._lift(chunk)
-                if not self._leave_to_host(chunk):
-                    self.host.make_room(chunk.nbytes, repr(chunk))
+                    self._promote_to_device(chunk)
+                if not self._evict_to_host(chunk):
+                    self.host_tier.make_room(chunk.nbytes, repr(chunk))
         elif not chunk.disk_valid or chunk.in_memory:
-            self._settle_on_disk(chunk)
+            self._move_to_disk(chunk)
 
     def _read_to_host(self, chunk: Chunk) -> None:
-        self.host.make_room(chunk.nbytes, repr(chunk))
-        self.transit.wait(self.transit.read(chunk, 0, self.host.take(chunk).view(torch.uint8), urgent=True))
+        self.host_tier.make_room(chunk.nbytes, repr(chunk))
+        self.io_dispatch.wait(
+            self.io_dispatch.read(chunk, 0, self.host_tier.allocate(chunk).view(torch.uint8), urgent=True)
+        )
         chunk.host_valid = True
 
-    def _settle_on_disk(self, chunk: Chunk) -> None:
+    def _move_to_disk(self, chunk: Chunk) -> None:
         if not chunk.disk_valid:
-            self.transit.wait(self.transit.write(chunk, 0, chunk.current(chunk.whole).view(torch.uint8)))
+            self.io_dispatch.wait(self.io_dispatch.write(chunk, 0, chunk.current(chunk.whole).view(torch.uint8)))
             chunk.disk_valid = True
         if chunk.device_bytes:
-            self.compute.give(chunk)
+            self.device_tier.free(chunk)
         if chunk.host is not None:
-            self.host.give(chunk)
+            self.host_tier.free(chunk)
 
     # Ahead of need
 
-    @uninterrupted
-    def advance(self) -> None:
+    @defer_sigint
+    def poll_transfers(self) -> None:
         """Let what is on its way land, and begin what shall come ahead of need."""
-        self.moves.land_done()
+        self.transfers.complete_finished()
         if self.prefetch is None or self.evict_everything:
             return
-        self._ask_ahead(self.prefetch)
-        self._begin_line()
-        self.compute.trim(self.compute.chunkable_bytes)
+        self._queue_prefetches(self.prefetch)
+        self._start_queued_fetches()
+        self.device_tier.trim(self.device_tier.chunkable_bytes)
 
-    def _begin_line(self) -> None:
+    def _start_queued_fetches(self) -> None:
         """Start the fetches in line, up to the first that waits: for evictions, or for an update of its host copy."""
-        while self._line:
-            chunk = self._line[0]
+        while self._fetch_queue:
+            chunk = self._fetch_queue[0]
             updating = chunk.pins > 0 and not chunk.device_bytes
-            if updating or chunk.leaving is not None or self.compute.used + chunk.nbytes > self.compute.chunkable_bytes:
+            if (
+                updating
+                or chunk.leaving is not None
+                or self.device_tier.used + chunk.nbytes > self.device_tier.chunkable_bytes
+            ):
                 break
-            self._line.popleft()
+            self._fetch_queue.popleft()
             if chunk.device_bytes:
                 continue
             try:
-                self.moves.come(chunk, urgent=False)
+                self.transfers.start_fetch(chunk, urgent=False)
             except torch.OutOfMemoryError:
                 # What is needed is fetched when it is accessed, and memory is made for it then.
-                self.traffic.memory_retries += 1
+                self.counters.memory_retries += 1
                 self.prefetch = None
-                self._line.clear()
+                self._fetch_queue.clear()
 
-    def _ask_ahead(self, prefetch: Prefetch) -> None:
+    def _queue_prefetches(self, prefetch: PrefetchPolicy) -> None:
         present = {index for index, chunk in self.param16.items() if chunk.on_device_now and chunk.leaving is None}
-        present.update(chunk.index for chunk in self._line)
+        present.update(chunk.index for chunk in self._fetch_queue)
         if len(present) == len(self.param16):
             return
         held = {index for index in present if self.param16[index].pins or self.param16[index].has_gradients}
-        for index in prefetch.released(self.now, present, held):
+        for index in prefetch.early_evictions(self.now, present, held):
             self._evict(self.param16[index])
             present.discard(index)
-        for move in prefetch.ahead(self.now, present, held, self.compute.budget_bytes):
+        for move in prefetch.prefetches(self.now, present, held, self.device_tier.budget_bytes):
             # What the next iteration reads is new after the update.
             if self.param16[move.fetch].shared and prefetch.trace.next_use(move.fetch, self.now) >= len(
                 prefetch.trace.moments
             ):
                 break
-            self._line.append(self.param16[move.fetch])
-            for index in move.leave:
+            self._fetch_queue.append(self.param16[move.fetch])
+            for index in move.evict:
                 self._evict(self.param16[index])
 
-    @uninterrupted
-    def forget_ahead(self) -> None:
+    @defer_sigint
+    def cancel_prefetch(self) -> None:
         """The plan no longer holds: what it has asked for still comes, nothing more does."""
         self.prefetch = None
-        if self._line and self.transit.failed is None:
-            for chunk in list(self.moves.in_flight):
+        if self._fetch_queue and self.io_dispatch.failed is None:
+            for chunk in list(self.transfers.in_flight):
                 if chunk.leaving is not None:
-                    self.moves.land(chunk)
-            self._begin_line()
-        self._line.clear()
+                    self.transfers.complete(chunk)
+            self._start_queued_fetches()
+        self._fetch_queue.clear()
 
     # The host
 
-    @uninterrupted
-    def borrow_host(self, nbytes: int, what: str) -> Place:
+    @defer_sigint
+    def allocate_host(self, nbytes: int, what: str) -> ArenaBlock:
         """Host memory for something that is no chunk. Where there is a disk, chunks on the host make room for it."""
-        self.clear_host(round_up(nbytes, ALIGN_BYTES))
-        return self.host.borrow(nbytes, what)
+        self.free_host(round_up(nbytes, ALIGN_BYTES))
+        return self.host_tier.allocate_block(nbytes, what)
 
-    @uninterrupted
-    def clear_host(self, nbytes: int) -> bool:
+    @defer_sigint
+    def free_host(self, nbytes: int) -> bool:
         """Have chunks on the host make room for something else, if there is a disk. Returns whether there is room."""
-        if self.disk is not None and not self.host.busy:
+        if self.disk_tier is not None and not self.host_tier.busy:
             below = [
                 chunk
                 for chunk in self.chunks.values()
@@ -461,88 +467,89 @@ class Manager:
             ]
             # Optimizer chunks first: they save the least, and the last of them have the most time to come back.
             for chunk in sorted(below, key=lambda chunk: (chunk.kind == PARAM16, -chunk.index)):
-                if self.host.has_room(nbytes):
+                if self.host_tier.has_room(nbytes):
                     break
-                self.settle(chunk, Tier.DISK)
-                self.compute.moved.add(chunk)
-        return self.host.has_room(nbytes)
+                self.move_to_tier(chunk, Tier.DISK)
+                self.device_tier.moved.add(chunk)
+        return self.host_tier.has_room(nbytes)
 
-    def _lift(self, newcomer: Chunk) -> None:
+    def _promote_to_device(self, newcomer: Chunk) -> None:
         """Where the host has no room for `newcomer`, take chunks of `param16` up to where the device has."""
         for chunk in self.chunks.values():
-            if self.host.has_room(newcomer.nbytes):
+            if self.host_tier.has_room(newcomer.nbytes):
                 return
-            fits = self.compute.used + chunk.nbytes <= self.compute.chunkable_bytes
+            fits = self.device_tier.used + chunk.nbytes <= self.device_tier.chunkable_bytes
             movable = chunk.kind == PARAM16 and chunk is not newcomer and not chunk.pins
             if movable and chunk.host_valid and not chunk.device_bytes and fits:
-                self._with_retry(self.moves.fetch, chunk, protect=(newcomer,))
+                self._with_retry(self.transfers.fetch, chunk, protect=(newcomer,))
 
     # Leaving the device
 
     def _evict(self, chunk: Chunk) -> None:
-        if chunk in self._line:
-            self._line.remove(chunk)
+        if chunk in self._fetch_queue:
+            self._fetch_queue.remove(chunk)
             return
         if chunk.coming is not None:
-            self.moves.land(chunk)
-        if self._leave_device(chunk):
-            self.traffic.evictions += 1
+            self.transfers.complete(chunk)
+        if self._start_eviction(chunk):
+            self.counters.evictions += 1
 
-    def _leave_device(self, chunk: Chunk) -> bool:
+    def _start_eviction(self, chunk: Chunk) -> bool:
         """Leave the device, written back only if no copy below is current. False if there is no room below.
 
         With a disk nobody loses a place on the host: a chunk goes where it has one, or finds room, else to disk.
         """
         if chunk.host_valid or chunk.disk_valid or chunk.owners_valid:
-            self.compute.give(chunk)
+            self.device_tier.free(chunk)
             return True
         if chunk.shared:
             return False
-        if self.disk is not None and chunk.host is None and self.host.free_bytes < chunk.nbytes:
-            self.moves.leave(chunk, Tier.DISK)
+        if self.disk_tier is not None and chunk.host is None and self.host_tier.free_bytes < chunk.nbytes:
+            self.transfers.start_eviction(chunk, Tier.DISK)
             return True
-        if self.hardware.beside and self._has_host_place(chunk):
-            self.moves.leave(chunk, Tier.HOST)
+        if self.hardware.has_gpu and self._has_host_block(chunk):
+            self.transfers.start_eviction(chunk, Tier.HOST)
             return True
-        return self._leave_to_host(chunk)
+        return self._evict_to_host(chunk)
 
-    def _leave_to_host(self, chunk: Chunk) -> bool:
+    def _evict_to_host(self, chunk: Chunk) -> bool:
         """The same, at once."""
-        if not chunk.host_valid and not self._has_host_place(chunk):
+        if not chunk.host_valid and not self._has_host_block(chunk):
             return False
-        self.moves.copy_down(chunk)
+        self.transfers.evict_now(chunk)
         return True
 
-    def _has_host_place(self, chunk: Chunk) -> bool:
+    def _has_host_block(self, chunk: Chunk) -> bool:
         if chunk.host is None:
-            if not self.host.has_room(chunk.nbytes):
+            if not self.host_tier.has_room(chunk.nbytes):
                 return False
-            self.host.take(chunk)
+            self.host_tier.allocate(chunk)
             # It had to be written without need, perhaps: from now on fetched chunks keep their host copy.
-            self.moves.keep_duplicates = True
+            self.transfers.keep_duplicates = True
         return True
 
-    def count_move(self, nbytes: int, *, to_device: bool) -> None:
+    def count_transfer(self, nbytes: int, *, to_device: bool) -> None:
         """Note bytes that crossed between the tiers outside whole chunks."""
         self.hardware.crossed(nbytes, to_device=to_device)
         if to_device:
-            self.traffic.h2d_bytes += nbytes
+            self.counters.h2d_bytes += nbytes
         else:
-            self.traffic.d2h_bytes += nbytes
+            self.counters.d2h_bytes += nbytes
 
-    def _fail_device(self, nbytes: int, protected: set[Chunk]) -> None:
-        compute = self.compute
+    def _raise_device_budget(self, nbytes: int, protected: set[Chunk]) -> None:
+        compute = self.device_tier
         short = compute.used + nbytes - compute.chunkable_bytes
         pinned = [chunk for chunk in self.chunks.values() if chunk.pins]
         idle = {chunk for chunk in self.chunks.values() if chunk.device_bytes and not chunk.pins} - protected
-        stuck = {chunk for chunk in idle if not chunk.shared}
+        bound_to_device = {chunk for chunk in idle if not chunk.shared}
         if compute.non_model_bytes > compute.budget_bytes:
             what = "activations alone exceed the device budget"
-        elif stuck and self.disk is None:
-            what = f"{len(stuck)} chunks can't leave the device, since the host is full ({self.host.account()})"
+        elif bound_to_device and self.disk_tier is None:
+            full = f"since the host is full ({self.host_tier.usage_summary()})"
+            what = f"{len(bound_to_device)} chunks can't leave the device, {full}"
         else:
             what = f"{nbytes} more bytes of chunks are needed at once on the device"
-        where = "host_memory or device_memory" if stuck and self.disk is None else "device_memory"
+        where = "host_memory or device_memory" if bound_to_device and self.disk_tier is None else "device_memory"
         raise BudgetError(
             f"{what}: the budget of {compute.budget_bytes} bytes holds {compute.non_model_bytes} bytes of non-model "
             f"data and {compute.used} bytes of chunks (in use: {pinned}). Raise "

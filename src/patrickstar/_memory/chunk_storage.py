@@ -4,7 +4,7 @@ from typing import Protocol
 
 import torch
 
-from patrickstar._memory.vm_pool import PageBank, Range
+from patrickstar._memory.vm_pool import PagePool, VMRange
 
 # [Note: one storage for life]
 # Autograd saves views of weights (`weight.t()`), not Parameters, so a chunk's device memory must come back where they
@@ -13,58 +13,58 @@ from patrickstar._memory.vm_pool import PageBank, Range
 # which has its own version counter: moving bytes is not a modification that autograd has to know of.
 
 
-class DeviceMemory(Protocol):
+class ChunkStorage(Protocol):
     """A storage whose memory can be taken and given back."""
 
     storage: torch.UntypedStorage
 
-    def take(self) -> None:
+    def allocate(self) -> None:
         """Have memory behind the storage; its content is undefined."""
 
-    def give(self) -> None:
+    def free(self) -> None:
         """Give the memory back; the storage must not be read until it is taken again."""
 
     def close(self) -> None:
         """Nobody will take it again."""
 
 
-class ResizedMemory:
+class ResizableStorage:
     """What PyTorch's allocator gives: the storage is resized to its bytes, and to zero. On a GPU that costs nothing."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
         self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
 
-    def take(self) -> None:
+    def allocate(self) -> None:
         self.storage.resize_(self.nbytes)
 
-    def give(self) -> None:
+    def free(self) -> None:
         self.storage.resize_(0)
 
     def close(self) -> None:
-        self.give()
+        self.free()
 
 
-class MovedMemory:
+class RemappedStorage:
     """A range of addresses that pages move to and from. See [Note: pages that move]."""
 
-    def __init__(self, nbytes: int, bank: PageBank) -> None:
-        self.bank = bank
-        self.range = Range(nbytes)
+    def __init__(self, nbytes: int, bank: PagePool) -> None:
+        self.page_pool = bank
+        self.range = VMRange(nbytes)
         self.storage = self.range.storage()
 
-    def take(self) -> None:
-        self.bank.commit(self.range)
+    def allocate(self) -> None:
+        self.page_pool.commit(self.range)
 
-    def give(self) -> None:
-        self.bank.park(self.range)
+    def free(self) -> None:
+        self.page_pool.decommit(self.range)
 
     def close(self) -> None:
-        self.bank.forget(self.range)
+        self.page_pool.forget(self.range)
 
 
-def device_memory(nbytes: int, device: torch.device, bank: PageBank | None) -> DeviceMemory:
+def device_memory(nbytes: int, device: torch.device, bank: PagePool | None) -> ChunkStorage:
     """Memory for a chunk of this size; none of it is taken yet."""
     if bank is None or nbytes == 0:
-        return ResizedMemory(nbytes, device)
-    return MovedMemory(nbytes, bank)
+        return ResizableStorage(nbytes, device)
+    return RemappedStorage(nbytes, bank)

@@ -7,7 +7,7 @@ import torch
 
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.disk_tier import pages
-from patrickstar._memory.worker_pool import Movers, Transfer
+from patrickstar._memory.worker_pool import Transfer, WorkerPool
 
 
 class StreamTransfer(Transfer):
@@ -25,7 +25,7 @@ class StreamTransfer(Transfer):
     def wait(self) -> None:
         self.event.synchronize()
 
-    def hasten(self) -> None:
+    def prioritize(self) -> None:
         """A stream keeps its order."""
 
     def cancel(self) -> None:
@@ -37,7 +37,7 @@ class StreamTransfer(Transfer):
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
-class Copies:
+class CopyStreams:
     """Two streams beside a GPU's own, one each way; on a CPU a thread."""
 
     def __init__(self, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class Copies:
         self.up_stream = self.down_stream = None
         if device.type == "cuda":
             self.up_stream, self.down_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.thread = Movers(1, "copy")
+        self.thread = WorkerPool(1, "copy")
 
     def up(self, chunk: Chunk) -> Transfer:
         """Begin to copy a chunk to device memory that it has taken."""

@@ -158,7 +158,7 @@ class CudaDevice:
         """The most of them since the peak was last reset."""
         return int(self._stats()["allocated_bytes"]["all"]["peak"])
 
-    def restart_peak(self) -> None:
+    def reset_peak(self) -> None:
         """Reset the allocator's peaks."""
         torch.cuda.reset_peak_memory_stats(self.index)
 

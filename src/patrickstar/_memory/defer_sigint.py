@@ -15,7 +15,7 @@ R = TypeVar("R")
 CTRL_C = int(signal.SIGINT)
 
 
-class Uninterrupted:
+class DeferSigint:
     """Inside, the first Ctrl-C waits for the end; a second one does not, since the first may wait for a dead disk."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Uninterrupted:
         if threading.current_thread() is not threading.main_thread():
             return  # where Python handles no signals
         handler = _signal.getsignal(CTRL_C)
-        if callable(handler) and not isinstance(getattr(handler, "__self__", None), Uninterrupted):
+        if callable(handler) and not isinstance(getattr(handler, "__self__", None), DeferSigint):
             self._handler = handler
             _signal.signal(CTRL_C, self._note)
 
@@ -45,12 +45,12 @@ class Uninterrupted:
             self._handler(*self._struck)
 
 
-def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that Ctrl-C does not strike inside of. See `Uninterrupted`."""
+def defer_sigint(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that Ctrl-C does not strike inside of. See `DeferSigint`."""
 
     @functools.wraps(function)
     def whole(*args: P.args, **kwargs: P.kwargs) -> R:
-        with Uninterrupted():
+        with DeferSigint():
             return function(*args, **kwargs)
 
     return whole

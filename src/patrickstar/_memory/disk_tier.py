@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.swap_file import BLOCK_BYTES, PAGE_BYTES, ScratchFile
-from patrickstar._memory.worker_pool import Movers, Transfer
+from patrickstar._memory.swap_file import BLOCK_BYTES, PAGE_BYTES, SwapFile
+from patrickstar._memory.worker_pool import Transfer, WorkerPool
 
 STAGES = (READERS := 4) + (WRITERS := 2)
 """Threads that each keep one page under way. One disk read 1.05 GB/s with one thread and up to 1.6 with four, and wrote
@@ -26,13 +26,11 @@ class DiskTier:
     `begin` is called first in each of its threads.
     """
 
-    def __init__(
-        self, file: ScratchFile, page_bytes: int = PAGE_BYTES, begin: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, file: SwapFile, page_bytes: int = PAGE_BYTES, begin: Callable[[], None] | None = None) -> None:
         self.file = file
         self.page_bytes = page_bytes
-        self.readers = Movers(READERS, "read", page_bytes, begin)
-        self.writers = Movers(WRITERS, "write", page_bytes, begin)
+        self.readers = WorkerPool(READERS, "read", page_bytes, begin)
+        self.writers = WorkerPool(WRITERS, "write", page_bytes, begin)
         self._written: set[int] = set()  # offsets of pages in the file; the others are zeros
         self._stream: torch.cuda.Stream | None = None
 
@@ -45,7 +43,7 @@ class DiskTier:
         """Take a chunk's place back, if it has one."""
         if chunk.disk_at is not None:
             self._written.difference_update(chunk.disk_at + first for first, _ in pages(chunk.nbytes, self.page_bytes))
-            self.file.give(chunk.disk_at, chunk.nbytes)
+            self.file.free(chunk.disk_at, chunk.nbytes)
             chunk.disk_at = None
 
     def read(self, chunk: Chunk, start: int, target: torch.Tensor, urgent: bool = False) -> Transfer:
@@ -75,7 +73,7 @@ class DiskTier:
 
     def _submit(
         self,
-        movers: Movers,
+        movers: WorkerPool,
         move: Callable[[torch.Tensor, str, int, torch.Tensor], None],
         chunk: Chunk,
         start: int,

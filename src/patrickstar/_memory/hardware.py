@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from patrickstar._memory.copy_streams import Copies
+from patrickstar._memory.copy_streams import CopyStreams
 from patrickstar._memory.cuda_device import AllocatorStats, CudaDevice, default_budget
 from patrickstar._memory.disk_tier import DiskTier
-from patrickstar._memory.host_arena import Slab
+from patrickstar._memory.host_arena import HostArena
 from patrickstar._memory.memory_meter import Meter, default_meter, installed_bytes
-from patrickstar._memory.swap_file import ScratchFile
-from patrickstar._memory.vm_pool import PageBank, can_move_pages
+from patrickstar._memory.swap_file import SwapFile
+from patrickstar._memory.vm_pool import PagePool, can_move_pages
 from patrickstar._memory.workspaces import library_bytes
 from patrickstar.errors import DiskError
 
@@ -24,7 +24,7 @@ class Hardware:
         self.cuda = CudaDevice(device) if device.type == "cuda" else None
         self.device = self.cuda.device if self.cuda is not None else device  # with its index
         self.host_device = torch.device("cpu")
-        self.beside = device.type != "cpu"
+        self.has_gpu = device.type != "cpu"
         """Whether copies between host and device, and updates on the host, run beside what the device computes."""
 
     def start(self) -> None:
@@ -71,17 +71,17 @@ class Hardware:
         """What the host has to give."""
         return installed_bytes(self.host_device)
 
-    def bank(self) -> PageBank | None:
+    def page_pool(self) -> PagePool | None:
         """Where pages of a device's memory wait, if that is how chunks get theirs."""
-        return PageBank() if self.device.type == "cpu" and can_move_pages() else None
+        return PagePool() if self.device.type == "cpu" and can_move_pages() else None
 
-    def slab(self, nbytes: int) -> Slab:
+    def host_arena(self, nbytes: int) -> HostArena:
         """Memory of the host; page-locked where a GPU copies from it."""
-        return Slab(nbytes, self.cuda)
+        return HostArena(nbytes, self.cuda)
 
-    def copies(self) -> Copies:
+    def copies(self) -> CopyStreams:
         """What copies chunks between host and device."""
-        return Copies(self.device)
+        return CopyStreams(self.device)
 
     def crossed(self, nbytes: int, *, to_device: bool) -> None:
         """Bytes that are no whole chunk cross between host and device; whoever says so copies them."""
@@ -105,5 +105,5 @@ class Hardware:
         self, directory: Path, nbytes: int, page_bytes: int, *, checksums: bool, capacity_bytes: int | None
     ) -> DiskTier:
         """A tier over a scratch file of so many bytes."""
-        file = ScratchFile(directory, nbytes, checksums=checksums, capacity_bytes=capacity_bytes)
+        file = SwapFile(directory, nbytes, checksums=checksums, capacity_bytes=capacity_bytes)
         return DiskTier(file, page_bytes, begin=self.enter_thread)

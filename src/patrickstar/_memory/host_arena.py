@@ -22,12 +22,12 @@ among themselves begin at multiples of 256 bytes. See [Note: alignment]."""
 
 
 @dataclass(eq=False)
-class Place:
+class ArenaBlock:
     """Bytes of the slab: where they begin, how many."""
 
     start: int
     nbytes: int
-    slab: "Slab"
+    slab: "HostArena"
 
     @property
     def end(self) -> int:
@@ -35,7 +35,7 @@ class Place:
         return self.start + round_up(self.nbytes, ALIGN_BYTES)
 
 
-def _start(place: Place) -> int:
+def _start(place: ArenaBlock) -> int:
     return place.start
 
 
@@ -44,7 +44,7 @@ def _unlock(process: int, cuda: CudaDevice, locked: list[int], memory: torch.Ten
         cuda.unlock(locked)
 
 
-class Slab:
+class HostArena:
     """Memory of a fixed size, which places are taken from and given back to without asking the system.
 
     Pages are taken from the system when they are first written, and stay until they are given back for good. Where the
@@ -58,9 +58,9 @@ class Slab:
         self._resident = np.zeros(-(-nbytes // mmap.PAGESIZE), dtype=bool)  # which of its pages the system has given
         self.touched_bytes = 0
         """What the slab takes of the machine's memory: pages that were in a place, and were not given back since."""
-        self._places: list[Place] = []
+        self._blocks: list[ArenaBlock] = []
         self.memory = self._reserve(nbytes)
-        self._unlock: weakref.finalize[[int, CudaDevice, list[int], torch.Tensor], Slab] | None = None
+        self._unlock: weakref.finalize[[int, CudaDevice, list[int], torch.Tensor], HostArena] | None = None
         if cuda is not None and nbytes:
             locked = cuda.lock(self.memory.data_ptr(), nbytes)
             # A slab that nobody closes is unlocked before its memory is unmapped: the finalizer holds the memory. When
@@ -84,7 +84,7 @@ class Slab:
         advise_huge(memory.data_ptr(), nbytes)
         return memory
 
-    def take(self, nbytes: int) -> Place | None:
+    def allocate(self, nbytes: int) -> ArenaBlock | None:
         """The first place of that size; None if there is none in a row."""
         start = 0
         for place in self._full():
@@ -94,8 +94,8 @@ class Slab:
         start = self._within(start, nbytes)
         if start + nbytes > self.nbytes:
             return None
-        taken = Place(start, nbytes, self)
-        insort(self._places, taken, key=_start)
+        taken = ArenaBlock(start, nbytes, self)
+        insort(self._blocks, taken, key=_start)
         if nbytes:
             self._touch(taken)
         return taken
@@ -105,20 +105,20 @@ class Slab:
         end = round_up(start + 1, LOCK_BYTES)
         return end if self.pinned and start + nbytes > end and nbytes <= LOCK_BYTES else start
 
-    def _full(self) -> list[Place]:
+    def _full(self) -> list[ArenaBlock]:
         """Places in their order; those of no bytes lie anywhere, and in nobody's way."""
-        return [place for place in self._places if place.nbytes]
+        return [place for place in self._blocks if place.nbytes]
 
-    def give(self, place: Place, *, for_good: bool = False) -> None:
+    def free(self, place: ArenaBlock, *, for_good: bool = False) -> None:
         """Give a place back; `for_good` its memory too, since nobody will want so much again soon."""
-        self._places.remove(place)
+        self._blocks.remove(place)
         begin, end = -(-place.start // mmap.PAGESIZE), (place.start + place.nbytes) // mmap.PAGESIZE
         if for_good and begin < end and not self.pinned:
             self._discard(begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE)
             self.touched_bytes -= int(np.count_nonzero(self._resident[begin:end])) * mmap.PAGESIZE
             self._resident[begin:end] = False
 
-    def _touch(self, place: Place) -> None:
+    def _touch(self, place: ArenaBlock) -> None:
         pages = self._resident[place.start // mmap.PAGESIZE : -(-(place.start + place.nbytes) // mmap.PAGESIZE)]
         self.touched_bytes += int(np.count_nonzero(~pages)) * mmap.PAGESIZE
         pages[:] = True
@@ -126,7 +126,7 @@ class Slab:
     def _discard(self, start: int, nbytes: int) -> None:
         discard(self.memory.data_ptr() + start, nbytes)
 
-    def view(self, place: Place, dtype: torch.dtype) -> torch.Tensor:
+    def view(self, place: ArenaBlock, dtype: torch.dtype) -> torch.Tensor:
         """The bytes of a place as a flat tensor."""
         return self.memory[place.start : place.start + place.nbytes].view(dtype)
 
@@ -140,9 +140,9 @@ class Slab:
                 place.start = start
                 self._touch(place)
             start = place.end
-        self._places.sort(key=_start)
+        self._blocks.sort(key=_start)
 
-    def _move(self, place: Place, start: int) -> None:
+    def _move(self, place: ArenaBlock, start: int) -> None:
         base = self.memory.data_ptr()
         ctypes.memmove(base + start, base + place.start, place.nbytes)
 

@@ -6,7 +6,7 @@ import torch
 
 from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.chunk import Chunk, fill_poison
-from patrickstar._memory.host_arena import ALIGN_BYTES, Place, Slab
+from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock, HostArena
 from patrickstar._memory.vm_pool import round_up
 from patrickstar.errors import BudgetError
 
@@ -14,10 +14,10 @@ from patrickstar.errors import BudgetError
 class HostTier:
     """Chunks, offloaded activations and the update's pages, in one slab and under one budget."""
 
-    def __init__(self, budget_bytes: int, slab_bytes: int, new_slab: Callable[[int], Slab], poison: bool) -> None:
+    def __init__(self, budget_bytes: int, slab_bytes: int, new_slab: Callable[[int], HostArena], poison: bool) -> None:
         self.budget_bytes = budget_bytes
-        self.new_slab = new_slab
-        self.slabs = [new_slab(min(budget_bytes, slab_bytes))]
+        self.new_arena = new_slab
+        self.arenas = [new_slab(min(budget_bytes, slab_bytes))]
         """One, unless what nobody foresaw (unfrozen parameters, activations) asks for more beside a GPU."""
         self.poison = poison
         self.used = 0
@@ -32,14 +32,14 @@ class HostTier:
         """Updates at work on chunks here, whose places must not change meanwhile."""
         self.moved: set[Chunk] = set()
         """Chunks whose place has changed since the manager last looked."""
-        self._owners: dict[Place, Chunk] = {}
+        self._owners: dict[ArenaBlock, Chunk] = {}
 
     @property
     def free_bytes(self) -> int:
         """What the budget leaves."""
         return self.budget_bytes - self.used - self.other_bytes
 
-    def take(self, chunk: Chunk) -> torch.Tensor:
+    def allocate(self, chunk: Chunk) -> torch.Tensor:
         """Have a place for a chunk, for which the budget has room; its content is undefined."""
         place = self._place(chunk.nbytes)
         self._owners[place] = chunk
@@ -48,14 +48,14 @@ class HostTier:
         self.peak = max(self.peak, self.used)
         return chunk.host
 
-    def give(self, chunk: Chunk, *, for_good: bool = False) -> None:
+    def free(self, chunk: Chunk, *, for_good: bool = False) -> None:
         """Take a chunk's place back; `for_good` its memory goes back to the system."""
         assert chunk.host is not None and chunk.place is not None
-        _wait_for_copies(chunk)
+        _wait_for_transfers(chunk)
         if self.poison:
             fill_poison(chunk.host)
         del self._owners[chunk.place]
-        chunk.place.slab.give(chunk.place, for_good=for_good)
+        chunk.place.slab.free(chunk.place, for_good=for_good)
         chunk.host, chunk.place, chunk.host_valid = None, None, False
         self.used -= chunk.nbytes
 
@@ -63,10 +63,10 @@ class HostTier:
         """Have room for `nbytes` more, if dropping copies of what the device has too makes it."""
         if self._short_bytes(nbytes) > 0:
             return False
-        for chunk in self._spare():
+        for chunk in self._droppable():
             if self.free_bytes >= nbytes:
                 break
-            self.give(chunk)
+            self.free(chunk)
         return True
 
     def make_room(self, nbytes: int, what: str) -> None:
@@ -74,22 +74,22 @@ class HostTier:
         if not self.has_room(nbytes):
             short = self._short_bytes(nbytes)
             raise BudgetError(
-                f"{what} needs {nbytes} bytes on the host, where {self.account()}; raise host_memory by at least "
+                f"{what} needs {nbytes} bytes on the host, where {self.usage_summary()}; raise host_memory by at least "
                 f"{short} bytes ({format_size(short)})",
                 short,
             )
 
-    def _spare(self) -> list[Chunk]:
+    def _droppable(self) -> list[Chunk]:
         """Chunks whose memory can go, since the device has their bytes."""
         return [chunk for chunk in self._owners.values() if chunk.on_device_now and chunk.leaving is None]
 
     def _short_bytes(self, nbytes: int) -> int:
         """By how much the budget is too small for `nbytes` more, once all that can go has gone."""
         short = nbytes - self.free_bytes
-        return short if short <= 0 else short - sum(chunk.nbytes for chunk in self._spare())
+        return short if short <= 0 else short - sum(chunk.nbytes for chunk in self._droppable())
 
-    def borrow(self, nbytes: int, what: str = "a page on its way") -> Place:
-        """Bytes for something that is no chunk. Look at them by `view`, give them back by `give_back`."""
+    def allocate_block(self, nbytes: int, what: str = "a page on its way") -> ArenaBlock:
+        """Bytes for something that is no chunk. Look at them by `view`, give them back by `release_block`."""
         nbytes = round_up(nbytes, ALIGN_BYTES)
         self.make_room(nbytes, what)
         place = self._place(nbytes)
@@ -97,68 +97,69 @@ class HostTier:
         self.other_peak = max(self.other_peak, self.other_bytes)
         return place
 
-    def give_back(self, place: Place) -> None:
+    def release_block(self, place: ArenaBlock) -> None:
         """They are not needed any more."""
-        place.slab.give(place)
+        place.slab.free(place)
         self.other_bytes -= place.nbytes
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Count bytes that lie elsewhere, and are written to at once, until they are given up by `unreserve`."""
+        """Count bytes that lie elsewhere, and are written to at once, until they are given up by
+        `release_reservation`."""
         self.make_room(nbytes, what)
         self.other_bytes += nbytes
         self.outside_bytes += nbytes
         self.other_peak = max(self.other_peak, self.other_bytes)
 
-    def unreserve(self, nbytes: int) -> None:
+    def release_reservation(self, nbytes: int) -> None:
         """They are not there any more."""
         self.other_bytes -= nbytes
         self.outside_bytes -= nbytes
 
     @property
-    def slab_bytes(self) -> int:
+    def arena_bytes(self) -> int:
         """Bytes of all slabs."""
-        return sum(slab.nbytes for slab in self.slabs)
+        return sum(slab.nbytes for slab in self.arenas)
 
     @property
     def touched_bytes(self) -> int:
         """What the tier takes of the machine's memory."""
-        return sum(slab.touched_bytes for slab in self.slabs) + self.outside_bytes
+        return sum(slab.touched_bytes for slab in self.arenas) + self.outside_bytes
 
     @staticmethod
-    def view(place: Place, dtype: torch.dtype) -> torch.Tensor:
+    def view(place: ArenaBlock, dtype: torch.dtype) -> torch.Tensor:
         """The bytes of a place as a flat tensor; a place may move, so don't keep it."""
         return place.slab.view(place, dtype)
 
-    def _first_place(self, nbytes: int) -> Place | None:
-        places = (slab.take(nbytes) for slab in self.slabs)
-        return next((place for place in places if place is not None), None)
+    def _first_place(self, nbytes: int) -> ArenaBlock | None:
+        locations = (slab.allocate(nbytes) for slab in self.arenas)
+        return next((place for place in locations if place is not None), None)
 
-    def _place(self, nbytes: int) -> Place:
+    def _place(self, nbytes: int) -> ArenaBlock:
         place = self._first_place(nbytes)
         if place is None and not self.busy:
             for chunk in self._owners.values():
-                _wait_for_copies(chunk)
-            for slab in self.slabs:
+                _wait_for_transfers(chunk)
+            for slab in self.arenas:
                 slab.compact()
             for moved, chunk in self._owners.items():
                 chunk.host = self.view(moved, chunk.dtype)
                 self.moved.add(chunk)
             place = self._first_place(nbytes)
-        if place is None and nbytes <= self.budget_bytes - self.slab_bytes:
-            self.slabs.append(self.new_slab(nbytes))
+        if place is None and nbytes <= self.budget_bytes - self.arena_bytes:
+            self.arenas.append(self.new_arena(nbytes))
             place = self._first_place(nbytes)
         if place is None:
             raise BudgetError(
-                f"the host's slab of {self.slab_bytes} bytes has no {nbytes} in a row; raise host_memory by as many",
+                f"the host's slab of {self.arena_bytes} bytes has no {nbytes} in a row; raise host_memory by as many",
                 nbytes,
             )
         return place
 
-    def restart_peaks(self) -> None:
+    def reset_peaks(self) -> None:
         """Begin to look for the most that is used."""
         self.peak, self.other_peak = self.used, self.other_bytes
 
-    def account(self) -> str:
+    def usage_summary(self) -> str:
         """What takes how much, for an error."""
         return (
             f"chunks take {self.used} bytes and offloaded activations and pages on their way {self.other_bytes} "
@@ -167,11 +168,11 @@ class HostTier:
 
     def close(self) -> None:
         """Unlock the memory."""
-        for slab in self.slabs:
+        for slab in self.arenas:
             slab.close()
 
 
-def _wait_for_copies(chunk: Chunk) -> None:
+def _wait_for_transfers(chunk: Chunk) -> None:
     """Nothing reads or writes a chunk's place when this returns."""
     for transfer in (chunk.coming, chunk.leaving, chunk.host_reader):
         if transfer is not None:

@@ -9,12 +9,12 @@ import torch
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.disk_tier import DiskTier
 from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.transfer_counters import Traffic
+from patrickstar._memory.transfer_counters import TransferCounters
 from patrickstar._memory.worker_pool import Transfer
 from patrickstar.errors import DiskError, MoveError, TrainingError
 
 
-class Peers(Protocol):
+class ChunkComm(Protocol):
     """Other processes that have parts of chunks."""
 
     @property
@@ -31,17 +31,17 @@ class Peers(Protocol):
         ...
 
 
-class Transit:
+class IODispatch:
     """Begins transfers and waits for them. After an error of the disk, or of a thread, nothing moves any more."""
 
     def __init__(self, hardware: Hardware, disk: DiskTier | None, page: torch.Tensor) -> None:
         self.hardware = hardware
         self.disk = disk
         self.copies = hardware.copies()
-        self.traffic = Traffic()
+        self.counters = TransferCounters()
         self.failed: BaseException | None = None
         """The error after which nothing is known to be whole."""
-        self.peers: Peers | None = None
+        self.comm: ChunkComm | None = None
         """Other processes that have parts of chunks."""
         self.salvaging = False
         """Whether the engine is being closed, and reads what can still be read."""
@@ -50,10 +50,10 @@ class Transit:
     def up(self, chunk: Chunk, urgent: bool) -> Transfer:
         """Begin to move a chunk to device memory that it has taken, from the host, from disk, or from its owners."""
         if chunk.shared:
-            assert self.peers is not None and chunk.owners_valid, f"{chunk} is nowhere"
+            assert self.comm is not None and chunk.owners_valid, f"{chunk} is nowhere"
             self.check()
             with self.stalled():
-                return self.peers.gather(chunk)
+                return self.comm.gather(chunk)
         if chunk.host_valid:
             return self.copies.up(chunk)
         assert chunk.disk_valid, f"{chunk} is nowhere"
@@ -61,16 +61,16 @@ class Transit:
 
     def to_owners(self, chunk: Chunk) -> Transfer:
         """Begin to add up the gradients over a shared chunk, with those of the other processes."""
-        assert self.peers is not None, f"{chunk} has no owners"
+        assert self.comm is not None, f"{chunk} has no owners"
         self.check()
         with self.stalled():
-            return self.peers.reduce(chunk)
+            return self.comm.reduce(chunk)
 
     def read(self, chunk: Chunk, start: int, target: torch.Tensor, urgent: bool = False) -> Transfer:
         """Begin to read whole pages of a chunk, from byte `start` on, into a flat tensor of bytes."""
         assert self.disk is not None, f"{chunk} has no disk to come from"
         self.check()
-        self.traffic.disk_read_bytes += self.disk.written_bytes(chunk, start, target.numel())
+        self.counters.disk_read_bytes += self.disk.written_bytes(chunk, start, target.numel())
         return self.disk.read(chunk, start, target, urgent)
 
     def write(self, chunk: Chunk, start: int, source: torch.Tensor) -> Transfer:
@@ -78,7 +78,7 @@ class Transit:
         assert self.disk is not None, f"{chunk} has no disk to go to"
         self.check()
         self.disk.place(chunk)
-        self.traffic.disk_write_bytes += source.numel()
+        self.counters.disk_write_bytes += source.numel()
         return self.disk.write(chunk, start, source)
 
     def pages_of(self, chunk: Chunk, first: int, numel: int, write: bool) -> Iterator[tuple[int, torch.Tensor]]:
@@ -103,7 +103,7 @@ class Transit:
             if transfer.done:
                 transfer.wait()
                 return
-            transfer.hasten()
+            transfer.prioritize()
             with self.stalled():
                 transfer.wait()
         except (DiskError, MoveError) as error:
@@ -115,7 +115,7 @@ class Transit:
         """What happens inside is time lost to movement."""
         start = self.hardware.seconds()
         yield
-        self.traffic.stall_s += self.hardware.seconds() - start
+        self.counters.stall_s += self.hardware.seconds() - start
 
     def check(self) -> None:
         """Raise TrainingError if bytes were lost before."""

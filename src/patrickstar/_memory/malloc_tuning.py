@@ -28,7 +28,7 @@ class _Info(ctypes.Structure):
     )
 
 
-class Heap:
+class MallocHeap:
     """glibc's. There is one in a process, whoever looks at it; under another C library nothing changes.
 
     It keeps what is freed unless somebody forbids it, and as long as nobody does.
@@ -37,7 +37,7 @@ class Heap:
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None)
         self._plugs: list[int] = []
-        self._forbidding: WeakSet[object] = WeakSet()
+        self._no_caching: WeakSet[object] = WeakSet()
         self._plugged = False
         self._knows_plugs = hasattr(self._libc, "mallopt") and hasattr(self._libc, "mallinfo2")
         if self._knows_plugs:
@@ -48,7 +48,7 @@ class Heap:
             self._knows_plugs = self._take(2 * LARGE_AT_MOST) is None
 
     @property
-    def keeps(self) -> bool:
+    def caching(self) -> bool:
         """Whether freed memory may be kept."""
         return not self._plugged
 
@@ -57,17 +57,17 @@ class Heap:
         if hasattr(self._libc, "malloc_trim"):
             self._libc.malloc_trim(0)
 
-    def let_keep(self, allowed: bool, who: object) -> None:
+    def set_caching(self, allowed: bool, who: object) -> None:
         """Whether, as far as `who` goes, blocks of up to 32 MiB may be kept when they are freed, or none of 128 KiB.
 
         Kept ones make a step faster: the system clears every page that it hands out, which was measured to take 15 to
         35 % of a step on a CPU. Whoever forbade it and is gone no longer counts when somebody next says so.
         """
         if allowed:
-            self._forbidding.discard(who)
+            self._no_caching.discard(who)
         else:
-            self._forbidding.add(who)
-        forbidden = len(self._forbidding) > 0
+            self._no_caching.add(who)
+        forbidden = len(self._no_caching) > 0
         if not self._knows_plugs or forbidden is self._plugged:
             return
         self._plugged = forbidden
@@ -76,12 +76,12 @@ class Heap:
         # glibc's own rule: what lies free at the heap's end may be twice what is large.
         self._libc.mallopt(_TRIM_THRESHOLD, 2 * large)
         if forbidden:
-            self._plug()
+            self._fill_free_lists()
         else:
             while self._plugs:
                 self._libc.free(self._plugs.pop())
 
-    def _plug(self) -> None:
+    def _fill_free_lists(self) -> None:
         """Take what lies free in the heap, without touching it: a large block would go there, and be kept."""
         self.trim()
         size = LARGE_AT_MOST
@@ -105,6 +105,6 @@ class Heap:
 
 
 @cache
-def process_heap() -> Heap:
+def process_heap() -> MallocHeap:
     """The one of this process."""
-    return Heap()
+    return MallocHeap()

@@ -24,8 +24,8 @@ class Meter(Protocol):
     """Whether memory that was freed, but is kept for reuse, counts as used until `reclaim`."""
 
     @property
-    def keeps(self) -> bool:
-        """Whether there may be such memory, as `let_keep` has it."""
+    def caching(self) -> bool:
+        """Whether there may be such memory, as `set_caching` has it."""
         ...
 
     def calibrate(self, chunk_bytes: int) -> None:
@@ -48,7 +48,7 @@ class Meter(Protocol):
         """Have memory that was freed, but is kept for reuse, given back to the system where it counts as used."""
         ...
 
-    def let_keep(self, allowed: bool) -> None:
+    def set_caching(self, allowed: bool) -> None:
         """Whether memory that is freed from now on may be kept for reuse, where that counts as used."""
         ...
 
@@ -58,7 +58,7 @@ class CudaMeter:
 
     source = "bytes allocated by the CUDA caching allocator"
     counts_freed = False
-    keeps = False
+    caching = False
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = CudaDevice(device)
@@ -73,12 +73,12 @@ class CudaMeter:
         return max(0, self._cuda.peak_allocated_bytes - chunk_bytes)
 
     def restart(self) -> None:
-        self._cuda.restart_peak()
+        self._cuda.reset_peak()
 
     def reclaim(self) -> None:
         """Cached blocks are not counted, and the allocator frees them by itself before it fails."""
 
-    def let_keep(self, allowed: bool) -> None:
+    def set_caching(self, allowed: bool) -> None:
         """Nor does it matter what is cached from now on."""
 
 
@@ -88,14 +88,14 @@ class _HeapMeter:
     counts_freed = True
 
     @property
-    def keeps(self) -> bool:
-        return process_heap().keeps
+    def caching(self) -> bool:
+        return process_heap().caching
 
     def reclaim(self) -> None:
         process_heap().trim()
 
-    def let_keep(self, allowed: bool) -> None:
-        process_heap().let_keep(allowed, self)
+    def set_caching(self, allowed: bool) -> None:
+        process_heap().set_caching(allowed, self)
 
 
 class ResidentMeter(_HeapMeter):
@@ -113,7 +113,7 @@ class ResidentMeter(_HeapMeter):
             if hasattr(self, name):
                 os.close(getattr(self, name))
 
-    def _beyond(self, key: bytes, chunk_bytes: int) -> int:
+    def _above_baseline(self, key: bytes, chunk_bytes: int) -> int:
         text = os.pread(self._status, 1 << 14, 0)
         # Pages of libraries come in as their code is first run, and the system may take them back at any time.
         anonymous = _kib(text, key) - _kib(text, b"RssFile:")
@@ -121,13 +121,13 @@ class ResidentMeter(_HeapMeter):
 
     def calibrate(self, chunk_bytes: int) -> None:
         self.baseline_bytes = 0
-        self.baseline_bytes = self._beyond(b"VmRSS:", chunk_bytes)
+        self.baseline_bytes = self._above_baseline(b"VmRSS:", chunk_bytes)
 
     def now(self, chunk_bytes: int) -> int:
-        return self._beyond(b"VmRSS:", chunk_bytes)
+        return self._above_baseline(b"VmRSS:", chunk_bytes)
 
     def peak(self, chunk_bytes: int) -> int:
-        return self._beyond(b"VmHWM:", chunk_bytes)
+        return self._above_baseline(b"VmHWM:", chunk_bytes)
 
     def restart(self) -> None:
         os.pwrite(self._clear, _RESET_PEAK, 0)

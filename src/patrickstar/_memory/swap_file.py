@@ -39,7 +39,7 @@ def round_up(nbytes: int) -> int:
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-class ScratchFile:
+class SwapFile:
     """A file without a name that ends with its process.
 
     `directory` is where it lies, and has to have room for `nbytes`, which are reserved at once. It never exceeds
@@ -85,7 +85,7 @@ class ScratchFile:
         """The offset of a new place for `nbytes`, which lies on the disk already; `what` is named in errors."""
         with self._lock:
             if self._closed:
-                raise self._was_closed(what)
+                raise self._closed_error(what)
             if given := self._given.get(round_up(nbytes)):
                 return given.pop()
             at, end = self.used_bytes, self.used_bytes + round_up(nbytes)
@@ -94,7 +94,7 @@ class ScratchFile:
             self.used_bytes = end
         return at
 
-    def give(self, at: int, nbytes: int) -> None:
+    def free(self, at: int, nbytes: int) -> None:
         """Give a place back, for another of its size."""
         with self._lock:
             self._given.setdefault(round_up(nbytes), []).append(at)
@@ -123,7 +123,7 @@ class ScratchFile:
                 os.ftruncate(self._fd, nbytes)
         except OSError as error:
             os.ftruncate(self._fd, self.nbytes)  # what was reserved before it failed
-            raise self._no_space(error, self._fd, more, what) from error
+            raise self._no_space_error(error, self._fd, more, what) from error
         self.nbytes = nbytes
 
     # Pages
@@ -197,7 +197,7 @@ class ScratchFile:
         assert 0 < nbytes <= PAGE_BYTES and at % BLOCK_BYTES == 0, f"no page: {nbytes} bytes at offset {at}"
         with self._lock:
             if self._closed:
-                raise self._was_closed(what)
+                raise self._closed_error(what)
             assert at + nbytes <= self.nbytes, f"{operation} of {what} at {at}, beyond {self.nbytes}"
             self._busy += 1
         try:
@@ -214,7 +214,7 @@ class ScratchFile:
             fd, path = tempfile.mkstemp(prefix="patrickstar-", suffix=".chunks", dir=self.directory)
         except OSError as error:
             if error.errno in NO_SPACE:
-                raise self._no_space(error, self.directory, BLOCK_BYTES, "the file") from error
+                raise self._no_space_error(error, self.directory, BLOCK_BYTES, "the file") from error
             if error.errno == errno.ENOTDIR:
                 reason = "is not a directory; give one"
             elif error.errno == errno.ENOENT and not self.directory.is_dir():
@@ -243,13 +243,13 @@ class ScratchFile:
             os.ftruncate(self._fd, 0)
         except OSError as error:
             if error.errno in NO_SPACE:
-                raise self._no_space(error, self._fd, BLOCK_BYTES, "the file") from error
+                raise self._no_space_error(error, self._fd, BLOCK_BYTES, "the file") from error
             raise self._failure("try", 0, BLOCK_BYTES, "the first block", str(error.strerror)) from error
         return direct
 
     # What to say when it fails
 
-    def _was_closed(self, what: str) -> DiskError:
+    def _closed_error(self, what: str) -> DiskError:
         return DiskError(f"{what}: the disk tier's file {self.path} is closed; initialise a new engine")
 
     def _failure(self, operation: str, at: int, nbytes: int, what: str, reason: str, full: bool = False) -> DiskError:
@@ -259,7 +259,7 @@ class ScratchFile:
             f"{advice}, or use another directory"
         )
 
-    def _no_space(self, error: OSError, place: int | Path, nbytes: int, what: str) -> DiskError:
+    def _no_space_error(self, error: OSError, place: int | Path, nbytes: int, what: str) -> DiskError:
         space = os.statvfs(place)
         free = space.f_bavail * space.f_frsize
         return DiskError(

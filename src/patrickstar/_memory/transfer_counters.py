@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 
 
 @dataclass
-class Traffic:
+class TransferCounters:
     """What moved. Bytes are of chunks and of offloaded activations alike."""
 
     h2d_bytes: int = 0
@@ -24,10 +24,10 @@ class Traffic:
     """How often memory was freed for a second try, since the device's allocator had none within the budget."""
     stall_s: float = 0.0
 
-    def since(self, earlier: "Traffic") -> "Traffic":
+    def since(self, earlier: "TransferCounters") -> "TransferCounters":
         """The difference to an earlier reading."""
-        return Traffic(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
+        return TransferCounters(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
 
-    def copy(self) -> "Traffic":
+    def copy(self) -> "TransferCounters":
         """A reading that will not change."""
         return replace(self)

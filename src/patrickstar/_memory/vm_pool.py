@@ -20,7 +20,7 @@ from patrickstar.errors import BudgetError
 # machine with 2 cores, a copy into memory that is faulted in ran at 0.6 GB/s, into mapped memory at 23 GB/s. So a chunk
 # owns a range of addresses, not pages. When it leaves, its pages stay behind, unreadable, until another range needs
 # some: then the kernel moves them there by `mremap`, at 0.4 ms per 64 MiB. Pages that nobody needs count as used, and
-# go back to the system when the budget wants them (`PageBank.trim`).
+# go back to the system when the budget wants them (`PagePool.trim`).
 
 # [Note: memory that children do not get]
 # fork(), as DataLoader workers begin, shares private memory with the child, and gives whoever writes first a copy of
@@ -135,15 +135,15 @@ def can_move_pages() -> bool:
     return bool(moved)
 
 
-class Range:
-    """Addresses for life. Their pages come with `PageBank.commit` and may go after `PageBank.park`."""
+class VMRange:
+    """Addresses for life. Their pages come with `PagePool.commit` and may go after `PagePool.park`."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = round_up(nbytes)
         whole = self.nbytes + HUGE_PAGE
         start = _map(None, whole, _NOTHING)
         self.address = round_up(start, HUGE_PAGE)
-        self.pieces: list[Piece] = []
+        self.pieces: list[PageRun] = []
         self.memory = (ctypes.c_char * nbytes).from_address(self.address)
         # Tensors over the memory hold it, and may outlive the range.
         weakref.finalize(self.memory, _unmap, os.getpid(), start, whole).atexit = False
@@ -154,7 +154,7 @@ class Range:
 
 
 @dataclass
-class Piece:
+class PageRun:
     """Pages in a row that were mapped, or moved, at once."""
 
     address: int
@@ -162,15 +162,15 @@ class Piece:
 
 
 @dataclass
-class PageBank:
+class PagePool:
     """Hands pages from ranges that don't need them to ranges that do. See [Note: pages that move]."""
 
     mapped_bytes: int = 0
     """Bytes of pages in all ranges, parked ones included."""
     parked_bytes: int = 0
-    _parked: "dict[Range, None]" = field(default_factory=dict)
+    _parked: "dict[VMRange, None]" = field(default_factory=dict)
 
-    def commit(self, target: Range) -> None:
+    def commit(self, target: VMRange) -> None:
         """Have pages in a range: its own if they are still there, then parked ones, then new ones."""
         own = sum(piece.nbytes for piece in target.pieces)
         if target in self._parked:
@@ -188,12 +188,12 @@ class PageBank:
             address = target.address + target.nbytes - missing
             _map(address, missing, _READ_WRITE)
             advise_huge(address, missing)
-            target.pieces.append(Piece(address, missing))
+            target.pieces.append(PageRun(address, missing))
             self.mapped_bytes += missing
         if _mprotect(target.address, target.nbytes, _READ_WRITE):
             _fail("open", target.nbytes)
 
-    def park(self, source: Range) -> None:
+    def decommit(self, source: VMRange) -> None:
         """A range does not need its pages now; who reads it all the same is stopped by the system."""
         if _mprotect(source.address, source.nbytes, _NOTHING):
             _fail("close", source.nbytes)
@@ -213,18 +213,18 @@ class PageBank:
             self._leave(piece.address + piece.nbytes - excess, excess)
             source.pieces.pop()
             if excess < piece.nbytes:
-                source.pieces.append(Piece(piece.address, piece.nbytes - excess))
+                source.pieces.append(PageRun(piece.address, piece.nbytes - excess))
             self.mapped_bytes -= excess
             self.parked_bytes -= excess
 
-    def _sources(self, nbytes: int) -> list[Range]:
+    def _sources(self, nbytes: int) -> list[VMRange]:
         """Parked ranges to take pages from: one whose pages are as many as asked for, else the largest first."""
         if not nbytes:
             return []
         held = {source: sum(piece.nbytes for piece in source.pieces) for source in self._parked}
         return sorted(held, key=lambda source: (held[source] != nbytes, -held[source]))
 
-    def _move(self, source: Range, target: Range, wanted: int) -> int:
+    def _move(self, source: VMRange, target: VMRange, wanted: int) -> int:
         """Move the last piece of `source`, or as much of it as is wanted, behind the pages of `target`."""
         piece = source.pieces[-1]
         nbytes = min(piece.nbytes, wanted)
@@ -234,9 +234,9 @@ class PageBank:
             _fail("move", nbytes)
         source.pieces.pop()
         if nbytes < piece.nbytes:
-            source.pieces.append(Piece(piece.address, piece.nbytes - nbytes))
+            source.pieces.append(PageRun(piece.address, piece.nbytes - nbytes))
         self._leave(at, nbytes)
-        target.pieces.append(Piece(to, nbytes))
+        target.pieces.append(PageRun(to, nbytes))
         self.parked_bytes -= nbytes
         return nbytes
 
@@ -245,7 +245,7 @@ class PageBank:
         """Addresses without pages stay reserved, or something else would be mapped there."""
         _map(address, nbytes, _NOTHING)
 
-    def forget(self, source: Range) -> None:
+    def forget(self, source: VMRange) -> None:
         """The range's owner is gone: its pages go back to the system, its addresses with the last tensor over them."""
         held = sum(piece.nbytes for piece in source.pieces)
         if source in self._parked:

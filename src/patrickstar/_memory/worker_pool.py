@@ -16,7 +16,7 @@ from patrickstar._memory.swap_file import PAGE_BYTES
 from patrickstar._memory.vm_pool import private_memory
 from patrickstar.errors import MoveError
 
-Job = Callable[[torch.Tensor], None]
+DiskUpdate = Callable[[torch.Tensor], None]
 
 THREAD_NAME = "patrickstar-"
 """What the names of all threads that move bytes begin with."""
@@ -38,13 +38,13 @@ DIED = "a worker thread died"
 class Transfer:
     """Jobs handed in together, which end together."""
 
-    def __init__(self, jobs: Sequence[Job], what: str, board: "_Board") -> None:
+    def __init__(self, jobs: Sequence[DiskUpdate], what: str, board: "_JobQueue") -> None:
         self.what = what
         self._board = board
         self._waiting = deque(jobs)
         self._running: list[threading.Thread] = []
         self._error: BaseException | None = None
-        self._news: SimpleQueue[None] = SimpleQueue()
+        self._changed: SimpleQueue[None] = SimpleQueue()
 
     def __repr__(self) -> str:
         return f"Transfer({self.what!r}, {'done' if self.done else 'in flight'})"
@@ -63,7 +63,7 @@ class Transfer:
         while not self.done:
             if any(not thread.is_alive() for thread in self._board.threads):
                 self._board.drop(self, DIED)
-            self._rest()
+            self._stop_following()
         try:
             if self._error is None and self._running:
                 self._error = self._lost(DIED)
@@ -72,15 +72,15 @@ class Transfer:
         finally:
             del self  # the error's traceback would hold the transfer, which holds the error
 
-    def hasten(self) -> None:
+    def prioritize(self) -> None:
         """Somebody waits: jobs that have not begun go before all others."""
-        self._board.hasten(self)
+        self._board.prioritize(self)
 
     def cancel(self) -> None:
         """Drop the jobs that have not begun, and wait for those that have."""
         self._board.drop(self, "it was cancelled")
         while not self.done:
-            self._rest()
+            self._stop_following()
 
     def _lost(self, reason: str) -> MoveError:
         waiting, running = len(self._waiting), len(self._running)
@@ -89,21 +89,21 @@ class Transfer:
             f"ended); initialise a new engine"
         )
 
-    def _rest(self) -> None:
+    def _stop_following(self) -> None:
         """Sleep until the transfer has ended, but not for long: a thread that dies wakes nobody."""
         try:
-            self._news.get(timeout=POLL_S)
-            self._news.put(None)  # for whoever else waits
+            self._changed.get(timeout=POLL_S)
+            self._changed.put(None)  # for whoever else waits
         except Empty:
-            self._board.wakes.put(None)  # Ctrl-C may have come between queueing jobs and waking a thread for them
+            self._board.wakeups.put(None)  # Ctrl-C may have come between queueing jobs and waking a thread for them
 
 
-class _Board:
+class _JobQueue:
     """What the threads share. It does not know the Movers, which may be collected while the threads live."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.wakes: SimpleQueue[None] = SimpleQueue()
+        self.wakeups: SimpleQueue[None] = SimpleQueue()
         self.line: deque[Transfer] = deque()  # those with jobs that wait, the next one first
         self.open: set[Transfer] = set()
         self.threads: list[threading.Thread] = []
@@ -121,15 +121,15 @@ class _Board:
             else:
                 self.line.append(transfer)
             for _ in transfer._waiting:
-                self.wakes.put(None)
+                self.wakeups.put(None)
 
-    def hasten(self, transfer: Transfer) -> None:
+    def prioritize(self, transfer: Transfer) -> None:
         with self.lock:
             if transfer in self.line:
                 self.line.remove(transfer)
                 self.line.appendleft(transfer)
 
-    def take(self) -> tuple[Transfer, Job] | None:
+    def take(self) -> tuple[Transfer, DiskUpdate] | None:
         """The next job, which counts as running from here on."""
         with self.lock:
             while self.line:
@@ -153,7 +153,7 @@ class _Board:
                 del job  # what it kept alive is free before anybody hears that it has ended
         except BaseException as error:
             with self.lock:
-                transfer._error = _told(error, transfer.what) if transfer._error is None else transfer._error
+                transfer._error = _wrapped_error(error, transfer.what) if transfer._error is None else transfer._error
             self.drop(transfer, "a job failed")
         with self.lock:
             transfer._running.remove(threading.current_thread())
@@ -176,13 +176,13 @@ class _Board:
                 self.open.discard(transfer)
                 with suppress(ValueError):
                     self.line.remove(transfer)
-                transfer._news.put(None)
+                transfer._changed.put(None)
 
     def stop(self) -> None:
         """Have the threads end after the jobs they are at. Takes no lock: the garbage collector may call it."""
         self.stopping = True
         for _ in range(len(self.threads) + 1):
-            self.wakes.put(None)
+            self.wakeups.put(None)
 
     def drop_all(self) -> None:
         with self.lock:
@@ -197,7 +197,7 @@ class _Board:
                 thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
-def _told(error: BaseException, what: str) -> BaseException:
+def _wrapped_error(error: BaseException, what: str) -> BaseException:
     """The error that the training thread raises: what was meant for this thread alone must not end that one."""
     if isinstance(error, Exception):
         return error
@@ -208,30 +208,30 @@ def _told(error: BaseException, what: str) -> BaseException:
     return told
 
 
-def _work(board: _Board, stage: torch.Tensor, begin: Callable[[], None] | None) -> None:
+def _work(board: _JobQueue, stage: torch.Tensor, begin: Callable[[], None] | None) -> None:
     if begin is not None:
         begin()
     while True:
-        board.wakes.get()
+        board.wakeups.get()
         if board.stopping:
             break
         board.run_next(stage)
     board.drop_all()
-    board.wakes.put(None)  # for a thread that was not there yet when the others were told
+    board.wakeups.put(None)  # for a thread that was not there yet when the others were told
 
 
-def _leave(board: _Board) -> None:
+def _leave(board: _JobQueue) -> None:
     """At the interpreter's exit: a thread that comes back from C++ after it would end the process with an abort."""
     board.stop()
     board.join(EXIT_S)
 
 
-def _collected(board: _Board, leave: Callable[[], None]) -> None:
+def _collected(board: _JobQueue, leave: Callable[[], None]) -> None:
     atexit.unregister(leave)
     board.stop()
 
 
-class Movers:
+class WorkerPool:
     """Threads that run jobs, each with a staging buffer of its own.
 
     `threads` of them, called after `name`, start at the first `submit`. Each hands its jobs a uint8 tensor of
@@ -247,7 +247,7 @@ class Movers:
         self._begin = begin
         self._count = threads
         self._stage_bytes = stage_bytes
-        self._board = _Board()
+        self._board = _JobQueue()
         leave = partial(_leave, self._board)
         self._finalizer = weakref.finalize(self, _collected, self._board, leave)
         self._finalizer.atexit = False
@@ -259,7 +259,7 @@ class Movers:
         with self._board.lock:
             return sum(not transfer.done for transfer in self._board.open)
 
-    def submit(self, jobs: Sequence[Job], what: str, *, urgent: bool = False) -> Transfer:
+    def submit(self, jobs: Sequence[DiskUpdate], what: str, *, urgent: bool = False) -> Transfer:
         """Queue `jobs` at the end, or, if `urgent`, before all that wait. `what` they move is named in errors.
 
         Jobs run in any number of threads at once, and begin in their order. Raises MoveError after `close`.

@@ -2,19 +2,19 @@
 
 import torch
 
-from patrickstar._distributed.chunk_comm import Peers
+from patrickstar._distributed.chunk_comm import ChunkComm
 from patrickstar._layout.schema import KEPT32, PARAM16
 from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import Manager
+from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._schedule.placement import Tier
 
 
-class Kept:
+class GradAccumulation:
     """Sums in fp32 (fp64 for fp64) of whole chunks, on the host. They are sent from there."""
 
-    def __init__(self, manager: Manager, peers: Peers) -> None:
+    def __init__(self, manager: ChunkManager, comm: ChunkComm) -> None:
         self.manager = manager
-        self.peers = peers
+        self.comm = comm
         self._sent: set[int] = set()
         """Chunks whose sum has been handed over."""
 
@@ -36,29 +36,29 @@ class Kept:
             dtype = "float64" if chunk.dtype == torch.float64 else "float32"
             kept = self.manager.new_chunk(KEPT32, chunk.index, chunk.numel, dtype, Tier.HOST)
             kept.current(kept.whole).copy_(grads)
-        self.manager.count_move(chunk.nbytes, to_device=False)
+        self.manager.count_transfer(chunk.nbytes, to_device=False)
         self.manager.drop(chunk)
 
-    def hand_over(self, index: int) -> None:
+    def reduce(self, index: int) -> None:
         """Have the sum of a chunk averaged."""
         self._sent.add(index)
-        self.manager[KEPT32, index].host_reader = self.peers.reduce(self.manager[PARAM16, index])
+        self.manager[KEPT32, index].host_reader = self.comm.reduce(self.manager[PARAM16, index])
 
-    def hand_over_rest(self) -> None:
+    def reduce_rest(self) -> None:
         """The same of all that have not been."""
         for kind, index in list(self.manager.chunks):
             if kind == KEPT32 and index not in self._sent:
-                self.hand_over(index)
+                self.reduce(index)
 
-    def handed_over(self, index: int) -> torch.Tensor | None:
+    def reducing(self, index: int) -> torch.Tensor | None:
         """A sum that is being averaged."""
         kept = self.manager[KEPT32, index] if index in self._sent else None
         return None if kept is None else kept.current(kept.whole)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all sums; those that are being averaged end first."""
         for (kind, index), chunk in list(self.manager.chunks.items()):
             if kind == KEPT32:
-                self.peers.take_back(index)
+                self.comm.cancel_reduction(index)
                 self.manager.remove(chunk)
         self._sent.clear()

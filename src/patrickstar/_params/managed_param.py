@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar._layout.chunk_mapping import Place
-from patrickstar._layout.schema import PARAM16, PARAM32, Scheme
+from patrickstar._layout.chunk_mapping import ParamLocation
+from patrickstar._layout.schema import PARAM16, PARAM32, ParamSchema
 from patrickstar._layout.shard_geometry import memory_order
 from patrickstar._memory.chunk import Chunk, Region
 from patrickstar._schedule.tensor_state import TensorState, check_transition
 
 
 @dataclass(eq=False)
-class Slot:
+class ManagedParam:
     """A parameter, its place, and what is going on with it. Identity is the parameter's.
 
     `chunk` and `region` say where operators find it. `own` and `place` say where the part lies that this process has
@@ -25,8 +25,8 @@ class Slot:
 
     name: str
     param: nn.Parameter
-    scheme: Scheme
-    place: Place
+    schema: ParamSchema
+    location: ParamLocation
     chunk: Chunk
     region: Region
     own: Chunk
@@ -41,13 +41,13 @@ class Slot:
     """The same, since the last gradient came."""
     state: TensorState = TensorState.FREE
     uses: int = 0
-    over_param: bool = False
+    overlays_param: bool = False
     """A gradient lies over the parameter, in its `param16` chunk."""
     reduced: bool = False
     """With several processes: the sum of their gradients lies over this one's part."""
-    came: bool = False
+    gradient_ready: bool = False
     """With several processes: a gradient has come since the last step, here or, once they have met, anywhere."""
-    handed_over: bool = False
+    reducing: bool = False
     """With several processes: a gradient lay over the parameter, and has left for its owners."""
     in_list: bool = False
     """Earlier gradients of this step are summed in the gradient list."""
@@ -78,12 +78,12 @@ class Slot:
     @property
     def has_gradient(self) -> bool:
         """Whether the next step has something to do here."""
-        return (self.over_own or self.in_list) and not self.pending
+        return (self.overlays_shard or self.in_list) and not self.pending
 
     @property
-    def over_own(self) -> bool:
+    def overlays_shard(self) -> bool:
         """Whether a gradient that the update can take lies over this process's part."""
-        return self.reduced if self.chunk.shared else self.over_param
+        return self.reduced if self.chunk.shared else self.overlays_param
 
     @property
     def numel(self) -> int:
@@ -93,12 +93,12 @@ class Slot:
     @property
     def full_kind(self) -> str:
         """The list that has it in full precision: its master's, or the only one if it is frozen."""
-        return PARAM32 if self.scheme.trained else PARAM16
+        return PARAM32 if self.schema.trained else PARAM16
 
     @property
     def full_dtype(self) -> torch.dtype:
         """What it is made of there."""
-        dtype: torch.dtype = getattr(torch, self.scheme.master_dtype) if self.scheme.trained else self.chunk.dtype
+        dtype: torch.dtype = getattr(torch, self.schema.master_dtype) if self.schema.trained else self.chunk.dtype
         return dtype
 
     @property
@@ -109,7 +109,7 @@ class Slot:
     @property
     def part(self) -> slice:
         """Which of them this process has in its lists."""
-        return slice(self.first, self.first + self.place.numel)
+        return slice(self.first, self.first + self.location.numel)
 
     def move_to(self, state: TensorState) -> None:
         """Change state, along legal transitions only."""
@@ -128,7 +128,7 @@ class Slot:
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """This parameter's elements in one of this process's lists, in a row as they lie in memory."""
-        return chunk.current(Region(self.place.offset, (self.place.numel,), (1,)))
+        return chunk.current(Region(self.location.offset, (self.location.numel,), (1,)))
 
     def flattened(self, value: torch.Tensor) -> torch.Tensor:
         """A value of the parameter's shape, its elements in a row as the parameter's lie in memory."""

@@ -26,7 +26,8 @@ def explain(who: str, data: ModelData, error: BaseException) -> BudgetError:
     """An error that says what took the bytes when `who` found none."""
     manager = data.manager
     return BudgetError(
-        f"{who} found no memory: chunks take {manager.compute.used} bytes of the device, non-model data "
-        f"{data.clock.non_model_now()}, the budget is {manager.compute.budget_bytes}. Lower device_memory if others "
+        f"{who} found no memory: chunks take {manager.device_tier.used} bytes of the device, non-model data "
+        f"{data.tracer.current_non_model_bytes()}, the budget is {manager.device_tier.budget_bytes}. Lower "
+        f"device_memory if others "
         f"use this device, or use activation checkpointing or a smaller batch. PyTorch said: {error}"
     )

@@ -7,7 +7,7 @@ class SaveInProgress(Protocol):
     """A checkpoint that is written while training continues (`_checkpoint/async_save.py`)."""
 
     @property
-    def ended(self) -> bool:
+    def done(self) -> bool:
         """Return whether it is complete or has failed."""
         ...
 
@@ -19,7 +19,7 @@ class SaveInProgress(Protocol):
         """Copy what the checkpoint still needs of all chunks."""
         ...
 
-    def proceed(self) -> None:
+    def progress(self) -> None:
         """Copy as much as the disk accepts without waiting."""
         ...
 
@@ -27,6 +27,6 @@ class SaveInProgress(Protocol):
         """Wait until it is complete. Raises CheckpointError if it failed."""
         ...
 
-    def give_up(self, why: str) -> None:
+    def cancel(self, why: str) -> None:
         """Stop reading chunks and discard the checkpoint."""
         ...

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16
-from patrickstar._memory.chunk_manager import Manager
-from patrickstar._params.managed_param import Slot
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
-from patrickstar._params.tensor_subclass import release_parameter, slot_of
+from patrickstar._params.tensor_subclass import managed_param_of, release_parameter
 from patrickstar.errors import DiskError, ModelError, MoveError, TrainingError
 
 
@@ -29,47 +29,47 @@ class ModelState:
         self.process = os.getpid()
         """The process that has the chunks. See [Note: memory that children do not get]."""
 
-    def read(self, slot: Slot, kind: str) -> torch.Tensor:
+    def read(self, managed: ManagedParam, kind: str) -> torch.Tensor:
         """A copy, on the host, of a parameter in a list; of several processes each gives its part."""
-        kind = slot.own.kind if kind == PARAM16 else kind
-        chunk = self.data.manager[kind, slot.place.chunk]
-        found = torch.empty_strided(slot.shape, slot.region.strides, dtype=chunk.dtype, device="cpu")
-        flat = found.as_strided((slot.numel,), (1,))
-        own = flat[slot.part]
+        kind = managed.own.kind if kind == PARAM16 else kind
+        chunk = self.data.manager[kind, managed.location.chunk]
+        found = torch.empty_strided(managed.shape, managed.region.strides, dtype=chunk.dtype, device="cpu")
+        flat = found.as_strided((managed.numel,), (1,))
+        own = flat[managed.part]
         try:
-            for where, part in self.data.parts(slot, kind) if slot.place.numel else ():
+            for where, part in self.data.parts(managed, kind) if managed.location.numel else ():
                 own[where].copy_(part)
         except (DiskError, MoveError, TrainingError):
             own.fill_(float("nan"))
-            self.data.complete_parts(slot, flat)  # the others have come for it
+            self.data.gather_parts(managed, flat)  # the others have come for it
             raise
-        self.data.complete_parts(slot, flat)
+        self.data.gather_parts(managed, flat)
         return found
 
-    def write(self, slot: Slot, kind: str, value: torch.Tensor) -> None:
+    def write(self, managed: ManagedParam, kind: str, value: torch.Tensor) -> None:
         """Set this process's part of a parameter in a list."""
-        if not slot.place.numel:
+        if not managed.location.numel:
             return
-        kind = slot.own.kind if kind == PARAM16 else kind
-        flat = slot.flattened(value)[slot.part]
-        for where, part in self.data.parts(slot, kind, write=True):
+        kind = managed.own.kind if kind == PARAM16 else kind
+        flat = managed.flattened(value)[managed.part]
+        for where, part in self.data.parts(managed, kind, write=True):
             part.copy_(flat[where])
 
-    def full_precision(self, slot: Slot) -> torch.Tensor:
+    def full_precision(self, managed: ManagedParam) -> torch.Tensor:
         """A copy of a parameter on the host: of its master, or of itself if it is frozen."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            return self.read(slot, slot.full_kind)
+            return self.read(managed, managed.full_kind)
 
-    def pieces(self, slot: Slot) -> Iterator[torch.Tensor]:
+    def pieces(self, managed: ManagedParam) -> Iterator[torch.Tensor]:
         """The same, its elements in a row in the order of its shape, without a copy where none is needed.
 
         What lies on disk comes a page at a time; of several processes' parts one parameter is put together.
         """
-        if slot.row_major and self.data.peers is None:
-            for _, part in self.data.parts(slot, slot.full_kind) if slot.numel else ():
+        if managed.row_major and self.data.comm is None:
+            for _, part in self.data.parts(managed, managed.full_kind) if managed.numel else ():
                 yield part
         else:
-            yield self.full_precision(slot).contiguous().view(-1)
+            yield self.full_precision(managed).contiguous().view(-1)
 
     def state_dict(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """As `nn.Module.state_dict` names it, or these names of it; tied names share one tensor."""
@@ -78,17 +78,17 @@ class ModelState:
             if unknown := set(names) - entries.keys():
                 raise ModelError(f"the model's state has nothing named {', '.join(map(repr, sorted(unknown)))}")
             entries = {name: tensor for name, tensor in entries.items() if name in names}
-        values: dict[Slot, torch.Tensor] = {}
+        values: dict[ManagedParam, torch.Tensor] = {}
         state = {}
         for name, tensor in entries.items():
-            slot = slot_of(tensor)
-            if slot is None:
+            managed = managed_param_of(tensor)
+            if managed is None:
                 plain = isinstance(tensor, torch.Tensor)
                 state[name] = tensor.detach().cpu().clone() if plain else copy.deepcopy(tensor)
                 continue
-            if slot not in values:
-                values[slot] = self.full_precision(slot)
-            state[name] = values[slot]
+            if managed not in values:
+                values[managed] = self.full_precision(managed)
+            state[name] = values[managed]
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
@@ -107,14 +107,14 @@ class ModelState:
             )
         with torch.no_grad():
             for name, tensor in own.items():
-                slot = slot_of(tensor)
+                managed = managed_param_of(tensor)
                 if not isinstance(tensor, torch.Tensor):
                     self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(copy.deepcopy(state_dict[name]))
-                elif slot is None:
+                elif managed is None:
                     tensor.copy_(state_dict[name])
                 else:
-                    self._assign(slot, state_dict[name])
-        self.data.forget_gathered()
+                    self._assign(managed, state_dict[name])
+        self.data.drop_gathered()
 
     def release(self) -> list[str]:
         """Give every chunk back; parameters become ordinary ones on the host, in full precision.
@@ -127,45 +127,45 @@ class ModelState:
             return self._give_back(manager)
         finally:
             manager.close()
-            manager.host.close()
+            manager.host_tier.close()
 
-    def _give_back(self, manager: Manager) -> list[str]:
+    def _give_back(self, manager: ChunkManager) -> list[str]:
         lost = []
-        for slot in self.data.slots:
-            release_parameter(slot)
+        for managed in self.data.managed_params:
+            release_parameter(managed)
         for chunk in list(manager.chunks.values()):
             if chunk.kind not in (PARAM16, SHARD16, PARAM32):
                 manager.remove(chunk)
-        for index, slots in self.data.by_chunk.items():
-            for slot in slots:
-                value = self._salvage(slot) if self.keep else None
+        for index, managed_params in self.data.by_chunk.items():
+            for managed in managed_params:
+                value = self._salvage(managed) if self.keep else None
                 if value is None:
-                    lost.append(slot.name)
-                    value = self.data.absent(slot.chunk.dtype).expand(slot.shape)
-                slot.param.data = value
-                slot.device_view = None
+                    lost.append(managed.name)
+                    value = self.data.placeholder(managed.chunk.dtype).expand(managed.shape)
+                managed.param.data = value
+                managed.device_view = None
             for kind in (PARAM16, SHARD16, PARAM32):
                 if (kind, index) in manager.chunks:
                     manager.remove(manager[kind, index])
-        if self.complete and self.data.peers is not None:
+        if self.complete and self.data.comm is not None:
             lost = self._lost_anywhere(lost)
         return lost
 
     def _lost_anywhere(self, lost: list[str]) -> list[str]:
         """The names of parameters of which any process has lost its part; all are NaN here too."""
-        assert self.data.peers is not None
-        names = set().union(*self.data.peers.world.tell(lost))
-        for slot in self.data.slots:
-            if slot.name in names and slot.name not in lost:
-                slot.param.data = self.data.absent(slot.chunk.dtype).expand(slot.shape)
-        return [slot.name for slot in self.data.slots if slot.name in names]
+        assert self.data.comm is not None
+        names = set().union(*self.data.comm.world.all_gather_object(lost))
+        for managed in self.data.managed_params:
+            if managed.name in names and managed.name not in lost:
+                managed.param.data = self.data.placeholder(managed.chunk.dtype).expand(managed.shape)
+        return [managed.name for managed in self.data.managed_params if managed.name in names]
 
-    def _salvage(self, slot: Slot) -> torch.Tensor | None:
+    def _salvage(self, managed: ManagedParam) -> torch.Tensor | None:
         """A parameter's value, unless it is lost."""
-        if self.data.peers is not None and not self.complete:
+        if self.data.comm is not None and not self.complete:
             return None
         try:
-            return self.full_precision(slot)
+            return self.full_precision(managed)
         except (DiskError, MoveError, TrainingError):
             return None
 
@@ -174,9 +174,9 @@ class ModelState:
         entries: dict[str, Any] = self.module.state_dict(keep_vars=True)
         return entries
 
-    def _assign(self, slot: Slot, value: torch.Tensor) -> None:
+    def _assign(self, managed: ManagedParam, value: torch.Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            self.write(slot, PARAM16, value)
-            torch.autograd.graph.increment_version(slot.param)
-            if slot.scheme.trained:
-                self.write(slot, PARAM32, value)
+            self.write(managed, PARAM16, value)
+            torch.autograd.graph.increment_version(managed.param)
+            if managed.schema.trained:
+                self.write(managed, PARAM32, value)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from patrickstar._params.managed_param import Slot
+from patrickstar._params.managed_param import ManagedParam
 
 # [Note: parameters that announce themselves]
 # A managed Parameter stays the user's object; only its class changes, to one with `__torch_function__`. Every operator
@@ -62,7 +62,7 @@ def _announce(
 class ChunkView(torch.Tensor):
     """A tensor that views a parameter's payload. Operators that take it announce themselves like the parameter's."""
 
-    _slots: tuple[Slot, ...]
+    _managed_params: tuple[ManagedParam, ...]
     _interceptor: Operate
 
     __torch_function__: ClassVar[Any] = classmethod(_announce)
@@ -78,7 +78,7 @@ class ChunkView(torch.Tensor):
 class ChunkParameter(nn.Parameter):
     """The user's own Parameter while it is managed. See [Note: parameters that announce themselves]."""
 
-    _slots: tuple[Slot, ...]
+    _managed_params: tuple[ManagedParam, ...]
     _interceptor: Operate
 
     __torch_function__: ClassVar[Any] = classmethod(_announce)
@@ -91,7 +91,7 @@ class ChunkParameter(nn.Parameter):
         return nn.Parameter(_plain_tensor(self), self.requires_grad).__reduce_ex__(protocol)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        return f"ChunkParameter({self._slots[0].name!r}, {_plain_tensor(self)!r})"
+        return f"ChunkParameter({self._managed_params[0].name!r}, {_plain_tensor(self)!r})"
 
 
 def _managed(values: Any, found: list[Any]) -> list[Any]:
@@ -118,24 +118,24 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         return tensors[0]._interceptor.operate(func, args, kwargs, tensors)
 
 
-def adopt_parameter(slot: Slot, interceptor: Operate) -> None:
+def adopt_parameter(managed: ManagedParam, interceptor: Operate) -> None:
     """Have the parameter of a slot announce itself."""
-    param: Any = slot.param
-    param.__class__, param._slots, param._interceptor = ChunkParameter, (slot,), interceptor
+    param: Any = managed.param
+    param.__class__, param._managed_params, param._interceptor = ChunkParameter, (managed,), interceptor
 
 
-def release_parameter(slot: Slot) -> None:
+def release_parameter(managed: ManagedParam) -> None:
     """Make it an ordinary parameter again."""
-    param: Any = slot.param
+    param: Any = managed.param
     param.__class__ = nn.Parameter
-    del param._slots, param._interceptor
+    del param._managed_params, param._interceptor
 
 
-def adopt_view(tensor: Any, slots: tuple[Slot, ...], interceptor: Operate) -> None:
+def adopt_view(tensor: Any, managed_params: tuple[ManagedParam, ...], interceptor: Operate) -> None:
     """Have a view of parameters announce itself like them."""
-    tensor.__class__, tensor._slots, tensor._interceptor = ChunkView, slots, interceptor
+    tensor.__class__, tensor._managed_params, tensor._interceptor = ChunkView, managed_params, interceptor
 
 
-def slot_of(tensor: Any) -> Slot | None:
+def managed_param_of(tensor: Any) -> ManagedParam | None:
     """The slot of a managed parameter; None for any other tensor."""
-    return tensor._slots[0] if isinstance(tensor, ChunkParameter) else None
+    return tensor._managed_params[0] if isinstance(tensor, ChunkParameter) else None

@@ -44,7 +44,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Lane:
+class SimulatedChannel:
     """What one resource does in a step."""
 
     name: str
@@ -60,7 +60,7 @@ class Estimate:
     workload: Workload
     processes: int
     shares: Shares
-    lanes: tuple[Lane, ...]
+    channels: tuple[SimulatedChannel, ...]
     fill_s: float
     device_bytes: int
     host_bytes: int
@@ -69,7 +69,7 @@ class Estimate:
     @property
     def bound_s(self) -> float:
         """The busiest lane. No other shares have one that is done sooner."""
-        return max(lane.seconds for lane in self.lanes)
+        return max(lane.seconds for lane in self.channels)
 
     @property
     def seconds(self) -> float:
@@ -84,8 +84,8 @@ class Estimate:
     @property
     def free_tokens(self) -> int:
         """Tokens per process and step from which on moving model data costs no time: computing takes as long."""
-        compute = next(lane for lane in self.lanes if lane.name == "compute")
-        others = max(lane.seconds for lane in self.lanes if lane is not compute)
+        compute = next(lane for lane in self.channels if lane.name == "compute")
+        others = max(lane.seconds for lane in self.channels if lane is not compute)
         return math.ceil(self.workload.tokens * others / compute.seconds) if compute.seconds else 0
 
 
@@ -102,7 +102,7 @@ def estimate(work: Workload, machine: Machine, processes: int = 1) -> Estimate:
 
     Raises BudgetError, with the smallest changes that help, where the model fits with no shares.
     """
-    busy = _lanes(work, machine, processes)
+    busy = _channels(work, machine, processes)
     used = _used(work, processes)
     within = [*_conditions(used, machine), *(seconds - _OF[_LONGEST] for _, seconds, _ in busy)]
     fastest = least(_OF[_LONGEST], within, _WHOLE)
@@ -112,7 +112,7 @@ def estimate(work: Workload, machine: Machine, processes: int = 1) -> Estimate:
     longest = _OF[_LONGEST] - _OF.one * fastest[_LONGEST] * (1 + SLACK)
     at = least(np.sum([seconds for _, seconds, _ in busy], axis=0), [*within, longest], _WHOLE)
     at = fastest if at is None else at
-    found = tuple(Lane(name, value(seconds, at), value(amount, at)) for name, seconds, amount in busy)
+    found = tuple(SimulatedChannel(name, value(seconds, at), value(amount, at)) for name, seconds, amount in busy)
     below = at[_IN_RAM] + at[_ON_DISK]
     return Estimate(
         work,
@@ -138,7 +138,7 @@ def least_moved_bytes(work: Workload, machine: Machine, processes: int = 1) -> t
     no shares.
     """
     work = replace(work, non_model_bytes=0, working_bytes=0)
-    amounts = {name: amount for name, _, amount in _lanes(work, machine, processes)}
+    amounts = {name: amount for name, _, amount in _channels(work, machine, processes)}
     within = _conditions(_used(work, processes), machine)
     found = []
     for pair in (("host to device", "device to host"), ("disk read", "disk write")):
@@ -249,7 +249,7 @@ def _conditions(used: dict[Room, Expression], machine: Machine) -> list[Expressi
     return [*in_memory, used[Room.DISK] - _OF.one * disk_bytes, above, left]
 
 
-def _lanes(work: Workload, machine: Machine, processes: int) -> list[tuple[str, Expression, Expression]]:
+def _channels(work: Workload, machine: Machine, processes: int) -> list[tuple[str, Expression, Expression]]:
     """Each resource with the seconds it is busy and what it moves, for one process; what is shared counts all."""
     part = work.params / processes
     below = _OF.one - _OF[_KEPT] - _OF[_RESIDENT]
@@ -268,21 +268,21 @@ def _lanes(work: Workload, machine: Machine, processes: int) -> list[tuple[str, 
         ram = ram + above
     h2d, d2h = machine.crossing_rates(processes)
     memory = machine.host.update_bandwidth(processes, max(1, machine.host.cores // processes))
-    lanes = [
+    channels = [
         ("compute", compute, _OF.one * work.operations),
         ("host to device", up / h2d, up),
         ("device to host", down / d2h, down),
         ("host memory", ram * processes / memory, ram),
     ]
     if disk is not None:
-        lanes.append(("disk read", read * processes / disk.read, read))
-        lanes.append(("disk write", written * processes / disk.write, written))
+        channels.append(("disk read", read * processes / disk.read, read))
+        channels.append(("disk write", written * processes / disk.write, written))
     if processes > 1:
         assert machine.links is not None and machine.links.gpu_gpu is not None
         # Two gathers of parameters and a scatter of gradients (PatrickStar §7: 6(p-1)/p bytes per parameter).
         sent = _OF.one * (3 * PARAM_BYTES * (processes - 1) / processes * work.params)
-        lanes.append(("between GPUs", sent / machine.links.gpu_gpu, sent))
-    return lanes
+        channels.append(("between GPUs", sent / machine.links.gpu_gpu, sent))
+    return channels
 
 
 def _does_not_fit(work: Workload, machine: Machine, processes: int) -> BudgetError:

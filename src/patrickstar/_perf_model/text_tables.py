@@ -12,7 +12,7 @@ HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
-class LaneRow:
+class ChannelRow:
     """What one resource does in a step."""
 
     name: str
@@ -35,10 +35,10 @@ def rows(pairs: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f"{name:<{NAME_WIDTH}}{text}" for name, text in pairs)
 
 
-def lanes_table(lanes: Iterable[LaneRow], seconds: float) -> str:
+def channels_table(channels: Iterable[ChannelRow], seconds: float) -> str:
     """How long each resource is busy and idle in a step of so many seconds."""
     cells = [("resource", "busy", "idle", "moves", "busy share")]
-    for lane in lanes:
+    for lane in channels:
         share = lane.busy_s / seconds if seconds else 0.0
         idle_s = max(0.0, seconds - lane.busy_s)
         cells.append((lane.name, f"{lane.busy_s:.2f} s", f"{idle_s:.2f} s", lane.amount, bar(share)))

@@ -22,7 +22,7 @@ from patrickstar.errors import PeerError
 # another in those of the other.
 
 
-class Want(IntEnum):
+class Request(IntEnum):
     """What a process comes to a round for."""
 
     NOTHING = 0
@@ -49,24 +49,24 @@ class Want(IntEnum):
     @property
     def is_meeting(self) -> bool:
         """Whether all processes have to come for the same."""
-        return self >= Want.STEP
+        return self >= Request.STEP
 
 
 @dataclass(frozen=True)
-class Word:
+class Message:
     """What one process says in a round: what it wants, of which chunk, and of which chunks its gradients are ready.
 
     Chunks of all engines of a process are numbered as one; `engine` says whose meeting it is.
     """
 
-    want: Want
+    want: Request
     chunk: int = -1
     ready: frozenset[int] = frozenset()
     engine: int = 0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Agreement:
     """What is done in a round, in this order: reductions, gathers, a meeting. Ranks are ascending."""
 
     reduces: tuple[tuple[int, tuple[int, ...]], ...]
@@ -77,7 +77,7 @@ class Outcome:
     """Whether all have come for the same."""
 
 
-def outcome(words: Sequence[Word]) -> Outcome:
+def outcome(words: Sequence[Message]) -> Agreement:
     """What follows from the words of all processes. Raises PeerError where they have come for different meetings."""
     meetings = {(word.want, word.engine) for word in words if word.want.is_meeting}
     met = all(word.want.is_meeting for word in words)
@@ -93,14 +93,14 @@ def outcome(words: Sequence[Word]) -> Outcome:
         )
     ready = sorted(set().union(*(word.ready for word in words)))
     reduces = [chunk for chunk in ready if all(chunk in word.ready or word.want.is_meeting for word in words)]
-    wanted = sorted({word.chunk for word in words if word.want is Want.GATHER})
-    stuck = all(word.want is Want.ROOM or word.want.is_meeting for word in words)
-    if stuck and not met and not reduces:
-        reduces = sorted(set().union(*(word.ready for word in words if word.want is Want.ROOM)))
-    return Outcome(
+    wanted = sorted({word.chunk for word in words if word.want is Request.GATHER})
+    bound_to_device = all(word.want is Request.ROOM or word.want.is_meeting for word in words)
+    if bound_to_device and not met and not reduces:
+        reduces = sorted(set().union(*(word.ready for word in words if word.want is Request.ROOM)))
+    return Agreement(
         tuple((chunk, tuple(rank for rank, word in enumerate(words) if chunk in word.ready)) for chunk in reduces),
         tuple(
-            (chunk, tuple(r for r, word in enumerate(words) if word.want is Want.GATHER and word.chunk == chunk))
+            (chunk, tuple(r for r, word in enumerate(words) if word.want is Request.GATHER and word.chunk == chunk))
             for chunk in wanted
         ),
         met,
@@ -108,11 +108,11 @@ def outcome(words: Sequence[Word]) -> Outcome:
 
 
 _SAID = {
-    Want.STEP: "a step",
-    Want.NORM: "clipping",
-    Want.STATE: "reading the state or a gradient",
-    Want.AVERAGE: "an average",
-    Want.CLOSE: "closing the engine",
-    Want.DROP: "dropping gradients",
-    Want.WRITE: "writing to a parameter in place",
+    Request.STEP: "a step",
+    Request.NORM: "clipping",
+    Request.STATE: "reading the state or a gradient",
+    Request.AVERAGE: "an average",
+    Request.CLOSE: "closing the engine",
+    Request.DROP: "dropping gradients",
+    Request.WRITE: "writing to a parameter in place",
 }

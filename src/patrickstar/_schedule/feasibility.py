@@ -5,14 +5,14 @@ from dataclasses import replace
 
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.chunk_mapping import Layout
-from patrickstar._schedule.placement import Budgets, Tier, Tiers, disk_bytes, initial_placement
+from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_bytes, initial_placement
 from patrickstar.errors import BudgetError
 
 
 def working_set_bytes(layout: Layout, together: Iterable[set[str]]) -> int:
     """The most `param16` chunks that have to be on the device at once, for parameters that are read `together`."""
     nbytes = {chunk.index: chunk.compute_bytes for chunk in layout.chunks}
-    sets = ({layout.places[name].chunk for name in names} for names in together)
+    sets = ({layout.locations[name].chunk for name in names} for names in together)
     return max(sum(nbytes[index] for index in indices) for indices in sets)
 
 
@@ -62,7 +62,7 @@ def check_budgets(
             f"(cuBLAS workspaces)"
         )
     if staging_bytes:
-        plain = {chunk.index: Tiers(Tier.DEVICE, Tier.DISK) for chunk in layout.chunks}
+        plain = {chunk.index: ChunkTiers(Tier.DEVICE, Tier.DISK) for chunk in layout.chunks}
         disk = disk_bytes(layout.chunks, plain)
         shards = sum(chunk.shard_bytes for chunk in layout.chunks)
         least_host = staging_bytes + shards

@@ -29,7 +29,7 @@ class Tier(Enum):
 
 
 @dataclass(frozen=True)
-class Tiers:
+class ChunkTiers:
     """Where the chunks of one index begin their life."""
 
     compute: Tier
@@ -45,10 +45,12 @@ class Budgets:
     disk: int = 0
 
 
-HOST = Tiers(compute=Tier.HOST, optimizer=Tier.HOST)
+HOST = ChunkTiers(compute=Tier.HOST, optimizer=Tier.HOST)
 
 
-def initial_placement(chunks: Sequence[ChunkSpec], budgets: Budgets, working_set: int = 0) -> dict[int, Tiers] | None:
+def initial_placement(
+    chunks: Sequence[ChunkSpec], budgets: Budgets, working_set: int = 0
+) -> dict[int, ChunkTiers] | None:
     """Where each index begins, on disk only if memory can't hold all; None if the tiers are too small together.
 
     working_set: bytes that operators must find on the device beside what can't leave it.
@@ -61,31 +63,31 @@ def initial_placement(chunks: Sequence[ChunkSpec], budgets: Budgets, working_set
     return _with_disk(chunks, budgets) if budgets.disk and working_set <= budgets.device else None
 
 
-def _with_disk(chunks: Sequence[ChunkSpec], budgets: Budgets) -> dict[int, Tiers] | None:
+def _with_disk(chunks: Sequence[ChunkSpec], budgets: Budgets) -> dict[int, ChunkTiers] | None:
     """Where each index begins if the disk takes what memory can't.
 
     Every chunk of `param16` comes to the device when it is made, and leaves it for the host while that has room, else
     for the disk. The host's room is all theirs at first: how much of it they need shows in the first step, and what
-    they leave goes to optimizer chunks then (`homes`).
+    they leave goes to optimizer chunks then (`home_tiers`).
     """
-    param16 = sum(chunk.spill_bytes for chunk in chunks)
+    param16 = sum(chunk.evictable_bytes for chunk in chunks)
     # What processes own of `param16` is read at every gather, and stays on the host.
     shards = sum(chunk.shard_bytes for chunk in chunks)
     room = budgets.host - param16 - shards
     placement = {}
     for chunk in chunks:
-        fits = chunk.scheme.trained and chunk.optimizer_bytes <= room
+        fits = chunk.schema.trained and chunk.optimizer_bytes <= room
         room -= chunk.optimizer_bytes if fits else 0
-        placement[chunk.index] = Tiers(Tier.DEVICE, Tier.HOST if fits else Tier.DISK)
+        placement[chunk.index] = ChunkTiers(Tier.DEVICE, Tier.HOST if fits else Tier.DISK)
     enough = disk_bytes(chunks, placement) <= budgets.disk and shards <= budgets.host
     return placement if enough and max(chunk.compute_bytes for chunk in chunks) <= budgets.device else None
 
 
-def disk_bytes(chunks: Sequence[ChunkSpec], placement: Mapping[int, Tiers]) -> int:
+def disk_bytes(chunks: Sequence[ChunkSpec], placement: Mapping[int, ChunkTiers]) -> int:
     """What has to have room on disk: optimizer chunks that live there, and `param16`, all of which may go there."""
     blocks = 0
     for chunk in chunks:
-        lists = chunk.scheme.lists if placement[chunk.index].optimizer is Tier.DISK else chunk.scheme.lists[:1]
+        lists = chunk.schema.lists if placement[chunk.index].optimizer is Tier.DISK else chunk.schema.lists[:1]
         if chunk.shared:
             lists = lists[1:]
         blocks += sum(-(-chunk.own_numel * spec.itemsize // DISK_BLOCK_BYTES) for spec in lists)
@@ -94,22 +96,22 @@ def disk_bytes(chunks: Sequence[ChunkSpec], placement: Mapping[int, Tiers]) -> i
 
 def _in_memory(
     chunks: Sequence[ChunkSpec], device_budget_bytes: int, host_budget_bytes: int
-) -> dict[int, Tiers] | None:
+) -> dict[int, ChunkTiers] | None:
     """Where each index begins if device and host take all of it.
 
     Optimizer chunks begin on the host, as many as it has room for beside the part of `param16` that the device can't
     hold and beside what changes places. The others live on the device, and `param16` has what they leave:
     while the host can take the rest, no more than the warm-up may fill.
     """
-    param16 = sum(chunk.spill_bytes for chunk in chunks)
+    param16 = sum(chunk.evictable_bytes for chunk in chunks)
     largest = max(chunk.compute_bytes for chunk in chunks)
     # What evicting whole chunks can overshoot by, and the chunk that comes: with both free somewhere, no order of
     # evictions gets stuck. Nor does any where the host can take all of `param16`.
-    exchange = 2 * max(chunk.spill_bytes for chunk in chunks)
+    exchange = 2 * max(chunk.evictable_bytes for chunk in chunks)
     below = sum(chunk.optimizer_bytes + chunk.shard_bytes for chunk in chunks)
     above: set[int] = set()
     forced = 0
-    waiting = [chunk for chunk in chunks if chunk.scheme.trained]
+    waiting = [chunk for chunk in chunks if chunk.schema.trained]
     while True:
         spill = max(0, param16 - max(0, device_budget_bytes - forced))
         if below + min(param16, spill + (exchange if below or spill else 0)) <= host_budget_bytes:
@@ -128,8 +130,8 @@ def _in_memory(
         for chunk in chunks:
             stays = chunk.compute_bytes <= room
             room -= chunk.compute_bytes if stays else 0
-            spilled += 0 if stays else chunk.spill_bytes
-            placement[chunk.index] = Tiers(
+            spilled += 0 if stays else chunk.evictable_bytes
+            placement[chunk.index] = ChunkTiers(
                 Tier.DEVICE if stays else Tier.HOST, Tier.DEVICE if chunk.index in above else Tier.HOST
             )
         if below + min(param16, spilled + (exchange if below or spilled else 0)) <= host_budget_bytes:
@@ -138,9 +140,14 @@ def _in_memory(
 
 
 def margin_chunks(
-    chunks: Sequence[ChunkSpec], chunkable_bytes: int, *, stuck: Collection[int] = (), accumulates: bool = False
+    chunks: Sequence[ChunkSpec],
+    chunkable_bytes: int,
+    *,
+    bound_to_device: Collection[int] = (),
+    accumulates: bool = False,
 ) -> list[int]:
-    """The chunk indices whose optimizer chunks live on the device: those `stuck` there, then others in list order.
+    """The chunk indices whose optimizer chunks live on the device: those `bound_to_device` there, then others in
+    list order.
 
     The margin space is what the peak of non-model data, and the update's workspace, leave of the budget
     (`chunkable_bytes`) once all of `param16` is there. Where not even that fits there is no margin: every byte serves
@@ -148,17 +155,17 @@ def margin_chunks(
     """
     margin = chunkable_bytes - sum(chunk.compute_bytes for chunk in chunks)
     placed = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.index not in stuck):
+    for chunk in sorted(chunks, key=lambda chunk: chunk.index not in bound_to_device):
         nbytes = chunk.optimizer_bytes
         if accumulates:
-            nbytes += chunk.nbytes(ITEMSIZE[chunk.scheme.master_dtype])
-        if chunk.scheme.trained and (chunk.index in stuck or nbytes <= margin):
+            nbytes += chunk.nbytes(ITEMSIZE[chunk.schema.master_dtype])
+        if chunk.schema.trained and (chunk.index in bound_to_device or nbytes <= margin):
             placed.append(chunk.index)
             margin -= nbytes
     return placed
 
 
-def homes(
+def home_tiers(
     chunks: Sequence[ChunkSpec], on_device: Collection[int], host_bytes: int, *, accumulates: bool = False
 ) -> dict[int, Tier]:
     """Where the optimizer chunks of each index live: in the margin, on the host while `host_bytes` last, else on disk.
@@ -171,8 +178,8 @@ def homes(
     found = {}
     for chunk in chunks:
         nbytes = chunk.optimizer_bytes
-        if accumulates and chunk.scheme.trained:
-            nbytes += chunk.nbytes(ITEMSIZE[chunk.scheme.master_dtype])
+        if accumulates and chunk.schema.trained:
+            nbytes += chunk.nbytes(ITEMSIZE[chunk.schema.master_dtype])
         if chunk.index in on_device:
             found[chunk.index] = Tier.DEVICE
         elif nbytes <= host_bytes:

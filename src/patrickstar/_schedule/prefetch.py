@@ -8,14 +8,14 @@ from patrickstar._schedule.trace import NEVER, Trace
 
 
 @dataclass(frozen=True)
-class Move:
+class PrefetchMove:
     """One chunk comes early; those in `leave` go first."""
 
     fetch: int
-    leave: tuple[int, ...]
+    evict: tuple[int, ...]
 
 
-class Prefetch(ABC):
+class PrefetchPolicy(ABC):
     """When chunks come and go, decided from a trace and a budget.
 
     Answers depend on the arguments alone, whatever was asked before.
@@ -34,31 +34,35 @@ class Prefetch(ABC):
         return sorted(candidates, key=lambda chunk: (-self.next_use(chunk, now), chunk))
 
     @abstractmethod
-    def ahead(self, now: int, present: Collection[int], held: Collection[int], limit_bytes: int) -> list[Move]:
+    def prefetches(
+        self, now: int, present: Collection[int], held: Collection[int], limit_bytes: int
+    ) -> list[PrefetchMove]:
         """What shall come now, in this order, though nothing waits for it yet.
 
         present: the chunks on the device or on their way there, without those that are leaving. held: those of them
         that can't leave now. limit_bytes: the most that may be fetched.
         """
 
-    def released(self, now: int, present: Collection[int], held: Collection[int]) -> tuple[int, ...]:
+    def early_evictions(self, now: int, present: Collection[int], held: Collection[int]) -> tuple[int, ...]:
         """Who shall leave now although nobody needs the room."""
         return ()
 
 
-class OnDemand(Prefetch):
+class DemandFetch(PrefetchPolicy):
     """Nothing comes before it is accessed."""
 
-    def ahead(self, now: int, present: Collection[int], held: Collection[int], limit_bytes: int) -> list[Move]:
+    def prefetches(
+        self, now: int, present: Collection[int], held: Collection[int], limit_bytes: int
+    ) -> list[PrefetchMove]:
         """Nothing."""
         return []
 
 
-class NextUseAhead(Prefetch):
+class AggressivePrefetch(PrefetchPolicy):
     """Integrated prefetching and caching (Cao, Felten, Karlin, Li 1995), by their strategy `aggressive`.
 
     What is needed soonest comes next, as soon as those whose next use is furthest make room, if that use is later than
-    its own. It waits least; what leaves early may be missed, so it can fetch more than `OnDemand` does.
+    its own. It waits least; what leaves early may be missed, so it can fetch more than `DemandFetch` does.
     """
 
     def __init__(self, trace: Trace, nbytes: Mapping[int, int], budget_bytes: int) -> None:
@@ -71,17 +75,19 @@ class NextUseAhead(Prefetch):
         self._now = self._known = 0
         self._horizon = NEVER
 
-    def ahead(self, now: int, present: Collection[int], held: Collection[int], limit_bytes: int) -> list[Move]:
+    def prefetches(
+        self, now: int, present: Collection[int], held: Collection[int], limit_bytes: int
+    ) -> list[PrefetchMove]:
         """Those needed soonest, up to the first that has to wait."""
         self._catch_up(now, present)
-        moves: list[Move] = []
+        moves: list[PrefetchMove] = []
         while (chunk := self._missing()) is not None and (nbytes := self.nbytes[chunk]) <= limit_bytes:
             narrowest = self._narrow.last(now, self._known)
             short = self._there_bytes + nbytes - self.chunkable[narrowest % len(self.chunkable)]
             leave = self._leave_for(chunk, short, narrowest, held) if short > 0 else ()
             if leave is None:
                 break
-            moves.append(Move(chunk, leave))
+            moves.append(PrefetchMove(chunk, leave))
             limit_bytes -= nbytes
             self._change({chunk}, leave)
         return moves

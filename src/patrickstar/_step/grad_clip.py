@@ -3,11 +3,11 @@
 import torch
 
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.grad_norm import Survey, survey_of_parts
-from patrickstar._params.managed_param import Slot
+from patrickstar._kernels.grad_norm import GradStats, grad_stats_of_parts
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.precision import LossScaler, clip_coefficient
-from patrickstar._schedule.coordination import Want
+from patrickstar._schedule.coordination import Request
 
 
 class Gradients:
@@ -18,12 +18,12 @@ class Gradients:
         self.scaler = scaler
         self.kernels = kernels
         self._clips: list[float] = []
-        self._survey: Survey | None = None
+        self._grad_stats: GradStats | None = None
 
     @property
     def scales(self) -> tuple[float, ...]:
         """What the update multiplies gradients by, one factor after the other, each product rounded."""
-        average = (1.0 / self.data.peers.world.size,) if self.data.peers is not None else ()
+        average = (1.0 / self.data.comm.world.size,) if self.data.comm is not None else ()
         unscale = (1.0 / self.scaler.scale,) if self.scaler.enabled else ()
         return (*average, *unscale, *self._clips)
 
@@ -34,65 +34,67 @@ class Gradients:
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Have the step scale gradients to a global norm of at most `max_norm`; returns the norm before."""
-        self.data.meet_gradients(Want.NORM)
-        with self.data.together():
-            self._survey = self._look()
-        total, factor = clip_coefficient(self._survey.norm, max_norm)
-        if self._survey.sums:
+        self.data.synchronize_gradients(Request.NORM)
+        with self.data.collective_section():
+            self._grad_stats = self._look()
+        total, factor = clip_coefficient(self._grad_stats.norm, max_norm)
+        if self._grad_stats.sums:
             self._clips.append(factor)
         return torch.tensor(total, dtype=torch.float32, device=self.data.manager.device)
 
-    def read(self, slot: Slot) -> torch.Tensor | None:
+    def read(self, managed: ManagedParam) -> torch.Tensor | None:
         """A copy of a parameter's gradient, unscaled and clipped, in the master's dtype; None if it has none."""
-        if not self.data.has_gradient(slot):
+        if not self.data.has_gradient(managed):
             return None
         with torch.no_grad():
-            grad = torch.empty(slot.numel, dtype=getattr(torch, slot.scheme.master_dtype), device="cpu")
-            if slot.has_gradient:
-                self._read_own(slot, grad[slot.part])
-            self.data.complete_parts(slot, grad)
-            return grad.as_strided(slot.region.shape, slot.region.strides).to(self.data.manager.device)
+            grad = torch.empty(managed.numel, dtype=getattr(torch, managed.schema.master_dtype), device="cpu")
+            if managed.has_gradient:
+                self._read_own(managed, grad[managed.part])
+            self.data.gather_parts(managed, grad)
+            return grad.as_strided(managed.region.shape, managed.region.strides).to(self.data.manager.device)
 
-    def _read_own(self, slot: Slot, grad: torch.Tensor) -> None:
-        self.data.have_own(slot)
-        if not self.data.gradient_on_disk(slot):
-            grad.copy_(self.data.gradient(slot).together().scaled(self.scales))
+    def _read_own(self, managed: ManagedParam, grad: torch.Tensor) -> None:
+        self.data.ensure_local(managed)
+        if not self.data.gradient_on_disk(managed):
+            grad.copy_(self.data.gradient(managed).together().scaled(self.scales))
             return
-        for where, part in self.data.gradient_parts(slot):
+        for where, part in self.data.gradient_parts(managed):
             grad[where] = part.together().scaled(self.scales)
 
     def overflowed(self) -> bool:
         """Whether a gradient of the scaled loss holds an infinity or a NaN; where it was clipped, that is known."""
         if not self.scaler.enabled:
             return False
-        with self.data.together():
-            survey = self._survey if self._survey is not None else self._look()
-        return survey.not_finite > 0
+        with self.data.collective_section():
+            grad_stats = self._grad_stats if self._grad_stats is not None else self._look()
+        return grad_stats.not_finite > 0
 
     def drop(self) -> None:
         """Forget them all; parameters that lie under one are put back."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self.data.discard_gradients()
         self._clips.clear()
-        self._survey = None
+        self._grad_stats = None
 
-    def _look(self) -> Survey:
+    def _look(self) -> GradStats:
         """Chunk by chunk, so that of what has to be copied between tiers no more than that is there at a time."""
-        sums: dict[Slot, float] = {}
+        sums: dict[ManagedParam, float] = {}
         not_finite = 0
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for slots in self.data.by_chunk.values():
-                some = [slot for slot in slots if slot.has_gradient]
-                for slot in some:
-                    self.data.have_own(slot)
-                on_disk = [slot for slot in some if self.data.gradient_on_disk(slot)]
-                here = [slot for slot in some if slot not in on_disk]
-                found = self.kernels.survey([self.data.gradient(slot).together() for slot in here], self.scales)
+            for managed_params in self.data.by_chunk.values():
+                some = [managed for managed in managed_params if managed.has_gradient]
+                for managed in some:
+                    self.data.ensure_local(managed)
+                on_disk = [managed for managed in some if self.data.gradient_on_disk(managed)]
+                here = [managed for managed in some if managed not in on_disk]
+                found = self.kernels.grad_stats(
+                    [self.data.gradient(managed).together() for managed in here], self.scales
+                )
                 sums.update(zip(here, found.sums, strict=True))
                 not_finite += found.not_finite
-                for slot in on_disk:
-                    parts = (part.together().scaled(self.scales) for _, part in self.data.gradient_parts(slot))
-                    one = survey_of_parts(parts)
-                    sums[slot] = one.sums[0]
+                for managed in on_disk:
+                    parts = (part.together().scaled(self.scales) for _, part in self.data.gradient_parts(managed))
+                    one = grad_stats_of_parts(parts)
+                    sums[managed] = one.sums[0]
                     not_finite += one.not_finite
-        return Survey(*self.data.all_sums(sums, not_finite))
+        return GradStats(*self.data.all_sums(sums, not_finite))

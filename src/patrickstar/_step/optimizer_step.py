@@ -11,30 +11,34 @@ from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule, Span
 from patrickstar._layout.schema import GRAD32, PARAM32
 from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.defer_sigint import uninterrupted
-from patrickstar._params.managed_param import Slot
+from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
-from patrickstar._step.disk_optimizer_step import Pipeline, count_crossing
-from patrickstar._step.staging_pool import Ring, RingSize
+from patrickstar._step.disk_optimizer_step import DiskOptimizerStep, count_crossing
+from patrickstar._step.staging_pool import StagingPool, StagingSize
 from patrickstar.optim import Optimizer
 
 STREAM_NUMEL = 1 << 22
 """Elements that come down together: four pages, for several threads, 8 MiB of 16-bit gradients."""
 
-GroupOf = Callable[[Slot], Mapping[str, Any] | None]
+GroupOf = Callable[[ManagedParam], Mapping[str, Any] | None]
 
 
-class Update:
+class OptimizerStep:
     """Runs one optimizer step over all chunks that hold gradients."""
 
-    def __init__(self, data: ModelData, optimizer: Optimizer, kernels: Kernels, ring: RingSize | None = None) -> None:
+    def __init__(
+        self, data: ModelData, optimizer: Optimizer, kernels: Kernels, ring: StagingSize | None = None
+    ) -> None:
         self.data = data
         self.optimizer = optimizer
         self.kernels = kernels
-        self.homes: dict[int, Tier] = {}
+        self.home_tiers: dict[int, Tier] = {}
         """Where the optimizer chunks of each index live."""
-        self.pipeline = Pipeline(data, self.update, Ring(data.manager, ring)) if ring is not None else None
+        self.disk_step = (
+            DiskOptimizerStep(data, self.update, StagingPool(data.manager, ring)) if ring is not None else None
+        )
         self._order: dict[int, None] = {}
 
     @property
@@ -49,92 +53,92 @@ class Update:
         scales: factors that gradients are multiplied by before, one after the other.
         """
         for index in self.data.by_chunk:
-            for running in self.run_chunk(index, group_of, scales):
+            for running in self.update_chunk(index, group_of, scales):
                 running.finish()
-        if self.pipeline is not None:
-            self.pipeline.sort(self.data.clock.trace.first_use)
-            self.proceed()
+        if self.disk_step is not None:
+            self.disk_step.sort(self.data.tracer.trace.first_use)
+            self.progress()
 
-    def proceed(self) -> None:
+    def progress(self) -> None:
         """Go on with what was asked for, without waiting."""
-        if self.pipeline is not None:
-            self.pipeline.proceed()
-        self.data.go_on_saving()
+        if self.disk_step is not None:
+            self.disk_step.progress()
+        self.data.continue_save()
 
-    def complete(self, slots: Sequence[Slot] | None = None) -> None:
+    def complete(self, managed_params: Sequence[ManagedParam] | None = None) -> None:
         """Have these parameters updated, or all that are not, if that was asked for and has not ended."""
-        if self.pipeline is None:
+        if self.disk_step is None:
             return
-        if slots is None:
-            self.pipeline.finish()
-        elif late := self.pipeline.pending.intersection(slot.place.chunk for slot in slots):
-            self.pipeline.finish(late)
+        if managed_params is None:
+            self.disk_step.finish()
+        elif late := self.disk_step.pending.intersection(managed.location.chunk for managed in managed_params):
+            self.disk_step.finish(late)
 
-    @uninterrupted
-    def run_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> list[Running]:
+    @defer_sigint
+    def update_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> list[Running]:
         """The same for the parameters of one chunk. What is returned may still be running, and must be waited for."""
-        slots = self.data.by_chunk[index]
-        if not slots[0].scheme.trained:
+        managed_params = self.data.by_chunk[index]
+        if not managed_params[0].schema.trained:
             return []
-        if self.pipeline is not None and index in self.pipeline.pending:
-            if not any(slot.has_gradient for slot in slots):
+        if self.disk_step is not None and index in self.disk_step.pending:
+            if not any(managed.has_gradient for managed in managed_params):
                 return []
-            self.pipeline.finish([index])
-        if any(slot.has_gradient for slot in slots):
-            self.data.about_to_change(index)
+            self.disk_step.finish([index])
+        if any(managed.has_gradient for managed in managed_params):
+            self.data.before_update(index)
             self._order.pop(index, None)
             self._order[index] = None
-        self._place(index, slots)
-        groups = {slot: group_of(slot) for slot in slots if slot.has_gradient}
+        self._move_for_update(index, managed_params)
+        groups = {managed: group_of(managed) for managed in managed_params if managed.has_gradient}
         rules = {
-            slot: self.optimizer.rule(group, slot.steps + 1, slot.memory)
-            for slot, group in groups.items()
+            managed: self.optimizer.rule(group, managed.steps + 1, managed.memory)
+            for managed, group in groups.items()
             if group is not None
         }
         if not rules:
             return []
-        if not self._optimizer_chunks(index, slots)[0].in_memory:
-            assert self.pipeline is not None, "without a disk all chunks are in memory"
-            self.pipeline.add(index, rules, scales)
+        if not self._optimizer_chunks(index, managed_params)[0].in_memory:
+            assert self.disk_step is not None, "without a disk all chunks are in memory"
+            self.disk_step.submit(index, rules, scales)
             return []
         try:
             running = self._start(rules, scales)
         except BaseException as error:
-            for slot in rules:
-                self.data.give_up(slot)
+            for managed in rules:
+                self.data.give_up(managed)
             error.add_note(
-                f"The update of chunk {index} ({', '.join(slot.name for slot in rules)}) failed on the way: its "
+                f"The update of chunk {index} ({', '.join(managed.name for managed in rules)}) failed on the way: its "
                 f"parameters may be updated in part, their gradients are gone. Load a saved state to go on as before."
             )
             raise
-        self.data.updated(rules)
-        for chunk in (slots[0].own, *self._optimizer_chunks(index, slots)):
+        self.data.mark_updated(rules)
+        for chunk in (managed_params[0].own, *self._optimizer_chunks(index, managed_params)):
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
         return running
 
-    def _start(self, rules: Mapping[Slot, Rule], scales: Sequence[float]) -> list[Running]:
+    def _start(self, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> list[Running]:
         """Begin the update of parameters of one chunk. Those that lie above their masters are finished."""
         together = []
-        for slot, rule in rules.items():
-            span = self.span(slot, rule)
-            self._count_moves(slot)
+        for managed, rule in rules.items():
+            span = self.span(managed, rule)
+            self._count_moves(managed)
             if span.param.device == span.master.device:
                 together.append(span)
             else:
                 self._stream(span, scales)
         return self.kernels.start(together, scales)
 
-    def _count_moves(self, slot: Slot) -> None:
+    def _count_moves(self, managed: ManagedParam) -> None:
         """Where the parameter lies above its master, its gradient comes down, and it goes up again."""
         manager = self.data.manager
-        if slot.own.device_valid and not manager[PARAM32, slot.place.chunk].device_valid:
-            slot.chunk.moved_bytes += count_crossing(manager, slot, slot.place.numel)
+        if managed.own.device_valid and not manager[PARAM32, managed.location.chunk].device_valid:
+            managed.chunk.transferred_bytes += count_crossing(manager, managed, managed.location.numel)
 
-    def span(self, slot: Slot, rule: Rule) -> Span:
+    def span(self, managed: ManagedParam, rule: Rule) -> Span:
         """What an update of one parameter reads and writes, where it lies."""
-        manager, index = self.data.manager, slot.place.chunk
-        master, *states = (slot.flat(manager[spec.kind, index]) for spec in slot.scheme.optimizer_lists)
-        return Span(slot.flat(slot.own), self.data.gradient(slot), master, tuple(states), rule)
+        manager, index = self.data.manager, managed.location.chunk
+        master, *states = (managed.flat(manager[spec.kind, index]) for spec in managed.schema.optimizer_lists)
+        return Span(managed.flat(managed.own), self.data.gradient(managed), master, tuple(states), rule)
 
     def _stream(self, span: Span, scales: Sequence[float]) -> None:
         """Update below what lies above: gradients come down and parameters go up, some pages at a time.
@@ -164,15 +168,17 @@ class Update:
         optimizer, device = self.optimizer, self.data.manager.device
         rule = optimizer.rule(optimizer.defaults(), 1, {})
         needs = (
-            self.kernels.workspace_bytes(rule, device, getattr(torch, slot.scheme.master_dtype), slot.place.numel)
-            for slot in self.data.slots
-            if slot.scheme.trained
+            self.kernels.workspace_bytes(
+                rule, device, getattr(torch, managed.schema.master_dtype), managed.location.numel
+            )
+            for managed in self.data.managed_params
+            if managed.schema.trained
         )
         return max(needs, default=0)
 
-    def home(self, index: int) -> Tier:
+    def home_tier(self, index: int) -> Tier:
         """Where the optimizer chunks of this index live."""
-        return self.homes.get(index, Tier.HOST)
+        return self.home_tiers.get(index, Tier.HOST)
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
         """Update spans whose masters are on the host, wherever their parameters are."""
@@ -182,19 +188,19 @@ class Update:
             if span.param.device != span.master.device:
                 self._stream(span, scales)
 
-    def stuck(self) -> set[int]:
+    def bound_to_device(self) -> set[int]:
         """Indices whose optimizer chunks are on the device and find no room on the host.
 
         Going down must leave the host what `param16` needs to change places.
         """
         manager = self.data.manager
-        read = [slots[0].chunk for slots in self.data.by_chunk.values()]
+        read = [managed_params[0].chunk for managed_params in self.data.by_chunk.values()]
         exchange = 2 * max(0 if chunk.shared else chunk.nbytes for chunk in read)
-        free = manager.host.free_bytes - exchange
+        free = manager.host_tier.free_bytes - exchange
         found = set()
-        for index, slots in self.data.by_chunk.items():
+        for index, managed_params in self.data.by_chunk.items():
             # Room for `param16` may have been made by a part of them.
-            chunks = self._optimizer_chunks(index, slots)
+            chunks = self._optimizer_chunks(index, managed_params)
             above = [chunk for chunk in chunks if chunk.device_valid and not chunk.host_valid]
             if above:
                 nbytes = sum(chunk.nbytes for chunk in above)
@@ -204,43 +210,43 @@ class Update:
                     free -= nbytes
         return found
 
-    def _optimizer_chunks(self, index: int, slots: list[Slot]) -> list[Chunk]:
+    def _optimizer_chunks(self, index: int, managed_params: list[ManagedParam]) -> list[Chunk]:
         """The chunks of one index that only the update touches, as its scheme lists them."""
-        return [self.data.manager[spec.kind, index] for spec in slots[0].scheme.optimizer_lists]
+        return [self.data.manager[spec.kind, index] for spec in managed_params[0].schema.optimizer_lists]
 
-    def _home_now(self, index: int, chunks: Sequence[Chunk]) -> Tier:
+    def _update_tier(self, index: int, chunks: Sequence[Chunk]) -> Tier:
         """Where optimizer chunks are updated this time: at home, but for the disk's while the host has no room yet."""
-        home, manager = self.home(index), self.data.manager
-        if home is Tier.HOST and manager.disk is not None:
+        home, manager = self.home_tier(index), self.data.manager
+        if home is Tier.HOST and manager.disk_tier is not None:
             needed = sum(chunk.nbytes for chunk in chunks if chunk.host is None)
-            if not manager.host.has_room(needed):
+            if not manager.host_tier.has_room(needed):
                 return Tier.DISK
         return home
 
-    def _place(self, index: int, slots: list[Slot]) -> None:
+    def _move_for_update(self, index: int, managed_params: list[ManagedParam]) -> None:
         """Bring the chunks of one index to the tier where its optimizer chunks are to live.
 
         Below, `param16` comes along where it would have to leave the device anyway, or lies there already. Where all of
         it fits above, it stays: gradients stream down and parameters up.
         """
         manager = self.data.manager
-        chunks = self._optimizer_chunks(index, slots)
+        chunks = self._optimizer_chunks(index, managed_params)
         if (GRAD32, index) in manager.chunks:
             chunks.append(manager[GRAD32, index])
-        home = self._home_now(index, chunks)
-        read = slots[0].own
-        if any(slot.has_gradient for slot in slots):
-            manager.moves.settle(read)
-            has_place = read.host_bytes > 0 or manager.host.has_room(read.nbytes)
-            if home is Tier.DEVICE or (manager.disk is None and manager.moves.keep_duplicates and has_place):
+        home = self._update_tier(index, chunks)
+        read = managed_params[0].own
+        if any(managed.has_gradient for managed in managed_params):
+            manager.transfers.wait_idle(read)
+            has_place = read.host_bytes > 0 or manager.host_tier.has_room(read.nbytes)
+            if home is Tier.DEVICE or (manager.disk_tier is None and manager.transfers.keep_duplicates and has_place):
                 chunks.append(read)
             elif home is Tier.HOST:
-                manager.have(read)
+                manager.ensure_in_memory(read)
         if home is Tier.DEVICE:
-            manager.bring(chunks)
+            manager.fetch(chunks)
         for chunk in chunks:
-            manager.settle(chunk, home)
-        self.data.follow_moves()
+            manager.move_to_tier(chunk, home)
+        self.data.update_param_views()
 
 
 def _land(running: list[Running], stage: torch.Tensor, param: torch.Tensor) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import Manager
-from patrickstar._memory.defer_sigint import uninterrupted
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._memory.worker_pool import Transfer
 
@@ -17,7 +17,7 @@ SETS = 12
 
 
 @dataclass(frozen=True)
-class RingSize:
+class StagingSize:
     """How large a page of the ring is, and how many there are."""
 
     page_bytes: int
@@ -33,7 +33,7 @@ class RingSize:
     @classmethod
     def suited(
         cls, lists: int, largest_list_bytes: int, disk_page_bytes: int, by_pages: bool, room_bytes: int
-    ) -> "RingSize":
+    ) -> "StagingSize":
         """One for chunks with so many lists, within `room_bytes` if that is enough for two pages of each."""
         nbytes = min(disk_page_bytes, round_up(largest_list_bytes)) if by_pages else round_up(largest_list_bytes)
         sets = min(SETS if by_pages else 2, max(2, room_bytes // (lists * nbytes)))
@@ -62,7 +62,7 @@ class PageSet:
         return self.lists[0].index
 
     @property
-    def arrived(self) -> bool:
+    def ready(self) -> bool:
         """Whether all its bytes are there."""
         return len(self.reads) == len(self.lists) and all(transfer.done for transfer in self.reads)
 
@@ -71,17 +71,17 @@ class PageSet:
         return self.lists == lists and self.versions == [chunk.disk_version for chunk in lists]
 
 
-class Ring:
+class StagingPool:
     """Owns the pages. Which are free follows from the sets that live: Ctrl-C may strike between any two lines."""
 
-    def __init__(self, manager: Manager, size: RingSize) -> None:
+    def __init__(self, manager: ChunkManager, size: StagingSize) -> None:
         self.manager = manager
         self.size = size
-        assert manager.disk is not None
-        self._page_bytes = manager.disk.page_bytes
-        self._place = manager.host.borrow(size.nbytes)
+        assert manager.disk_tier is not None
+        self._page_bytes = manager.disk_tier.page_bytes
+        self._place = manager.host_tier.allocate_block(size.nbytes)
         # Memory that was never written is not there yet, and a meter would take it for somebody else's later.
-        manager.host.view(self._place, torch.uint8).zero_()
+        manager.host_tier.view(self._place, torch.uint8).zero_()
         self.live: list[PageSet] = []
         """All sets, in the order in which they came."""
 
@@ -95,8 +95,8 @@ class Ring:
         length = self._page_bytes // chunk.dtype.itemsize if self.size.by_pages else chunk.numel
         return [(first, min(length, chunk.numel - first)) for first in range(0, chunk.numel, max(1, length))]
 
-    @uninterrupted
-    def read(self, lists: list[Chunk], first: int, numel: int) -> PageSet | None:
+    @defer_sigint
+    def start_read(self, lists: list[Chunk], first: int, numel: int) -> PageSet | None:
         """Begin to read a page of each list; None where the ring is full, or the last update is not yet on disk."""
         free = self.free()
         if any(chunk.being_written for chunk in lists) or len(free) < len(lists):
@@ -106,19 +106,19 @@ class Ring:
         self.complete(there)
         return there
 
-    @uninterrupted
+    @defer_sigint
     def complete(self, there: PageSet) -> None:
         """Begin to read those of a set's pages that are not under way."""
         views = self.views(there)
         for chunk, memory in list(zip(there.lists, views, strict=True))[len(there.reads) :]:
             start = there.first * chunk.dtype.itemsize
-            read = self.manager.transit.read(chunk, start, memory.view(torch.uint8))
+            read = self.manager.io_dispatch.read(chunk, start, memory.view(torch.uint8))
             chunk.reading = [*(one for one in chunk.reading if not one.done), read]
             there.reads.append(read)
 
     def views(self, there: PageSet) -> list[torch.Tensor]:
         """The set's pages as tensors, in the order of its lists."""
-        ring = self.manager.host.view(self._place, torch.uint8)
+        ring = self.manager.host_tier.view(self._place, torch.uint8)
         found = []
         for chunk, number in zip(there.lists, there.buffers, strict=True):
             begin, nbytes = number * self.size.page_bytes, there.numel * chunk.dtype.itemsize
@@ -126,29 +126,29 @@ class Ring:
             found.append(ring[begin : begin + nbytes].view(chunk.dtype))
         return found
 
-    @uninterrupted
+    @defer_sigint
     def write(self, there: PageSet, lists: Sequence[Chunk]) -> None:
         """Begin to write the pages of these of a set's lists back."""
         for chunk, memory in zip(there.lists, self.views(there), strict=True):
             if chunk in lists:
                 start = there.first * chunk.dtype.itemsize
-                write = self.manager.transit.write(chunk, start, memory.view(torch.uint8))
+                write = self.manager.io_dispatch.write(chunk, start, memory.view(torch.uint8))
                 there.writes.append(write)
                 chunk.writing.append(write)
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
         """Wait for transfers."""
         for transfer in transfers:
-            self.manager.transit.wait(transfer)
+            self.manager.io_dispatch.wait(transfer)
 
-    @uninterrupted
+    @defer_sigint
     def drop(self, there: PageSet) -> None:
         """Pages that nobody wants after all; the disk must not write into what is used for something else."""
         self.wait(there.reads)
         self.wait(there.writes)
         self.live.remove(there)
 
-    @uninterrupted
+    @defer_sigint
     def collect(self) -> None:
         """Take pages back whose bytes are on disk."""
         for there in [there for there in self.live if there.updated]:

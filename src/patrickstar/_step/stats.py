@@ -3,8 +3,8 @@
 import warnings
 from dataclasses import dataclass, field
 
-from patrickstar._memory.chunk_manager import Manager
-from patrickstar._memory.transfer_counters import Traffic
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.transfer_counters import TransferCounters
 
 
 @dataclass(frozen=True)
@@ -75,26 +75,26 @@ class Stats:
 
     last: StepStats = StepStats()
     total: StepStats = StepStats()
-    _mark: Traffic = field(default_factory=Traffic)
+    _mark: TransferCounters = field(default_factory=TransferCounters)
     _retries: int = 0
     """The allocator's retries before the current step."""
     _warned: bool = False
 
-    def close_step(self, manager: Manager, overflow: bool, loss_scale: float, non_model_peak: int) -> None:
+    def close_step(self, manager: ChunkManager, overflow: bool, loss_scale: float, non_model_peak: int) -> None:
         """Read the manager's counters at the end of a step, and start its peaks anew."""
-        moved = manager.traffic.since(self._mark)
-        self._mark = manager.traffic.copy()
+        moved = manager.counters.since(self._mark)
+        self._mark = manager.counters.copy()
         allocator = manager.hardware.allocator_stats()
         retries, self._retries = allocator.retries - self._retries, allocator.retries
         self.last = StepStats(
             steps=1,
             overflows=int(overflow),
             loss_scale=loss_scale,
-            device_peak_model_bytes=manager.compute.peak,
+            device_peak_model_bytes=manager.device_tier.peak,
             device_peak_non_model_bytes=non_model_peak,
-            host_peak_model_bytes=manager.host.peak,
-            host_peak_non_model_bytes=manager.host.other_peak,
-            disk_bytes=manager.disk.file.used_bytes if manager.disk is not None else 0,
+            host_peak_model_bytes=manager.host_tier.peak,
+            host_peak_non_model_bytes=manager.host_tier.other_peak,
+            disk_bytes=manager.disk_tier.file.used_bytes if manager.disk_tier is not None else 0,
             h2d_bytes=moved.h2d_bytes,
             d2h_bytes=moved.d2h_bytes,
             disk_read_bytes=moved.disk_read_bytes,
@@ -110,13 +110,14 @@ class Stats:
             allocator_retries=retries,
         )
         self.total = self.total.plus(self.last)
-        manager.compute.restart_peak()
-        manager.host.restart_peaks()
+        manager.device_tier.reset_peak()
+        manager.host_tier.reset_peaks()
         if retries and not self._warned:
             self._warned = True
             warnings.warn(
                 f"the device had no memory left {retries} times in this step, although the budget of "
-                f"{manager.compute.budget_bytes} bytes was kept: {allocator}. Each time it waits for all kernels and "
+                f"{manager.device_tier.budget_bytes} bytes was kept: {allocator}. Each time it waits for "
+                f"all kernels and "
                 f"frees its cache, which is slow. Lower device_memory, end other programs on this device, or set "
                 f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if it is set to something else",
                 stacklevel=2,

@@ -10,8 +10,8 @@ from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.swap_file import PAGE_BYTES
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.feasibility import check_budgets, working_set_bytes
-from patrickstar._schedule.placement import Budgets, Tiers, disk_bytes, initial_placement
-from patrickstar._step.staging_pool import RingSize
+from patrickstar._schedule.placement import Budgets, ChunkTiers, disk_bytes, initial_placement
+from patrickstar._step.staging_pool import StagingSize
 from patrickstar.config import Config
 
 MASTER_BYTES = 4
@@ -22,9 +22,9 @@ MASTER_BYTES = 4
 class TierPlan:
     """Where chunks begin, and what lies below memory."""
 
-    placement: dict[int, Tiers]
+    placement: dict[int, ChunkTiers]
     disk: DiskTier | None = None
-    ring: RingSize | None = None
+    staging_size: StagingSize | None = None
     """The pages that updates of what is on disk pass through."""
     staging_bytes: int = 0
     """Host memory that pages on their way take."""
@@ -39,7 +39,7 @@ def budgets(config: Config, hardware: Hardware, sharing: int = 1, several: bool 
     device_memory = int(config.device_memory) if config.device_memory is not None else None
     host_memory = int(config.host_memory) // sharing if config.host_memory is not None else None
     ram = hardware.host_bytes() // sharing
-    if hardware.beside:
+    if hardware.has_gpu:
         return device_memory or hardware.device_bytes(several), host_memory or ram
     if device_memory is None:
         device_memory = ram // 2 if host_memory is None else max(0, ram - host_memory)
@@ -76,14 +76,14 @@ def plan_tiers(
     capacity = int(config.disk.capacity) // sharing if config.disk.capacity is not None else None
     # Frozen parameters may be unfrozen: then they get masters, in chunks as large as others.
     numel = max(layout.chunk_numel, *(chunk.own_numel for chunk in layout.chunks))
-    largest = numel * max(MASTER_BYTES, *(spec.itemsize for chunk in layout.chunks for spec in chunk.scheme.lists))
+    largest = numel * max(MASTER_BYTES, *(spec.itemsize for chunk in layout.chunks for spec in chunk.schema.lists))
     page_bytes = min(page_bytes, round_up(largest))
     pages_bytes = page_bytes * (STAGES + 1)
     rule = config.optimizer.rule(config.optimizer.defaults(), 1, {})
     # The lists of a trained parameter, and that of accumulated gradients.
     lists = 2 + len(config.optimizer.states)
     room = host - pages_bytes - sum(chunk.shard_bytes for chunk in layout.chunks)
-    ring = RingSize.suited(lists, largest, page_bytes, rule.by_pages, room)
+    ring = StagingSize.suited(lists, largest, page_bytes, rule.by_pages, room)
     staging = pages_bytes + ring.nbytes
     budget = Budgets(device, host - staging, capacity if capacity is not None else free)
     check_budgets(layout, together, budget, staging, library_bytes)
@@ -101,6 +101,6 @@ def optimizer_room_bytes(layout: Layout, host_bytes: int, device_param_bytes: in
     """
     stays = sum(chunk.compute_bytes for chunk in layout.chunks if chunk.index in on_host)
     stays += sum(chunk.shard_bytes for chunk in layout.chunks)
-    others = [chunk.spill_bytes for chunk in layout.chunks if chunk.index not in on_host]
+    others = [chunk.evictable_bytes for chunk in layout.chunks if chunk.index not in on_host]
     spilled = sum(others) - device_param_bytes
     return host_bytes - stays - (min(sum(others), spilled + max(others)) if spilled > 0 else 0)

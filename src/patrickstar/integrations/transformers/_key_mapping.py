@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
 
 from patrickstar.errors import ModelError
 from patrickstar.integrations.transformers._model_folder import listed
-from patrickstar.integrations.transformers._safetensors_reader import Source, Stored
+from patrickstar.integrations.transformers._safetensors_reader import Source, TensorInFile
 
 # [Note: names in files]
 # Files hold names of their time: without the base model's prefix, LayerNorm.gamma, one tensor per expert. transformers
@@ -46,7 +46,7 @@ class Found:
     surplus: list[str]
 
 
-def find_sources(model: PreTrainedModel, stored: Mapping[str, Stored]) -> Found:
+def find_sources(model: PreTrainedModel, stored: Mapping[str, TensorInFile]) -> Found:
     """See [Note: names in files]. Raises ModelError for tensors that only transformers itself can join or cut."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -54,7 +54,7 @@ def find_sources(model: PreTrainedModel, stored: Mapping[str, Stored]) -> Found:
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     own = model.state_dict()
     sources: dict[str, Source] = {}
-    parts: dict[str, dict[str, list[Stored]]] = defaultdict(lambda: defaultdict(list))
+    parts: dict[str, dict[str, list[TensorInFile]]] = defaultdict(lambda: defaultdict(list))
     surplus = []
     ignored = _ignored(model)
     prefix = model.base_model_prefix
@@ -85,7 +85,9 @@ def _ignored(model: nn.Module) -> re.Pattern[str]:
     return re.compile("|".join(f"({pattern})" for pattern in (*_ALWAYS_IGNORED, *computed, *declared)))
 
 
-def _joined(name: str, rule: WeightConverter, found: Mapping[str, list[Stored]], model: PreTrainedModel) -> Source:
+def _joined(
+    name: str, rule: WeightConverter, found: Mapping[str, list[TensorInFile]], model: PreTrainedModel
+) -> Source:
     """A parameter that files hold in several tensors, whose elements follow one another in it."""
     stacks = [found[pattern] for pattern in rule.source_patterns if pattern in found]
     tensors = [*chain(*stacks)]

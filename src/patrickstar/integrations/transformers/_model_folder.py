@@ -4,14 +4,14 @@ import json
 from pathlib import Path, PurePosixPath
 
 from patrickstar.errors import ModelError
-from patrickstar.integrations.transformers._safetensors_reader import Stored, read_header
+from patrickstar.integrations.transformers._safetensors_reader import TensorInFile, read_header
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
-def tensors_of(folder: Path) -> dict[str, Stored]:
+def tensors_of(folder: Path) -> dict[str, TensorInFile]:
     """All tensors of a folder, by their names in its files; only headers are read.
 
     Raises ModelError where there are none, where they are pickles, or where the index and its files don't fit.
@@ -30,16 +30,16 @@ def tensors_of(folder: Path) -> dict[str, Stored]:
     raise ModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
 
 
-def _of_index(index: Path) -> dict[str, Stored]:
+def _of_index(index: Path) -> dict[str, TensorInFile]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = dict(weight_map.items())
         headers = {shard: read_header(_beside(index, shard)) for shard in sorted(set(shards.values()))}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"the index {index} can't be read: {error!r}") from error
-    absent = sorted(key for key, shard in shards.items() if key not in headers[shard])
-    if absent:
-        raise ModelError(f"{index} names tensors that its files don't hold: {listed(absent)}")
+    placeholder = sorted(key for key, shard in shards.items() if key not in headers[shard])
+    if placeholder:
+        raise ModelError(f"{index} names tensors that its files don't hold: {listed(placeholder)}")
     surplus = {key: stored for header in headers.values() for key, stored in header.items() if key not in shards}
     return surplus | {key: headers[shard][key] for key, shard in shards.items()}
 

@@ -22,7 +22,7 @@ _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorInFile:
     """One tensor of a file: its first byte there, and what it is. Elements lie in a row, the last dimension fastest."""
 
     key: str
@@ -59,7 +59,7 @@ class Stored:
 class Source:
     """A value as files hold it: tensors of one dtype whose elements follow one another."""
 
-    pieces: tuple[Stored, ...]
+    pieces: tuple[TensorInFile, ...]
     shape: tuple[int, ...]
 
     @property
@@ -84,7 +84,7 @@ class Source:
         return found
 
 
-def read_header(file: Path) -> dict[str, Stored]:
+def read_header(file: Path) -> dict[str, TensorInFile]:
     """The tensors of a safetensors file, by key.
 
     Nothing is believed: no more is read or made than the file is long, and every tensor has to lie inside it. Raises
@@ -111,12 +111,12 @@ def read_header(file: Path) -> dict[str, Stored]:
         raise ModelError(f"{file} can't be read as safetensors: {error}") from error
 
 
-def _stored(file: Path, key: str, entry: Any, begin: int, length: int) -> Stored:
+def _stored(file: Path, key: str, entry: Any, begin: int, length: int) -> TensorInFile:
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(first), int(end)]} if all(
             type(size) is int and size >= 0 for size in shape
         ):
-            stored = Stored(key, file, dtype, tuple(shape), begin + first)
+            stored = TensorInFile(key, file, dtype, tuple(shape), begin + first)
         case _:
             raise ValueError(f"it does not say what {key} is")
     if not 0 <= first <= end:

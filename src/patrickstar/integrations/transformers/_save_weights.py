@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from patrickstar._engine.engine import Engine
-from patrickstar._params.tensor_subclass import slot_of
+from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar.integrations.transformers._saved_weights import adapter_names, is_adapted
 
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -53,7 +53,7 @@ def make_savable(engine: Engine) -> None:
     held = weakref.ref(engine)
 
     def save_pretrained(save_directory: Any, **options: Any) -> Any:
-        managing = held() if any(slot_of(param) is not None for param in model.parameters()) else None
+        managing = held() if any(managed_param_of(param) is not None for param in model.parameters()) else None
         if managing is None or "state_dict" in options:
             return plain(save_directory, **options)
         if is_adapted(model):

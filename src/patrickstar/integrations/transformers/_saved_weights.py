@@ -10,7 +10,7 @@ from transformers.utils.import_utils import is_peft_available
 from patrickstar.errors import ModelError
 from patrickstar.integrations.transformers._key_mapping import names_of_each
 from patrickstar.integrations.transformers._model_folder import tensors_of
-from patrickstar.integrations.transformers._safetensors_reader import DTYPES, Stored, read_header
+from patrickstar.integrations.transformers._safetensors_reader import DTYPES, TensorInFile, read_header
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -18,20 +18,20 @@ ADAPTER_FILE = "adapter_model.safetensors"
 class Saved(Mapping[str, torch.Tensor]):
     """Values by name, which lie in files until they are asked for."""
 
-    def __init__(self, places: Mapping[str, Stored]) -> None:
-        self.places = places
+    def __init__(self, locations: Mapping[str, TensorInFile]) -> None:
+        self.locations = locations
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        place = self.places[name]
+        place = self.locations[name]
         found = torch.empty(place.numel, dtype=DTYPES[place.dtype], device="cpu")
         place.read_into(found, 0)
         return found.view(place.shape)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
+        return iter(self.locations)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.locations)
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -48,18 +48,18 @@ def saved_weights(folder: Path, model: nn.Module) -> Saved:
     return Saved(_adapters(folder, model) if is_adapted(model) else _whole(folder, model))
 
 
-def _whole(folder: Path, model: nn.Module) -> dict[str, Stored]:
-    places = tensors_of(folder)
+def _whole(folder: Path, model: nn.Module) -> dict[str, TensorInFile]:
+    locations = tensors_of(folder)
     for names in names_of_each(model):
         # Of tied names one was saved.
-        found = next((places[name] for name in names if name in places), None)
+        found = next((locations[name] for name in names if name in locations), None)
         if found is not None:
-            places.update({name: found for name in names if name not in places})
-    return places
+            locations.update({name: found for name in names if name not in locations})
+    return locations
 
 
-def _adapters(folder: Path, model: nn.Module) -> dict[str, Stored]:
-    places = {}
+def _adapters(folder: Path, model: nn.Module) -> dict[str, TensorInFile]:
+    locations = {}
     for adapter, names in adapter_names(model).items():
         path = (folder if adapter == "default" else folder / adapter) / ADAPTER_FILE
         if not path.is_file():
@@ -67,8 +67,8 @@ def _adapters(folder: Path, model: nn.Module) -> dict[str, Stored]:
         stored = read_header(path)
         if missing := sorted(names.keys() - stored.keys()):
             raise ModelError(f"{path} lacks {', '.join(missing)}, which the adapter {adapter!r} has here")
-        places.update({name: stored[key] for key, name in names.items()})
-    return places
+        locations.update({name: stored[key] for key, name in names.items()})
+    return locations
 
 
 def adapter_names(model: nn.Module) -> dict[str, dict[str, str]]:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
-from patrickstar._checkpoint.atomic_dir import synchronise
+from patrickstar._checkpoint.atomic_dir import fsync_dir
 from patrickstar._engine.engine import Engine, initialize
 from patrickstar.config import Config
 from patrickstar.errors import BudgetError, ConfigError, TrainingError
@@ -278,12 +278,12 @@ def _put_in_place(partial: Path, complete: Path) -> None:
     for file in filter(Path.is_file, partial.iterdir()):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
-    synchronise(partial)
+    fsync_dir(partial)
     before = complete.with_name(f"{PARTIAL}{complete.name}{BEFORE}")
     if complete.is_dir():
         os.replace(complete, before)
     os.replace(partial, complete)
-    synchronise(complete.parent)
+    fsync_dir(complete.parent)
     shutil.rmtree(before, ignore_errors=True)
 
 
