@@ -34,8 +34,8 @@ PROBE = """
 import sys, torch
 from patrickstar._cli.machine_name import machine_name
 if sys.argv[2] == "complete":
-    from patrickstar._kernels.cpp_backend import Native
-    Native.load()
+    from patrickstar._kernels.cpp_backend import CppBackend
+    CppBackend.load()
 print(f"{machine_name(torch.device(sys.argv[1]))}; PyTorch {torch.__version__}; Python {sys.version.split()[0]}")
 """
 

@@ -136,7 +136,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
 
 def needs_disk(engine):
     """Leave out what has a disk and needs none after all."""
-    if engine.config.disk is not None and engine._core.manager.disk is None:
+    if engine.config.disk is not None and engine._core.manager.disk_tier is None:
         engine.close()
         reject()
 

@@ -69,15 +69,15 @@ def run(engine, losses, before_step=lambda number: None):
 
 def open_again(engine, flags):
     """Put the same file, opened in another way, under the descriptor."""
-    other = os.open(f"/proc/self/fd/{engine._core.manager.disk.file._fd}", flags | os.O_DIRECT)
-    os.dup2(other, engine._core.manager.disk.file._fd)
+    other = os.open(f"/proc/self/fd/{engine._core.manager.disk_tier.file._fd}", flags | os.O_DIRECT)
+    os.dup2(other, engine._core.manager.disk_tier.file._fd)
     os.close(other)
 
 
 def put(engine, path):
     """Put another open file under the descriptor."""
     other = os.open(path, os.O_RDWR)
-    os.dup2(other, engine._core.manager.disk.file._fd)
+    os.dup2(other, engine._core.manager.disk_tier.file._fd)
     os.close(other)
 
 
@@ -99,17 +99,17 @@ def fill_up(engine):
 
 
 def cut(engine):
-    os.ftruncate(engine._core.manager.disk.file._fd, 4096)
+    os.ftruncate(engine._core.manager.disk_tier.file._fd, 4096)
 
 
 def cut_off(engine):
-    os.ftruncate(engine._core.manager.disk.file._fd, engine._core.manager.disk.file.used_bytes * 3 // 4 - 500)
+    os.ftruncate(engine._core.manager.disk_tier.file._fd, engine._core.manager.disk_tier.file.used_bytes * 3 // 4 - 500)
 
 
 def damage(engine):
     """Every page, by somebody else."""
-    other = os.open(f"/proc/self/fd/{engine._core.manager.disk.file._fd}", os.O_RDWR)
-    for at in range(0, engine._core.manager.disk.file.used_bytes, 4096):
+    other = os.open(f"/proc/self/fd/{engine._core.manager.disk_tier.file._fd}", os.O_RDWR)
+    for at in range(0, engine._core.manager.disk_tier.file.used_bytes, 4096):
         os.pwrite(other, bytes([random.Random(at).randrange(256)]), at + 17)
     os.close(other)
 
@@ -120,15 +120,15 @@ def kill(movers):
 
 
 def kill_readers(engine):
-    kill(engine._core.manager.disk.readers)
+    kill(engine._core.manager.disk_tier.readers)
 
 
 def kill_writers(engine):
-    kill(engine._core.manager.disk.writers)
+    kill(engine._core.manager.disk_tier.writers)
 
 
 def kill_one(engine):
-    thread = engine._core.manager.disk.readers._board.threads[0]
+    thread = engine._core.manager.disk_tier.readers._board.threads[0]
     KILL(thread.ident, SystemExit, None)
 
 
@@ -146,7 +146,7 @@ FAULTS = {
 def check_message(error, engine, operation, reason):
     """It names the chunk, the file, the operation, and what to do, once."""
     text = str(error)
-    path = re.escape(str(engine._core.manager.disk.file.path))
+    path = re.escape(str(engine._core.manager.disk_tier.file.path))
     assert re.search(rf"can't ({operation}) \d+ bytes of {CHUNK} at offset \d+ of .*{path}: ", text), text
     assert re.search(reason, text), text
     check_note(error)
@@ -165,7 +165,7 @@ def check_nothing_is_left(engine, folder, before):
     assert movers() == []
     assert not list(folder.iterdir())
     assert descriptors() == before
-    assert not engine._core.manager.chunks and engine._core.manager.compute.used == 0
+    assert not engine._core.manager.chunks and engine._core.manager.device_tier.used == 0
 
 
 def check_parameters(engine, error, states):

@@ -212,11 +212,11 @@ class WatchedHost(HostTier):
 
 
 def check_budgets(manager, *newcomers):
-    assert manager.compute.used <= manager.compute.chunkable_bytes
-    assert manager.host.used + manager.host.other_bytes <= manager.host.budget_bytes
-    assert real_bytes({*manager.chunks.values(), *newcomers}) == (manager.compute.used, manager.host.used)
-    if manager.disk is not None:
-        file = manager.disk.file
+    assert manager.device_tier.used <= manager.device_tier.chunkable_bytes
+    assert manager.host_tier.used + manager.host_tier.other_bytes <= manager.host_tier.budget_bytes
+    assert real_bytes({*manager.chunks.values(), *newcomers}) == (manager.device_tier.used, manager.host_tier.used)
+    if manager.disk_tier is not None:
+        file = manager.disk_tier.file
         assert file.used_bytes <= file.nbytes <= (file.capacity_bytes or file.nbytes)
 
 

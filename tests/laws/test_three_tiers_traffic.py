@@ -61,7 +61,7 @@ def steps(engine, count):
 
     Without what was read for nothing: for an update that did not come next.
     """
-    found, dropped, ring = [], [0], engine._core.update.pipeline.ring
+    found, dropped, ring = [], [0], engine._core.optimizer_step.pipeline.ring
     drop = type(ring).drop
 
     def watch(there):
@@ -84,12 +84,12 @@ def steps(engine, count):
 
 def on_trust(engine):
     """Bytes that were read for the next updates."""
-    return sum(bytes_of(engine, there) for there in engine._core.update.pipeline.ring.live if there.owner is None)
+    return sum(bytes_of(engine, there) for there in engine._core.optimizer_step.pipeline.ring.live if there.owner is None)
 
 
 def bytes_of(engine, there):
     """What a set of pages takes of the disk, where it was ever written."""
-    disk, sizes = engine._core.manager.disk, [(chunk, chunk.dtype.itemsize) for chunk in there.lists]
+    disk, sizes = engine._core.manager.disk_tier, [(chunk, chunk.dtype.itemsize) for chunk in there.lists]
     return sum(disk.written_bytes(chunk, there.first * size, there.numel * size) for chunk, size in sizes)
 
 

@@ -564,7 +564,7 @@ def test_a_full_disk_is_a_warning_and_what_was_there_stays(tmp_path):
             with pytest.warns(UserWarning, match=r"training goes on: can't write .*free") as told:
                 checkpoints.save(engine, 2, wait=wait)
                 train(engine, 1)
-                engine._core.background_save.end()
+                engine._core.background_save.wait()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert len(told) == 1

@@ -39,14 +39,14 @@ def chunk_of(values, bank=None, dtype="float32"):
 
 def on_both(values, host, bank=None):
     chunk = chunk_of(values, bank)
-    host.take(chunk).copy_(chunk.on_device(chunk.whole))
+    host.allocate(chunk).copy_(chunk.on_device(chunk.whole))
     chunk.host_valid = True
     return chunk
 
 
 def leave_and_come_back(chunk, host, bank):
     """What an eviction and a fetch do to the bytes, on memory that another has used and now has in its stead."""
-    host.take(chunk).copy_(chunk.on_device(chunk.whole))
+    host.allocate(chunk).copy_(chunk.on_device(chunk.whole))
     chunk.free_device(poison=True)
     in_the_way = Chunk("param16", 4, max(chunk.numel, 1024), "float32", CPU, bank)
     in_the_way.allocate_device()
@@ -76,13 +76,13 @@ def test_a_new_chunk_takes_no_memory(bank):
 def test_bytes_are_those_of_its_dtype_on_both_tiers(dtype, bank, host):
     chunk = Chunk("param16", 0, 96, dtype, CPU, bank)
     chunk.allocate_device()
-    host.take(chunk)
+    host.allocate(chunk)
     assert chunk.device_bytes == chunk.host_bytes == chunk.nbytes == 96 * getattr(torch, dtype).itemsize
     assert chunk.on_device(chunk.whole).dtype == chunk.on_host(chunk.whole).dtype == getattr(torch, dtype)
     assert chunk.host.nbytes == chunk.place.nbytes == chunk.nbytes
     assert really_taken(chunk, bank) == (chunk.nbytes if bank is None else round_up(chunk.nbytes))
     chunk.free_device(poison=False)
-    host.give(chunk)
+    host.free(chunk)
     assert (chunk.device_bytes, chunk.host_bytes) == (0, 0)
     assert really_taken(chunk, bank) == 0
 
@@ -91,7 +91,7 @@ def test_a_chunk_of_no_elements_comes_and_goes(bank, host):
     chunk = chunk_of([], bank)
     leave_and_come_back(chunk, host, bank)
     assert chunk.current(chunk.whole).shape == (0,)
-    host.give(chunk)
+    host.free(chunk)
     chunk.free_device(poison=True)
     chunk.memory.close()
 
@@ -130,7 +130,7 @@ def test_every_view_counts_its_own_versions(bank):
 
 
 def test_a_region_has_an_offset_a_shape_and_strides(bank, host):
-    host.take(chunk_of([0.0], bank))  # places of others come before
+    host.allocate(chunk_of([0.0], bank))  # places of others come before
     chunk = on_both([float(i) for i in range(12)], host, bank)
     column_major = Region(4, (2, 3), (1, 2))
     for view in (chunk.on_device(column_major), chunk.on_host(column_major)):
@@ -142,15 +142,15 @@ def test_a_region_has_an_offset_a_shape_and_strides(bank, host):
 
 def test_current_is_the_copy_that_holds_the_bytes_the_devices_if_both_do(bank, host):
     chunk = chunk_of([1.0], bank)
-    host.take(chunk).fill_(2.0)
+    host.allocate(chunk).fill_(2.0)
     assert chunk.current(chunk.whole).item() == 1.0
     assert chunk.read_storage is chunk.storage
     chunk.host_valid = True
     assert chunk.current(chunk.whole).item() == 1.0
     chunk.free_device(poison=False)
     assert chunk.current(chunk.whole).item() == 2.0
-    assert chunk.read_storage.data_ptr() == host.slabs[0].memory.data_ptr()
-    host.give(chunk)
+    assert chunk.read_storage.data_ptr() == host.arenas[0].memory.data_ptr()
+    host.free(chunk)
     with pytest.raises(AssertionError, match=r"param16\[3\] is not in memory"):
         chunk.current(chunk.whole)
     with pytest.raises(AssertionError, match=r"param16\[3\] has no host copy"):
@@ -166,7 +166,7 @@ def test_device_memory_that_a_chunk_does_not_have_is_not_looked_at(view, bank, h
         view(chunk)
     chunk.allocate_device()
     assert view(chunk).numel() > 0
-    host.take(chunk)
+    host.allocate(chunk)
     chunk.free_device(poison=True)
     with pytest.raises(AssertionError, match=message):
         view(chunk)
@@ -187,14 +187,14 @@ def test_freeing_makes_a_copy_invalid(bank, host):
     chunk = on_both([1.0], host, bank)
     chunk.free_device(poison=False)
     assert not chunk.device_valid and chunk.host_valid
-    host.give(chunk)
+    host.free(chunk)
     assert not chunk.host_valid
 
 
 def test_poison_reaches_whoever_kept_the_host_copy(host):
     chunk = on_both([1.0, 2.0], host)
     kept = chunk.on_host(chunk.whole)
-    host.give(chunk)
+    host.free(chunk)
     assert kept.isnan().all()
 
 

@@ -117,7 +117,7 @@ def test_while_watching_eviction_is_in_list_order_under_a_part_of_the_budget(clo
     manager = clock.manager
     assert clock.mode is Mode.WATCH
     assert isinstance(manager.policy, ListOrder)
-    assert (manager.compute.soft_limit_bytes, manager.compute.non_model_bytes, manager.now) == (CAUTIOUS, 70, 0)
+    assert (manager.device_tier.soft_limit_bytes, manager.device_tier.non_model_bytes, manager.now) == (CAUTIOUS, 70, 0)
 
 
 def test_the_next_iteration_of_a_kind_follows_the_trace(clock):
@@ -130,8 +130,8 @@ def test_the_next_iteration_of_a_kind_follows_the_trace(clock):
     for now, chunks in enumerate(SHAPE):
         clock.begin_moment(chunks, belongs=True)
         assert (clock.mode, manager.now) == (Mode.PLAN, now)
-        assert manager.compute.non_model_bytes == trace.moments[now].non_model_bytes
-        assert manager.compute.soft_limit_bytes == BUDGET
+        assert manager.device_tier.non_model_bytes == trace.moments[now].non_model_bytes
+        assert manager.device_tier.soft_limit_bytes == BUDGET
     assert not clock.end_iteration()
     assert clock.traces == {"a": trace}
     assert (clock.mode, clock.open_key) == (Mode.DEMAND, None)
@@ -142,10 +142,10 @@ def test_a_plan_reckons_with_what_is_measured_where_that_is_more(clock):
     clock.begin_iteration("a")
     clock.meter.use(120)
     clock.begin_moment((0,), belongs=True)
-    assert clock.manager.compute.non_model_bytes == 120 + 50, "what is there, and what comes in this moment"
+    assert clock.manager.device_tier.non_model_bytes == 120 + 50, "what is there, and what comes in this moment"
     clock.meter.used, clock.meter.freed = 20, BUDGET
     clock.begin_moment((), belongs=True)
-    assert clock.manager.compute.non_model_bytes == 20, "what was freed was not reclaimed"
+    assert clock.manager.device_tier.non_model_bytes == 20, "what was freed was not reclaimed"
 
 
 def test_what_is_freed_is_kept_only_while_the_budget_has_room_for_it(clock):
@@ -178,7 +178,7 @@ def test_an_unexpected_access_departs_from_the_plan_and_the_trace_is_taken_again
     assert clock.mode is Mode.DEMAND
     assert clock.traces == {}
     assert isinstance(clock.manager.policy, ListOrder) and clock.manager.prefetch is None
-    assert clock.manager.compute.non_model_bytes == 77
+    assert clock.manager.device_tier.non_model_bytes == 77
     clock.begin_moment((0,), belongs=True)
     assert clock.mode is Mode.DEMAND
     assert not clock.end_iteration()
@@ -228,7 +228,7 @@ def test_the_oldest_of_too_many_kinds_is_forgotten(clock):
     for key in range(MOST_TRACES + 2):
         iterate(clock, key, ACCESSES[:1])
     assert list(clock.traces) == list(range(2, MOST_TRACES + 2))
-    clock.forget()
+    clock.invalidate()
     assert clock.traces == {}
 
 
@@ -254,11 +254,11 @@ def test_an_abandoned_iteration_is_not_believed(clock):
     for _ in range(2):
         clock.begin_iteration("a")
         clock.begin_moment((0,), belongs=True)
-        clock.abandon()
+        clock.discard_iteration()
         assert (clock.mode, clock.open_key) == (Mode.DEMAND, None)
         assert isinstance(clock.manager.policy, ListOrder) and clock.manager.prefetch is None
         assert list(clock.traces) == ["b"]
-    clock.abandon()
+    clock.discard_iteration()
     assert list(clock.traces) == ["b"]
 
 
@@ -269,7 +269,7 @@ def test_what_does_not_belong_is_no_moment(clock):
     clock.meter.use(33)
     clock.begin_moment((3,), belongs=False)
     assert (clock.mode, clock.manager.now) == (Mode.PLAN, 0)
-    assert clock.manager.compute.non_model_bytes == 33
+    assert clock.manager.device_tier.non_model_bytes == 33
     for chunks in SHAPE[1:]:
         clock.begin_moment(chunks, belongs=True)
         assert clock.mode is Mode.PLAN
@@ -299,10 +299,10 @@ def test_everything_inside_belongs_and_an_exception_ends_that(clock):
 def test_chunks_and_offloaded_activations_are_not_counted_as_used(clock):
     manager = clock.manager
     manager.new_chunk(PARAM16, 9, 8, "bfloat16", Tier.HOST)
-    manager.host.allocate_block(128)
+    manager.host_tier.allocate_block(128)
     clock.calibrate()
     assert clock.meter.reclaims == 1
-    above = CHUNKS * (16 if manager.compute.bank is None else round_up(16))  # what really is resident: whole pages
+    above = CHUNKS * (16 if manager.device_tier.page_pool is None else round_up(16))  # what really is resident: whole pages
     below = mmap.PAGESIZE
     assert clock.meter.chunk_bytes == [above + below] * 2
     assert manager.resident_bytes == above + below
@@ -311,13 +311,13 @@ def test_chunks_and_offloaded_activations_are_not_counted_as_used(clock):
 def test_pages_that_nobody_needs_any_more_are_not_counted_as_used_either():
     clock = new_clock()
     manager = clock.manager
-    if manager.compute.bank is None:
+    if manager.device_tier.page_pool is None:
         pytest.skip("this system moves no pages")
     before = manager.resident_bytes
-    manager.settle(manager[PARAM16, 0], Tier.HOST)
+    manager.move_to_tier(manager[PARAM16, 0], Tier.HOST)
     below = mmap.PAGESIZE
     assert manager.resident_bytes == before + below, "its pages are parked, not gone"
-    manager.compute.bank.trim(0)
+    manager.device_tier.page_pool.trim(0)
     assert manager.resident_bytes == before + below - round_up(16)
 
 
@@ -355,10 +355,10 @@ def test_where_the_cores_that_compute_would_copy_nothing_comes_ahead_of_need(clo
 def test_memory_that_was_freed_is_reclaimed_before_chunks_have_to_leave_for_it(clock):
     clock.meter.freed = CAUTIOUS - CHUNKS * 16
     clock.measure()
-    assert (clock.meter.reclaims, clock.manager.compute.non_model_bytes) == (0, CAUTIOUS - CHUNKS * 16)
+    assert (clock.meter.reclaims, clock.manager.device_tier.non_model_bytes) == (0, CAUTIOUS - CHUNKS * 16)
     clock.meter.freed += 1
     clock.measure()
-    assert (clock.meter.reclaims, clock.manager.compute.non_model_bytes) == (1, 0)
+    assert (clock.meter.reclaims, clock.manager.device_tier.non_model_bytes) == (1, 0)
 
 
 @quick
@@ -368,7 +368,7 @@ def test_chunks_may_fill_what_the_known_peak_leaves_and_no_less_than_the_warm_up
     clock.peak_non_model_bytes = peak
     clock.meter.use(now)
     clock.measure()
-    chunkable = clock.manager.compute.soft_limit_bytes - clock.manager.compute.non_model_bytes
+    chunkable = clock.manager.device_tier.soft_limit_bytes - clock.manager.device_tier.non_model_bytes
     assert chunkable == max(CAUTIOUS - now, BUDGET - max(peak, now) if peak else 0)
 
 

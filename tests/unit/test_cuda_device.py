@@ -52,10 +52,10 @@ def test_a_device_without_an_index_is_the_current_one(fake_cuda: FakeCuda):
 def test_every_worker_thread_begins_on_the_device(fake_cuda: FakeCuda):
     seen = []
     movers = WorkerPool(3, "begins", PAGE, Hardware(SECOND).enter_thread)
-    synchronize_processes = threading.Barrier(3)
+    barrier = threading.Barrier(3)
 
     def job(stage: torch.Tensor) -> None:
-        synchronize_processes.wait(10)
+        barrier.wait(10)
         seen.append(fake_cuda.device)
 
     movers.submit([job] * 3, "exp_avg[0]").wait()
@@ -197,7 +197,7 @@ def test_a_step_in_which_the_allocator_tried_again_is_a_warning_once(fake_cuda: 
     nothing = SimpleNamespace(peak=0, other_peak=0, reset_peak=lambda: None, reset_peaks=lambda: None)
     hardware = Hardware(SECOND)
     manager = SimpleNamespace(
-        counters=TransferCounters(), compute=nothing, host=nothing, disk=None, hardware=hardware, device=SECOND
+        counters=TransferCounters(), device_tier=nothing, host_tier=nothing, disk_tier=None, hardware=hardware, device=SECOND
     )
     nothing.budget_bytes = 5000
     fake_cuda.retries = 4

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedClock
 
 actions = st.lists(
-    st.tuples(st.sampled_from(["begin", "urgent", "wait", "hasten", "compute"]), st.integers(0, 1000)), max_size=40
+    st.tuples(st.sampled_from(["begin", "urgent", "wait", "prioritize", "compute"]), st.integers(0, 1000)), max_size=40
 )
 
 
@@ -48,7 +48,7 @@ def test_what_is_urgent_goes_before_what_waits():
     assert (first.ends_at, urgent.ends_at, second.ends_at) == (1.0, 2.0, 3.0)
 
 
-def test_whoever_is_waited_for_can_be_hastened():
+def test_whoever_is_waited_for_can_be_prioritizeed():
     clock = SimulatedClock()
     lane = SimulatedChannel("disk", 100.0, clock)
     first, second, third = (lane.begin(100, name) for name in "abc")

@@ -68,12 +68,12 @@ def movers():
 def test_threads_begin_with_the_first_job_and_each_brings_one_page_aligned_stage():
     movers = WorkerPool(3, "stages", 8192)
     assert not threads_of("stages")
-    seen, synchronize_processes = [], threading.Barrier(3)
+    seen, barrier = [], threading.Barrier(3)
 
     def job(stage: torch.Tensor) -> None:
         seen.append((threading.current_thread().name, stage.data_ptr(), stage.dtype, stage.numel()))
         stage.fill_(7)
-        synchronize_processes.wait(SOON_S)
+        barrier.wait(SOON_S)
 
     for _ in range(2):
         movers.submit([job] * 3, "exp_avg[0]").wait()
@@ -292,8 +292,8 @@ def test_a_thread_that_cannot_start_is_an_error():
 
 def test_the_interpreter_leaves_with_jobs_in_flight():
     code = (
-        "import torch; from patrickstar._memory.worker_pool import Movers\n"
-        "movers = Movers(2, 'leave')\n"
+        "import torch; from patrickstar._memory.worker_pool import WorkerPool\n"
+        "movers = WorkerPool(2, 'leave')\n"
         "a, b = torch.zeros(2**22), torch.zeros(2**22)\n"
         "movers.submit([lambda stage: a.copy_(b)] * 10000, 'x')"
     )

@@ -163,9 +163,9 @@ def test_answers_depend_on_the_arguments_alone(policy, case, data):
         held = set(trace.moments[now].chunks)
         limit_bytes = data.draw(limits)
         fresh = policy(trace, nbytes, budget_bytes)
-        moves = fresh.ahead(now, sorted(present), sorted(held), limit_bytes)
-        assert asked.ahead(now, present, held, limit_bytes) == moves
-        assert asked.released(now, present, held) == fresh.released(now, present, held)
+        moves = fresh.prefetches(now, sorted(present), sorted(held), limit_bytes)
+        assert asked.prefetches(now, present, held, limit_bytes) == moves
+        assert asked.early_evictions(now, present, held) == fresh.early_evictions(now, present, held)
         assert asked.order(present, now) == fresh.order(present, now)
 
 
@@ -218,11 +218,11 @@ def test_what_is_never_used_leaves_first():
 def test_what_is_in_use_is_waited_for_and_what_is_stuck_is_not(kind):
     trace = Trace([Moment((0,)), Moment((1,)), Moment((2,)), Moment((1,))])
     policy = kind(trace, {0: 1, 1: 1, 2: 1}, 2)
-    assert policy.ahead(0, {0, 1}, {0}, 9) == []
-    assert policy.ahead(0, {0, 1}, set(), 9) == [PrefetchMove(2, (0,))]
-    assert policy.ahead(1, {0, 1}, {1}, 9) == [PrefetchMove(2, (0,))]
+    assert policy.prefetches(0, {0, 1}, {0}, 9) == []
+    assert policy.prefetches(0, {0, 1}, set(), 9) == [PrefetchMove(2, (0,))]
+    assert policy.prefetches(1, {0, 1}, {1}, 9) == [PrefetchMove(2, (0,))]
     roomy = kind(trace, {0: 1, 1: 1, 2: 1, 7: 1, 8: 1}, 3)
-    assert roomy.ahead(0, {0, 7, 8}, {0, 7}, 1) == [PrefetchMove(1, (8,))]
+    assert roomy.prefetches(0, {0, 7, 8}, {0, 7}, 1) == [PrefetchMove(1, (8,))]
 
 
 def test_nothing_is_sent_away_that_would_stay_on_demand():

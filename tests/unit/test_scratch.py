@@ -52,7 +52,7 @@ def replace(file: SwapFile, path: str) -> None:
 
 def run(code: str, *prefix: str) -> str:
     """What another Python prints."""
-    begin = "import mmap, os, resource, warnings\nfrom patrickstar._memory.swap_file import DiskError, ScratchFile"
+    begin = "import mmap, os, resource, warnings\nfrom patrickstar._memory.swap_file import DiskError, SwapFile"
     command = [*prefix, sys.executable, "-c", f"{begin}\n{code}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -189,7 +189,7 @@ def test_a_file_never_exceeds_its_capacity(tmp_path):
 
 def test_a_reservation_beyond_what_the_system_allows_says_how_much_is_free(tmp_path):
     limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({MIB}, {resource.RLIM_INFINITY}))"
-    begin = f"{limit}\ntry: ScratchFile({str(tmp_path)!r}, {MIB + 1})\nexcept DiskError as error: print(error)"
+    begin = f"{limit}\ntry: SwapFile({str(tmp_path)!r}, {MIB + 1})\nexcept DiskError as error: print(error)"
     said = run(f"{begin}\nScratchFile({str(tmp_path)!r}, {MIB})")
     need = rf"the file needs {MIB + 4096} more bytes \(1.00 MiB\) on the disk, and {tmp_path} has \d+ bytes .* File too"
     assert re.match(need, said), said
@@ -197,7 +197,7 @@ def test_a_reservation_beyond_what_the_system_allows_says_how_much_is_free(tmp_p
 
 def test_a_full_disk_is_noticed_when_a_place_is_reserved(tmp_path):
     code = f"""
-file = ScratchFile({str(tmp_path)!r}, {MIB})
+file = SwapFile({str(tmp_path)!r}, {MIB})
 for _ in range(2):
     try: file.reserve({4 * MIB}, "exp_avg[3]")
     except DiskError as error: print(error)
@@ -270,8 +270,8 @@ def test_a_file_system_without_direct_io_is_used_through_the_page_cache_and_said
     code = f"""
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
-    ScratchFile({str(tmp_path)!r}, 1)
-    file = ScratchFile({str(tmp_path)!r}, {MIB})
+    SwapFile({str(tmp_path)!r}, 1)
+    file = SwapFile({str(tmp_path)!r}, {MIB})
 print(*[warning.message for warning in said], sep="\\n")
 memory = memoryview(mmap.mmap(-1, 8192))
 file.write(file.reserve(5000, "exp_avg[3]"), memory, 5000, "exp_avg[3]")

@@ -32,7 +32,7 @@ def test_chunks_fill_a_slab_of_just_their_bytes_to_the_last_one(sizes):
     slab = HostArena(sum(sizes))
     locations = [slab.allocate(nbytes) for nbytes in sizes]
     assert [place.start for place in locations] == [sum(sizes[:count]) for count in range(len(sizes))]
-    assert locations[-1].wait == slab.nbytes
+    assert locations[-1].end == slab.nbytes
     assert slab.touched_bytes == round_up(slab.nbytes), "whole pages"
     assert slab.allocate(1) is None
     for place in locations:
@@ -56,7 +56,7 @@ def test_a_slab_ends_at_its_last_byte():
     assert slab.allocate(385) is None
     kept = slab.allocate(128)
     assert slab.allocate(257) is None
-    assert slab.allocate(256).wait == 384
+    assert slab.allocate(256).end == 384
     slab.free(kept)
     assert slab.allocate(129) is None
     assert slab.allocate(128).start == 0
@@ -64,7 +64,7 @@ def test_a_slab_ends_at_its_last_byte():
 
 def test_a_slab_need_not_end_at_a_whole_unit():
     slab = HostArena(388)
-    assert slab.allocate(384).wait == 384
+    assert slab.allocate(384).end == 384
     assert slab.allocate(5) is None
     last = slab.allocate(4)
     assert (last.start, slab.view(last, torch.uint8).numel()) == (384, 4)
@@ -75,7 +75,7 @@ def test_places_begin_at_whole_units_and_have_the_bytes_asked_for():
     for nbytes in (1, 127, 128, 129, 400):
         place = slab.allocate(nbytes)
         assert place.start % ALIGN_BYTES == 0 and place.nbytes == nbytes
-        assert place.wait % ALIGN_BYTES == 0 and 0 <= place.wait - place.start - nbytes < ALIGN_BYTES
+        assert place.end % ALIGN_BYTES == 0 and 0 <= place.end - place.start - nbytes < ALIGN_BYTES
         assert slab.view(place, torch.uint8).numel() == nbytes
         assert slab.view(place, torch.uint8).data_ptr() % ALIGN_BYTES == 0
 
@@ -94,11 +94,11 @@ def test_a_place_of_no_bytes_is_in_nobodys_way(before):
     first = slab.allocate(before)
     none, second, other_none, third = (slab.allocate(nbytes) for nbytes in (0, 128, 0, 256))
     locations = sorted([first, second, third], key=lambda place: place.start)
-    assert all(one.wait <= other.start for one, other in pairwise(locations))
+    assert all(one.end <= other.start for one, other in pairwise(locations))
     slab.compact()
     slab.free(none)
     slab.free(other_none)
-    assert third.wait <= before + 384
+    assert third.end <= before + 384
 
 
 def test_views_are_of_the_slabs_own_memory_in_any_type():

@@ -339,13 +339,13 @@ def simulate(
             managing = 0.0
             if meter_s is not None:
                 managing = time.perf_counter() - started - watch.inside_s
-                managing += meter_s * len(engine._core.clock.trace.moments)
+                managing += meter_s * len(engine._core.tracer.trace.moments)
             return DryRunReport(
                 hardware.clock.now - began + managing,
                 hardware.computed_s + managing,
                 channels,
                 engine.stats.last,
-                engine._core.clock.trace,
+                engine._core.tracer.trace,
                 tuple(replace(one, at_s=one.at_s - began) for one in timeline),
                 engine.device_budget_bytes,
                 engine.host_budget_bytes,
