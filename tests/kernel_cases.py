@@ -124,5 +124,5 @@ def check_survey(implementation, dtype: torch.dtype, device: str = "cpu") -> Non
                 for last, summed in zip(lasts, sums, strict=True)
             ]
             grad_stats = one.grad_stats(gradients, scales)
-            found.append(([value.hex() for value in grad_stats.sums], grad_stats.not_finite))
+            found.append(([value.hex() for value in grad_stats.squares], grad_stats.not_finite))
         assert found[0] == found[1], (numels, special, earlier, scales)

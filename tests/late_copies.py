@@ -82,7 +82,7 @@ class LateTransfer(StreamTransfer):
     def run(self) -> None:
         """Copy the bytes as they are now."""
         self.ran = True
-        assert self.chunk.on_device_now, f"{self.chunk}: its device memory was freed while a copy was queued"
+        assert self.chunk.device_resident, f"{self.chunk}: its device memory was freed while a copy was queued"
         self.read = ctypes.string_at(self.come, self.nbytes)
         ctypes.memmove(self.to, self.read, self.nbytes)
 

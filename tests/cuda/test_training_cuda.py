@@ -180,5 +180,5 @@ def test_layers_of_any_size_have_the_bits_of_plain_pytorch(precision):
 def test_parameters_begin_at_multiples_of_256_bytes():
     engine = make_engine(Uneven, ps.Config(device=str(DEVICE), device_memory="1GiB", chunk_size="64KiB"))
     for managed in engine._core.data.managed_params:
-        assert managed.place.offset * managed.chunk.dtype.itemsize % 256 == 0, managed.name
+        assert managed.location.offset * managed.chunk.dtype.itemsize % 256 == 0, managed.name
     engine.close()

@@ -145,7 +145,7 @@ def check_alignment(engine: Engine) -> set[tuple[str, str]]:
                 continue
             offset = managed.region.offset if chunk is managed.chunk else managed.location.offset
             views = []
-            if chunk.on_device_now:
+            if chunk.device_resident:
                 views.append(("device", chunk.on_device(Region(offset, (1,), (1,)))))
             if chunk.host is not None:
                 views.append(("host", chunk.on_host(Region(offset, (1,), (1,)))))

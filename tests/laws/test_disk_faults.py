@@ -263,7 +263,7 @@ def test_damage_to_one_page_costs_who_lies_there(config, reference):
     chunk = engine._core.manager["param32", 3]
     assert chunk.disk_valid and not chunk.in_memory
     other = os.open(f"/proc/self/fd/{engine._core.manager.disk_tier.file._fd}", os.O_RDWR)
-    os.pwrite(other, b"\x55" * 64, chunk.disk_at + 4096)
+    os.pwrite(other, b"\x55" * 64, chunk.disk_offset + 4096)
     os.close(other)
     there = [
         managed

@@ -57,7 +57,11 @@ def steps(engine, count):
 
 
 def on_trust(engine):
-    ring = engine._core.optimizer_step.pipeline.ring if engine._core.optimizer_step.pipeline is not None else None
+    ring = (
+        engine._core.optimizer_step.disk_step.staging_pool
+        if engine._core.optimizer_step.disk_step is not None
+        else None
+    )
     return sum(bytes_of(engine, there) for there in ring.live if there.owner is None) if ring is not None else 0
 
 

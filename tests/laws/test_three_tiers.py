@@ -280,7 +280,11 @@ def test_every_chunk_has_its_bytes_and_duplicates_agree_after_every_operator(fol
 
         def watch(belongs):
             op_boundary(belongs)
-            still = [chunk for chunk in engine._core.manager.chunks.values() if not (chunk.coming or chunk.leaving)]
+            still = [
+                chunk
+                for chunk in engine._core.manager.chunks.values()
+                if not (chunk.fetch_transfer or chunk.eviction_transfer)
+            ]
             assert_one_owner(chunk for chunk in still if not chunk.pins)
 
         engine._core.data.op_boundary = watch
@@ -329,7 +333,7 @@ def test_an_engine_that_goes_with_updates_pending_finishes_them_and_leaves_nothi
     torch.manual_seed(0)
     engine = small_engine(blocks, config)
     run(engine)
-    assert any(managed.pending for managed in engine._core.data.managed_params) and movers()
+    assert any(managed.update_pending for managed in engine._core.data.managed_params) and movers()
     module = engine.module
     if closed:
         engine.close()

@@ -61,7 +61,7 @@ def steps(engine, count):
 
     Without what was read for nothing: for an update that did not come next.
     """
-    found, dropped, ring = [], [0], engine._core.optimizer_step.pipeline.ring
+    found, dropped, ring = [], [0], engine._core.optimizer_step.disk_step.staging_pool
     drop = type(ring).drop
 
     def watch(there):
@@ -84,7 +84,11 @@ def steps(engine, count):
 
 def on_trust(engine):
     """Bytes that were read for the next updates."""
-    return sum(bytes_of(engine, there) for there in engine._core.optimizer_step.pipeline.ring.live if there.owner is None)
+    return sum(
+        bytes_of(engine, there)
+        for there in engine._core.optimizer_step.disk_step.staging_pool.live
+        if there.owner is None
+    )
 
 
 def bytes_of(engine, there):

@@ -158,10 +158,12 @@ def assert_at_rest(engine: Engine) -> None:
         engine._core.optimizer_step.disk_step.staging_pool.wait(there.reads)
     file, counters = manager.disk_tier.file, manager.counters
     assert (counters.disk_read_bytes, counters.disk_write_bytes) == (file.read_bytes, file.written_bytes)
-    assert not any(managed.pending or managed.uses for managed in engine._core.data.managed_params)
+    assert not any(managed.update_pending or managed.uses for managed in engine._core.data.managed_params)
     assert not manager.transfers.in_flight and manager.transfers.evicting_bytes == 0
     for chunk in manager.chunks.values():
-        assert not (chunk.pins or chunk.coming or chunk.leaving or chunk.being_written), f"{chunk} is in use"
+        assert not (chunk.pins or chunk.fetch_transfer or chunk.eviction_transfer or chunk.has_page_writes), (
+            f"{chunk} is in use"
+        )
     assert_one_owner(manager.chunks.values())
     assert (manager.device_tier.used, manager.host_tier.used) == real_bytes(manager.chunks.values())
 
@@ -170,7 +172,7 @@ def assert_one_owner(chunks: Iterable[Chunk]) -> None:
     """Every chunk has its bytes somewhere, and where it has them twice they agree."""
     for chunk in chunks:
         assert chunk.device_valid or chunk.host_valid or chunk.disk_valid, f"{chunk} is nowhere"
-        assert chunk.on_device_now or not chunk.device_valid, f"{chunk} has no device memory"
+        assert chunk.device_resident or not chunk.device_valid, f"{chunk} has no device memory"
         assert chunk.host is not None or not chunk.host_valid, f"{chunk} has no host memory"
         if chunk.device_valid and chunk.host_valid:
             testing.assert_same_bits(

@@ -79,7 +79,7 @@ def test_bytes_are_those_of_its_dtype_on_both_tiers(dtype, bank, host):
     host.allocate(chunk)
     assert chunk.device_bytes == chunk.host_bytes == chunk.nbytes == 96 * getattr(torch, dtype).itemsize
     assert chunk.on_device(chunk.whole).dtype == chunk.on_host(chunk.whole).dtype == getattr(torch, dtype)
-    assert chunk.host.nbytes == chunk.place.nbytes == chunk.nbytes
+    assert chunk.host.nbytes == chunk.host_block.nbytes == chunk.nbytes
     assert really_taken(chunk, bank) == (chunk.nbytes if bank is None else round_up(chunk.nbytes))
     chunk.free_device(poison=False)
     host.free(chunk)

@@ -302,7 +302,9 @@ def test_chunks_and_offloaded_activations_are_not_counted_as_used(clock):
     manager.host_tier.allocate_block(128)
     clock.calibrate()
     assert clock.meter.reclaims == 1
-    above = CHUNKS * (16 if manager.device_tier.page_pool is None else round_up(16))  # what really is resident: whole pages
+    above = CHUNKS * (
+        16 if manager.device_tier.page_pool is None else round_up(16)
+    )  # what really is resident: whole pages
     below = mmap.PAGESIZE
     assert clock.meter.chunk_bytes == [above + below] * 2
     assert manager.resident_bytes == above + below

@@ -197,7 +197,12 @@ def test_a_step_in_which_the_allocator_tried_again_is_a_warning_once(fake_cuda: 
     nothing = SimpleNamespace(peak=0, other_peak=0, reset_peak=lambda: None, reset_peaks=lambda: None)
     hardware = Hardware(SECOND)
     manager = SimpleNamespace(
-        counters=TransferCounters(), device_tier=nothing, host_tier=nothing, disk_tier=None, hardware=hardware, device=SECOND
+        counters=TransferCounters(),
+        device_tier=nothing,
+        host_tier=nothing,
+        disk_tier=None,
+        hardware=hardware,
+        device=SECOND,
     )
     nothing.budget_bytes = 5000
     fake_cuda.retries = 4

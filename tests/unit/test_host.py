@@ -150,7 +150,7 @@ def test_the_place_of_a_chunk_that_is_being_written_to_it_makes_no_room():
     host = tier(2 * ALIGN_BYTES)
     chunk = chunk_on(host, 2)
     chunk.allocate_device()
-    chunk.device_valid, chunk.host_valid, chunk.leaving = True, False, Ended()
+    chunk.device_valid, chunk.host_valid, chunk.eviction_transfer = True, False, Ended()
     assert not host.has_room(ALIGN_BYTES)
     assert chunk.host is not None
 
@@ -162,11 +162,11 @@ def test_a_chunk_has_its_bytes_in_the_slab_until_it_gives_them_back():
     host = tier(4096)
     host.allocate_block(128)
     chunk = chunk_on(host, 4, 5.0)
-    assert chunk.host_bytes == chunk.nbytes == chunk.place.nbytes == 512
+    assert chunk.host_bytes == chunk.nbytes == chunk.host_block.nbytes == 512
     assert chunk.host.dtype == torch.float32 and chunk.host.shape == (128,)
-    assert chunk.host.data_ptr() == host.arenas[0].memory.data_ptr() + chunk.place.start
+    assert chunk.host.data_ptr() == host.arenas[0].memory.data_ptr() + chunk.host_block.start
     host.free(chunk)
-    assert (chunk.host, chunk.place, chunk.host_valid, chunk.host_bytes) == (None, None, False, 0)
+    assert (chunk.host, chunk.host_block, chunk.host_valid, chunk.host_bytes) == (None, None, False, 0)
 
 
 @pytest.mark.parametrize("poison", [True, False])
@@ -198,10 +198,10 @@ def test_chunks_change_places_where_there_is_room_but_not_in_a_row_and_say_so():
     assert host.moved == set()
     newcomer = chunk_on(host, 4, 9.0)
     assert host.moved == {chunks[1], chunks[3]}
-    assert [chunk.place.start for chunk in (chunks[1], chunks[3], newcomer)] == [0, 256, 512]
+    assert [chunk.host_block.start for chunk in (chunks[1], chunks[3], newcomer)] == [0, 256, 512]
     for chunk, value in ((chunks[1], 1.0), (chunks[3], 3.0), (newcomer, 9.0)):
         assert values(chunk) == {value}
-        assert chunk.host.data_ptr() == host.arenas[0].memory.data_ptr() + chunk.place.start
+        assert chunk.host.data_ptr() == host.arenas[0].memory.data_ptr() + chunk.host_block.start
     chunks[1].on_host(chunks[1].whole).fill_(7.0)
     assert values(chunks[3]) == {3.0} and values(newcomer) == {9.0}
 
@@ -236,7 +236,7 @@ def test_a_tier_that_is_full_in_bytes_gives_nothing_and_stays_whole():
     with pytest.raises(BudgetError, match="has no 512 in a row"):
         chunk_on(host, 4)
     assert values(second) == {2.0}
-    assert second.host.data_ptr() == host.arenas[0].memory.data_ptr() + second.place.start
+    assert second.host.data_ptr() == host.arenas[0].memory.data_ptr() + second.host_block.start
     assert (host.used, host.free_bytes) == (128, 384)
 
 
@@ -252,7 +252,7 @@ def test_copies_on_their_way_are_waited_for_before_places_change(kind):
     assert copy.waits == 0, "there was a place, and none has changed"
     host.release_block(place)
     chunk_on(host, 4)
-    assert copy.waits == 1 and second.place.start == 0
+    assert copy.waits == 1 and second.host_block.start == 0
     setattr(second, kind, copy)
     host.free(second)
     assert copy.waits == 2, "nor may its place become another's"

@@ -45,11 +45,11 @@ def test_a_chunk_changes_places_only_when_its_copy_is_done(way):
         manager.transfers.start_fetch(chunk, urgent=False)
     else:
         manager.transfers.start_eviction(chunk, Tier.HOST)
-    start = chunk.place.start
+    start = chunk.host_block.start
     manager.remove(gap)
     manager.remove(other_gap)
     newcomer = filled(manager, 3, 4, Tier.HOST, 9.0)
-    assert chunk.place.start != start, "the places were not closed up"
+    assert chunk.host_block.start != start, "the places were not closed up"
     slow.timer.join()
     if way == "up":
         manager.fetch([chunk])

@@ -69,11 +69,11 @@ class WatchedHost(HostTier):
 def real_bytes(manager: ChunkManager, *more: Chunk) -> tuple[int, int]:
     """Bytes of memory that chunks hold: of the device less what whole pages round up, and in the host's slab."""
     chunks = {*manager.chunks.values(), *more}
-    device = sum(chunk.nbytes for chunk in chunks if chunk.on_device_now)
+    device = sum(chunk.nbytes for chunk in chunks if chunk.device_resident)
     if manager.device_tier.page_pool is None:
         assert device == sum(chunk.storage.nbytes() for chunk in chunks)
     else:
-        pages = sum(round_up(chunk.nbytes) for chunk in chunks if chunk.on_device_now)
+        pages = sum(round_up(chunk.nbytes) for chunk in chunks if chunk.device_resident)
         assert manager.device_tier.page_pool.mapped_bytes - manager.device_tier.page_pool.parked_bytes == pages
     (slab,) = manager.host_tier.arenas
     base = slab.memory.data_ptr()

@@ -80,7 +80,7 @@ def test_a_range_has_all_its_bytes_at_one_address_for_life(nbytes):
             bank.trim(0)
         assert (storage.data_ptr(), storage.nbytes(), memory.storage().data_ptr()) == (address, nbytes, address)
     bank.forget(memory)
-    assert (bank.mapped_bytes, bank.decommited_bytes) == (0, 0)
+    assert (bank.mapped_bytes, bank.parked_bytes) == (0, 0)
     assert permissions(address, memory.nbytes) == {"--"}
 
 
@@ -99,7 +99,7 @@ def test_who_comes_back_before_others_took_its_pages_has_them_still():
     bank.decommit(memory)
     bank.commit(memory)
     assert (tensor_over(memory) == 7).all()
-    assert (bank.mapped_bytes, bank.decommited_bytes) == (10 * SYSTEM_PAGE, 0)
+    assert (bank.mapped_bytes, bank.parked_bytes) == (10 * SYSTEM_PAGE, 0)
 
 
 # Pages that move
@@ -111,7 +111,7 @@ def test_parked_pages_are_taken_by_others_and_none_are_mapped_for_it():
     bank.decommit(first)
     assert resident_bytes(first) == 8 * SYSTEM_PAGE, "parked pages stay"
     bank.commit(second)
-    assert (bank.mapped_bytes, bank.decommited_bytes) == (8 * SYSTEM_PAGE, 0)
+    assert (bank.mapped_bytes, bank.parked_bytes) == (8 * SYSTEM_PAGE, 0)
     assert (resident_bytes(first), resident_bytes(second)) == (0, 8 * SYSTEM_PAGE), "they were not moved"
     assert (tensor_over(second) == 1).all(), "pages carry what was in them: that is why a manager poisons"
     assert permissions(first.address, first.nbytes) == {"--"}, "addresses without pages stay reserved"
@@ -123,11 +123,11 @@ def test_as_many_pages_move_as_are_wanted_and_the_rest_stay():
     bank.decommit(large)
     bank.commit(small)
     tensor_over(small).fill_(2)
-    assert (bank.mapped_bytes, bank.decommited_bytes) == (8 * SYSTEM_PAGE, 5 * SYSTEM_PAGE)
+    assert (bank.mapped_bytes, bank.parked_bytes) == (8 * SYSTEM_PAGE, 5 * SYSTEM_PAGE)
     assert (resident_bytes(large), resident_bytes(small)) == (5 * SYSTEM_PAGE, 3 * SYSTEM_PAGE)
     bank.commit(large)
     tensor_over(large).fill_(3)
-    assert (bank.mapped_bytes, bank.decommited_bytes) == (11 * SYSTEM_PAGE, 0)
+    assert (bank.mapped_bytes, bank.parked_bytes) == (11 * SYSTEM_PAGE, 0)
     assert (tensor_over(small) == 2).all() and (tensor_over(large) == 3).all()
 
 
@@ -136,12 +136,12 @@ def test_pages_of_several_ranges_make_up_a_larger_one():
     for nbytes in (2 * SYSTEM_PAGE, 5 * SYSTEM_PAGE, 3 * SYSTEM_PAGE):
         bank.decommit(committed(bank, nbytes))
     large = committed(bank, 12 * SYSTEM_PAGE, 9)
-    assert (bank.mapped_bytes, bank.decommited_bytes) == (12 * SYSTEM_PAGE, 0), "10 parked and 2 new"
+    assert (bank.mapped_bytes, bank.parked_bytes) == (12 * SYSTEM_PAGE, 0), "10 parked and 2 new"
     bank.decommit(large)
     parts = [
         committed(bank, nbytes, fill) for fill, nbytes in enumerate((5 * SYSTEM_PAGE, SYSTEM_PAGE, 6 * SYSTEM_PAGE))
     ]
-    assert (bank.mapped_bytes, bank.decommited_bytes) == (12 * SYSTEM_PAGE, 0), "cut up again, across its pieces"
+    assert (bank.mapped_bytes, bank.parked_bytes) == (12 * SYSTEM_PAGE, 0), "cut up again, across its pieces"
     assert all((tensor_over(part) == fill).all() for fill, part in enumerate(parts))
 
 
@@ -168,7 +168,7 @@ def test_huge_pages_are_cut_and_put_together_without_a_byte_going_astray():
             if fill % 2 != turn % 2:
                 assert (tensor_over(memory) == 10 * turn + fill).all()
                 bank.decommit(memory)
-    assert bank.mapped_bytes == bank.decommited_bytes <= sum(round_up(nbytes) for nbytes in sizes)
+    assert bank.mapped_bytes == bank.parked_bytes <= sum(round_up(nbytes) for nbytes in sizes)
     bank.trim(0)
     assert not any(resident_bytes(memory) for memory in ranges)
 
@@ -186,7 +186,7 @@ def test_trimmed_pages_are_not_resident_and_as_many_are_kept_as_may_be(keep_page
     for memory in parked:
         bank.decommit(memory)
     bank.trim(keep_pages * SYSTEM_PAGE + more_bytes)
-    assert (bank.mapped_bytes, bank.decommited_bytes) == ((2 + kept_pages) * SYSTEM_PAGE, kept_pages * SYSTEM_PAGE)
+    assert (bank.mapped_bytes, bank.parked_bytes) == ((2 + kept_pages) * SYSTEM_PAGE, kept_pages * SYSTEM_PAGE)
     assert sum(resident_bytes(memory) for memory in parked) == kept_pages * SYSTEM_PAGE
     assert resident_bytes(used) == 2 * SYSTEM_PAGE and (tensor_over(used) == 1).all(), "it is in use"
     for memory in parked:
@@ -194,7 +194,7 @@ def test_trimmed_pages_are_not_resident_and_as_many_are_kept_as_may_be(keep_page
         bank.commit(memory)
         assert permissions(memory.address, memory.nbytes) == {"rw"}
         tensor_over(memory).fill_(1)
-    assert (bank.mapped_bytes, bank.decommited_bytes) == (8 * SYSTEM_PAGE, 0)
+    assert (bank.mapped_bytes, bank.parked_bytes) == (8 * SYSTEM_PAGE, 0)
 
 
 def test_what_was_trimmed_comes_back_as_zeros():
@@ -220,7 +220,7 @@ def test_a_forgotten_range_takes_no_memory_and_leaves_others_theirs(state):
         bank.trim(SYSTEM_PAGE)
     bank.forget(memory)
     kept = SYSTEM_PAGE * (1 if taker is None else 3)
-    assert (bank.mapped_bytes, bank.decommited_bytes) == (kept, 0)
+    assert (bank.mapped_bytes, bank.parked_bytes) == (kept, 0)
     assert resident_bytes(memory) == 0
     assert (tensor_over(other) == 4).all()
     assert taker is None or (tensor_over(taker) == 8).all()
@@ -268,14 +268,16 @@ def test_what_the_system_can_not_give_is_an_error_in_bytes():
 # Whoever reads what is not there
 
 
-@pytest.mark.parametrize("gone", ["bank.decommit(memory)", "bank.decommit(memory); bank.trim(0)", "bank.forget(memory)"])
+@pytest.mark.parametrize(
+    "gone", ["bank.decommit(memory)", "bank.decommit(memory); bank.trim(0)", "bank.forget(memory)"]
+)
 @pytest.mark.parametrize("use", ["tensor.sum()", "tensor[-1:].fill_(1)"])
 def test_reading_and_writing_a_range_without_pages_is_stopped_by_the_system(gone, use):
     program = (
         "import faulthandler, resource, torch\n"
         "from patrickstar._memory.vm_pool import PagePool, VMRange\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
-        "bank, memory = PagePool(), Range(20000)\n"
+        "bank, memory = PagePool(), VMRange(20000)\n"
         "tensor = torch.empty(0, dtype=torch.uint8).set_(memory.storage())\n"
         f"bank.commit(memory); {use}; print('was there', flush=True)\n"
         f"{gone}; {use}; print('came through')\n"
@@ -312,10 +314,10 @@ class Operations(RuleBasedStateMachine):
     @rule(data=st.data())
     def commit(self, data) -> None:
         memory = self.draw(data, self.away)
-        parked, mapped = self.bank.decommited_bytes, self.bank.mapped_bytes
+        parked, mapped = self.bank.parked_bytes, self.bank.mapped_bytes
         self.bank.commit(memory)
         assert self.bank.mapped_bytes == mapped + max(0, memory.nbytes - parked), "parked pages come first"
-        assert self.bank.decommited_bytes == max(0, parked - memory.nbytes)
+        assert self.bank.parked_bytes == max(0, parked - memory.nbytes)
         self.away.remove(memory)
         self.turns += 1
         self.fill[memory] = self.turns % 251
@@ -333,9 +335,9 @@ class Operations(RuleBasedStateMachine):
 
     @rule(keep_bytes=st.integers(-10, 30 * SYSTEM_PAGE))
     def trim(self, keep_bytes: int) -> None:
-        before = self.bank.decommited_bytes
+        before = self.bank.parked_bytes
         self.bank.trim(keep_bytes)
-        assert self.bank.decommited_bytes == min(before, max(0, keep_bytes) // SYSTEM_PAGE * SYSTEM_PAGE)
+        assert self.bank.parked_bytes == min(before, max(0, keep_bytes) // SYSTEM_PAGE * SYSTEM_PAGE)
 
     @precondition(lambda self: self.fill or self.away)
     @rule(data=st.data())
@@ -350,8 +352,8 @@ class Operations(RuleBasedStateMachine):
     def bytes_are_counted_as_the_system_counts_them_and_content_is_where_it_was_put(self) -> None:
         bank = self.bank
         used, away = sum(memory.nbytes for memory in self.fill), [resident_bytes(memory) for memory in self.away]
-        assert bank.mapped_bytes - bank.decommited_bytes == used == sum(resident_bytes(memory) for memory in self.fill)
-        assert bank.decommited_bytes == sum(away)
+        assert bank.mapped_bytes - bank.parked_bytes == used == sum(resident_bytes(memory) for memory in self.fill)
+        assert bank.parked_bytes == sum(away)
         for memory, fill in self.fill.items():
             tensor = tensor_over(memory)
             assert tensor.data_ptr() == self.address[memory]

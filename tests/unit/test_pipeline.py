@@ -41,7 +41,7 @@ def test_a_step_returns_before_its_updates_and_the_next_forward_ends_them(tmp_pa
         index for index, home in engine._core.optimizer_step.home_tiers.items() if home is Tier.DISK
     }
     assert all(
-        managed.pending and not managed.has_gradient
+        managed.update_pending and not managed.has_gradient
         for index in pending
         for managed in engine._core.data.by_chunk[index]
     )
@@ -89,7 +89,7 @@ def test_an_early_update_enters_the_pipeline_in_backward(tmp_path):
     assert not engine._core.optimizer_step.disk_step.pending
     engine.backward(loss, update=True)
     begun = engine._core.optimizer_step.disk_step.pending | {
-        s.location.chunk for s in engine._core.data.managed_params if s.updated_in
+        s.location.chunk for s in engine._core.data.managed_params if s.updated_in_backward
     }
     assert begun
     engine.optimizer.step()

@@ -98,9 +98,9 @@ def test_a_copy_without_bytes_keeps_ties_and_what_is_frozen():
 def test_memory_counts_until_the_last_tensor_over_it_is_gone():
     meter = TensorMeter()
     tensor = torch.empty(1000, device="meta")
-    meter.see(tensor)
+    meter.track(tensor)
     view = tensor[:10]
-    meter.see(view)
+    meter.track(view)
     assert meter.now(0) == meter.peak(0) == 4000
     del tensor
     assert meter.now(0) == 4000

@@ -48,9 +48,9 @@ def sum_of_squares(values: np.ndarray) -> float:
 
 def seen_by_the_update(grad: Gradient, scales) -> np.ndarray:
     """A gradient as the update takes it: summed with earlier ones and scaled, in float32."""
-    values = ieee.widened(grad.last)
-    if grad.earlier is not None:
-        values = ieee.add(grad.earlier.numpy(), values)
+    values = ieee.widened(grad.latest)
+    if grad.accumulated is not None:
+        values = ieee.add(grad.accumulated.numpy(), values)
     for scale in scales:
         values = ieee.multiply(values, ieee.rounded(scale))
     return values

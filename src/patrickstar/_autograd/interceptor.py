@@ -168,7 +168,7 @@ class Interceptor:
         try:
             return self._operate(func, args, kwargs, tensors)
         except (DiskError, MoveError) as error:
-            if not self.data.tracer.inside:  # else the engine's own call tells of it
+            if not self.data.tracer.in_iteration_now:  # else the engine's own call tells of it
                 self.stop(error)
             raise
 
@@ -259,7 +259,7 @@ class Interceptor:
         """
         belongs = torch.is_grad_enabled() or self.in_backward
         window = self.window
-        if self.data.tracer.inside and not torch.is_grad_enabled() and not self.in_backward:
+        if self.data.tracer.in_iteration_now and not torch.is_grad_enabled() and not self.in_backward:
             # Perhaps inside a custom Function, whose node was the last to be made. See `open_function_windows`.
             number = torch._C._autograd._get_sequence_nr() - 1
             self.pending_functions[number] = tuple(
@@ -343,7 +343,7 @@ class Interceptor:
             found = F.embedding(*moved, **kwargs).to(self.data.manager.device)
             self.data.manager.count_transfer(found.nbytes, to_device=True)
         if found.requires_grad:
-            managed.looked_up_bytes += found.nbytes
+            managed.lookup_bytes += found.nbytes
             managed.lookups_in_graph_bytes += found.nbytes
         return found
 

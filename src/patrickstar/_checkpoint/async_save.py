@@ -125,7 +125,7 @@ class AsyncSave:
         self._copy_wanted(lambda: self._left[index] > 0)
         for managed in self.data.by_chunk[index][:1]:
             for kind in kinds_of(managed):
-                self.data.manager[list_kind(managed, kind), index].release_saver()
+                self.data.manager[list_kind(managed, kind), index].wait_for_save()
 
     def copy_all(self) -> None:
         """Want nothing of chunks any more when this returns."""
@@ -141,7 +141,7 @@ class AsyncSave:
 
     def _release_chunks(self) -> None:
         for chunk in self.data.manager.chunks.values():
-            chunk.release_saver()
+            chunk.wait_for_save()
 
     def copy_volatile(self) -> None:
         """Want nothing but masters and states when this returns: the rest may be written to at any time."""
@@ -191,7 +191,7 @@ class AsyncSave:
                 owner = self._owner(piece)
                 self._file.write(part, owner)
                 if owner is not None:
-                    owner.saver = self._file.file
+                    owner.save_reader = self._file.file
         except BaseException as error:
             self._end(error)
             if not isinstance(error, CheckpointError):

@@ -43,7 +43,7 @@ def kinds_of(managed: ManagedParam) -> tuple[str, ...]:
 
 def list_kind(managed: ManagedParam, kind: str) -> str:
     """The list in which this process has its part."""
-    return managed.own.kind if kind == PARAM16 else kind
+    return managed.shard_chunk.kind if kind == PARAM16 else kind
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ def boxes_in(managed: ManagedParam, part: slice) -> Iterator[tuple[int, Box]]:
     Elements are counted as they lie in memory; the boxes are the tensor's.
     """
     order = memory_order(managed.shape, managed.region.strides)
-    begin = managed.first + part.start
-    for first, box in boxes_of([managed.shape[dim] for dim in order], begin, managed.first + part.stop):
-        yield first - managed.first, in_order(box, order)
+    begin = managed.shard_start + part.start
+    for first, box in boxes_of([managed.shape[dim] for dim in order], begin, managed.shard_start + part.stop):
+        yield first - managed.shard_start, in_order(box, order)
 
 
 def in_order(box: Box, order: Sequence[int]) -> Box:

@@ -171,7 +171,7 @@ class ChunkComm:
         mine = self._unmark_ready(index)
         whole, target, chunk = self.owner.begin_reduction(index, ranks)
         transfer = self.collectives.reduce(whole, target, self.shard_bounds[index], ranks)
-        chunk.host_reader = transfer
+        chunk.h2d_transfer = transfer
         if mine is not None:
             mine.begun = transfer
         if whole is not None:

@@ -92,7 +92,7 @@ class TensorMeter:
         self.baseline_bytes = 0
         self._known: dict[int, int] = {}
 
-    def see(self, tensor: torch.Tensor) -> None:
+    def track(self, tensor: torch.Tensor) -> None:
         """A tensor has come: its memory counts until the last that shares it is gone."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._known:
@@ -102,11 +102,11 @@ class TensorMeter:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._forget, storage._cdata).atexit = False
 
-    def scratch(self, nbytes: int) -> None:
+    def add_transient(self, nbytes: int) -> None:
         """So much more was there for a moment."""
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + nbytes)
 
-    def keep(self, nbytes: int) -> None:
+    def add_persistent(self, nbytes: int) -> None:
         """So much more is there from now on."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -211,7 +211,7 @@ class OpTracer(TorchDispatchMode):
             cost = None if is_free(func) else self.costs(func, args, kwargs, out)
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self.meter.see(leaf)
+                self.meter.track(leaf)
         if cost is not None:
             self._take(cost)
             self.spend(cost.seconds)
@@ -221,10 +221,10 @@ class OpTracer(TorchDispatchMode):
         """Reckon with the memory of an operator that has run; equal ones have one and the same cost."""
         first = id(cost) not in self._cached_costs and (cost.first_bytes or cost.kept_bytes)
         self.scratch_bytes = cost.first_bytes if first else cost.scratch_bytes
-        self.meter.scratch(self.scratch_bytes)
+        self.meter.add_transient(self.scratch_bytes)
         if first:
             self._cached_costs.add(id(cost))
-            self.meter.keep(cost.kept_bytes)
+            self.meter.add_persistent(cost.kept_bytes)
 
 
 def _attention(

@@ -91,8 +91,8 @@ class SimulatedKernels(Kernels):
         return [_SimulatedUpdate(self.hardware.update.begin(nbytes, "update"))]
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
-        below = [grad for grad in gradients if self.hardware.on_host(grad.last)]
-        above = [grad for grad in gradients if not self.hardware.on_host(grad.last)]
+        below = [grad for grad in gradients if self.hardware.on_host(grad.latest)]
+        above = [grad for grad in gradients if not self.hardware.on_host(grad.latest)]
         self._on_device(sum(_gradient_bytes(grad) for grad in above))
         self.hardware.update.run(sum(_gradient_bytes(grad) for grad in below), "survey")
         return GradStats(tuple(1.0 for _ in gradients))
@@ -106,7 +106,7 @@ class SimulatedKernels(Kernels):
 
 
 def _gradient_bytes(grad: Gradient) -> int:
-    parts = [grad.last] if grad.earlier is None else [grad.last, grad.earlier]
+    parts = [grad.latest] if grad.accumulated is None else [grad.latest, grad.accumulated]
     return sum(part.nbytes for part in parts)
 
 
@@ -219,9 +219,11 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
 
 def _disk_bytes(engine: Any, machine: Machine) -> int:
     """What the disk has to give."""
-    if engine._core.manager.disk is None:
+    if engine._core.manager.disk_tier is None:
         return 0
-    return engine._core.manager.disk.file.capacity_bytes or (machine.disk.capacity if machine.disk is not None else 0)
+    return engine._core.manager.disk_tier.file.capacity_bytes or (
+        machine.disk.capacity if machine.disk is not None else 0
+    )
 
 
 def _settled(found: list[StepStats], steps: int | None) -> bool:
@@ -316,12 +318,12 @@ def simulate(
         with META:
             model = model()
     values = {name: torch.empty_like(param, device=META) for name, param in model.named_parameters()}
-    meter.keep(library_bytes)  # calibration forgets it, and it is counted anew below
+    meter.add_persistent(library_bytes)  # calibration forgets it, and it is counted anew below
     with watching(watch, "cpu" if machine.gpu is None else "cuda"):
         engine = make_engine(
             model, config, values.__getitem__, kernels=SimulatedKernels(hardware), hardware=hardware, **hooks
         )
-        meter.keep(unseen_bytes + library_bytes)
+        meter.add_persistent(unseen_bytes + library_bytes)
         try:
             found: list[StepStats] = []
             while not _settled(found, steps):

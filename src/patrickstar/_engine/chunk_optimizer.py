@@ -74,7 +74,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
                 count = (
                     {} if self._options.counts_itself else {"step": torch.tensor(float(managed.steps), device="cpu")}
                 )
-                if saved := copy.deepcopy(managed.memory) | count | lists:
+                if saved := copy.deepcopy(managed.optimizer_extra) | count | lists:
                     state[position] = saved
         return {"state": state, "param_groups": groups, "loss_scale": self._core.scaler.state_dict()}
 
@@ -123,8 +123,8 @@ class ChunkOptimizer(torch.optim.Optimizer):
                         f"{kind} of {managed.name!r} was saved as {tuple(values[kind].shape)}, not {managed.shape}"
                     )
         for position, managed in by_position.items():
-            managed.steps, managed.watched = 0, False
-            managed.memory.clear()
+            managed.steps, managed.observed = 0, False
+            managed.optimizer_extra.clear()
             if managed.schema.trained and position not in state_dict["state"]:
                 for kind in self._kinds:
                     self._core.model_state.write(managed, kind, torch.zeros((), device="cpu"))
@@ -133,7 +133,9 @@ class ChunkOptimizer(torch.optim.Optimizer):
             managed = by_position[position]
             managed.steps = int(values.get("step", 1))
             listed = {*self._kinds, *(() if self._options.counts_itself else ("step",))}
-            managed.memory.update({key: copy.deepcopy(value) for key, value in values.items() if key not in listed})
+            managed.optimizer_extra.update(
+                {key: copy.deepcopy(value) for key, value in values.items() if key not in listed}
+            )
             for kind in self._kinds:
                 self._core.model_state.write(managed, kind, values[kind])
         for group, packed in zip(self.param_groups, saved, strict=True):

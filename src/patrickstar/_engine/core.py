@@ -117,7 +117,7 @@ class EngineCore:
         self.model_state = ModelState(self.module, self.data)
         self.optimizer_step = OptimizerStep(self.data, config.optimizer, self.kernels, tiers.staging_size)
         if self.optimizer_step.disk_step is not None:
-            self.optimizer_step.disk_step.ahead = policy is not DemandFetch
+            self.optimizer_step.disk_step.reads_ahead = policy is not DemandFetch
         if isinstance(self.data, ShardedModelData):
             self.data.complete = self.optimizer_step.complete
         self.optimizer_placement = OptimizerPlacement(self.layout, self.data, self.optimizer_step, self.tracer)

@@ -213,13 +213,13 @@ class Engine:
         """
         if self._core.release.alive:
             self._core.background_save.wait()
-        self._core.model_state.keep = keep
+        self._core.model_state.keep_values = keep
         if self._core.release.alive and self.world is not None and keep:
             with self._core.stopping_on_loss():
                 self._core.complete()
                 self._core.data.synchronize_processes(Request.CLOSE)
                 self._core.gradients.drop()
-                self._core.model_state.complete = True
+                self._core.model_state.synchronized = True
         lost = self._core.release()
         if lost and keep and (failed := self._core.manager.io_dispatch.failed) is not None:
             failed.add_note(f"{len(lost)} parameters could not be read back and are NaN: {', '.join(lost)}.")

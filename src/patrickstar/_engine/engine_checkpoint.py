@@ -60,7 +60,7 @@ class EngineCheckpoint:
         waiting = [
             managed.name
             for managed in data.managed_params
-            if data.has_gradient(managed) or managed.unfinished is not None
+            if data.has_gradient(managed) or managed.partial_grad is not None
         ]
         data.synchronize_processes(Request.STATE)
         with data.collective_section():
@@ -133,7 +133,9 @@ class EngineCheckpoint:
             states=list(core.config.optimizer.states),
             groups=groups,
             steps={managed.name: managed.steps for managed in core.data.managed_params if managed.steps},
-            memory={managed.name: managed.memory for managed in core.data.managed_params if managed.memory},
+            memory={
+                managed.name: managed.optimizer_extra for managed in core.data.managed_params if managed.optimizer_extra
+            },
             buffers=sorted(self._buffers()),
             loss_scale={name: float(value) for name, value in core.scaler.state_dict().items()},
             extra={name: one for name, one in core.model_state.entries().items() if not isinstance(one, torch.Tensor)},
@@ -280,9 +282,9 @@ class EngineCheckpoint:
                 for kind in kinds_of(managed):
                     if kind not in (PARAM16, PARAM32) and name_of(managed, kind) not in reader.document.tensors:
                         core.model_state.write(managed, kind, torch.zeros((), device="cpu"))  # it was frozen then
-                managed.steps, managed.watched = int(common.steps.get(managed.name, 0)), False
-                managed.memory.clear()
-                managed.memory.update(common.memory.get(managed.name, {}))
+                managed.steps, managed.observed = int(common.steps.get(managed.name, 0)), False
+                managed.optimizer_extra.clear()
+                managed.optimizer_extra.update(common.memory.get(managed.name, {}))
                 data.follow_master(managed)
         data.drop_gathered()
         core.scaler.load_state_dict(common.loss_scale)

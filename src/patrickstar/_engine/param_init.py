@@ -123,11 +123,11 @@ def create_chunks(spec: ChunkSpec, tiers: ChunkTiers, manager: ChunkManager) -> 
     """Make all chunks of one index, zeroed, or none."""
     made = []
     try:
-        if spec.shared:
+        if spec.sharded:
             compute = spec.schema.compute
             made.append(manager.new_shared_chunk(PARAM16, spec.index, spec.numel, compute.dtype))
             made.append(manager.new_chunk(SHARD16, spec.index, spec.own_numel, compute.dtype, Tier.HOST))
-        for item in spec.schema.optimizer_lists if spec.shared else spec.schema.lists:
+        for item in spec.schema.optimizer_lists if spec.sharded else spec.schema.lists:
             tier = tiers.compute if item.kind == PARAM16 else tiers.optimizer
             made.append(manager.new_chunk(item.kind, spec.index, spec.own_numel, item.dtype, tier))
     except BaseException:
@@ -148,7 +148,7 @@ def adopt(
 ) -> None:
     """Move every parameter into its slot, one at a time, its old memory freed before the next is looked at."""
     schemes = {param.name: param.schema for param in params}
-    shared = any(chunk.shared for chunk in layout.chunks)
+    shared = any(chunk.sharded for chunk in layout.chunks)
     # Of a weight that several processes share none has all on its host.
     lookups = set() if shared else lookup_weights(module)
     by_name = dict(module.named_parameters())
@@ -163,7 +163,7 @@ def adopt(
             region = Region(
                 layout.locations[name].offset, tuple(param.shape), torch.empty_like(param, device="meta").stride()
             )
-            own = manager[SHARD16, spec.index] if spec.shared else chunk
+            own = manager[SHARD16, spec.index] if spec.sharded else chunk
             managed = ManagedParam(name, param, schemes[name], place, chunk, region, own, first, name in lookups)
             flat = _own_elements(managed, weights)
             managed.flat(own).copy_(flat)
@@ -186,11 +186,11 @@ def _own_elements(managed: ManagedParam, weights: WeightSource | None) -> torch.
         if weights is None:
             raise ModelError(f"parameter {managed.name!r} is on the meta device and no `weights` were given to fill it")
         if isinstance(weights, ShardedWeightSource) and (managed.row_major or not managed.location.numel):
-            return weights.part(managed.name, managed.first, managed.location.numel)
+            return weights.part(managed.name, managed.shard_start, managed.location.numel)
         value = weights(managed.name)
         if value.shape != managed.shape:
             raise ModelError(f"weights give {tuple(value.shape)} for parameter {managed.name!r} of {managed.shape}")
-    return managed.flattened(value)[managed.part]
+    return managed.flattened(value)[managed.shard_slice]
 
 
 def replace_data(param: nn.Parameter, data: torch.Tensor) -> None:
@@ -226,16 +226,16 @@ def promote(
         data.ensure_in_memory(managed)
         value = managed.payload().clone()
         data.by_chunk[managed.chunk.index].remove(managed)
-        managed.location, managed.first = grown.local_location(managed.name)
+        managed.location, managed.shard_start = grown.local_location(managed.name)
         managed.schema = spec.schema
         managed.chunk, managed.device_view = data.manager[PARAM16, managed.location.chunk], None
-        managed.own = data.manager[SHARD16, managed.location.chunk] if managed.chunk.shared else managed.chunk
+        managed.shard_chunk = data.manager[SHARD16, managed.location.chunk] if managed.chunk.sharded else managed.chunk
         managed.region = replace(managed.region, offset=grown.locations[managed.name].offset)
         data.by_chunk.setdefault(managed.location.chunk, []).append(managed)
         data.ensure_local(managed)
-        flat = managed.flattened(value)[managed.part]
-        managed.flat(managed.own).copy_(flat)
-        data.manager.mark_written(managed.own, on_device=managed.own.device_valid)
+        flat = managed.flattened(value)[managed.shard_slice]
+        managed.flat(managed.shard_chunk).copy_(flat)
+        data.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
         for where, part in data.parts(managed, PARAM32, write=True):
             part.copy_(flat[where])
         data.set_param_views([managed.chunk])

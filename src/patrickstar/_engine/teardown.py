@@ -34,12 +34,12 @@ def release(interceptor: Interceptor, blocks: ModuleHooks, state: ModelState) ->
             state.data.saving.cancel("the engine was closed")
         blocks.close()
         state.data.release_all()
-        if state.data.comm is not None and not state.complete:
+        if state.data.comm is not None and not state.synchronized:
             cause = sys.exc_info()[1] or state.data.manager.io_dispatch.failed
             why = "" if cause is None else f", after {type(cause).__name__}: {cause}"
             state.data.comm.leave(f"closed its engine{why}")
         try:
-            if state.keep:
+            if state.keep_values:
                 interceptor.optimizer_in_backward.optimizer_step.complete()
             state.data.manager.complete_transfers()
         except (DiskError, MoveError, TrainingError) as error:

@@ -117,7 +117,7 @@ class CppBackend:
     @staticmethod
     def supports_gradient(grad: Gradient) -> bool:
         """Whether the kernel can survey this gradient."""
-        return grad.last.device.type == "cpu" and grad.last.dtype in DTYPES and grad.dtype == torch.float32
+        return grad.latest.device.type == "cpu" and grad.latest.dtype in DTYPES and grad.dtype == torch.float32
 
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> Running:
         """Begin an update, to be waited for with `finish`."""
@@ -163,8 +163,8 @@ class CppBackend:
     def _pack(gradients: Sequence[Gradient]) -> ctypes.Array[_Span]:
         packed = (_Span * len(gradients))()
         for target, grad in zip(packed, gradients, strict=True):
-            target.grad, target.grad_dtype = grad.last.data_ptr(), DTYPES[grad.last.dtype]
-            target.earlier = None if grad.earlier is None else grad.earlier.data_ptr()
+            target.grad, target.grad_dtype = grad.latest.data_ptr(), DTYPES[grad.latest.dtype]
+            target.earlier = None if grad.accumulated is None else grad.accumulated.data_ptr()
             target.numel = grad.numel
         return packed
 

@@ -34,7 +34,7 @@ class EagerBackend:
         """Sums of squares and non-finite elements of the scaled gradients."""
         sums, not_finite = [], 0
         for gradient in gradients:
-            blocks = [torch.zeros(0, dtype=torch.float64, device=gradient.last.device)]
+            blocks = [torch.zeros(0, dtype=torch.float64, device=gradient.latest.device)]
             for page in pages(gradient.numel):
                 grad = gradient.page(page).scaled(scales)
                 not_finite += int((~grad.isfinite()).sum())

@@ -21,20 +21,20 @@ BLOCK_NUMEL = ROWS * LANES
 class GradStats:
     """What a pass over gradients found: a sum of squares per parameter, and how many elements are NaN or infinite."""
 
-    sums: tuple[float, ...] = ()
+    squares: tuple[float, ...] = ()
     not_finite: int = 0
 
     @classmethod
     def joined(cls, surveys: Iterable["GradStats"]) -> "GradStats":
         """One survey of what several found, in their order."""
         surveys = list(surveys)
-        sums = tuple(one for grad_stats in surveys for one in grad_stats.sums)
+        sums = tuple(one for grad_stats in surveys for one in grad_stats.squares)
         return cls(sums, sum(grad_stats.not_finite for grad_stats in surveys))
 
     @property
     def norm(self) -> float:
         """The global 2-norm."""
-        total = float(fold(torch.tensor(self.sums, dtype=torch.float64, device="cpu")))
+        total = float(fold(torch.tensor(self.squares, dtype=torch.float64, device="cpu")))
         return math.nan if math.isnan(total) else math.sqrt(total)
 
 

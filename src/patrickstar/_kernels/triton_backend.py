@@ -53,7 +53,7 @@ class TritonBackend:
         return (
             span.rule.code is not None
             and TritonBackend.supports_gradient(span.grad)
-            and span.master.device == span.param.device == span.grad.last.device
+            and span.master.device == span.param.device == span.grad.latest.device
             and span.param.dtype in DTYPES
         )
 
@@ -63,8 +63,8 @@ class TritonBackend:
         kernels = _kernels()
         return (
             kernels is not None
-            and grad.last.device.type == ("cpu" if kernels.INTERPRETED else "cuda")
-            and grad.last.dtype in DTYPES
+            and grad.latest.device.type == ("cpu" if kernels.INTERPRETED else "cuda")
+            and grad.latest.dtype in DTYPES
             and grad.dtype == torch.float32
         )
 
@@ -83,8 +83,8 @@ class TritonBackend:
             with torch.cuda.device_of(span.master):
                 self._kernels.update_kernel[(-(-span.numel // PROGRAM_NUMEL),)](
                     span.param,
-                    span.grad.last,
-                    span.grad.earlier,
+                    span.grad.latest,
+                    span.grad.accumulated,
                     span.master,
                     first_state,
                     second_state,
@@ -108,15 +108,15 @@ class TritonBackend:
         return GradStats(tuple(sums), sum(counts))
 
     def _grad_stats(self, grad: Gradient, factors: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        device, blocks = grad.last.device, -(-grad.numel // BLOCK_NUMEL)
+        device, blocks = grad.latest.device, -(-grad.numel // BLOCK_NUMEL)
         total = torch.zeros(1, dtype=torch.float64, device=device)
         if blocks == 0:
             return total, torch.zeros(1, dtype=torch.int64, device=device)
         sums = torch.empty(blocks, dtype=torch.float64, device=device)
         not_finite = torch.empty(blocks, dtype=torch.int32, device=device)
-        with torch.cuda.device_of(grad.last):
+        with torch.cuda.device_of(grad.latest):
             self._kernels.grad_stats_kernel[(-(-blocks // PROGRAM_BLOCKS),)](
-                grad.last, grad.earlier, grad.numel, factors, sums, not_finite, blocks=PROGRAM_BLOCKS, **EXACT
+                grad.latest, grad.accumulated, grad.numel, factors, sums, not_finite, blocks=PROGRAM_BLOCKS, **EXACT
             )
             self._kernels.fold_kernel[(1,)](sums, blocks, total, **EXACT)
         return total, not_finite.sum(dim=0, keepdim=True)

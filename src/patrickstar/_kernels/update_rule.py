@@ -72,28 +72,28 @@ class Gradient:
     `dtype` is the master's, in which the two are added. Kernels take what lies on one device: see `together`.
     """
 
-    last: torch.Tensor
-    earlier: torch.Tensor | None = None
+    latest: torch.Tensor
+    accumulated: torch.Tensor | None = None
     dtype: torch.dtype = torch.float32
 
     @property
     def numel(self) -> int:
         """Elements."""
-        return self.last.numel()
+        return self.latest.numel()
 
     def together(self) -> "Gradient":
         """The same on one device: the 16-bit part is copied to where the other lies, if that is elsewhere."""
-        return self if self.earlier is None else replace(self, last=self.last.to(self.earlier.device))
+        return self if self.accumulated is None else replace(self, latest=self.latest.to(self.accumulated.device))
 
     def page(self, page: slice) -> "Gradient":
         """Some elements of it."""
-        return Gradient(self.last[page], None if self.earlier is None else self.earlier[page], self.dtype)
+        return Gradient(self.latest[page], None if self.accumulated is None else self.accumulated[page], self.dtype)
 
     def scaled(self, scales: Sequence[float]) -> torch.Tensor:
         """A new tensor: the sum in the master's dtype, multiplied by `scales` one after the other."""
-        grad = self.last.to(self.dtype, copy=True)
-        if self.earlier is not None:
-            grad.add_(self.earlier)
+        grad = self.latest.to(self.dtype, copy=True)
+        if self.accumulated is not None:
+            grad.add_(self.accumulated)
         for scale in scales:
             grad.mul_(scale)
         return grad

@@ -67,14 +67,14 @@ class ChunkSpec:
     rank: int = 0
 
     @property
-    def shared(self) -> bool:
+    def sharded(self) -> bool:
         """Whether it is the chunks of several processes."""
         return len(self.shard_bounds) > 2
 
     @property
     def own(self) -> slice:
         """The elements that this process owns."""
-        return slice(*self.shard_bounds[self.rank : self.rank + 2]) if self.shared else slice(0, self.numel)
+        return slice(*self.shard_bounds[self.rank : self.rank + 2]) if self.sharded else slice(0, self.numel)
 
     @property
     def own_numel(self) -> int:
@@ -89,12 +89,12 @@ class ChunkSpec:
     @property
     def shard_bytes(self) -> int:
         """Bytes of this process's part of what operators read, where that lies apart."""
-        return self.own_numel * self.schema.compute.itemsize if self.shared else 0
+        return self.own_numel * self.schema.compute.itemsize if self.sharded else 0
 
     @property
     def evictable_bytes(self) -> int:
         """Bytes of the chunk that operators read which need a place below when they leave the device."""
-        return 0 if self.shared else self.compute_bytes
+        return 0 if self.sharded else self.compute_bytes
 
     @property
     def compute_bytes(self) -> int:

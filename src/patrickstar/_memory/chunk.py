@@ -45,31 +45,31 @@ class Chunk:
         self.nbytes = numel * ITEMSIZE[dtype]
         self.memory = device_memory(self.nbytes, device, bank)
         self.storage = self.memory.storage
-        self.on_device_now = False
+        self.device_resident = False
         self.host: torch.Tensor | None = None
-        self.place: ArenaBlock | None = None
+        self.host_block: ArenaBlock | None = None
         """Where its host memory lies in the slab."""
-        self.disk_at: int | None = None
+        self.disk_offset: int | None = None
         """Where its place in the scratch file begins, once it has one."""
         self.device_valid = False
         self.host_valid = False
         self.disk_valid = False
-        self.shared = False
+        self.sharded = False
         """Whether its bytes lie in parts with several processes, and here on the device only while they are needed."""
-        self.owners_valid = False
+        self.shards_valid = False
         """Whether these have the current bytes. If not, gradients lie over the parameters here."""
-        self.coming: Transfer | None = None
+        self.fetch_transfer: Transfer | None = None
         """Its bytes are on their way to device memory that it has already taken."""
-        self.leaving: Transfer | None = None
+        self.eviction_transfer: Transfer | None = None
         """Its bytes are being written to a tier below, after which it leaves the device."""
-        self.leaving_to = Tier.HOST
-        self.host_reader: Transfer | None = None
+        self.eviction_tier = Tier.HOST
+        self.h2d_transfer: Transfer | None = None
         """A copy from its host memory that those who compute on a GPU wait for, and nobody else has yet."""
-        self.saver: MemoryReader | None = None
+        self.save_reader: MemoryReader | None = None
         """Who reads its memory for a checkpoint, and has to be done with that before it changes or goes."""
-        self.reading: list[Transfer] = []
+        self.page_reads: list[Transfer] = []
         """Pages on their way from its place on disk to an update's, past which nothing may write them."""
-        self.writing: list[Transfer] = []
+        self.page_writes: list[Transfer] = []
         """Pages on their way to its place on disk, past which nothing may read them."""
         self.disk_version = 0
         """Counts changes of what lies on disk, but for those that an update makes page by page."""
@@ -87,33 +87,33 @@ class Chunk:
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory this chunk takes."""
-        return self.nbytes if self.on_device_now else 0
+        return self.nbytes if self.device_resident else 0
 
     @property
     def has_gradients(self) -> bool:
         """Whether it holds gradients that have to be added to those of other processes."""
-        return self.shared and not self.owners_valid
+        return self.sharded and not self.shards_valid
 
     @property
-    def being_written(self) -> bool:
+    def has_page_writes(self) -> bool:
         """Whether pages are on their way to its place on disk."""
-        return any(not transfer.done for transfer in self.writing)
+        return any(not transfer.done for transfer in self.page_writes)
 
     @property
     def in_memory(self) -> bool:
         """Whether its current bytes can be read without waiting, and stay. See [Note: what is on its way]."""
-        return (self.device_valid and self.leaving is None) or self.host_valid
+        return (self.device_valid and self.eviction_transfer is None) or self.host_valid
 
     def on_device(self, region: Region) -> torch.Tensor:
         """Return a view of the device copy with its own version counter. See [Note: one storage for life]."""
         # On a GPU `set_` resizes a storage that is too small: it would take memory that no budget knows of.
-        assert self.on_device_now, f"{self} has no memory on the device"
+        assert self.device_resident, f"{self} has no memory on the device"
         alias = torch.empty(0, dtype=self.dtype, device=self.device)
         return alias.set_(self.storage, region.offset, region.shape, region.strides)
 
     def device_bytes_view(self) -> torch.Tensor:
         """Return the device's memory of this chunk as flat bytes."""
-        assert self.on_device_now, f"{self} has no memory on the device"
+        assert self.device_resident, f"{self} has no memory on the device"
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)[: self.nbytes]
 
     def on_host(self, region: Region) -> torch.Tensor:
@@ -133,11 +133,11 @@ class Chunk:
             return self.host.untyped_storage()
         return self.storage
 
-    def release_saver(self) -> None:
+    def wait_for_save(self) -> None:
         """No checkpoint reads its memory when this returns."""
-        if self.saver is not None:
-            self.saver.release(self)
-            self.saver = None
+        if self.save_reader is not None:
+            self.save_reader.release(self)
+            self.save_reader = None
 
     @property
     def whole(self) -> Region:
@@ -147,14 +147,14 @@ class Chunk:
     def allocate_device(self) -> None:
         """Take device memory; its content is undefined."""
         self.memory.allocate()
-        self.on_device_now = True
+        self.device_resident = True
 
     def free_device(self, poison: bool) -> None:
         """Give the device memory back, filled with NaN first where a test asks for it."""
         if poison:
             fill_poison(self.on_device(self.whole))
         self.memory.free()
-        self.on_device_now = self.device_valid = False
+        self.device_resident = self.device_valid = False
 
 
 def fill_poison(buffer: torch.Tensor) -> None:

@@ -113,7 +113,7 @@ class ChunkManager:
     def new_shared_chunk(self, kind: str, index: int, numel: int, dtype: str) -> Chunk:
         """Make a chunk whose bytes several processes have, each a part. It takes no memory yet."""
         chunk = self.device_tier.new(kind, index, numel, dtype)
-        chunk.shared = chunk.owners_valid = True
+        chunk.sharded = chunk.shards_valid = True
         self.chunks[chunk.kind, chunk.index] = self.param16[chunk.index] = chunk
         return chunk
 
@@ -160,7 +160,7 @@ class ChunkManager:
     @defer_sigint
     def drop(self, chunk: Chunk) -> None:
         """Let a shared chunk leave the device; what lay over its parameters was taken."""
-        chunk.owners_valid = True
+        chunk.shards_valid = True
         if not chunk.pins:
             self.device_tier.free(chunk)
         else:
@@ -169,7 +169,7 @@ class ChunkManager:
     @defer_sigint
     def regather(self, chunk: Chunk) -> None:
         """Gather a shared chunk again, into the memory that it has."""
-        chunk.owners_valid = True
+        chunk.shards_valid = True
         self.transfers.start_regather(chunk)
 
     @defer_sigint
@@ -178,12 +178,12 @@ class ChunkManager:
         self.cancel_prefetch()
         for index in indices:
             chunk = self.param16[index]
-            if chunk.shared:
+            if chunk.sharded:
                 if chunk in self.transfers.in_flight:
                     self.transfers.complete(chunk)
-                if chunk.on_device_now:
+                if chunk.device_resident:
                     self.device_tier.free(chunk)
-                chunk.owners_valid = True
+                chunk.shards_valid = True
 
     def close(self) -> None:
         """Stop what moves bytes; chunks in memory stay."""
@@ -200,12 +200,12 @@ class ChunkManager:
         """
         self.io_dispatch.check()
         for chunk in chunks:
-            if chunk in self.transfers.in_flight and chunk.coming is None:
+            if chunk in self.transfers.in_flight and chunk.fetch_transfer is None:
                 self.transfers.complete(chunk)
         missing = [chunk for chunk in chunks if not chunk.device_valid]
-        later = sum(chunk.nbytes for chunk in missing if chunk.coming is None)
+        later = sum(chunk.nbytes for chunk in missing if chunk.fetch_transfer is None)
         for chunk in missing:
-            if chunk.coming is not None:
+            if chunk.fetch_transfer is not None:
                 continue
             later -= chunk.nbytes
             if chunk in self._fetch_queue:
@@ -213,19 +213,19 @@ class ChunkManager:
             self.make_room(chunk.nbytes, protect=chunks, later_bytes=later, gently=gently)
             self._with_retry(self.transfers.fetch, chunk, protect=chunks)
         for chunk in chunks:
-            if chunk.coming is not None:
+            if chunk.fetch_transfer is not None:
                 self.transfers.wait_fetch(chunk)
         self.make_room(0, protect=chunks, gently=gently)
 
     def ensure_in_memory(self, *chunks: Chunk) -> None:
         """Ensure that chunks are in memory, on either tier, with no copy in flight, so that they can be written."""
-        if any(chunk.coming is not None or not chunk.in_memory for chunk in chunks):
+        if any(chunk.fetch_transfer is not None or not chunk.in_memory for chunk in chunks):
             self.fetch(chunks)
         for chunk in chunks:
-            if chunk.host_reader is not None and not chunk.device_valid:
+            if chunk.h2d_transfer is not None and not chunk.device_valid:
                 # An earlier fetch that only the device has waited for may still read what is written now.
-                self.io_dispatch.wait(chunk.host_reader)
-                chunk.host_reader = None
+                self.io_dispatch.wait(chunk.h2d_transfer)
+                chunk.h2d_transfer = None
 
     @defer_sigint
     def make_room(self, nbytes: int, protect: Iterable[Chunk], later_bytes: int = 0, *, gently: bool = False) -> None:
@@ -265,9 +265,9 @@ class ChunkManager:
         return [
             chunk
             for chunk in self.chunks.values()
-            if chunk.on_device_now
+            if chunk.device_resident
             and not chunk.pins
-            and chunk.leaving is None
+            and chunk.eviction_transfer is None
             and chunk not in protected
             and not chunk.has_gradients  # which leave for their owners when they are complete
         ]
@@ -278,7 +278,7 @@ class ChunkManager:
         return [
             chunk
             for chunk in self.transfers.in_flight
-            if chunk.leaving is not None and chunk not in protected and not (chunk.shared and serving)
+            if chunk.eviction_transfer is not None and chunk not in protected and not (chunk.sharded and serving)
         ]
 
     # When the allocator has no memory
@@ -336,8 +336,10 @@ class ChunkManager:
     @defer_sigint
     def mark_written(self, chunk: Chunk, on_device: bool) -> None:
         """Say that one copy was written: it is the authoritative one, copies on the other tiers are stale."""
-        assert chunk.coming is None and chunk.leaving is None, f"{chunk} was written while it was on its way"
-        chunk.owners_valid = False
+        assert chunk.fetch_transfer is None and chunk.eviction_transfer is None, (
+            f"{chunk} was written while it was on its way"
+        )
+        chunk.shards_valid = False
         chunk.device_valid = on_device
         chunk.host_valid = not on_device
         chunk.disk_valid = False
@@ -400,7 +402,7 @@ class ChunkManager:
             updating = chunk.pins > 0 and not chunk.device_bytes
             if (
                 updating
-                or chunk.leaving is not None
+                or chunk.eviction_transfer is not None
                 or self.device_tier.used + chunk.nbytes > self.device_tier.chunkable_bytes
             ):
                 break
@@ -416,7 +418,9 @@ class ChunkManager:
                 self._fetch_queue.clear()
 
     def _queue_prefetches(self, prefetch: PrefetchPolicy) -> None:
-        present = {index for index, chunk in self.param16.items() if chunk.on_device_now and chunk.leaving is None}
+        present = {
+            index for index, chunk in self.param16.items() if chunk.device_resident and chunk.eviction_transfer is None
+        }
         present.update(chunk.index for chunk in self._fetch_queue)
         if len(present) == len(self.param16):
             return
@@ -426,7 +430,7 @@ class ChunkManager:
             present.discard(index)
         for move in prefetch.prefetches(self.now, present, held, self.device_tier.budget_bytes):
             # What the next iteration reads is new after the update.
-            if self.param16[move.fetch].shared and prefetch.trace.next_use(move.fetch, self.now) >= len(
+            if self.param16[move.fetch].sharded and prefetch.trace.next_use(move.fetch, self.now) >= len(
                 prefetch.trace.moments
             ):
                 break
@@ -440,7 +444,7 @@ class ChunkManager:
         self.prefetch = None
         if self._fetch_queue and self.io_dispatch.failed is None:
             for chunk in list(self.transfers.in_flight):
-                if chunk.leaving is not None:
+                if chunk.eviction_transfer is not None:
                     self.transfers.complete(chunk)
             self._start_queued_fetches()
         self._fetch_queue.clear()
@@ -489,7 +493,7 @@ class ChunkManager:
         if chunk in self._fetch_queue:
             self._fetch_queue.remove(chunk)
             return
-        if chunk.coming is not None:
+        if chunk.fetch_transfer is not None:
             self.transfers.complete(chunk)
         if self._start_eviction(chunk):
             self.counters.evictions += 1
@@ -499,10 +503,10 @@ class ChunkManager:
 
         With a disk nobody loses a place on the host: a chunk goes where it has one, or finds room, else to disk.
         """
-        if chunk.host_valid or chunk.disk_valid or chunk.owners_valid:
+        if chunk.host_valid or chunk.disk_valid or chunk.shards_valid:
             self.device_tier.free(chunk)
             return True
-        if chunk.shared:
+        if chunk.sharded:
             return False
         if self.disk_tier is not None and chunk.host is None and self.host_tier.free_bytes < chunk.nbytes:
             self.transfers.start_eviction(chunk, Tier.DISK)
@@ -541,7 +545,7 @@ class ChunkManager:
         short = compute.used + nbytes - compute.chunkable_bytes
         pinned = [chunk for chunk in self.chunks.values() if chunk.pins]
         idle = {chunk for chunk in self.chunks.values() if chunk.device_bytes and not chunk.pins} - protected
-        bound_to_device = {chunk for chunk in idle if not chunk.shared}
+        bound_to_device = {chunk for chunk in idle if not chunk.sharded}
         if compute.non_model_bytes > compute.budget_bytes:
             what = "activations alone exceed the device budget"
         elif bound_to_device and self.disk_tier is None:

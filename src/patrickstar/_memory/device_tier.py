@@ -50,7 +50,7 @@ class DeviceTier:
 
     def free(self, chunk: Chunk) -> None:
         """Take a chunk's memory back."""
-        chunk.release_saver()
+        chunk.wait_for_save()
         chunk.free_device(self.poison)
         self.moved.add(chunk)
         self.used -= chunk.nbytes

@@ -36,15 +36,17 @@ class DiskTier:
 
     def place(self, chunk: Chunk) -> None:
         """Have a place for a chunk, which it keeps for life."""
-        if chunk.disk_at is None:
-            chunk.disk_at = self.file.reserve(chunk.nbytes, repr(chunk))
+        if chunk.disk_offset is None:
+            chunk.disk_offset = self.file.reserve(chunk.nbytes, repr(chunk))
 
     def forget(self, chunk: Chunk) -> None:
         """Take a chunk's place back, if it has one."""
-        if chunk.disk_at is not None:
-            self._written.difference_update(chunk.disk_at + first for first, _ in pages(chunk.nbytes, self.page_bytes))
-            self.file.free(chunk.disk_at, chunk.nbytes)
-            chunk.disk_at = None
+        if chunk.disk_offset is not None:
+            self._written.difference_update(
+                chunk.disk_offset + first for first, _ in pages(chunk.nbytes, self.page_bytes)
+            )
+            self.file.free(chunk.disk_offset, chunk.nbytes)
+            chunk.disk_offset = None
 
     def read(self, chunk: Chunk, start: int, target: torch.Tensor, urgent: bool = False) -> Transfer:
         """Fill `target` with whole pages of a chunk, from byte `start` on. What was never written is zeros."""
@@ -52,8 +54,8 @@ class DiskTier:
 
     def written_bytes(self, chunk: Chunk, start: int, nbytes: int) -> int:
         """How many of these bytes lie on the disk."""
-        assert chunk.disk_at is not None
-        at = chunk.disk_at + start
+        assert chunk.disk_offset is not None
+        at = chunk.disk_offset + start
         return sum(length for first, length in pages(nbytes, self.page_bytes) if at + first in self._written)
 
     def write(self, chunk: Chunk, start: int, source: torch.Tensor) -> Transfer:
@@ -61,8 +63,8 @@ class DiskTier:
 
         One page must not be under way twice.
         """
-        assert chunk.disk_at is not None
-        self._written.update(chunk.disk_at + start + first for first, _ in pages(source.numel(), self.page_bytes))
+        assert chunk.disk_offset is not None
+        self._written.update(chunk.disk_offset + start + first for first, _ in pages(source.numel(), self.page_bytes))
         return self._submit(self.writers, self._write_page, chunk, start, source, False)
 
     def close(self) -> None:
@@ -80,8 +82,8 @@ class DiskTier:
         memory: torch.Tensor,
         urgent: bool,
     ) -> Transfer:
-        assert chunk.disk_at is not None and start % self.page_bytes == 0, f"{chunk} has no page at {start}"
-        what, at = repr(chunk), chunk.disk_at + start
+        assert chunk.disk_offset is not None and start % self.page_bytes == 0, f"{chunk} has no page at {start}"
+        what, at = repr(chunk), chunk.disk_offset + start
         ready = None
         if memory.device.type != "cpu":
             if self._stream is None:

@@ -43,20 +43,20 @@ class HostTier:
         """Have a place for a chunk, for which the budget has room; its content is undefined."""
         place = self._place(chunk.nbytes)
         self._owners[place] = chunk
-        chunk.place, chunk.host = place, self.view(place, chunk.dtype)
+        chunk.host_block, chunk.host = place, self.view(place, chunk.dtype)
         self.used += chunk.nbytes
         self.peak = max(self.peak, self.used)
         return chunk.host
 
     def free(self, chunk: Chunk, *, for_good: bool = False) -> None:
         """Take a chunk's place back; `for_good` its memory goes back to the system."""
-        assert chunk.host is not None and chunk.place is not None
+        assert chunk.host is not None and chunk.host_block is not None
         _wait_for_transfers(chunk)
         if self.poison:
             fill_poison(chunk.host)
-        del self._owners[chunk.place]
-        chunk.place.slab.free(chunk.place, for_good=for_good)
-        chunk.host, chunk.place, chunk.host_valid = None, None, False
+        del self._owners[chunk.host_block]
+        chunk.host_block.slab.free(chunk.host_block, for_good=for_good)
+        chunk.host, chunk.host_block, chunk.host_valid = None, None, False
         self.used -= chunk.nbytes
 
     def has_room(self, nbytes: int) -> bool:
@@ -81,7 +81,7 @@ class HostTier:
 
     def _droppable(self) -> list[Chunk]:
         """Chunks whose memory can go, since the device has their bytes."""
-        return [chunk for chunk in self._owners.values() if chunk.on_device_now and chunk.leaving is None]
+        return [chunk for chunk in self._owners.values() if chunk.device_resident and chunk.eviction_transfer is None]
 
     def _short_bytes(self, nbytes: int) -> int:
         """By how much the budget is too small for `nbytes` more, once all that can go has gone."""
@@ -174,8 +174,8 @@ class HostTier:
 
 def _wait_for_transfers(chunk: Chunk) -> None:
     """Nothing reads or writes a chunk's place when this returns."""
-    for transfer in (chunk.coming, chunk.leaving, chunk.host_reader):
+    for transfer in (chunk.fetch_transfer, chunk.eviction_transfer, chunk.h2d_transfer):
         if transfer is not None:
             transfer.wait()
-    chunk.host_reader = None
-    chunk.release_saver()
+    chunk.h2d_transfer = None
+    chunk.wait_for_save()

@@ -49,8 +49,8 @@ class IODispatch:
 
     def up(self, chunk: Chunk, urgent: bool) -> Transfer:
         """Begin to move a chunk to device memory that it has taken, from the host, from disk, or from its owners."""
-        if chunk.shared:
-            assert self.comm is not None and chunk.owners_valid, f"{chunk} is nowhere"
+        if chunk.sharded:
+            assert self.comm is not None and chunk.shards_valid, f"{chunk} is nowhere"
             self.check()
             with self.stalled():
                 return self.comm.gather(chunk)

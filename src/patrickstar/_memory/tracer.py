@@ -40,7 +40,7 @@ class Tracer:
         self._checking = False
         """Whether the trace that is followed has yet to be compared with what a second iteration needs."""
         self.open_key: Hashable | None = None
-        self.inside = 0
+        self.in_iteration_now = 0
         self.peak_non_model_bytes = 0
         """The most non-model data that any traced iteration had."""
         self.non_model_peak = 0
@@ -119,11 +119,11 @@ class Tracer:
     @contextmanager
     def in_iteration(self) -> Iterator[None]:
         """Inside, every access belongs to the open iteration."""
-        self.inside += 1
+        self.in_iteration_now += 1
         try:
             yield
         finally:
-            self.inside -= 1
+            self.in_iteration_now -= 1
 
     def current_non_model_bytes(self) -> int:
         """Bytes of non-model data on the device."""
@@ -149,7 +149,7 @@ class Tracer:
 
     def begin_moment(self, chunks: tuple[int, ...], belongs: bool) -> None:
         """An operator boundary: `chunks` are about to be accessed, or none when an operator has ended."""
-        if not (belongs or self.inside) or self.open_key is None or self.mode is Mode.DEMAND:
+        if not (belongs or self.in_iteration_now) or self.open_key is None or self.mode is Mode.DEMAND:
             if self.mode is Mode.WATCH:
                 self._record_peak()
             self._measure_moment()

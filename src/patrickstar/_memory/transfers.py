@@ -35,7 +35,7 @@ class ChunkTransfers:
     @property
     def evicting_bytes(self) -> int:
         """Bytes of chunks that leave the device as soon as they are written."""
-        return sum(chunk.nbytes for chunk in self.in_flight if chunk.leaving is not None)
+        return sum(chunk.nbytes for chunk in self.in_flight if chunk.eviction_transfer is not None)
 
     # Up
 
@@ -65,7 +65,7 @@ class ChunkTransfers:
         self.in_flight[chunk] = None  # first: Ctrl-C may strike between any two lines
         try:
             self.device_tier.allocate(chunk)
-            chunk.coming = self.io_dispatch.up(chunk, urgent)
+            chunk.fetch_transfer = self.io_dispatch.up(chunk, urgent)
         except torch.OutOfMemoryError:
             del self.in_flight[chunk]
             if chunk.device_bytes:
@@ -74,16 +74,16 @@ class ChunkTransfers:
         self._count_h2d(chunk)
 
     def _count_h2d(self, chunk: Chunk) -> None:
-        if chunk.shared:
+        if chunk.sharded:
             return  # of which its own part came from the host, and was counted
         self.io_dispatch.counters.h2d_bytes += chunk.nbytes
         chunk.transferred_bytes += chunk.nbytes
 
     def wait_fetch(self, chunk: Chunk) -> None:
         """Wait for a chunk that is coming; on a GPU those who compute wait, and not the training thread."""
-        if isinstance(chunk.coming, StreamTransfer) and (self.keep_duplicates or chunk.shared):
-            chunk.coming.order()
-            chunk.host_reader, chunk.coming = chunk.coming, None
+        if isinstance(chunk.fetch_transfer, StreamTransfer) and (self.keep_duplicates or chunk.sharded):
+            chunk.fetch_transfer.order()
+            chunk.h2d_transfer, chunk.fetch_transfer = chunk.fetch_transfer, None
             self._complete_one(chunk)
         else:
             self.complete(chunk)
@@ -102,23 +102,23 @@ class ChunkTransfers:
     def start_eviction(self, chunk: Chunk, tier: Tier) -> None:
         """Begin to write a chunk to a tier below; it leaves the device when that has ended."""
         self.in_flight[chunk] = None
-        chunk.leaving_to = tier
+        chunk.eviction_tier = tier
         if tier is Tier.HOST:
-            chunk.leaving = self.io_dispatch.copies.down(chunk)
+            chunk.eviction_transfer = self.io_dispatch.copies.down(chunk)
         else:
-            chunk.leaving = self.io_dispatch.write(chunk, 0, chunk.device_bytes_view())
+            chunk.eviction_transfer = self.io_dispatch.write(chunk, 0, chunk.device_bytes_view())
         self._count_d2h(chunk)
 
     def start_regather(self, chunk: Chunk) -> None:
         """Have a shared chunk's bytes again where others lie over them."""
         self.in_flight[chunk] = None
-        chunk.coming = self.io_dispatch.up(chunk, urgent=True)
+        chunk.fetch_transfer = self.io_dispatch.up(chunk, urgent=True)
         self.complete(chunk)
 
     def start_reduction(self, chunk: Chunk) -> None:
         """Begin to average the gradients over a shared chunk; it leaves the device when they are with its owners."""
         self.in_flight[chunk] = None
-        chunk.leaving = self.io_dispatch.to_owners(chunk)
+        chunk.eviction_transfer = self.io_dispatch.to_owners(chunk)
 
     def _count_d2h(self, chunk: Chunk) -> None:
         self.io_dispatch.counters.d2h_bytes += chunk.nbytes
@@ -128,24 +128,24 @@ class ChunkTransfers:
 
     def complete(self, chunk: Chunk) -> None:
         """A transfer has ended, or is waited for: the chunk is where it was going."""
-        transfer = chunk.coming or chunk.leaving
+        transfer = chunk.fetch_transfer or chunk.eviction_transfer
         if transfer is None:  # Ctrl-C came before it began
             del self.in_flight[chunk]
-            if chunk.on_device_now and not chunk.device_valid:
+            if chunk.device_resident and not chunk.device_valid:
                 self.device_tier.free(chunk)
             return
         self.io_dispatch.wait(transfer)
-        if chunk.coming is not None:
-            chunk.coming = None
+        if chunk.fetch_transfer is not None:
+            chunk.fetch_transfer = None
             self._complete_one(chunk)
             return
-        if chunk.shared:
-            chunk.owners_valid = True
-        elif chunk.leaving_to is Tier.HOST:
+        if chunk.sharded:
+            chunk.shards_valid = True
+        elif chunk.eviction_tier is Tier.HOST:
             chunk.host_valid = True
         else:
             chunk.disk_valid = True
-        chunk.leaving = None
+        chunk.eviction_transfer = None
         self.device_tier.free(chunk)
         self.in_flight.pop(chunk, None)
 
@@ -159,7 +159,7 @@ class ChunkTransfers:
     def complete_finished(self) -> None:
         """Let land whose transfers have ended."""
         for chunk in list(self.in_flight):
-            transfer = chunk.coming or chunk.leaving
+            transfer = chunk.fetch_transfer or chunk.eviction_transfer
             if transfer is None or transfer.done:
                 self.complete(chunk)
 
@@ -168,21 +168,21 @@ class ChunkTransfers:
         """Have a chunk be where it is going, and none of its pages on their way."""
         if chunk in self.in_flight:
             self.complete(chunk)
-        for transfer in (*chunk.reading, *chunk.writing, *filter(None, [chunk.host_reader])):
+        for transfer in (*chunk.page_reads, *chunk.page_writes, *filter(None, [chunk.h2d_transfer])):
             self.io_dispatch.wait(transfer)
-        chunk.host_reader = None
+        chunk.h2d_transfer = None
 
     def cancel_all(self) -> None:
         """Cancel transfers: chunks stay where they were, but for those that have no other copy; these arrive."""
         for chunk in list(self.in_flight):
-            only_copy = not (chunk.host_valid or chunk.disk_valid or chunk.shared)
-            if chunk.coming is not None and only_copy:
+            only_copy = not (chunk.host_valid or chunk.disk_valid or chunk.sharded)
+            if chunk.fetch_transfer is not None and only_copy:
                 self.complete(chunk)
-            elif chunk.coming is not None:
-                chunk.coming.cancel()
-                chunk.coming = None
+            elif chunk.fetch_transfer is not None:
+                chunk.fetch_transfer.cancel()
+                chunk.fetch_transfer = None
                 self.device_tier.free(chunk)
-            if chunk.leaving is not None:
-                chunk.leaving.cancel()
-                chunk.leaving = None
+            if chunk.eviction_transfer is not None:
+                chunk.eviction_transfer.cancel()
+                chunk.eviction_transfer = None
         self.in_flight.clear()

@@ -42,7 +42,7 @@ class GradAccumulation:
     def reduce(self, index: int) -> None:
         """Have the sum of a chunk averaged."""
         self._sent.add(index)
-        self.manager[KEPT32, index].host_reader = self.comm.reduce(self.manager[PARAM16, index])
+        self.manager[KEPT32, index].h2d_transfer = self.comm.reduce(self.manager[PARAM16, index])
 
     def reduce_rest(self) -> None:
         """The same of all that have not been."""

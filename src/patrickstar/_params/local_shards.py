@@ -63,20 +63,25 @@ class LocalShards:
     def gradient(self, managed: ManagedParam) -> Gradient:
         """A parameter's gradient where it lies. Its two parts, if there are two, may lie on two tiers."""
         dtype = getattr(torch, managed.schema.master_dtype)
-        if not managed.in_list:
-            return Gradient(managed.flat(managed.own), None, dtype)
+        if not managed.in_grad_list:
+            return Gradient(managed.flat(managed.shard_chunk), None, dtype)
         earlier = managed.flat(self.manager[GRAD32, managed.location.chunk])
         if not managed.overlays_shard:
             return Gradient(earlier, None, dtype)
-        return Gradient(managed.flat(managed.own), earlier, dtype)
+        return Gradient(managed.flat(managed.shard_chunk), earlier, dtype)
 
     @defer_sigint
     def give_up(self, managed: ManagedParam) -> None:
         """An update failed on the way: what lies over the parameter may be anything, and becomes the rounded master."""
         self._round_master(managed)
         torch.autograd.graph.increment_version(managed.param)
-        self.manager.mark_written(managed.own, on_device=managed.own.device_valid)
-        managed.overlays_param, managed.in_list, managed.unfinished, managed.pending = False, False, None, False
+        self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
+        managed.overlays_param, managed.in_grad_list, managed.partial_grad, managed.update_pending = (
+            False,
+            False,
+            None,
+            False,
+        )
         managed.reduced = False
         if managed.uses == 0:
             managed.move_to(TensorState.HOLD)
@@ -87,7 +92,7 @@ class LocalShards:
         torch.autograd.graph.increment_version(managed.param)
         if managed.schema.trained and managed.location.numel:
             self._round_master(managed)
-            self.manager.mark_written(managed.own, on_device=managed.own.device_valid)
+            self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
 
     def _count(self, source: Chunk, target: Chunk, nbytes: int) -> None:
         if source.device_valid != target.device_valid and source.in_memory and target.in_memory:
@@ -96,18 +101,18 @@ class LocalShards:
     @defer_sigint
     def ensure_local(self, managed: ManagedParam) -> None:
         """The same of the chunk that has this process's part."""
-        self.manager.ensure_in_memory(managed.own)
+        self.manager.ensure_in_memory(managed.shard_chunk)
         self.update_param_views()
 
     def gradient_on_disk(self, managed: ManagedParam) -> bool:
         """Whether a part of a parameter's gradient has to be read from disk, as `gradient_parts` does."""
-        return managed.in_list and not self.manager[GRAD32, managed.location.chunk].in_memory
+        return managed.in_grad_list and not self.manager[GRAD32, managed.location.chunk].in_memory
 
     def gradient_parts(self, managed: ManagedParam) -> Iterator[tuple[slice, Gradient]]:
         """A parameter's gradient, part by part: what was accumulated may lie on disk."""
         dtype = getattr(torch, managed.schema.master_dtype)
         for where, earlier in self.parts(managed, GRAD32):
-            last = managed.flat(managed.own)[where] if managed.overlays_shard else None
+            last = managed.flat(managed.shard_chunk)[where] if managed.overlays_shard else None
             yield where, Gradient(earlier, None, dtype) if last is None else Gradient(last, earlier, dtype)
 
     def _round_master(self, managed: ManagedParam) -> None:
@@ -115,7 +120,7 @@ class LocalShards:
         self.ensure_local(
             managed
         )  # in memory, and read by no copy in flight: making room for a list may have evicted it
-        payload = managed.flat(managed.own)
+        payload = managed.flat(managed.shard_chunk)
         for where, part in self.parts(managed, PARAM32):
             copy_rounded(part, payload[where])
 
@@ -123,16 +128,20 @@ class LocalShards:
         """Have the parameter again where a gradient lies over this process's part."""
         master = self.manager[PARAM32, managed.location.chunk]
         self._round_master(managed)
-        self._count(master, managed.own, managed.location.numel * managed.own.dtype.itemsize)
-        self.manager.mark_written(managed.own, on_device=managed.own.device_valid)
+        self._count(master, managed.shard_chunk, managed.location.numel * managed.shard_chunk.dtype.itemsize)
+        self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
 
     def _accumulate(self, managed: ManagedParam) -> None:
         """Add the gradient over a parameter to the gradient list, whose chunk is made when it is first needed."""
         index = managed.location.chunk
         self._ensure_list(managed)
         self.ensure_local(managed)  # again: making room for the list may have evicted it
-        self._count(managed.own, self.manager[GRAD32, index], managed.location.numel * managed.own.dtype.itemsize)
-        self._add_to_list(managed, managed.flat(managed.own))
+        self._count(
+            managed.shard_chunk,
+            self.manager[GRAD32, index],
+            managed.location.numel * managed.shard_chunk.dtype.itemsize,
+        )
+        self._add_to_list(managed, managed.flat(managed.shard_chunk))
 
     def _ensure_list(self, managed: ManagedParam) -> None:
         """Have a chunk of the gradient list for a parameter."""
@@ -158,8 +167,8 @@ class LocalShards:
         """Add a gradient to the gradient list."""
         self._ensure_list(managed)
         for where, total in self.parts(managed, GRAD32, write=True):
-            if managed.in_list:
+            if managed.in_grad_list:
                 total.add_(grad[where].to(total.device, total.dtype))
             else:
                 total.copy_(grad[where])
-        managed.in_list = True
+        managed.in_grad_list = True

@@ -29,13 +29,13 @@ class ManagedParam:
     location: ParamLocation
     chunk: Chunk
     region: Region
-    own: Chunk
-    first: int = 0
+    shard_chunk: Chunk
+    shard_start: int = 0
     embedding: bool = False
     """Only embedding lookups read it, and its chunk is its own."""
     on_host: bool = False
     """Lookups run on the host, where the weight stays."""
-    looked_up_bytes: int = 0
+    lookup_bytes: int = 0
     """What lookups that are differentiated put out since the last step."""
     lookups_in_graph_bytes: int = 0
     """The same, since the last gradient came."""
@@ -49,24 +49,24 @@ class ManagedParam:
     """With several processes: a gradient has come since the last step, here or, once they have met, anywhere."""
     reducing: bool = False
     """With several processes: a gradient lay over the parameter, and has left for its owners."""
-    in_list: bool = False
+    in_grad_list: bool = False
     """Earlier gradients of this step are summed in the gradient list."""
-    unfinished: torch.Tensor | None = None
+    partial_grad: torch.Tensor | None = None
     """A gradient of the running backward that had to make way, and that more may come to."""
-    backward: int = 0
+    backward_id: int = 0
     """The number of the backward that the gradient over the parameter is of."""
-    watched: bool = False
+    observed: bool = False
     """This engine has watched it through a step."""
-    grows: bool = False
+    may_grow: bool = False
     """A backward has added to its gradient after that had come, or has read the parameter again."""
-    updated_in: int = 0
+    updated_in_backward: int = 0
     """The number of the backward that it was updated beside."""
-    pending: bool = False
+    update_pending: bool = False
     """Its update has been asked for, with the gradient that lies over it, and has not ended."""
     version_before_gradient: int = 0
     steps: int = 0
     """How many updates it has had."""
-    memory: dict[str, Any] = field(default_factory=dict, repr=False)
+    optimizer_extra: dict[str, Any] = field(default_factory=dict, repr=False)
     """What its optimizer keeps beside the chunk lists: numbers, such as a count of its own."""
     device_view: torch.Tensor | None = field(default=None, repr=False)
 
@@ -78,12 +78,12 @@ class ManagedParam:
     @property
     def has_gradient(self) -> bool:
         """Whether the next step has something to do here."""
-        return (self.overlays_shard or self.in_list) and not self.pending
+        return (self.overlays_shard or self.in_grad_list) and not self.update_pending
 
     @property
     def overlays_shard(self) -> bool:
         """Whether a gradient that the update can take lies over this process's part."""
-        return self.reduced if self.chunk.shared else self.overlays_param
+        return self.reduced if self.chunk.sharded else self.overlays_param
 
     @property
     def numel(self) -> int:
@@ -107,9 +107,9 @@ class ManagedParam:
         return memory_order(self.shape, self.region.strides) == tuple(range(len(self.shape)))
 
     @property
-    def part(self) -> slice:
+    def shard_slice(self) -> slice:
         """Which of them this process has in its lists."""
-        return slice(self.first, self.first + self.location.numel)
+        return slice(self.shard_start, self.shard_start + self.location.numel)
 
     def move_to(self, state: TensorState) -> None:
         """Change state, along legal transitions only."""

@@ -40,7 +40,7 @@ class ModelData(LocalShards):
         """A checkpoint that is being written, and copies what it wants of chunks before that changes."""
         self.closed = False
         self.in_backward = False
-        self.backward = 0
+        self.backward_id = 0
         self.backwards_in_step = 0
         self.accumulates = False
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
@@ -92,7 +92,7 @@ class ModelData(LocalShards):
             if not managed.embedding:
                 continue
             chunk = managed.chunk
-            fewer = embedding_runs_on_host(chunk.transferred_bytes, managed.looked_up_bytes)
+            fewer = embedding_runs_on_host(chunk.transferred_bytes, managed.lookup_bytes)
             has_room = chunk.host_bytes > 0 or self.manager.host_tier.has_room(chunk.nbytes)
             if not managed.on_host and fewer and has_room:
                 self.manager.move_to_tier(managed.chunk, Tier.HOST)
@@ -100,7 +100,7 @@ class ModelData(LocalShards):
                 self.tracer.invalidate()
                 self.update_param_views()
                 self.set_param_views([managed.chunk])
-            managed.chunk.transferred_bytes = managed.looked_up_bytes = 0
+            managed.chunk.transferred_bytes = managed.lookup_bytes = 0
 
     def move_embedding_to_device(self, managed: ManagedParam) -> None:
         """An operator other than a lookup wants an embedding's weight: it has to come to the device after all."""
@@ -164,7 +164,7 @@ class ModelData(LocalShards):
     def begin_backward(self, accumulate: bool = False) -> None:
         """Gradients that come from here on belong to a new backward. accumulate: others follow before the step."""
         self.in_backward = True
-        self.backward += 1
+        self.backward_id += 1
         self.backwards_in_step += 1
 
     @staticmethod
@@ -278,18 +278,18 @@ class ModelData(LocalShards):
         in the compute dtype. Gradients of earlier backwards wait in the gradient list.
         """
         self._check_not_updated((managed,))
-        if managed.unfinished is not None:
-            managed.unfinished.add_(grad)
+        if managed.partial_grad is not None:
+            managed.partial_grad.add_(grad)
             return
-        if managed.overlays_param and managed.backward == self.backward:
-            managed.grows = True
+        if managed.overlays_param and managed.backward_id == self.backward_id:
+            managed.may_grow = True
             self._write_gradient(managed, grad, add=True)
             return
         if managed.overlays_param:
             self.move_out_gradient(managed)
         managed.version_before_gradient = managed.param._version
         self._write_gradient(managed, grad, add=False)
-        managed.overlays_param, managed.backward = True, self.backward
+        managed.overlays_param, managed.backward_id = True, self.backward_id
         if managed.uses == 0:
             managed.move_to(TensorState.HOLD_AFTER_BWD)
 
@@ -317,17 +317,21 @@ class ModelData(LocalShards):
         may yet grow waits for the end of its backward.
         """
         self.ensure_in_memory(managed)
-        if self.in_backward and managed.backward == self.backward:
-            managed.unfinished, managed.grows = managed.payload().clone(), True
+        if self.in_backward and managed.backward_id == self.backward_id:
+            managed.partial_grad, managed.may_grow = managed.payload().clone(), True
         else:
             self._accumulate(managed)
         self._restore(managed)
 
     def _check_not_updated(self, managed_params: Sequence[ManagedParam]) -> None:
         """See [Note: updating before backward has ended]."""
-        late = [managed for managed in managed_params if self.in_backward and managed.updated_in == self.backward]
+        late = [
+            managed
+            for managed in managed_params
+            if self.in_backward and managed.updated_in_backward == self.backward_id
+        ]
         for managed in late:
-            managed.grows = True
+            managed.may_grow = True
         if late:
             raise TrainingError(
                 f"parameter {late[0].name!r} is read, or gets more gradient, after it was updated in the same "
@@ -340,8 +344,8 @@ class ModelData(LocalShards):
         """Backward has ended: no gradient will grow any more."""
         self.in_backward = False
         for managed in self.managed_params:
-            if managed.unfinished is not None:
-                grad, managed.unfinished = managed.unfinished, None
+            if managed.partial_grad is not None:
+                grad, managed.partial_grad = managed.partial_grad, None
                 self.accept_gradient(managed, grad)
 
     def discard_gradients(self) -> None:
@@ -352,12 +356,12 @@ class ModelData(LocalShards):
     @defer_sigint
     def discard_gradient(self, managed: ManagedParam) -> None:
         """Forget one, unless its update is under way."""
-        if managed.pending:
+        if managed.update_pending:
             return
         if managed.overlays_param:
             self.ensure_in_memory(managed)
             self._restore(managed)
-        managed.in_list, managed.unfinished = False, None
+        managed.in_grad_list, managed.partial_grad = False, None
 
     @defer_sigint
     def end_step(self) -> bool:
@@ -366,7 +370,7 @@ class ModelData(LocalShards):
         lists = [chunk for (kind, _), chunk in self.manager.chunks.items() if kind == GRAD32]
         if not accumulated:
             for chunk in lists:
-                if not any(managed.pending for managed in self.by_chunk[chunk.index]):
+                if not any(managed.update_pending for managed in self.by_chunk[chunk.index]):
                     self.manager.remove(chunk)
         changed = accumulated != self.accumulates
         self.accumulates = accumulated
@@ -377,9 +381,9 @@ class ModelData(LocalShards):
         """An update has made parameters of what lay over these."""
         for managed in managed_params:
             managed.steps += 1
-            managed.watched = True
+            managed.observed = True
             torch.autograd.graph.increment_version(managed.param)
-            managed.overlays_param = managed.reduced = managed.in_list = managed.pending = False
+            managed.overlays_param = managed.reduced = managed.in_grad_list = managed.update_pending = False
             managed.move_to(TensorState.HOLD)
 
     def _bump_version(self, managed: ManagedParam) -> None:

@@ -24,8 +24,8 @@ def compute_dtypes(module: nn.Module, compute: torch.dtype) -> dict[str, torch.d
     for name, param in module.named_parameters():
         if param.is_complex():
             raise ModelError(f"parameter {name!r} is complex ({param.dtype}); chunks hold real numbers only")
-        caching = len(floating) > 1 or not param.is_floating_point()
-        dtypes[name] = param.dtype if caching else compute
+        keeps_dtype = len(floating) > 1 or not param.is_floating_point()
+        dtypes[name] = param.dtype if keeps_dtype else compute
     for prefix, child in module.named_modules():
         if isinstance(child, nn.modules.batchnorm._NormBase) and child.running_mean is not None:
             for name, _ in child.named_parameters(prefix=prefix, recurse=False):

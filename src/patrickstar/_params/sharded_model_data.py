@@ -59,15 +59,15 @@ class ShardedModelData(ModelData):
     def __init__(self, manager: ChunkManager, clock: Tracer, comm: ChunkComm, *, in_full: bool = False) -> None:
         super().__init__(manager, clock)
         self.comm: ChunkComm = comm
-        self.in_full = in_full
+        self.reduces_in_fp32 = in_full
         """Whether gradients are sent, and their sums kept, in fp32."""
-        self.caching = False
+        self.accumulates_locally = False
         """Whether gradients of this backward stay in this process, since more are to come."""
         self._overlaid: set[int] = set()
         """Chunks with gradients over their parameters."""
         self._dropping = False
         """Whether gradients are being forgotten, in all processes."""
-        self._fresh = False
+        self._nothing_to_drop = False
         """Whether no process has had anything to forget since the last step."""
         self._written: set[Chunk] = set()
         """Gathered chunks that were written to here, and perhaps otherwise elsewhere."""
@@ -114,7 +114,7 @@ class ShardedModelData(ModelData):
         if self.comm.world.rank in ranks:
             chunk, kept = self.manager[PARAM16, index], self.grad_accumulation.reducing(index)
             mine = kept if kept is not None else chunk.on_device(chunk.whole)
-        if self.in_full and own.dtype.itemsize < ITEMSIZE["float32"]:
+        if self.reduces_in_fp32 and own.dtype.itemsize < ITEMSIZE["float32"]:
             found = self.manager.new_chunk(SUM32, index, own.numel, "float32", Tier.HOST)
             return mine, found.current(found.whole), found
         self.manager.mark_written(own, on_device=own.device_valid)
@@ -153,7 +153,7 @@ class ShardedModelData(ModelData):
         self.manager.ensure_in_memory(managed.chunk)
         for other in self.by_chunk[managed.chunk.index]:
             if other.overlays_param:
-                other.unfinished, other.grows = other.payload().clone(), True
+                other.partial_grad, other.may_grow = other.payload().clone(), True
                 self._uncovered(other)
         self._overlaid.discard(managed.chunk.index)
         self.manager.regather(managed.chunk)
@@ -171,14 +171,14 @@ class ShardedModelData(ModelData):
         Not before all have written: who comes later must find what was there before.
         """
         self.before_update(managed.location.chunk)
-        part = managed.flattened(managed.payload())[managed.part].clone()
+        part = managed.flattened(managed.payload())[managed.shard_slice].clone()
         self.synchronize_processes(Request.WRITE)
         self._written.add(managed.chunk)
         if not managed.location.numel:
             return
         self.parameters(managed.chunk.index)  # a gradient that lies over the old one makes way
-        managed.flat(managed.own).copy_(part)
-        self.manager.mark_written(managed.own, on_device=managed.own.device_valid)
+        managed.flat(managed.shard_chunk).copy_(part)
+        self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
         if managed.schema.trained:
             for where, master in self.parts(managed, PARAM32, write=True):
                 follow_rounded(master, part[where])
@@ -190,19 +190,19 @@ class ShardedModelData(ModelData):
         """Write a complete gradient over its parameter. See [Note: gradients of several processes]."""
         managed.gradient_ready = True
         self._arrived_gradients.add(managed)
-        if managed.unfinished is not None:
-            managed.unfinished.add_(grad)
+        if managed.partial_grad is not None:
+            managed.partial_grad.add_(grad)
             return
         self.ensure_in_memory(managed)
         if managed.overlays_param:
-            managed.grows = True
+            managed.may_grow = True
             managed.payload().add_(grad)
         else:
             if not managed.reducing:
                 managed.version_before_gradient = managed.param._version
             managed.payload().copy_(grad)
         self._bump_version(managed)
-        managed.overlays_param, managed.backward = True, self.backward
+        managed.overlays_param, managed.backward_id = True, self.backward_id
         self._overlaid.add(managed.chunk.index)
         if managed.uses == 0:
             managed.move_to(TensorState.HOLD_AFTER_BWD)
@@ -225,7 +225,7 @@ class ShardedModelData(ModelData):
         """Have room for what non-model data has come to; what was written to is gathered again when it is needed."""
         for chunk in [chunk for chunk in self._written if not chunk.pins]:
             self._written.discard(chunk)
-            if chunk.device_valid and not chunk.has_gradients and chunk.leaving is None:
+            if chunk.device_valid and not chunk.has_gradients and chunk.eviction_transfer is None:
                 self.manager.drop(chunk)
         try:
             super()._keep_budget()
@@ -238,7 +238,7 @@ class ShardedModelData(ModelData):
         idle = [
             chunk.index
             for chunk in self.manager.param16.values()
-            if chunk.has_gradients and chunk.leaving is None and not chunk.pins and chunk not in protect
+            if chunk.has_gradients and chunk.eviction_transfer is None and not chunk.pins and chunk not in protect
         ]
         for index in idle:
             self._reduce_chunk(index)
@@ -246,7 +246,7 @@ class ShardedModelData(ModelData):
 
     def begin_backward(self, accumulate: bool = False) -> None:
         super().begin_backward(accumulate)
-        self.caching = accumulate
+        self.accumulates_locally = accumulate
 
     def progress(self) -> None:
         """Hand over the chunks that have all the gradients they will get, and that no operator uses."""
@@ -268,7 +268,7 @@ class ShardedModelData(ModelData):
         super().finish_backward_gradients()
         for index in sorted(self._overlaid):
             self._reduce_chunk(index)
-        if not self.caching:
+        if not self.accumulates_locally:
             self.grad_accumulation.reduce_rest()
 
     @defer_sigint
@@ -281,9 +281,9 @@ class ShardedModelData(ModelData):
                 self._uncovered(managed)
             else:
                 managed.payload().zero_()
-        if self.caching or self.grad_accumulation.has(index):
+        if self.accumulates_locally or self.grad_accumulation.has(index):
             self.grad_accumulation.add(chunk)
-            if not self.caching:
+            if not self.accumulates_locally:
                 self.grad_accumulation.reduce(index)
         else:
             self.manager.reduce_gradients(chunk)
@@ -295,7 +295,7 @@ class ShardedModelData(ModelData):
 
     def synchronize_to_drop(self) -> None:
         """Wait until all processes have come to drop gradients, unless they have just come from a step."""
-        fresh, self._fresh = self._fresh, False
+        fresh, self._nothing_to_drop = self._nothing_to_drop, False
         if not fresh or any(managed.gradient_ready for managed in self.managed_params):
             self.grad_accumulation.clear()
             self.synchronize_processes(Request.DROP)
@@ -314,7 +314,7 @@ class ShardedModelData(ModelData):
     @defer_sigint
     def discard_gradient(self, managed: ManagedParam) -> None:
         """Forget one, unless its update is under way; all processes have met for that."""
-        if managed.pending:
+        if managed.update_pending:
             return
         if not self._dropping:
             if managed.gradient_ready:
@@ -326,8 +326,8 @@ class ShardedModelData(ModelData):
             return
         if managed.overlays_param:
             self._uncovered(managed)
-            managed.chunk.owners_valid = not any(one.overlays_param for one in self.by_chunk[managed.chunk.index])
-            if managed.chunk.owners_valid:
+            managed.chunk.shards_valid = not any(one.overlays_param for one in self.by_chunk[managed.chunk.index])
+            if managed.chunk.shards_valid:
                 self._overlaid.discard(managed.chunk.index)
                 self.manager.regather(managed.chunk)
         self._forget(managed)
@@ -336,10 +336,10 @@ class ShardedModelData(ModelData):
         """Have this process's part of the parameter again, whatever lies over it."""
         self._finish_reduction(managed.chunk.index)
         if managed.reduced:
-            self._ensure_in_memory(managed.own)
+            self._ensure_in_memory(managed.shard_chunk)
             self._restore_own(managed)
-        managed.reduced = managed.in_list = managed.gradient_ready = False
-        managed.unfinished = None
+        managed.reduced = managed.in_grad_list = managed.gradient_ready = False
+        managed.partial_grad = None
 
     # All processes together
 
@@ -351,7 +351,7 @@ class ShardedModelData(ModelData):
         """Wait until all processes have come for the same, and gradients are with their owners."""
         self.comm.synchronize_processes(want)
         for chunk in list(self.manager.transfers.in_flight):
-            if chunk.shared and chunk.leaving is not None:
+            if chunk.sharded and chunk.eviction_transfer is not None:
                 self.manager.transfers.complete(chunk)
         for index in self.by_chunk:
             self._finish_reduction(index)
@@ -368,7 +368,7 @@ class ShardedModelData(ModelData):
         for managed, gradient_ready in zip(
             self.managed_params, self.comm.world.all_gather(here).any(0).tolist(), strict=True
         ):
-            if not gradient_ready and (managed.reduced or managed.in_list):
+            if not gradient_ready and (managed.reduced or managed.in_grad_list):
                 self._forget(managed)
             managed.gradient_ready = gradient_ready
         self._unused = {
@@ -388,7 +388,7 @@ class ShardedModelData(ModelData):
         self._drop_gathered(
             index for index, managed_params in self.by_chunk.items() if managed_params[0].schema.trained
         )
-        self._fresh = True
+        self._nothing_to_drop = True
 
     def drop_gathered(self) -> None:
         """Drop what was gathered from other processes, which have other values now."""
@@ -402,16 +402,16 @@ class ShardedModelData(ModelData):
     def share_optimizer_memory(self) -> None:
         """Have what optimizers keep of parameters beside the lists from those that have a part of them."""
         mine = {
-            managed.name: _plain(managed.memory)
+            managed.name: _plain(managed.optimizer_extra)
             for managed in self.managed_params
-            if managed.location.numel and managed.memory
+            if managed.location.numel and managed.optimizer_extra
         }
         known: dict[str, Any] = {}
         for said in reversed(self.comm.world.all_gather_object(mine)):
             known |= said
         for managed in self.managed_params:
             if not managed.location.numel and managed.name in known:
-                managed.memory = _with_tensors(known[managed.name])
+                managed.optimizer_extra = _with_tensors(known[managed.name])
 
     def has_gradient(self, managed: ManagedParam) -> bool:
         """Whether the next step will find a gradient of a parameter, once all have met anywhere."""

@@ -22,20 +22,20 @@ class ModelState:
     def __init__(self, module: nn.Module, data: ModelData) -> None:
         self.module = module
         self.data = data
-        self.keep = True
+        self.keep_values = True
         """Whether `release` leaves parameters their values."""
-        self.complete = False
+        self.synchronized = False
         """Whether all processes are here for that, if there are several."""
         self.process = os.getpid()
         """The process that has the chunks. See [Note: memory that children do not get]."""
 
     def read(self, managed: ManagedParam, kind: str) -> torch.Tensor:
         """A copy, on the host, of a parameter in a list; of several processes each gives its part."""
-        kind = managed.own.kind if kind == PARAM16 else kind
+        kind = managed.shard_chunk.kind if kind == PARAM16 else kind
         chunk = self.data.manager[kind, managed.location.chunk]
         found = torch.empty_strided(managed.shape, managed.region.strides, dtype=chunk.dtype, device="cpu")
         flat = found.as_strided((managed.numel,), (1,))
-        own = flat[managed.part]
+        own = flat[managed.shard_slice]
         try:
             for where, part in self.data.parts(managed, kind) if managed.location.numel else ():
                 own[where].copy_(part)
@@ -50,8 +50,8 @@ class ModelState:
         """Set this process's part of a parameter in a list."""
         if not managed.location.numel:
             return
-        kind = managed.own.kind if kind == PARAM16 else kind
-        flat = managed.flattened(value)[managed.part]
+        kind = managed.shard_chunk.kind if kind == PARAM16 else kind
+        flat = managed.flattened(value)[managed.shard_slice]
         for where, part in self.data.parts(managed, kind, write=True):
             part.copy_(flat[where])
 
@@ -138,7 +138,7 @@ class ModelState:
                 manager.remove(chunk)
         for index, managed_params in self.data.by_chunk.items():
             for managed in managed_params:
-                value = self._salvage(managed) if self.keep else None
+                value = self._salvage(managed) if self.keep_values else None
                 if value is None:
                     lost.append(managed.name)
                     value = self.data.placeholder(managed.chunk.dtype).expand(managed.shape)
@@ -147,7 +147,7 @@ class ModelState:
             for kind in (PARAM16, SHARD16, PARAM32):
                 if (kind, index) in manager.chunks:
                     manager.remove(manager[kind, index])
-        if self.complete and self.data.comm is not None:
+        if self.synchronized and self.data.comm is not None:
             lost = self._lost_anywhere(lost)
         return lost
 
@@ -162,7 +162,7 @@ class ModelState:
 
     def _salvage(self, managed: ManagedParam) -> torch.Tensor | None:
         """A parameter's value, unless it is lost."""
-        if self.data.comm is not None and not self.complete:
+        if self.data.comm is not None and not self.synchronized:
             return None
         try:
             return self.full_precision(managed)

@@ -88,7 +88,7 @@ def disk_bytes(chunks: Sequence[ChunkSpec], placement: Mapping[int, ChunkTiers])
     blocks = 0
     for chunk in chunks:
         lists = chunk.schema.lists if placement[chunk.index].optimizer is Tier.DISK else chunk.schema.lists[:1]
-        if chunk.shared:
+        if chunk.sharded:
             lists = lists[1:]
         blocks += sum(-(-chunk.own_numel * spec.itemsize // DISK_BLOCK_BYTES) for spec in lists)
     return blocks * DISK_BLOCK_BYTES

@@ -41,7 +41,7 @@ class DiskUpdate:
     @property
     def param16(self) -> Chunk:
         """The chunk whose gradients become parameters."""
-        return next(iter(self.rules)).own
+        return next(iter(self.rules)).shard_chunk
 
 
 class DiskOptimizerStep:
@@ -53,7 +53,7 @@ class DiskOptimizerStep:
         self.data = data
         self.start = start
         self.staging_pool = ring
-        self.ahead = True
+        self.reads_ahead = True
         """Whether pages are read before somebody waits for them."""
         self._jobs: list[DiskUpdate] = []
         self._expected: dict[int, list[tuple[int, int]]] = {}
@@ -82,7 +82,7 @@ class DiskOptimizerStep:
             self.data.mark_updated(rules)
             return
         for one in rules:
-            one.pending = True
+            one.update_pending = True
         self._jobs.append(DiskUpdate(index, rules, scales, lists, pages))
 
     def sort(self, key: Callable[[int], int]) -> None:
@@ -93,7 +93,7 @@ class DiskOptimizerStep:
     @defer_sigint
     def progress(self) -> None:
         """Update the pages that have arrived, and ask for the next; never waits for the disk."""
-        if not self.ahead:
+        if not self.reads_ahead:
             return
         self._read_ahead()
         while queued := self._queued():
@@ -126,7 +126,7 @@ class DiskOptimizerStep:
     @defer_sigint
     def _give_up(self, error: BaseException) -> None:
         """What is under way can't be finished: parameters become their masters, rounded, as far as these have come."""
-        managed_params = [managed for job in self._jobs for managed in job.rules if managed.pending]
+        managed_params = [managed for job in self._jobs for managed in job.rules if managed.update_pending]
         self._jobs.clear()
         if self.data.manager.io_dispatch.failed is not None:
             self.staging_pool.live.clear()
@@ -159,9 +159,9 @@ class DiskOptimizerStep:
             for first, numel in job.pages[job.updated :]:
                 if first not in asked and not self._start_read(job, first, numel):
                     return
-                if not self.ahead:
+                if not self.reads_ahead:
                     return
-        if self.ahead and not self.data.accumulates:  # what is accumulated on disk is known when it is complete
+        if self.reads_ahead and not self.data.accumulates:  # what is accumulated on disk is known when it is complete
             self._read_speculatively()
 
     def _start_read(self, job: DiskUpdate, first: int, numel: int) -> bool:
@@ -173,7 +173,7 @@ class DiskOptimizerStep:
             there = None
         if there is None:
             there = self.staging_pool.start_read(job.lists, first, numel)
-        while there is None and on_trust and not any(chunk.being_written for chunk in job.lists):
+        while there is None and on_trust and not any(chunk.has_page_writes for chunk in job.lists):
             untold = on_trust.pop()  # the last to be expected
             if untold in self.staging_pool.live:
                 self.staging_pool.drop(untold)
@@ -234,9 +234,9 @@ class DiskOptimizerStep:
     ) -> Span:
         """What the update of a part of a parameter reads and writes."""
         on_page = slice(managed.location.offset + part.start - first, managed.location.offset + part.stop - first)
-        param = managed.flat(managed.own)[part]
+        param = managed.flat(managed.shard_chunk)[part]
         earlier = None
-        if managed.in_list:
+        if managed.in_grad_list:
             kept = pages.get(GRAD32)
             chunk = self.data.manager[GRAD32, managed.location.chunk]
             earlier = kept[on_page] if kept is not None else managed.flat(chunk)[part]
@@ -252,7 +252,7 @@ class DiskOptimizerStep:
 
 def count_crossing(manager: ChunkManager, managed: ManagedParam, numel: int) -> int:
     """Count the bytes with which a part of a parameter is updated below: its gradient comes down, and it goes up."""
-    nbytes = numel * managed.own.dtype.itemsize
+    nbytes = numel * managed.shard_chunk.dtype.itemsize
     directions = (False, True) if managed.overlays_shard else (True,)
     for to_device in directions:
         manager.count_transfer(nbytes, to_device=to_device)

@@ -38,7 +38,7 @@ class Gradients:
         with self.data.collective_section():
             self._grad_stats = self._look()
         total, factor = clip_coefficient(self._grad_stats.norm, max_norm)
-        if self._grad_stats.sums:
+        if self._grad_stats.squares:
             self._clips.append(factor)
         return torch.tensor(total, dtype=torch.float32, device=self.data.manager.device)
 
@@ -49,7 +49,7 @@ class Gradients:
         with torch.no_grad():
             grad = torch.empty(managed.numel, dtype=getattr(torch, managed.schema.master_dtype), device="cpu")
             if managed.has_gradient:
-                self._read_own(managed, grad[managed.part])
+                self._read_own(managed, grad[managed.shard_slice])
             self.data.gather_parts(managed, grad)
             return grad.as_strided(managed.region.shape, managed.region.strides).to(self.data.manager.device)
 
@@ -90,11 +90,11 @@ class Gradients:
                 found = self.kernels.grad_stats(
                     [self.data.gradient(managed).together() for managed in here], self.scales
                 )
-                sums.update(zip(here, found.sums, strict=True))
+                sums.update(zip(here, found.squares, strict=True))
                 not_finite += found.not_finite
                 for managed in on_disk:
                     parts = (part.together().scaled(self.scales) for _, part in self.data.gradient_parts(managed))
                     one = grad_stats_of_parts(parts)
-                    sums[managed] = one.sums[0]
+                    sums[managed] = one.squares[0]
                     not_finite += one.not_finite
         return GradStats(*self.data.all_sums(sums, not_finite))

@@ -29,7 +29,7 @@ class OptimizerInBackward:
         # Where operators run on a CPU, they and the update would fight over its cores.
         self.in_background = data.manager.hardware.has_gpu
         self._groups: Mapping[ManagedParam, Mapping[str, Any]] | None = None
-        self._promised: list[dict[str, Any]] = []
+        self._step_promised: list[dict[str, Any]] = []
         self._complete: set[int] = set()
         self._running: list[tuple[Running, Chunk]] = []
 
@@ -41,7 +41,7 @@ class OptimizerInBackward:
     def begin(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
         """From now on update chunks that are complete, with the hyper-parameters that the groups have now."""
         self._groups = groups
-        self._promised = _hyper_parameters(groups)
+        self._step_promised = _hyper_parameters(groups)
 
     def check_inactive(self, what: str) -> None:
         """Raise TrainingError if a step was promised, and `what` comes instead."""
@@ -56,14 +56,17 @@ class OptimizerInBackward:
         if self._groups is None:
             return
         index = managed.location.chunk
-        expected = [one for one in self.data.by_chunk[index] if one.watched and one.param.requires_grad]
+        expected = [one for one in self.data.by_chunk[index] if one.observed and one.param.requires_grad]
         if expected and all(self._is_complete(one) for one in expected):
             self._complete.add(index)
 
     def _is_complete(self, managed: ManagedParam) -> bool:
         """Whether a gradient has come that will not grow. One of an earlier backward says nothing of this one."""
         return (
-            managed.overlays_param and managed.backward == self.data.backward and managed.watched and not managed.grows
+            managed.overlays_param
+            and managed.backward_id == self.data.backward_id
+            and managed.observed
+            and not managed.may_grow
         )
 
     def progress(self) -> None:
@@ -83,7 +86,7 @@ class OptimizerInBackward:
                 self.data.manager.host_tier.busy += 1
                 self._running.append((running, managed_params[0].chunk))
             for managed in known:
-                managed.updated_in = self.data.backward
+                managed.updated_in_backward = self.data.backward_id
             if not self.in_background or len(known) < len(managed_params):  # the others may be read at any time
                 self.wait()
 
@@ -91,7 +94,7 @@ class OptimizerInBackward:
         """The step has come: wait for what was begun. Raises TrainingError if it asks for something else."""
         if self._groups is None:
             return
-        promised = self._promised
+        promised = self._step_promised
         self.cancel()
         if promised != _hyper_parameters(groups):
             raise TrainingError(
@@ -103,7 +106,7 @@ class OptimizerInBackward:
         """Nothing more is updated early; what was, stays."""
         self.wait()
         self._groups = None
-        self._promised, self._complete = [], set()
+        self._step_promised, self._complete = [], set()
 
     def wait(self) -> None:
         """Nothing is at work when this returns."""

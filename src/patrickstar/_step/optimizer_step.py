@@ -91,7 +91,7 @@ class OptimizerStep:
         self._move_for_update(index, managed_params)
         groups = {managed: group_of(managed) for managed in managed_params if managed.has_gradient}
         rules = {
-            managed: self.optimizer.rule(group, managed.steps + 1, managed.memory)
+            managed: self.optimizer.rule(group, managed.steps + 1, managed.optimizer_extra)
             for managed, group in groups.items()
             if group is not None
         }
@@ -112,7 +112,7 @@ class OptimizerStep:
             )
             raise
         self.data.mark_updated(rules)
-        for chunk in (managed_params[0].own, *self._optimizer_chunks(index, managed_params)):
+        for chunk in (managed_params[0].shard_chunk, *self._optimizer_chunks(index, managed_params)):
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
         return running
 
@@ -131,14 +131,14 @@ class OptimizerStep:
     def _count_moves(self, managed: ManagedParam) -> None:
         """Where the parameter lies above its master, its gradient comes down, and it goes up again."""
         manager = self.data.manager
-        if managed.own.device_valid and not manager[PARAM32, managed.location.chunk].device_valid:
+        if managed.shard_chunk.device_valid and not manager[PARAM32, managed.location.chunk].device_valid:
             managed.chunk.transferred_bytes += count_crossing(manager, managed, managed.location.numel)
 
     def span(self, managed: ManagedParam, rule: Rule) -> Span:
         """What an update of one parameter reads and writes, where it lies."""
         manager, index = self.data.manager, managed.location.chunk
         master, *states = (managed.flat(manager[spec.kind, index]) for spec in managed.schema.optimizer_lists)
-        return Span(managed.flat(managed.own), self.data.gradient(managed), master, tuple(states), rule)
+        return Span(managed.flat(managed.shard_chunk), self.data.gradient(managed), master, tuple(states), rule)
 
     def _stream(self, span: Span, scales: Sequence[float]) -> None:
         """Update below what lies above: gradients come down and parameters go up, some pages at a time.
@@ -153,8 +153,8 @@ class OptimizerStep:
             for number, first in enumerate(range(0, span.numel, max(1, length))):
                 part = span.page(slice(first, first + length))
                 stage, grad = stages[number % 2][: part.numel], part.grad
-                if grad.last.device != device:
-                    grad = replace(grad, last=stage.copy_(grad.last))
+                if grad.latest.device != device:
+                    grad = replace(grad, latest=stage.copy_(grad.latest))
                 running = self.kernels.start([replace(part, param=stage, grad=grad)], scales)
                 if before is not None:
                     _land(*before)
@@ -195,7 +195,7 @@ class OptimizerStep:
         """
         manager = self.data.manager
         read = [managed_params[0].chunk for managed_params in self.data.by_chunk.values()]
-        exchange = 2 * max(0 if chunk.shared else chunk.nbytes for chunk in read)
+        exchange = 2 * max(0 if chunk.sharded else chunk.nbytes for chunk in read)
         free = manager.host_tier.free_bytes - exchange
         found = set()
         for index, managed_params in self.data.by_chunk.items():
@@ -234,7 +234,7 @@ class OptimizerStep:
         if (GRAD32, index) in manager.chunks:
             chunks.append(manager[GRAD32, index])
         home = self._update_tier(index, chunks)
-        read = managed_params[0].own
+        read = managed_params[0].shard_chunk
         if any(managed.has_gradient for managed in managed_params):
             manager.transfers.wait_idle(read)
             has_place = read.host_bytes > 0 or manager.host_tier.has_room(read.nbytes)

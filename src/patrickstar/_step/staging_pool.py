@@ -99,7 +99,7 @@ class StagingPool:
     def start_read(self, lists: list[Chunk], first: int, numel: int) -> PageSet | None:
         """Begin to read a page of each list; None where the ring is full, or the last update is not yet on disk."""
         free = self.free()
-        if any(chunk.being_written for chunk in lists) or len(free) < len(lists):
+        if any(chunk.has_page_writes for chunk in lists) or len(free) < len(lists):
             return None
         there = PageSet(lists, first, numel, free[: len(lists)], [chunk.disk_version for chunk in lists])
         self.live.append(there)
@@ -113,7 +113,7 @@ class StagingPool:
         for chunk, memory in list(zip(there.lists, views, strict=True))[len(there.reads) :]:
             start = there.first * chunk.dtype.itemsize
             read = self.manager.io_dispatch.read(chunk, start, memory.view(torch.uint8))
-            chunk.reading = [*(one for one in chunk.reading if not one.done), read]
+            chunk.page_reads = [*(one for one in chunk.page_reads if not one.done), read]
             there.reads.append(read)
 
     def views(self, there: PageSet) -> list[torch.Tensor]:
@@ -134,7 +134,7 @@ class StagingPool:
                 start = there.first * chunk.dtype.itemsize
                 write = self.manager.io_dispatch.write(chunk, start, memory.view(torch.uint8))
                 there.writes.append(write)
-                chunk.writing.append(write)
+                chunk.page_writes.append(write)
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
         """Wait for transfers."""
@@ -155,5 +155,5 @@ class StagingPool:
             if all(transfer.done for transfer in there.writes):
                 self.wait(there.writes)
                 for chunk in there.lists:
-                    chunk.writing = [transfer for transfer in chunk.writing if not transfer.done]
+                    chunk.page_writes = [transfer for transfer in chunk.page_writes if not transfer.done]
                 self.live.remove(there)
