@@ -197,10 +197,10 @@ def no_wait_before_the_host_writes(monkeypatch):
     """A gradient is written over a host copy that an earlier fetch may still read."""
 
     def ensure(self, *chunks):
-        if any(chunk.coming is not None or not chunk.in_memory for chunk in chunks):
-            self.bring(chunks)
+        if any(chunk.fetch_transfer is not None or not chunk.in_memory for chunk in chunks):
+            self.fetch(chunks)
 
-    monkeypatch.setattr(ChunkManager, "have", ensure)
+    monkeypatch.setattr(ChunkManager, "ensure_in_memory", ensure)
 
 
 def device_memory_is_reused_at_once(monkeypatch):
@@ -212,7 +212,7 @@ def device_memory_is_reused_at_once(monkeypatch):
         if tier is Tier.HOST:
             fill_poison(chunk.on_device(chunk.whole))
 
-    monkeypatch.setattr(ChunkTransfers, "leave", leave_at_once)
+    monkeypatch.setattr(ChunkTransfers, "start_eviction", leave_at_once)
 
 
 @pytest.mark.parametrize(

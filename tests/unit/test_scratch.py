@@ -190,7 +190,7 @@ def test_a_file_never_exceeds_its_capacity(tmp_path):
 def test_a_reservation_beyond_what_the_system_allows_says_how_much_is_free(tmp_path):
     limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({MIB}, {resource.RLIM_INFINITY}))"
     begin = f"{limit}\ntry: SwapFile({str(tmp_path)!r}, {MIB + 1})\nexcept DiskError as error: print(error)"
-    said = run(f"{begin}\nScratchFile({str(tmp_path)!r}, {MIB})")
+    said = run(f"{begin}\nSwapFile({str(tmp_path)!r}, {MIB})")
     need = rf"the file needs {MIB + 4096} more bytes \(1.00 MiB\) on the disk, and {tmp_path} has \d+ bytes .* File too"
     assert re.match(need, said), said
 

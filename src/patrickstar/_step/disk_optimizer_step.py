@@ -214,7 +214,7 @@ class DiskOptimizerStep:
                 part = _overlap(managed, there.first, there.first + there.numel)
                 if part is not None:
                     spans.append(self._span(managed, rule, part, there.first, pages))
-                    if managed.own.device_valid:  # states are on the host
+                    if managed.shard_chunk.device_valid:  # states are on the host
                         count_crossing(self.data.manager, managed, part.stop - part.start)
             self.start(spans, job.scales)
             self.data.manager.mark_written(job.param16, on_device=job.param16.device_valid)
