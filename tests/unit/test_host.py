@@ -240,7 +240,7 @@ def test_a_tier_that_is_full_in_bytes_gives_nothing_and_stays_whole():
     assert (host.used, host.free_bytes) == (128, 384)
 
 
-@pytest.mark.parametrize("kind", ["coming", "leaving", "host_reader"])
+@pytest.mark.parametrize("kind", ["fetch_transfer", "eviction_transfer", "h2d_transfer"])
 def test_copies_on_their_way_are_waited_for_before_places_change(kind):
     host = tier(8 * ALIGN_BYTES)
     first, second, third, _ = (chunk_on(host, 2, value, value) for value in range(4))
