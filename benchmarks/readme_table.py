@@ -1,4 +1,4 @@
-"""Writes the table of README.md from benchmarks/results/. Run it after the benchmarks: `make bench` does."""
+"""Write the table of README.md from the result files in benchmarks/results/. `make bench` runs it last."""
 
 import re
 from pathlib import Path
@@ -6,15 +6,23 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- table: written by benchmarks/readme_table.py -->\n", "<!-- end of table -->"
 
-UPDATE_LIMIT = 46 / 28
-"""Bytes per parameter of casting up, an fp32 step and casting down, over those of one pass: see results/adam-cpu.md."""
-
-PLAIN_RSS = "plain's resident"
-"""The column of what the plain loop takes."""
+TOKENS = 512
+"""Tokens of one step in results/throughput-cpu.md."""
+PLAIN_RESIDENT = "plain's resident"
+"""Column of results/disk_training_plain-cpu.md: resident memory of the plain PyTorch loop."""
+UPDATE_BYTES = 28
+"""Bytes that one AdamW update must move per parameter: see results/adam-cpu.md."""
 
 
 def read(name: str) -> tuple[str, list[dict[str, str]]]:
-    """The machine and the rows of a result."""
+    """Return the machine's name and the rows of a result file.
+
+    Args:
+        name: The file's name without `-cpu.md`.
+
+    Returns:
+        The machine, and one dictionary per row, by column.
+    """
     text = (ROOT / "benchmarks/results" / f"{name}-cpu.md").read_text()
     machine = re.search(r"^Machine: (.*?);", text, re.M)
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
@@ -22,39 +30,72 @@ def read(name: str) -> tuple[str, list[dict[str, str]]]:
     return machine[1], [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 
-def main() -> None:
+def first(text: str) -> float:
+    """Return the number that a cell begins with."""
+    found = re.match(r"[\d.]+", text)
+    assert found is not None, f"{text!r} does not begin with a number"
+    return float(found[0])
+
+
+def table() -> tuple[str, list[list[str]]]:
+    """Return the machine's name and the rows: task, plain PyTorch or a peer, PatrickStar, physical limit."""
     machine, throughput = read("throughput")
-    _, small = read("small_pc")
-    rows = [["what", "measured", "limit", "bits of plain PyTorch"], ["---"] * 4]
+    rows = []
     for row in throughput:
-        what = f"124M, everything fits, checkpointing {row['checkpointing']}: speed against the plain loop"
-        rows.append([what, row["ratio (median of pairs)"], "1, the update aside", "yes"])
-    for row in small:
-        what = f"0.7B, device budget {row['device budget'].split(': ')[1]}: peak resident memory"
-        measured, limit = row["peak RSS of limit"].split(" of ")
-        rows.append([what, measured, limit, row["bits of plain PyTorch"]])
-    for row in read("disk_training_plain")[1]:
-        what = f"124M trained from disk within 2.00 GiB, {row['']}: step against the plain loop's in {row[PLAIN_RSS]}"
-        rows.append([what, row["ratio (range)"].split(" (")[0], row["limit"], "as the reference's, in tests"])
+        plain, ours = (TOKENS / float(row[f"{side} tokens/s"]) for side in ("plain", "engine"))
+        checkpointing = "with" if row["checkpointing"] == "on" else "without"
+        task = f"124M GPT-2, everything fits, {checkpointing} activation checkpointing: one step"
+        rows.append([task, f"{plain:.2f} s (PyTorch)", f"{ours:.2f} s", "PyTorch's time less part of the update"])
+    disk = read("disk_training_plain")[1][0]
+    rows.append(
+        [
+            "124M GPT-2, RAM limited to 2 GiB, the rest on disk: one step",
+            f"{disk['plain step']} in {disk[PLAIN_RESIDENT]} (PyTorch)",
+            f"{disk['our step']} in {disk['resident'].split(' of ')[0]}",
+            "PyTorch's step",
+        ]
+    )
+    caption = (ROOT / "benchmarks/results/small_pc-cpu.md").read_text()
+    plain_memory = re.search(r"Plain PyTorch took ([\d.]+ GiB)", caption)
+    assert plain_memory is not None
+    small = read("small_pc")[1][-1]
+    used, limit = small["peak RSS of limit"].split(" of ")
+    budget = small["device budget"].split(": ")[1]
+    task = f"0.7B GPT, device budget {budget}: peak memory of the process"
+    rows.append([task, f"{plain_memory[1]} (PyTorch)", used, f"{limit} (14 bytes per parameter + activations)"])
+    large = read("disk_training_large")[1][0]
+    resident = large["resident of limit"].split(" of ")[0]
+    task = f"2.0B GPT, {large['model data']} of model data, 24 GB machine: one step"
+    rows.append([task, "does not fit (PyTorch)", f"{large['steps'].split(' / ')[1]} in {resident}", "the disk's rate"])
     for row in read("data_parallel_time")[1]:
-        what = f"40M, {row['p']} processes over gloo, everything fits: speed against FSDP2"
-        rows.append([what, row["ratio (median of pairs)"], "1, wire and update aside", "yes, averaged in rank order"])
-    saved = {row["what"]: row for row in read("checkpoints")[1]}
-    for name, limit in (("saving, of a bare loop's rate", ">= 0.8"), ("step beside a save, of one without", "<= 1.15")):
-        rows.append([f"124M, checkpoint of 1.39 GiB: {name}", saved[name]["measured"], limit, "yes, after a resume"])
-    trainer = read("trainer")[1][-1]
-    what = "40M: transformers' Trainer, a step of the loop's"
-    rows.append([what, trainer["ratio (median of pairs)"], "<= 1.03", "yes, in fp32; see docs/trainer.md"])
-    largest = read("adam")[1][-1]
-    size = f"{largest['parameters']} parameters, {largest['threads']} threads"
-    what = f"{size}: update against PyTorch's fused AdamW and casts"
-    rows.append([what, largest["torch fused / ours"], f"{UPDATE_LIMIT:.2f}", "yes, without FMA"])
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows).replace("| --- |", "|---|").replace(" --- |", "---|")
+        task = f"40M GPT, {row['p']} processes on 2 cores: one step"
+        rows.append([task, f"{row['FSDP2 s']} s (FSDP2)", f"{row['engine s']} s", "compute and gloo's transfers"])
+    adam = read("adam")[1][-1]
+    numel = first(adam["parameters"]) * 1e6
+    ours = numel * UPDATE_BYTES / (first(adam["update GB/s"]) * 1e9)
+    fused = ours * first(adam["torch fused / ours"])
+    deepspeed = ours * first(adam["DeepSpeed / ours"])
+    peers = f"{fused:.3f} s (PyTorch fused), {deepspeed:.3f} s (DeepSpeed)"
+    copying = max(first(adam["copy_ GB/s"]), first(adam["memmove GB/s"]))
+    bound = f"{UPDATE_BYTES} bytes per parameter; at {adam['update GB/s']} GB/s, where a copy reaches {copying}"
+    task = f"AdamW update of {adam['parameters']} parameters on the CPU"
+    rows.append([task, peers, f"{ours:.3f} s", bound])
+    saved = {row["what"]: row for row in read("checkpoints")[1]}["saving"]
+    bare = saved["limit"].split(",")[0]
+    rows.append(["124M GPT-2, writing a checkpoint of 1.39 GiB", "", saved["measured"], f"{bare}, the disk's rate"])
+    return machine, rows
+
+
+def main() -> None:
+    """Print the table and write it into README.md."""
+    machine, rows = table()
+    lines = [["task", "plain PyTorch or peer", "PatrickStar", "physical limit"], *rows]
+    text = "\n".join(f"| {' | '.join(row)} |" for row in [lines[0], ["---"] * 4, *rows])
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split(START)
     after = rest.split(END)[1]
-    readme.write_text(f"{before}{START}{table}\n\nMeasured on: {machine}.\n{END}{after}")
-    print(table)
+    readme.write_text(f"{before}{START}{text}\n\nMeasured on: {machine}, no GPU.\n{END}{after}")
+    print(text)
 
 
 if __name__ == "__main__":
