@@ -38,7 +38,7 @@ def test_a_chunk_changes_places_only_when_its_copy_is_done(way):
     gap = filled(manager, 0, 2, Tier.HOST, 1.0)
     chunk = filled(manager, 1, 2, Tier.HOST if way == "up" else Tier.DEVICE, 2.0)
     if way == "down":
-        assert manager._has_host_block(chunk)
+        assert manager._ensure_host_block(chunk)
     other_gap = filled(manager, 2, 2, Tier.HOST, 3.0)
     slow = Slow(manager)
     if way == "up":
@@ -66,7 +66,7 @@ def test_a_chunk_that_is_leaving_keeps_its_place():
     """The device has its bytes still, but not for long: what looks like a spare copy is to be the only one."""
     manager = ChunkManager(CPU, 10_000, 3 * ALIGN_BYTES, poison=True)
     chunk = filled(manager, 0, 2, Tier.DEVICE, 2.0)
-    assert manager._has_host_block(chunk)
+    assert manager._ensure_host_block(chunk)
     slow = Slow(manager)
     manager.transfers.start_eviction(chunk, Tier.HOST)
     assert not manager.host_tier.has_room(2 * ALIGN_BYTES)
