@@ -161,7 +161,7 @@ def test_current_is_the_copy_that_holds_the_bytes_the_devices_if_both_do(bank, h
 def test_device_memory_that_a_chunk_does_not_have_is_not_looked_at(view, bank, host):
     """On a GPU PyTorch would silently allocate it, behind the budget's back."""
     chunk = Chunk("param16", 3, 4, "float32", CPU, bank)
-    message = r"param16\[3\] has no memory on the device"
+    message = r"param16\[3\] has no device memory"
     with pytest.raises(AssertionError, match=message):
         view(chunk)
     chunk.allocate_device()

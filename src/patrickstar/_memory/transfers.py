@@ -60,7 +60,7 @@ class ChunkTransfers:
             self.host_tier.free(chunk, for_good=True)
 
     def start_fetch(self, chunk: Chunk, urgent: bool) -> None:
-        """Start a chunk's transfer to the device. Raises OutOfMemoryError, with nothing changed, if the device is full."""
+        """Start a chunk's transfer to the device. Raises OutOfMemoryError without any change."""
         self.in_flight[chunk] = None  # first: Ctrl-C may interrupt between any two lines
         try:
             self.device_tier.allocate(chunk)
