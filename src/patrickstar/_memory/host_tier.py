@@ -31,7 +31,7 @@ class HostTier:
         self.peak = 0
         self.other_peak = 0
         self.busy = 0
-        """Number of running optimizer updates on host chunks; compaction must wait for them."""
+        """Number of running optimizer updates on host chunks; no block is moved while it is not 0."""
         self.moved: set[Chunk] = set()
         """Chunks that compaction has moved since `ChunkManager.drain_moved`."""
         self._owners: dict[ArenaBlock, Chunk] = {}
