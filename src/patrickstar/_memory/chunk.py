@@ -117,7 +117,6 @@ class Chunk:
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)[: self.nbytes]
 
     def on_host(self, region: Region) -> torch.Tensor:
-        """Return a view of the host copy."""
         assert self.host is not None, f"{self} has no host copy"
         return self.host.as_strided(region.shape, region.strides, self.host.storage_offset() + region.offset)
 

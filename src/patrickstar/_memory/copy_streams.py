@@ -84,5 +84,4 @@ class CopyStreams:
         return self.thread.submit([job(*page) for page in pages(source.nbytes)], what)
 
     def close(self) -> None:
-        """Stop the worker thread."""
         self.thread.close()

@@ -49,7 +49,6 @@ class DeviceTier:
         self.peak = max(self.peak, self.used)
 
     def free(self, chunk: Chunk) -> None:
-        """Free a chunk's device memory."""
         chunk.wait_for_save()
         chunk.free_device(self.poison)
         self.moved.add(chunk)
@@ -61,5 +60,4 @@ class DeviceTier:
             self.page_pool.trim(limit_bytes - self.used)
 
     def reset_peak(self) -> None:
-        """Restart the peak at the current use."""
         self.peak = self.used

@@ -51,11 +51,9 @@ class Hardware:
         return str(self.allocator_stats()) if self.cuda is not None else ""
 
     def seconds(self) -> float:
-        """Return the current time of a monotonic clock."""
         return time.perf_counter()
 
     def meter(self) -> Meter:
-        """Return the meter of non-model data on the device."""
         return default_meter(self.device)
 
     def device_bytes(self, several: bool = False) -> int:

@@ -126,7 +126,6 @@ class HostArena:
         discard(self.memory.data_ptr() + start, nbytes)
 
     def view(self, block: ArenaBlock, dtype: torch.dtype) -> torch.Tensor:
-        """Return a block as a flat tensor."""
         return self.memory[block.start : block.start + block.nbytes].view(dtype)
 
     def compact(self) -> None:

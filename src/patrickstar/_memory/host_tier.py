@@ -118,12 +118,10 @@ class HostTier:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of all arenas."""
         return sum(arena.nbytes for arena in self.arenas)
 
     @property
     def touched_bytes(self) -> int:
-        """Bytes of machine memory that the tier uses."""
         return sum(arena.touched_bytes for arena in self.arenas) + self.outside_bytes
 
     @staticmethod
@@ -158,7 +156,6 @@ class HostTier:
         return block
 
     def reset_peaks(self) -> None:
-        """Restart the peaks at the current use."""
         self.peak, self.other_peak = self.used, self.other_bytes
 
     def usage_summary(self) -> str:
@@ -169,7 +166,6 @@ class HostTier:
         )
 
     def close(self) -> None:
-        """Unlock the memory."""
         for arena in self.arenas:
             arena.close()
 

@@ -29,5 +29,4 @@ class TransferCounters:
         return TransferCounters(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
 
     def copy(self) -> "TransferCounters":
-        """Return a snapshot."""
         return replace(self)
