@@ -161,7 +161,7 @@ def test_an_allocation_that_fails_twice_is_an_error_and_training_goes_on():
     engine = Engine(shape.build, options, meter=testing.NoMeter(), poison=True, hardware=hardware)
     assert train(engine, 2) == expected[0]
     hardware.failures = 1.0
-    with pytest.raises(BudgetError, match=r"param16\[\d\] needs \d+ bytes .* found none, twice.*no \d+ bytes in a row"):
+    with pytest.raises(BudgetError, match=r"param16\[\d\] needs \d+ bytes .* failed twice.*no \d+ bytes in a row"):
         engine(*batches(1)[0])
     hardware.failures = 0.0
     assert train(engine, 3) == expected[1]

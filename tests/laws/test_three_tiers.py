@@ -199,15 +199,15 @@ class Watched(ChunkManager):
 
 
 class WatchedHost(HostTier):
-    """The same for the host; `_place` is all that takes memory there."""
+    """The same for the host; `_new_block` makes all allocations there."""
 
-    def _place(self, nbytes):
-        place = super()._place(nbytes)
+    def _new_block(self, nbytes):
+        place = super()._new_block(nbytes)
         taken = sum(one.nbytes for slab in self.arenas for one in slab._blocks)
         threads = self.used + self.other_bytes + nbytes - taken
         assert threads in (0, STAGES * PAGE_BYTES), "what the disk's threads have is not in the slab, all else is"
         assert taken + threads <= self.budget_bytes
-        assert place.end <= place.slab.nbytes and self.arena_bytes <= self.budget_bytes
+        assert place.end <= place.arena.nbytes and self.arena_bytes <= self.budget_bytes
         return place
 
 

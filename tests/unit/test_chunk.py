@@ -1,4 +1,4 @@
-"""A chunk: one storage for life, copies on the tiers, views with version counters of their own."""
+"""Chunk: permanent device storage, copies on the tiers, views with separate version counters."""
 
 import gc
 
@@ -14,13 +14,13 @@ from patrickstar._memory.vm_pool import PagePool, can_move_pages, round_up
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["resized", "moved"])
-def bank(request):
-    """What device memory comes from: PyTorch's allocator, or pages that move."""
+@pytest.fixture(params=["resized", "remapped"])
+def page_pool(request):
+    """Source of device memory: PyTorch's allocator (None), or a page pool."""
     if request.param == "resized":
         return None
     if not can_move_pages():
-        pytest.skip("this system moves no pages")
+        pytest.skip("this system cannot remap pages")
     return PagePool()
 
 
@@ -29,43 +29,43 @@ def host():
     return HostTier(1 << 16, 1 << 16, Hardware(CPU).host_arena, poison=True)
 
 
-def chunk_of(values, bank=None, dtype="float32"):
-    chunk = Chunk("param16", 3, len(values), dtype, CPU, bank)
+def chunk_of(values, page_pool=None, dtype="float32"):
+    chunk = Chunk("param16", 3, len(values), dtype, CPU, page_pool)
     chunk.allocate_device()
     chunk.on_device(chunk.whole).copy_(torch.tensor(values))
     chunk.device_valid = True
     return chunk
 
 
-def on_both(values, host, bank=None):
-    chunk = chunk_of(values, bank)
+def on_both(values, host, page_pool=None):
+    chunk = chunk_of(values, page_pool)
     host.allocate(chunk).copy_(chunk.on_device(chunk.whole))
     chunk.host_valid = True
     return chunk
 
 
-def leave_and_come_back(chunk, host, bank):
-    """What an eviction and a fetch do to the bytes, on memory that another has used and now has in its stead."""
+def evict_and_fetch(chunk, host, page_pool):
+    """Evict and fetch a chunk, while another chunk takes over its device memory in between."""
     host.allocate(chunk).copy_(chunk.on_device(chunk.whole))
     chunk.free_device(poison=True)
-    in_the_way = Chunk("param16", 4, max(chunk.numel, 1024), "float32", CPU, bank)
-    in_the_way.allocate_device()
-    in_the_way.on_device(in_the_way.whole).fill_(-1.0)
+    intruder = Chunk("param16", 4, max(chunk.numel, 1024), "float32", CPU, page_pool)
+    intruder.allocate_device()
+    intruder.on_device(intruder.whole).fill_(-1.0)
     chunk.allocate_device()
     chunk.on_device(chunk.whole).copy_(chunk.on_host(chunk.whole))
     chunk.device_valid = True
-    assert (in_the_way.on_device(in_the_way.whole) == -1.0).all()
+    assert (intruder.on_device(intruder.whole) == -1.0).all()
 
 
-def really_taken(chunk, bank):
-    """Bytes of device memory behind the chunks of a bank, or behind a chunk without one."""
-    return chunk.storage.nbytes() if bank is None else bank.mapped_bytes - bank.parked_bytes
+def real_device_bytes(chunk, page_pool):
+    """Return the real device memory of all chunks of a pool, or of one chunk without a pool."""
+    return chunk.storage.nbytes() if page_pool is None else page_pool.mapped_bytes - page_pool.parked_bytes
 
 
-def test_a_new_chunk_takes_no_memory(bank):
-    chunk = Chunk("exp_avg", 7, 100, "float32", CPU, bank)
+def test_new_chunk_uses_no_memory(page_pool):
+    chunk = Chunk("exp_avg", 7, 100, "float32", CPU, page_pool)
     assert (chunk.device_bytes, chunk.host_bytes) == (0, 0)
-    assert really_taken(chunk, bank) == 0
+    assert real_device_bytes(chunk, page_pool) == 0
     assert chunk.nbytes == 400
     assert not chunk.device_valid and not chunk.host_valid and not chunk.disk_valid
     assert not chunk.in_memory
@@ -73,75 +73,75 @@ def test_a_new_chunk_takes_no_memory(bank):
 
 
 @pytest.mark.parametrize("dtype", sorted(ITEMSIZE))
-def test_bytes_are_those_of_its_dtype_on_both_tiers(dtype, bank, host):
-    chunk = Chunk("param16", 0, 96, dtype, CPU, bank)
+def test_sizes_follow_the_dtype_on_both_tiers(dtype, page_pool, host):
+    chunk = Chunk("param16", 0, 96, dtype, CPU, page_pool)
     chunk.allocate_device()
     host.allocate(chunk)
     assert chunk.device_bytes == chunk.host_bytes == chunk.nbytes == 96 * getattr(torch, dtype).itemsize
     assert chunk.on_device(chunk.whole).dtype == chunk.on_host(chunk.whole).dtype == getattr(torch, dtype)
     assert chunk.host.nbytes == chunk.host_block.nbytes == chunk.nbytes
-    assert really_taken(chunk, bank) == (chunk.nbytes if bank is None else round_up(chunk.nbytes))
+    assert real_device_bytes(chunk, page_pool) == (chunk.nbytes if page_pool is None else round_up(chunk.nbytes))
     chunk.free_device(poison=False)
     host.free(chunk)
     assert (chunk.device_bytes, chunk.host_bytes) == (0, 0)
-    assert really_taken(chunk, bank) == 0
+    assert real_device_bytes(chunk, page_pool) == 0
 
 
-def test_a_chunk_of_no_elements_comes_and_goes(bank, host):
-    chunk = chunk_of([], bank)
-    leave_and_come_back(chunk, host, bank)
+def test_empty_chunk_is_evicted_and_fetched(page_pool, host):
+    chunk = chunk_of([], page_pool)
+    evict_and_fetch(chunk, host, page_pool)
     assert chunk.current(chunk.whole).shape == (0,)
     host.free(chunk)
     chunk.free_device(poison=True)
     chunk.memory.close()
 
 
-def test_views_see_the_bytes_that_came_back(bank, host):
-    chunk = chunk_of([float(i) for i in range(8)], bank)
+def test_views_see_the_bytes_after_a_fetch(page_pool, host):
+    chunk = chunk_of([float(i) for i in range(8)], page_pool)
     view = chunk.on_device(Region(2, (2, 3), (3, 1)))
     derived = view.t()[1:]
     assert derived.tolist() == [[3.0, 6.0], [4.0, 7.0]]
     storage = chunk.storage
-    leave_and_come_back(chunk, host, bank)
+    evict_and_fetch(chunk, host, page_pool)
     assert chunk.storage is storage
     assert view.untyped_storage()._cdata == storage._cdata
     assert derived.tolist() == [[3.0, 6.0], [4.0, 7.0]]
 
 
-def test_moving_bytes_is_no_modification_that_autograd_knows_of(bank, host):
-    chunk = chunk_of([1.0, 2.0, 3.0, 4.0], bank)
+def test_transfers_do_not_change_autograd_version_counters(page_pool, host):
+    chunk = chunk_of([1.0, 2.0, 3.0, 4.0], page_pool)
     weight = chunk.on_device(chunk.whole)
     version = weight._version
     factor = torch.ones(4, requires_grad=True)
     loss = (weight * factor).sum()
-    leave_and_come_back(chunk, host, bank)
+    evict_and_fetch(chunk, host, page_pool)
     assert weight._version == version
     loss.backward()
     assert factor.grad.tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_every_view_counts_its_own_versions(bank):
-    chunk = chunk_of([1.0, 2.0], bank)
-    one, other = chunk.on_device(chunk.whole), chunk.on_device(chunk.whole)
-    before = other._version
-    one.mul_(2)
-    assert other.tolist() == [2.0, 4.0]
-    assert other._version == before
+def test_every_view_has_its_own_version_counter(page_pool):
+    chunk = chunk_of([1.0, 2.0], page_pool)
+    first, second = chunk.on_device(chunk.whole), chunk.on_device(chunk.whole)
+    before = second._version
+    first.mul_(2)
+    assert second.tolist() == [2.0, 4.0]
+    assert second._version == before
 
 
-def test_a_region_has_an_offset_a_shape_and_strides(bank, host):
-    host.allocate(chunk_of([0.0], bank))  # places of others come before
-    chunk = on_both([float(i) for i in range(12)], host, bank)
+def test_a_region_has_an_offset_a_shape_and_strides(page_pool, host):
+    host.allocate(chunk_of([0.0], page_pool))  # shifts the block of the next chunk
+    chunk = on_both([float(i) for i in range(12)], host, page_pool)
     column_major = Region(4, (2, 3), (1, 2))
     for view in (chunk.on_device(column_major), chunk.on_host(column_major)):
         assert view.tolist() == [[4.0, 6.0, 8.0], [5.0, 7.0, 9.0]]
         assert view.stride() == (1, 2)
     assert chunk.on_device(column_major).storage_offset() == 4
-    assert chunk.on_host(column_major).storage_offset() == chunk.place.start // 4 + 4 > 4
+    assert chunk.on_host(column_major).storage_offset() == chunk.host_block.start // 4 + 4 > 4
 
 
-def test_current_is_the_copy_that_holds_the_bytes_the_devices_if_both_do(bank, host):
-    chunk = chunk_of([1.0], bank)
+def test_current_is_a_valid_copy_preferably_the_device_copy(page_pool, host):
+    chunk = chunk_of([1.0], page_pool)
     host.allocate(chunk).fill_(2.0)
     assert chunk.current(chunk.whole).item() == 1.0
     assert chunk.read_storage is chunk.storage
@@ -158,10 +158,10 @@ def test_current_is_the_copy_that_holds_the_bytes_the_devices_if_both_do(bank, h
 
 
 @pytest.mark.parametrize("view", [lambda chunk: chunk.on_device(chunk.whole), Chunk.device_bytes_view])
-def test_device_memory_that_a_chunk_does_not_have_is_not_looked_at(view, bank, host):
-    """On a GPU PyTorch would silently allocate it, behind the budget's back."""
-    chunk = Chunk("param16", 3, 4, "float32", CPU, bank)
-    message = r"param16\[3\] has no memory on the device"
+def test_device_views_need_allocated_device_memory(view, page_pool, host):
+    """On a GPU PyTorch would silently allocate it outside of the budget."""
+    chunk = Chunk("param16", 3, 4, "float32", CPU, page_pool)
+    message = r"param16\[3\] has no device memory"
     with pytest.raises(AssertionError, match=message):
         view(chunk)
     chunk.allocate_device()
@@ -170,11 +170,11 @@ def test_device_memory_that_a_chunk_does_not_have_is_not_looked_at(view, bank, h
     chunk.free_device(poison=True)
     with pytest.raises(AssertionError, match=message):
         view(chunk)
-    assert really_taken(chunk, bank) == 0
+    assert real_device_bytes(chunk, page_pool) == 0
 
 
-def test_what_is_on_disk_alone_is_not_in_memory(bank):
-    chunk = chunk_of([1.0], bank)
+def test_chunk_on_disk_only_is_not_in_memory(page_pool):
+    chunk = chunk_of([1.0], page_pool)
     chunk.disk_valid = True
     assert chunk.in_memory
     chunk.free_device(poison=True)
@@ -183,41 +183,41 @@ def test_what_is_on_disk_alone_is_not_in_memory(bank):
         chunk.current(chunk.whole)
 
 
-def test_freeing_makes_a_copy_invalid(bank, host):
-    chunk = on_both([1.0], host, bank)
+def test_freeing_makes_a_copy_invalid(page_pool, host):
+    chunk = on_both([1.0], host, page_pool)
     chunk.free_device(poison=False)
     assert not chunk.device_valid and chunk.host_valid
     host.free(chunk)
     assert not chunk.host_valid
 
 
-def test_poison_reaches_whoever_kept_the_host_copy(host):
+def test_poison_fills_the_freed_host_copy(host):
     chunk = on_both([1.0, 2.0], host)
     kept = chunk.on_host(chunk.whole)
     host.free(chunk)
     assert kept.isnan().all()
 
 
-def test_poison_reaches_the_device_before_its_memory_goes():
-    """Whoever gets the pages next finds NaN, and no old weights."""
+def test_poison_fills_device_memory_before_it_is_freed():
+    """The next owner of the pages finds NaN instead of old weights."""
     if not can_move_pages():
-        pytest.skip("this system moves no pages")
-    bank = PagePool()
-    chunk = chunk_of([1.0, 2.0], bank)
+        pytest.skip("this system cannot remap pages")
+    page_pool = PagePool()
+    chunk = chunk_of([1.0, 2.0], page_pool)
     chunk.free_device(poison=True)
-    other = Chunk("param16", 4, 2, "float32", CPU, bank)
+    other = Chunk("param16", 4, 2, "float32", CPU, page_pool)
     other.allocate_device()
     assert other.on_device(other.whole).isnan().all()
 
 
-def test_a_view_that_outlives_its_chunk_is_memory_still(bank):
-    """Its content is nobody's, but neither reading nor writing it may hit what others were given."""
-    chunk = chunk_of([1.0, 2.0], bank)
+def test_a_view_may_outlive_its_chunk(page_pool):
+    """Its content is undefined, but reads and writes must not reach the memory of other chunks."""
+    chunk = chunk_of([1.0, 2.0], page_pool)
     view = chunk.on_device(chunk.whole)
     address = view.data_ptr()
     del chunk
     gc.collect()
-    others = [chunk_of([5.0, 5.0], bank) for _ in range(8)]
+    others = [chunk_of([5.0, 5.0], page_pool) for _ in range(8)]
     assert view.data_ptr() == address
     view.fill_(7.0)
     assert view.tolist() == [7.0, 7.0]
@@ -225,20 +225,20 @@ def test_a_view_that_outlives_its_chunk_is_memory_still(bank):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-def test_poison_of_real_numbers_is_nan(dtype):
+def test_poison_of_floats_is_nan(dtype):
     buffer = torch.zeros(3, dtype=getattr(torch, dtype))
     fill_poison(buffer)
     assert buffer.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int32", "int16", "int8", "uint8"])
-def test_poison_of_integers_is_the_largest(dtype):
+def test_poison_of_integers_is_the_maximum(dtype):
     buffer = torch.zeros(3, dtype=getattr(torch, dtype))
     fill_poison(buffer)
     assert (buffer == torch.iinfo(buffer.dtype).max).all()
 
 
-def test_a_truth_value_can_not_be_poisoned():
+def test_booleans_are_not_poisoned():
     buffer = torch.tensor([True, False])
     fill_poison(buffer)
     assert buffer.tolist() == [True, False]

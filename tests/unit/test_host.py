@@ -1,4 +1,4 @@
-"""The host tier: what it has given out, to whom, and what happens to them when it closes gaps."""
+"""Host tier: accounting, eviction of duplicate copies, and compaction."""
 
 import mmap
 
@@ -18,12 +18,12 @@ from patrickstar.errors import BudgetError
 CPU = torch.device("cpu")
 
 
-def tier(budget: int, slab: int | None = None, *, poison: bool = True) -> HostTier:
-    return HostTier(budget, budget if slab is None else slab, Hardware(CPU).host_arena, poison=poison)
+def tier(budget: int, arena: int | None = None, *, poison: bool = True) -> HostTier:
+    return HostTier(budget, budget if arena is None else arena, Hardware(CPU).host_arena, poison=poison)
 
 
 def chunk_on(host: HostTier, units: int, value: float = 1.0, index: int = 0) -> Chunk:
-    """A chunk of so many times ALIGN_BYTES, filled with a number of its own."""
+    """Create a chunk of `units` * ALIGN_BYTES, filled with `value`."""
     chunk = Chunk("param32", index, ALIGN_BYTES // 4 * units, "float32", CPU)
     host.allocate(chunk).fill_(value)
     chunk.host_valid = True
@@ -34,8 +34,8 @@ def values(chunk: Chunk) -> set[float]:
     return set(chunk.on_host(chunk.whole).tolist())
 
 
-class Ended(Transfer):
-    """A copy that takes note of being waited for."""
+class CountedTransfer(Transfer):
+    """Completed transfer that counts its waits."""
 
     def __init__(self) -> None:
         self.waits = 0
@@ -46,35 +46,35 @@ class Ended(Transfer):
         self.waits += 1
 
 
-# Accounts
+# Accounting
 
 
-def test_chunks_and_what_else_is_there_are_counted_apart_under_one_budget():
+def test_chunks_and_other_data_are_counted_separately_under_one_budget():
     host = tier(1280)
     assert (host.used, host.other_bytes, host.free_bytes) == (0, 0, 1280)
-    chunk, place = chunk_on(host, 3), host.allocate_block(256)
+    chunk, block = chunk_on(host, 3), host.allocate_block(256)
     assert (host.used, host.other_bytes, host.free_bytes) == (384, 256, 640)
     host.free(chunk)
     assert (host.used, host.other_bytes, host.free_bytes) == (0, 256, 1024)
-    host.release_block(place)
+    host.release_block(block)
     assert (host.used, host.other_bytes, host.free_bytes) == (0, 0, 1280)
 
 
-def test_peaks_are_those_since_they_were_last_asked_for():
+def test_peaks_are_those_since_the_last_reset():
     host = tier(4096)
     chunk, kept = chunk_on(host, 8), chunk_on(host, 2)
-    place = host.allocate_block(512)
+    block = host.allocate_block(512)
     host.free(chunk)
-    host.release_block(place)
+    host.release_block(block)
     assert (host.peak, host.other_peak) == (1280, 512)
     host.reset_peaks()
     assert (host.peak, host.other_peak) == (256, 0)
     host.free(kept)
-    place = host.allocate_block(128)
+    block = host.allocate_block(128)
     assert (host.peak, host.other_peak) == (256, 128)
 
 
-def test_a_budget_is_filled_to_the_last_byte():
+def test_budget_can_be_used_completely():
     host = tier(10 * ALIGN_BYTES)
     chunks = [chunk_on(host, 2, value) for value in range(4)]
     host.allocate_block(2 * ALIGN_BYTES)
@@ -82,22 +82,22 @@ def test_a_budget_is_filled_to_the_last_byte():
     assert [values(chunk) for chunk in chunks] == [{0.0}, {1.0}, {2.0}, {3.0}]
 
 
-def test_the_account_says_what_takes_how_much():
+def test_usage_summary():
     host = tier(4096)
     chunk_on(host, 2)
     host.allocate_block(128)
     assert host.usage_summary() == (
-        "chunks take 256 bytes and offloaded activations and pages on their way 128 of a budget of 4096"
+        "chunks use 256 bytes and offloaded activations and pages in flight 128 bytes of a budget of 4096 bytes"
     )
 
 
-def test_the_slab_is_no_larger_than_the_budget_and_may_be_smaller():
+def test_arena_is_no_larger_than_the_budget_and_may_be_smaller():
     assert tier(1000, 4000).arena_bytes == 1000
     host = tier(4000, 1000)
     assert (host.arena_bytes, host.free_bytes) == (1000, 4000)
 
 
-def test_what_a_smaller_slab_can_not_hold_gets_memory_of_its_own_within_the_budget():
+def test_a_second_arena_is_added_within_the_budget():
     host = tier(16384, 4096)
     kept = [chunk_on(host, 8, value, value) for value in range(4)]
     more = chunk_on(host, 32, 9.0)
@@ -106,14 +106,14 @@ def test_what_a_smaller_slab_can_not_hold_gets_memory_of_its_own_within_the_budg
     assert [values(chunk) for chunk in (*kept, more)] == [{0.0}, {1.0}, {2.0}, {3.0}, {9.0}]
     assert host.touched_bytes == 2 * mmap.PAGESIZE
     host.free(more)
-    place = host.allocate_block(4096)
-    assert len(host.arenas) == 2, "memory that is there is used first"
-    host.view(place, torch.uint8).fill_(1)
+    block = host.allocate_block(4096)
+    assert len(host.arenas) == 2, "existing arenas are used first"
+    host.view(block, torch.uint8).fill_(1)
     assert [values(chunk) for chunk in kept] == [{0.0}, {1.0}, {2.0}, {3.0}]
     host.close()
 
 
-def test_what_a_tier_can_not_give_is_said_in_bytes_and_not_counted():
+def test_errors_state_the_missing_bytes_and_nothing_is_counted():
     host = tier(4096)
     chunk = chunk_on(host, 16)
     with pytest.raises(
@@ -121,24 +121,24 @@ def test_what_a_tier_can_not_give_is_said_in_bytes_and_not_counted():
     ) as caught:
         host.allocate_block(4000, "pages")
     assert caught.value.short_bytes == 2048
-    with pytest.raises(BudgetError, match="has no 4096 in a row"):
+    with pytest.raises(BudgetError, match="has no contiguous block of 4096 bytes"):
         chunk_on(host, 32)
     assert (host.used, host.other_bytes, host.free_bytes) == (2048, 0, 2048)
     assert values(chunk) == {1.0}
 
 
-# Room
+# Duplicate copies
 
 
-def test_copies_of_what_the_device_has_too_make_room_but_no_others():
+def test_only_duplicate_copies_are_freed_to_make_room():
     host = tier(8 * ALIGN_BYTES)
     only, double, other = (chunk_on(host, 2, value, value) for value in range(3))
     double.allocate_device()
     double.device_valid = True
     assert not host.has_room(5 * ALIGN_BYTES)
-    assert double.host is not None, "nothing is dropped in vain"
+    assert double.host is not None, "nothing is freed if that does not make enough room"
     assert host.has_room(2 * ALIGN_BYTES)
-    assert double.host is not None, "nor without need"
+    assert double.host is not None, "nothing is freed without need"
     assert host.has_room(4 * ALIGN_BYTES)
     assert double.host is None and not double.host_valid
     assert (values(only), values(other)) == ({0.0}, {2.0})
@@ -146,11 +146,11 @@ def test_copies_of_what_the_device_has_too_make_room_but_no_others():
     double.free_device(poison=False)
 
 
-def test_the_place_of_a_chunk_that_is_being_written_to_it_makes_no_room():
+def test_the_block_of_a_chunk_being_evicted_to_it_is_not_freed():
     host = tier(2 * ALIGN_BYTES)
     chunk = chunk_on(host, 2)
     chunk.allocate_device()
-    chunk.device_valid, chunk.host_valid, chunk.eviction_transfer = True, False, Ended()
+    chunk.device_valid, chunk.host_valid, chunk.eviction_transfer = True, False, CountedTransfer()
     assert not host.has_room(ALIGN_BYTES)
     assert chunk.host is not None
 
@@ -158,7 +158,7 @@ def test_the_place_of_a_chunk_that_is_being_written_to_it_makes_no_room():
 # Chunks
 
 
-def test_a_chunk_has_its_bytes_in_the_slab_until_it_gives_them_back():
+def test_host_copy_is_in_the_arena_until_it_is_freed():
     host = tier(4096)
     host.allocate_block(128)
     chunk = chunk_on(host, 4, 5.0)
@@ -170,7 +170,7 @@ def test_a_chunk_has_its_bytes_in_the_slab_until_it_gives_them_back():
 
 
 @pytest.mark.parametrize("poison", [True, False])
-def test_what_is_given_back_is_poisoned_where_a_test_asks_for_it(poison):
+def test_freed_memory_is_poisoned_on_request(poison):
     host = tier(4096, poison=poison)
     chunk = chunk_on(host, 1, 5.0)
     kept = chunk.host
@@ -178,7 +178,7 @@ def test_what_is_given_back_is_poisoned_where_a_test_asks_for_it(poison):
     assert kept.isnan().all() if poison else (kept == 5.0).all()
 
 
-def test_memory_that_comes_again_is_the_same_memory():
+def test_freed_memory_is_reused():
     host = tier(256)
     first = chunk_on(host, 2)
     address = first.host.data_ptr()
@@ -190,7 +190,7 @@ def test_memory_that_comes_again_is_the_same_memory():
 # Compaction
 
 
-def test_chunks_change_places_where_there_is_room_but_not_in_a_row_and_say_so():
+def test_compaction_moves_chunks_and_reports_them():
     host = tier(8 * ALIGN_BYTES)
     chunks = [chunk_on(host, 2, value, value) for value in range(4)]
     for chunk in (chunks[0], chunks[2]):
@@ -206,34 +206,34 @@ def test_chunks_change_places_where_there_is_room_but_not_in_a_row_and_say_so():
     assert values(chunks[3]) == {3.0} and values(newcomer) == {9.0}
 
 
-def test_who_left_before_is_not_said_to_have_moved():
+def test_freed_chunks_are_not_reported_as_moved():
     host = tier(6 * ALIGN_BYTES)
-    gone, stays, gone_too = (chunk_on(host, 2, value, value) for value in range(3))
-    host.free(gone)
-    host.free(gone_too)
+    freed, remaining, also_freed = (chunk_on(host, 2, value, value) for value in range(3))
+    host.free(freed)
+    host.free(also_freed)
     chunk_on(host, 4)
-    assert host.moved == {stays}
-    assert gone.host is None and gone_too.host is None
+    assert host.moved == {remaining}
+    assert freed.host is None and also_freed.host is None
 
 
-def test_what_is_no_chunk_changes_places_too_and_is_found_by_its_place():
+def test_compaction_moves_blocks_that_are_no_chunks():
     host = tier(6 * ALIGN_BYTES)
-    chunk, place = chunk_on(host, 2), host.allocate_block(256)
-    host.view(place, torch.uint8).fill_(42)
+    chunk, block = chunk_on(host, 2), host.allocate_block(256)
+    host.view(block, torch.uint8).fill_(42)
     last = chunk_on(host, 1)
     host.free(chunk)
     host.free(last)
     borrowed = host.allocate_block(512)
-    assert (place.start, borrowed.start) == (0, 256)
-    assert set(host.view(place, torch.uint8).tolist()) == {42}
+    assert (block.start, borrowed.start) == (0, 256)
+    assert set(host.view(block, torch.uint8).tolist()) == {42}
     assert host.moved == set()
 
 
-def test_a_tier_that_is_full_in_bytes_gives_nothing_and_stays_whole():
+def test_full_tier_raises_and_keeps_its_content():
     host = tier(4 * ALIGN_BYTES)
     first, second = chunk_on(host, 2, 1.0), chunk_on(host, 1, 2.0)
     host.free(first)
-    with pytest.raises(BudgetError, match="has no 512 in a row"):
+    with pytest.raises(BudgetError, match="has no contiguous block of 512 bytes"):
         chunk_on(host, 4)
     assert values(second) == {2.0}
     assert second.host.data_ptr() == host.arenas[0].memory.data_ptr() + second.host_block.start
@@ -241,25 +241,25 @@ def test_a_tier_that_is_full_in_bytes_gives_nothing_and_stays_whole():
 
 
 @pytest.mark.parametrize("kind", ["fetch_transfer", "eviction_transfer", "h2d_transfer"])
-def test_copies_on_their_way_are_waited_for_before_places_change(kind):
+def test_transfers_in_flight_are_waited_for_before_blocks_move(kind):
     host = tier(8 * ALIGN_BYTES)
     first, second, third, _ = (chunk_on(host, 2, value, value) for value in range(4))
-    copy = Ended()
+    copy = CountedTransfer()
     setattr(second, kind, copy)
     host.free(first)
     host.free(third)
-    place = host.allocate_block(256)
-    assert copy.waits == 0, "there was a place, and none has changed"
-    host.release_block(place)
+    block = host.allocate_block(256)
+    assert copy.waits == 0, "there was a gap, so no block moved"
+    host.release_block(block)
     chunk_on(host, 4)
     assert copy.waits == 1 and second.host_block.start == 0
     setattr(second, kind, copy)
     host.free(second)
-    assert copy.waits == 2, "nor may its place become another's"
+    assert copy.waits == 2, "nor may its block be reused"
 
 
 class Operations(RuleBasedStateMachine):
-    """Whoever the budget has room for finds a place; each chunk is filled with a number of its own."""
+    """Allocations within the budget succeed; each chunk and block is filled with its own number."""
 
     UNITS = 24
 
@@ -267,22 +267,22 @@ class Operations(RuleBasedStateMachine):
         super().__init__()
         self.host = tier(self.UNITS * ALIGN_BYTES)
         self.chunks: dict[Chunk, float] = {}
-        self.locations: dict[ArenaBlock, int] = {}
+        self.blocks: dict[ArenaBlock, int] = {}
         self.addresses: dict[Chunk, int] = {}
-        self.turns = 0
+        self.writes = 0
 
     @rule(units=st.integers(0, 8))
-    def take(self, units: int) -> None:
+    def allocate_chunk(self, units: int) -> None:
         if self.host.free_bytes < units * ALIGN_BYTES:
             return
-        self.turns += 1
-        chunk = chunk_on(self.host, units, float(self.turns), self.turns)
-        self.chunks[chunk] = float(self.turns)
+        self.writes += 1
+        chunk = chunk_on(self.host, units, float(self.writes), self.writes)
+        self.chunks[chunk] = float(self.writes)
         self.addresses[chunk] = chunk.host.data_ptr()
 
     @precondition(lambda self: self.chunks)
     @rule(data=st.data())
-    def give(self, data) -> None:
+    def free_chunk(self, data) -> None:
         chunk = data.draw(st.sampled_from(list(self.chunks)))
         del self.chunks[chunk], self.addresses[chunk]
         self.host.free(chunk)
@@ -291,31 +291,31 @@ class Operations(RuleBasedStateMachine):
     def allocate_block(self, units: int) -> None:
         if self.host.free_bytes < units * ALIGN_BYTES:
             return
-        self.turns += 1
-        place = self.host.allocate_block(units * ALIGN_BYTES)
-        self.locations[place] = self.turns % 251
-        self.host.view(place, torch.uint8).fill_(self.locations[place])
+        self.writes += 1
+        block = self.host.allocate_block(units * ALIGN_BYTES)
+        self.blocks[block] = self.writes % 251
+        self.host.view(block, torch.uint8).fill_(self.blocks[block])
 
-    @precondition(lambda self: self.locations)
+    @precondition(lambda self: self.blocks)
     @rule(data=st.data())
     def release_block(self, data) -> None:
-        place = data.draw(st.sampled_from(list(self.locations)))
-        del self.locations[place]
-        self.host.release_block(place)
+        block = data.draw(st.sampled_from(list(self.blocks)))
+        del self.blocks[block]
+        self.host.release_block(block)
 
     @invariant()
-    def all_have_their_bytes_and_who_moved_is_known(self) -> None:
+    def content_is_kept_and_moved_chunks_are_reported(self) -> None:
         host = self.host
         assert host.used == sum(chunk.nbytes for chunk in self.chunks) <= host.peak
-        assert host.other_bytes == sum(place.nbytes for place in self.locations) <= host.other_peak
+        assert host.other_bytes == sum(block.nbytes for block in self.blocks) <= host.other_peak
         assert host.free_bytes == host.budget_bytes - host.used - host.other_bytes >= 0
         for chunk, value in self.chunks.items():
             assert values(chunk) <= {value}
             moved = chunk.host.data_ptr() != self.addresses[chunk]
             assert not moved or chunk in host.moved
             self.addresses[chunk] = chunk.host.data_ptr()
-        for place, number in self.locations.items():
-            assert (host.view(place, torch.uint8) == number).all()
+        for block, number in self.blocks.items():
+            assert (host.view(block, torch.uint8) == number).all()
         host.moved = set()
 
 

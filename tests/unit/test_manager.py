@@ -1,4 +1,4 @@
-"""The chunk manager under random sequences of operations, against a model that knows what every chunk holds."""
+"""Chunk manager: random sequences of operations against a model of every chunk's content."""
 
 import re
 from collections.abc import Callable
@@ -31,15 +31,15 @@ CPU = torch.device("cpu")
 DTYPES = {PARAM16: "bfloat16", PARAM32: "float32"}
 KINDS = list(DTYPES)
 UNIT = 2 * ALIGN_NUMEL
-"""Bytes of the smallest chunk in 16 bits."""
+"""Bytes of the smallest 16-bit chunk."""
 tiers = st.sampled_from([Tier.DEVICE, Tier.HOST])
 
 
-class Watched(Chunk):
-    """A chunk that holds its manager to the device budget at every allocation, and notes that it left."""
+class CheckedChunk(Chunk):
+    """Chunk that checks the device budget at every allocation and records when it is freed."""
 
     manager: ClassVar[ChunkManager]
-    departed: ClassVar[list["Watched"]] = []  # who left the device, in order
+    evicted: ClassVar[list["CheckedChunk"]] = []  # chunks freed on the device, in order
     dropped = False
 
     def allocate_device(self) -> None:
@@ -48,26 +48,26 @@ class Watched(Chunk):
 
     def free_device(self, poison: bool) -> None:
         super().free_device(poison)
-        self.departed.append(self)
+        self.evicted.append(self)
 
 
-class WatchedHost(HostTier):
-    """A host tier that holds itself to its budget at every place it gives out, and notes who lost one."""
+class CheckedHostTier(HostTier):
+    """Host tier that checks its budget at every allocation and records the freed chunks."""
 
     manager: ClassVar[ChunkManager]
 
-    def allocate(self, chunk: Watched) -> torch.Tensor:
+    def allocate(self, chunk: CheckedChunk) -> torch.Tensor:
         host = super().allocate(chunk)
         assert real_bytes(self.manager, chunk)[1] + self.other_bytes <= self.budget_bytes
         return host
 
-    def free(self, chunk: Watched, *, for_good: bool = False) -> None:
+    def free(self, chunk: CheckedChunk, *, for_good: bool = False) -> None:
         super().free(chunk, for_good=for_good)
         chunk.dropped = True
 
 
 def real_bytes(manager: ChunkManager, *more: Chunk) -> tuple[int, int]:
-    """Bytes of memory that chunks hold: of the device less what whole pages round up, and in the host's slab."""
+    """Return the bytes allocated to chunks on the device (without page rounding) and in the host arena."""
     chunks = {*manager.chunks.values(), *more}
     device = sum(chunk.nbytes for chunk in chunks if chunk.device_resident)
     if manager.device_tier.page_pool is None:
@@ -75,56 +75,59 @@ def real_bytes(manager: ChunkManager, *more: Chunk) -> tuple[int, int]:
     else:
         pages = sum(round_up(chunk.nbytes) for chunk in chunks if chunk.device_resident)
         assert manager.device_tier.page_pool.mapped_bytes - manager.device_tier.page_pool.parked_bytes == pages
-    (slab,) = manager.host_tier.arenas
-    base = slab.memory.data_ptr()
+    (arena,) = manager.host_tier.arenas
+    base = arena.memory.data_ptr()
     hosts = sorted((chunk.host.data_ptr() - base, chunk.host.nbytes) for chunk in chunks if chunk.host is not None)
-    assert all(end <= start for (_, end), (start, _) in pairwise((at, at + nbytes) for at, nbytes in hosts))
-    assert all(at >= 0 and at + nbytes <= slab.nbytes for at, nbytes in hosts)
+    assert all(end <= start for (_, end), (start, _) in pairwise((start, start + nbytes) for start, nbytes in hosts))
+    assert all(start >= 0 and start + nbytes <= arena.nbytes for start, nbytes in hosts)
     return device, sum(nbytes for _, nbytes in hosts)
 
 
 def named_figure(error: BudgetError, tier: str) -> int:
-    found = re.search(rf"[Rr]aise (?:host_memory or )?{tier}_memory by at least (\d+) bytes", str(error))
-    assert found, error
-    assert int(found[1]) == error.short_bytes
-    return int(found[1])
+    match = re.search(rf"[Rr]aise (?:host_memory or )?{tier}_memory by at least (\d+) bytes", str(error))
+    assert match, error
+    assert int(match[1]) == error.short_bytes
+    return int(match[1])
 
 
 class Operations(RuleBasedStateMachine):
-    """Each chunk is filled with a number of its own, another one after every write."""
+    """Each chunk is filled with its own number, a new one after every write."""
 
     @initialize(data=st.data(), device=st.integers(2, 24), host=st.integers(0, 48))
     def begin(self, data, device: int, host: int) -> None:
-        self.manager = Watched.manager = WatchedHost.manager = ChunkManager(
+        self.manager = CheckedChunk.manager = CheckedHostTier.manager = ChunkManager(
             CPU, device * UNIT, host * UNIT, poison=True
         )
-        self.manager.host_tier = self.manager.transfers.host_tier = WatchedHost(
+        self.manager.host_tier = self.manager.transfers.host_tier = CheckedHostTier(
             host * UNIT, host * UNIT, Hardware(CPU).host_arena, poison=True
         )
-        self.locations: list[ArenaBlock] = []
-        self.value: dict[Watched, int] = {}
+        self.blocks: list[ArenaBlock] = []
+        self.value: dict[CheckedChunk, int] = {}
         self.writes = 0
         names = st.tuples(st.sampled_from(KINDS), st.integers(0, 3))
         for kind, index in data.draw(st.lists(names, min_size=4, unique=True)):
             self.create(kind, index, size=data.draw(st.integers(1, 5)), tier=data.draw(tiers))
 
-    def pick(self, data, *, pinned: bool | None = None) -> Watched:
+    def draw_chunk(self, data, *, pinned: bool | None = None) -> CheckedChunk:
         return data.draw(st.sampled_from([c for c in self.value if pinned is None or bool(c.pins) is pinned]))
 
-    def some(self, data) -> list[Watched]:
+    def draw_chunks(self, data) -> list[CheckedChunk]:
         return data.draw(st.lists(st.sampled_from(list(self.value)), unique=True, max_size=3)) if self.value else []
 
-    def fill(self, chunk: Watched, on_device: bool) -> None:
+    def fill(self, chunk: CheckedChunk, on_device: bool) -> None:
         self.writes += 1
         identity = chunk.index + 4 * (chunk.kind == PARAM32)
         self.value[chunk] = identity * 30 + self.writes % 30 + 1  # at most 241: exact in bfloat16
         (chunk.on_device if on_device else chunk.on_host)(chunk.whole).fill_(self.value[chunk])
         self.manager.mark_written(chunk, on_device)
 
-    def operate(self, call: Callable[[], None], protect: list[Watched], nbytes: int | None) -> bool:
-        """Run an operation; check who left and what was written back. False if it was refused.
+    def operate(self, call: Callable[[], None], protect: list[CheckedChunk], nbytes: int | None) -> bool:
+        """Run an operation; check the evictions and write backs. Return False if it raised BudgetError.
 
-        nbytes: what it needs on the device beside what lies there; None if it needs nothing there.
+        Args:
+            call: the operation.
+            protect: chunks that must stay on the device.
+            nbytes: additional device bytes that it needs; None if it needs none.
         """
         manager = self.manager
         counters, manager.io_dispatch.counters = manager.counters, TransferCounters()
@@ -133,40 +136,40 @@ class Operations(RuleBasedStateMachine):
             chunk.dropped = False
         addresses = {c: c.host.data_ptr() for c in self.value if c.host is not None}
         manager.drain_moved()
-        Watched.departed.clear()
+        CheckedChunk.evicted.clear()
         error = None
         try:
             call()
         except BudgetError as caught:
             error = caught
-        left = [*Watched.departed]
+        left = [*CheckedChunk.evicted]
         assert set(left) == {c for c in self.value if before[c][0] and not c.device_valid}
-        gradient_ready = [c for c in self.value if not before[c][0] and c.device_valid]
+        fetched = [c for c in self.value if not before[c][0] and c.device_valid]
         for chunk, (_, host_valid, moved) in before.items():
             written_back = chunk in left and (not host_valid or chunk.dropped)
-            assert chunk.transferred_bytes - moved == chunk.nbytes * ((chunk in gradient_ready) + written_back)
+            assert chunk.transferred_bytes - moved == chunk.nbytes * ((chunk in fetched) + written_back)
         assert not any(c.pins for c in left)
         drained = manager.drain_moved()
-        assert {*gradient_ready, *left} <= drained
+        assert {*fetched, *left} <= drained
         for chunk in self.value:
             if chunk in addresses and chunk.host is not None and not chunk.dropped:
-                assert chunk in drained or chunk.host.data_ptr() == addresses[chunk], "it moved and nobody was told"
-        assert all(c.host is not None or c.dropped for c in drained - {*gradient_ready, *left}), (
-            "nothing happened to it"
+                assert chunk in drained or chunk.host.data_ptr() == addresses[chunk], "a move was not reported"
+        assert all(c.host is not None or c.dropped for c in drained - {*fetched, *left}), (
+            "a chunk was reported without a change"
         )
-        assert manager.counters.h2d_bytes == sum(c.nbytes for c in gradient_ready)
+        assert manager.counters.h2d_bytes == sum(c.nbytes for c in fetched)
         moved = sum(c.transferred_bytes - before[c][2] for c in self.value)
         assert manager.counters.d2h_bytes == moved - manager.counters.h2d_bytes
         if nbytes is not None:
             assert manager.counters.evictions == len(left)
-            wanted = manager.device_tier.used + nbytes - sum(c.nbytes for c in gradient_ready)
+            wanted = manager.device_tier.used + nbytes - sum(c.nbytes for c in fetched)
             others = [c for c in self.value if c not in protect]
             if error is None:
                 assert wanted <= manager.device_tier.chunkable_bytes
                 self.check_each_was_needed(left, others, wanted)
             else:
                 assert named_figure(error, "device") == wanted - manager.device_tier.chunkable_bytes > 0
-                assert not any(self.could_leave(c) for c in others), "refused without need"
+                assert not any(self.is_evictable(c) for c in others), "raised although a chunk could be evicted"
                 if "the host is full" in str(error):
                     assert any(c.device_bytes and not c.pins for c in others)
         elif error is not None:
@@ -174,25 +177,27 @@ class Operations(RuleBasedStateMachine):
         manager.io_dispatch.counters = counters
         return error is None
 
-    def check_each_was_needed(self, left: list[Watched], others: list[Watched], wanted: int) -> None:
-        """`param16` leaves down to the comfort limit, others only where the budget itself asks for it."""
+    def check_each_was_needed(self, left: list[CheckedChunk], others: list[CheckedChunk], wanted: int) -> None:
+        """`param16` is evicted down to the soft limit, other chunks only if the budget requires it."""
         manager = self.manager
         compute = manager.device_tier
-        comfort = 0 if manager.evict_everything else compute.soft_limit_bytes - compute.non_model_bytes
-        limits = {PARAM16: min(comfort, compute.chunkable_bytes), PARAM32: compute.chunkable_bytes}
+        soft_limit = 0 if manager.evict_everything else compute.soft_limit_bytes - compute.non_model_bytes
+        limits = {PARAM16: min(soft_limit, compute.chunkable_bytes), PARAM32: compute.chunkable_bytes}
         if wanted > limits[PARAM16]:
-            assert not any(self.could_leave(c) for c in others if c.kind == PARAM16), "a chunk was kept in comfort"
+            assert not any(self.is_evictable(c) for c in others if c.kind == PARAM16), (
+                "a chunk was kept above the soft limit"
+            )
         for chunk in reversed(left):
             wanted += chunk.nbytes
             assert wanted > limits[chunk.kind]
 
     def host_room(self) -> int:
-        """Bytes that the host has for more, once it has dropped copies of what the device has too."""
+        """Return the free host bytes, with all duplicate copies freed."""
         needed = sum(c.host_bytes for c in self.value if not c.device_valid)
         return self.manager.host_tier.budget_bytes - self.manager.host_tier.other_bytes - needed
 
-    def could_leave(self, chunk: Watched) -> bool:
-        """Whether nothing keeps a chunk on the device."""
+    def is_evictable(self, chunk: CheckedChunk) -> bool:
+        """Return True if a chunk can be evicted from the device."""
         return bool(chunk.device_bytes) and not chunk.pins and (chunk.host_bytes or self.host_room()) >= chunk.nbytes
 
     @rule(kind=st.sampled_from(KINDS), index=st.integers(0, 3), size=st.integers(1, 5), tier=tiers)
@@ -201,7 +206,7 @@ class Operations(RuleBasedStateMachine):
             return
         on_device = tier is Tier.DEVICE
         try:
-            with patch("patrickstar._memory.device_tier.Chunk", Watched):
+            with patch("patrickstar._memory.device_tier.Chunk", CheckedChunk):
                 chunk = self.manager.new_chunk(kind, index, ALIGN_NUMEL * size, DTYPES[kind], tier)
             assert self.manager[kind, index] is chunk
         except BudgetError as error:
@@ -216,29 +221,29 @@ class Operations(RuleBasedStateMachine):
     @precondition(lambda self: any(not c.pins for c in self.value))
     @rule(data=st.data())
     def remove(self, data) -> None:
-        chunk = self.pick(data, pinned=False)
+        chunk = self.draw_chunk(data, pinned=False)
         del self.value[chunk]
         self.manager.remove(chunk)
         assert chunk.device_bytes == chunk.host_bytes == 0
 
     @rule(data=st.data())
-    def bring(self, data) -> None:
-        chunks = self.some(data)
-        gradient_ready = [c for c in chunks if not c.device_valid]
-        if self.operate(lambda: self.manager.fetch(chunks), chunks, sum(c.nbytes for c in gradient_ready)):
+    def fetch(self, data) -> None:
+        chunks = self.draw_chunks(data)
+        fetched = [c for c in chunks if not c.device_valid]
+        if self.operate(lambda: self.manager.fetch(chunks), chunks, sum(c.nbytes for c in fetched)):
             assert all(c.device_valid for c in chunks)
-            assert all(c.host_valid is (c.host is not None) for c in gradient_ready)
-            assert self.manager.transfers.keep_duplicates or not any(c.host_valid for c in gradient_ready)
+            assert all(c.host_valid is (c.host is not None) for c in fetched)
+            assert self.manager.transfers.keep_duplicates or not any(c.host_valid for c in fetched)
 
     @rule(data=st.data(), nbytes=st.integers(0, 4000) | st.integers(0, 15).map(lambda n: UNIT * n))
     def make_room(self, data, nbytes: int) -> None:
-        protect = self.some(data)
+        protect = self.draw_chunks(data)
         self.operate(lambda: self.manager.make_room(nbytes, protect), protect, nbytes)
 
     @precondition(lambda self: any(not c.pins for c in self.value))
     @rule(data=st.data(), tier=tiers)
-    def settle(self, data, tier: Tier) -> None:
-        chunk, on_device = self.pick(data, pinned=False), tier is Tier.DEVICE
+    def move_to_tier(self, data, tier: Tier) -> None:
+        chunk, on_device = self.draw_chunk(data, pinned=False), tier is Tier.DEVICE
         needs = chunk.nbytes if on_device and not chunk.device_valid else None
         if self.operate(lambda: self.manager.move_to_tier(chunk, tier), [chunk], needs):
             assert (chunk.device_valid, chunk.host_valid) == (on_device, not on_device)
@@ -247,7 +252,7 @@ class Operations(RuleBasedStateMachine):
     @precondition(lambda self: self.value)
     @rule(data=st.data(), on_device=st.booleans())
     def write(self, data, on_device: bool) -> None:
-        chunk = self.pick(data)
+        chunk = self.draw_chunk(data)
         if chunk.device_valid if on_device else chunk.host_valid and not chunk.pins:
             self.fill(chunk, on_device)
 
@@ -260,33 +265,33 @@ class Operations(RuleBasedStateMachine):
     def reserve(self, nbytes: int) -> None:
         room = self.host_room()
         try:
-            place = self.manager.host_tier.allocate_block(nbytes)
+            block = self.manager.host_tier.allocate_block(nbytes)
         except BudgetError as error:
             assert 0 <= named_figure(error, "host") - (nbytes - room) < ALIGN_BYTES
             return
-        self.locations.append(place)
-        view = self.manager.host_tier.view(place, torch.uint8)
+        self.blocks.append(block)
+        view = self.manager.host_tier.view(block, torch.uint8)
         assert view.numel() >= nbytes
-        view.fill_(len(self.locations))
+        view.fill_(len(self.blocks))
 
-    @precondition(lambda self: self.locations)
+    @precondition(lambda self: self.blocks)
     @rule(data=st.data())
     def release_block(self, data) -> None:
-        place = self.locations.pop(data.draw(st.integers(0, len(self.locations) - 1)))
-        self.manager.host_tier.view(place, torch.uint8).fill_(255)
+        block = self.blocks.pop(data.draw(st.integers(0, len(self.blocks) - 1)))
+        self.manager.host_tier.view(block, torch.uint8).fill_(255)
         before = self.manager.host_tier.other_bytes
-        self.manager.host_tier.release_block(place)
-        assert self.manager.host_tier.other_bytes == before - place.nbytes
+        self.manager.host_tier.release_block(block)
+        assert self.manager.host_tier.other_bytes == before - block.nbytes
 
-    @rule(non_model=st.integers(0, 5), comfort=st.integers(0, 120), everything=st.booleans(), keep=st.booleans())
-    def conditions(self, non_model: int, comfort: int, everything: bool, keep: bool) -> None:
+    @rule(non_model=st.integers(0, 5), soft_limit=st.integers(0, 120), everything=st.booleans(), keep=st.booleans())
+    def conditions(self, non_model: int, soft_limit: int, everything: bool, keep: bool) -> None:
         self.manager.device_tier.non_model_bytes = min(UNIT * non_model, self.manager.device_tier.budget_bytes)
-        self.manager.device_tier.soft_limit_bytes = self.manager.device_tier.budget_bytes * comfort // 100
+        self.manager.device_tier.soft_limit_bytes = self.manager.device_tier.budget_bytes * soft_limit // 100
         self.manager.evict_everything = everything
         self.manager.transfers.keep_duplicates = keep
 
     @invariant()
-    def nothing_is_lost_or_mixed_up_and_accounts_are_the_real_bytes(self) -> None:
+    def content_is_kept_and_accounting_matches_real_bytes(self) -> None:
         manager = self.manager
         assert set(manager.chunks.values()) == set(self.value)
         for chunk, value in self.value.items():
@@ -296,7 +301,7 @@ class Operations(RuleBasedStateMachine):
             assert not chunk.host_valid or (chunk.on_host(chunk.whole) == value).all()
         host = manager.host_tier
         assert (manager.device_tier.used, host.used) == real_bytes(manager)
-        assert host.other_bytes == sum(place.nbytes for place in self.locations)
+        assert host.other_bytes == sum(block.nbytes for block in self.blocks)
         assert manager.device_tier.used <= manager.device_tier.peak <= manager.device_tier.budget_bytes
         assert host.used <= host.peak and host.other_bytes <= host.other_peak
         assert host.used + host.other_bytes <= host.budget_bytes
@@ -309,47 +314,47 @@ TestOperations.settings = settings(derandomize=True, deadline=None, max_examples
 
 
 def manager_of(count: int, device_bytes: int, host_bytes: int, tier: Tier) -> tuple[ChunkManager, list[Chunk]]:
-    """A manager with `param16` chunks of UNIT bytes each."""
+    """Create a manager with `param16` chunks of UNIT bytes each."""
     manager = ChunkManager(CPU, device_bytes, host_bytes, poison=True)
     return manager, [manager.new_chunk(PARAM16, i, ALIGN_NUMEL, "bfloat16", tier) for i in range(count)]
 
 
 @pytest.mark.parametrize("more_bytes", [0, -1])
-@pytest.mark.parametrize("what", ["device", "host", "activations"])
-def test_what_a_refusal_asks_for_is_enough_and_one_byte_less_is_not(what, more_bytes):
-    tier = "device" if what == "device" else "host"
-    manager, chunks = manager_of(4, 4000, 4000, Tier.HOST if what == "device" else Tier.DEVICE)
-    owner = manager.device_tier if what == "device" else manager.host_tier
+@pytest.mark.parametrize("label", ["device", "host", "activations"])
+def test_bytes_named_by_a_budget_error_are_sufficient_and_minimal(label, more_bytes):
+    tier = "device" if label == "device" else "host"
+    manager, chunks = manager_of(4, 4000, 4000, Tier.HOST if label == "device" else Tier.DEVICE)
+    owner = manager.device_tier if label == "device" else manager.host_tier
     manager.device_tier.non_model_bytes = 160
     manager.host_tier.allocate_block(384)
     owner.budget_bytes = 600
-    refused = {
+    operation = {
         "device": lambda: manager.fetch(chunks[:3]),
         "host": lambda: manager.move_to_tier(chunks[0], Tier.HOST),
         "activations": lambda: manager.host_tier.allocate_block(256),
-    }[what]
+    }[label]
     with pytest.raises(BudgetError) as caught:
-        refused()
+        operation()
     named = named_figure(caught.value, tier)
     owner.budget_bytes = 600 + named + more_bytes
     with pytest.raises(BudgetError) if more_bytes else nullcontext():
-        refused()
+        operation()
 
 
-def test_host_memory_that_is_not_whole_units_is_refused_in_time():
-    """Places begin at multiples of ALIGN_BYTES: what they take of the budget must not be less than of the slab."""
+def test_unaligned_host_blocks_respect_the_budget():
+    """Blocks are aligned to ALIGN_BYTES: they must count at least as much in the budget as in the arena."""
     manager = ChunkManager(CPU, 1000, 10 * ALIGN_BYTES, poison=True)
-    locations = []
+    blocks = []
     with pytest.raises(BudgetError):
         while True:
-            locations.append(manager.host_tier.allocate_block(ALIGN_BYTES + 1))
-    assert len(locations) >= 5
-    for place in locations:
-        manager.host_tier.release_block(place)
+            blocks.append(manager.host_tier.allocate_block(ALIGN_BYTES + 1))
+    assert len(blocks) >= 5
+    for block in blocks:
+        manager.host_tier.release_block(block)
     assert manager.host_tier.other_bytes == 0
 
 
-def test_the_policy_is_asked_at_the_moment_that_is_now():
+def test_the_policy_is_given_the_current_moment():
     manager, chunks = manager_of(4, 3 * UNIT, 10 * UNIT, Tier.HOST)
     manager.policy = NextUse(Trace([Moment((index,)) for index in (0, 1, 2, 1, 3, 0, 2, 1)]))
     manager.fetch(chunks[:3])
@@ -358,7 +363,7 @@ def test_the_policy_is_asked_at_the_moment_that_is_now():
     assert [chunk.device_valid for chunk in chunks] == [True, False, True, True]
 
 
-def test_a_chunk_that_was_not_written_is_not_written_back():
+def test_unchanged_chunk_is_not_written_back():
     manager, (first, second) = manager_of(2, UNIT, 3 * UNIT, Tier.HOST)
     for chunk in (first, second, first):
         manager.fetch([chunk])

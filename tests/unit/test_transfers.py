@@ -1,4 +1,4 @@
-"""Every kind of transfer has all that a caller may ask of one, whatever moves its bytes."""
+"""Every kind of transfer implements the whole `Transfer` interface."""
 
 import pytest
 import torch
@@ -6,13 +6,13 @@ import torch
 from patrickstar._distributed.chunk_comm import NOTHING, PendingReduction
 from patrickstar._distributed.collectives import CollectiveTransfer
 from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedClock
-from patrickstar._memory import copy_streams as copies
+from patrickstar._memory import copy_streams
 from patrickstar._memory.copy_streams import StreamTransfer
 from patrickstar._memory.worker_pool import Transfer, WorkerPool
 
 
 class Event:
-    """An event of a stream that has ended as soon as somebody waits for it."""
+    """Fake CUDA event that completes when it is waited for."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -25,22 +25,22 @@ class Event:
 
 
 class ChunkComm:
-    """Other processes that come as soon as they are asked to."""
+    """Fake communication whose other processes answer at once."""
 
     def __init__(self, reduction_of: list[PendingReduction]) -> None:
         self.reduction_of = reduction_of
-        self.taken_back: list[int] = []
+        self.cancelled: list[int] = []
 
     def negotiate(self, want: object) -> None:
         self.reduction_of[0].begun = NOTHING
 
     def cancel_reduction(self, index: int) -> None:
-        self.taken_back.append(index)
+        self.cancelled.append(index)
         self.reduction_of[0].begun = NOTHING
 
 
 class Chunk:
-    """What a reduction knows of a chunk."""
+    """Fake chunk with the attributes that a reduction reads."""
 
     index = 7
 
@@ -53,13 +53,13 @@ def on_a_stream() -> Transfer:
 
 
 def on_a_thread() -> Transfer:
-    movers = WorkerPool(1, "test", 4096)
-    transfer = movers.submit([lambda stage: None], "param16[7]")
-    transfer.movers = movers  # they live as long
+    pool = WorkerPool(1, "test", 4096)
+    transfer = pool.submit([lambda staging: None], "param16[7]")
+    transfer.pool = pool  # keeps the pool alive
     return transfer
 
 
-def on_a_lane() -> Transfer:
+def on_a_simulated_channel() -> Transfer:
     return SimulatedChannel("host to device", 1e9, SimulatedClock()).begin(1000, "param16[7]")
 
 
@@ -68,20 +68,20 @@ def of_a_collective() -> Transfer:
 
 
 def of_gradients() -> Transfer:
-    made: list[PendingReduction] = []
-    made.append(PendingReduction(ChunkComm(made), Chunk()))
-    return made[0]
+    reductions: list[PendingReduction] = []
+    reductions.append(PendingReduction(ChunkComm(reductions), Chunk()))
+    return reductions[0]
 
 
-KINDS = [on_a_stream, on_a_thread, on_a_lane, of_a_collective, of_gradients]
+KINDS = [on_a_stream, on_a_thread, on_a_simulated_channel, of_a_collective, of_gradients]
 
 
 @pytest.mark.parametrize("make", KINDS)
-@pytest.mark.parametrize("end", ["wait", "cancel", "hasten and wait"])
-def test_every_transfer_can_be_named_hastened_cancelled_and_waited_for(make, end):
+@pytest.mark.parametrize("end", ["wait", "cancel", "prioritize and wait"])
+def test_every_transfer_has_a_name_and_can_be_prioritized_cancelled_and_waited_for(make, end):
     transfer = make()
     assert "param16[7]" in repr(transfer) and "param16[7]" in transfer.what
-    if end.startswith("hasten"):
+    if end.startswith("prioritize"):
         transfer.prioritize()
     if end == "cancel":
         transfer.cancel()
@@ -91,27 +91,27 @@ def test_every_transfer_can_be_named_hastened_cancelled_and_waited_for(make, end
     assert "param16[7]" in repr(transfer)
 
 
-def test_a_transfer_of_nothing_has_ended():
+def test_empty_transfer_is_done():
     assert NOTHING.done and "nothing" in repr(NOTHING)
     for call in (NOTHING.prioritize, NOTHING.cancel, NOTHING.wait):
         call()
     assert NOTHING.done
 
 
-def test_a_copy_on_a_stream_says_whether_it_is_under_way():
+def test_repr_of_a_stream_transfer_shows_its_state():
     transfer = on_a_stream()
     assert repr(transfer) == "Transfer('param16[7]', in flight)"
     transfer.wait()
     assert repr(transfer) == "Transfer('param16[7]', done)"
 
 
-def test_a_copy_on_a_stream_is_waited_for_by_the_stream_that_computes(monkeypatch):
+def test_order_makes_the_compute_stream_wait(monkeypatch):
     transfer, waited = on_a_stream(), []
 
     class Stream:
         def wait_event(self, event: Event) -> None:
             waited.append(event)
 
-    monkeypatch.setattr(copies.torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(copy_streams.torch.cuda, "current_stream", lambda device: Stream())
     transfer.order()
     assert waited == [transfer.event] and not transfer.done

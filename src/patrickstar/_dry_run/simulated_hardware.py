@@ -168,7 +168,7 @@ class SimulatedHardware(Hardware):
     def copies(self) -> CopyStreams:
         return SimulatedCopyStreams(self.up, self.down)
 
-    def crossed(self, nbytes: int, *, to_device: bool) -> None:
+    def on_partial_copy(self, nbytes: int, *, to_device: bool) -> None:
         if self.has_gpu:
             (self.up if to_device else self.down).run(nbytes, "part of a chunk")
 

@@ -95,14 +95,14 @@ class EngineCore:
             self.layout = agreed_layout(world, self.module, params, config, for_chunks)
         together = used_together(self.module)
         tiers = plan_tiers(config, self.layout, together, memory, hardware, page_bytes, sharing, library_bytes)
-        # A GPU's host slab is locked as a whole, so it begins no larger than what is sure to be in it.
+        # A GPU's host arena is page-locked as a whole, so it is no larger at first than the data known to be in it.
         needed = self.layout.model_data_bytes + tiers.staging_bytes
         self.manager = ChunkManager(
             self.device,
             *memory,
             poison,
             disk=tiers.disk,
-            slab_bytes=needed if hardware.has_gpu else None,
+            arena_bytes=needed if hardware.has_gpu else None,
             hardware=hardware,
         )
         self.manager.evict_everything = evict_everything

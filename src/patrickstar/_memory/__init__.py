@@ -1,1 +1,1 @@
-"""Where bytes lie and who moves them: chunks, tiers, budgets, meters. Knows no module and no autograd."""
+"""Chunk memory: tiers, budgets, transfers and meters. Independent of modules and autograd."""

@@ -1,4 +1,4 @@
-"""A chunk: a contiguous buffer that lies on the device, on the host or on disk, duplicates possible."""
+"""Chunk: a contiguous buffer with a copy on the device, on the host or on disk, or on several of them."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from patrickstar._schedule.placement import Tier
 
 @dataclass(frozen=True)
 class Region:
-    """Elements of a chunk seen as a tensor: first element, shape and strides, in elements."""
+    """Strided view into a chunk; offset and strides in elements."""
 
     offset: int
     shape: tuple[int, ...]
@@ -24,18 +24,18 @@ class Region:
 
 
 class MemoryReader(Protocol):
-    """Writes a checkpoint."""
+    """Checkpoint writer that may still read a chunk's memory."""
 
     def release(self, owner: Hashable) -> None:
-        """Read nothing more of a chunk's memory when this returns."""
+        """Wait until this reader no longer reads the chunk's memory."""
         ...
 
 
 class Chunk:
-    """One chunk of one list. `device_valid`, `host_valid` and `disk_valid` say which copies hold the current bytes."""
+    """One chunk of one chunk list. `device_valid`, `host_valid` and `disk_valid` mark the up to date copies."""
 
     def __init__(
-        self, kind: str, index: int, numel: int, dtype: str, device: torch.device, bank: PagePool | None = None
+        self, kind: str, index: int, numel: int, dtype: str, device: torch.device, page_pool: PagePool | None = None
     ) -> None:
         self.kind = kind
         self.index = index
@@ -43,36 +43,36 @@ class Chunk:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = device
         self.nbytes = numel * ITEMSIZE[dtype]
-        self.memory = device_memory(self.nbytes, device, bank)
+        self.memory = device_memory(self.nbytes, device, page_pool)
         self.storage = self.memory.storage
         self.device_resident = False
         self.host: torch.Tensor | None = None
         self.host_block: ArenaBlock | None = None
-        """Where its host memory lies in the slab."""
+        """Block of the host arena that holds the host copy."""
         self.disk_offset: int | None = None
-        """Where its place in the scratch file begins, once it has one."""
+        """Byte offset of its block in the swap file, once allocated."""
         self.device_valid = False
         self.host_valid = False
         self.disk_valid = False
         self.sharded = False
-        """Whether its bytes lie in parts with several processes, and here on the device only while they are needed."""
+        """True if each rank keeps a shard; the device then holds the gathered chunk only while it is needed."""
         self.shards_valid = False
-        """Whether these have the current bytes. If not, gradients lie over the parameters here."""
+        """True if the shards are up to date. If not, the device memory holds gradients in place of parameters."""
         self.fetch_transfer: Transfer | None = None
-        """Its bytes are on their way to device memory that it has already taken."""
+        """Transfer in flight to its device memory, which is already allocated."""
         self.eviction_transfer: Transfer | None = None
-        """Its bytes are being written to a tier below, after which it leaves the device."""
+        """Transfer in flight to a tier below; its device memory is freed when that is complete."""
         self.eviction_tier = Tier.HOST
         self.h2d_transfer: Transfer | None = None
-        """A copy from its host memory that those who compute on a GPU wait for, and nobody else has yet."""
+        """H2D copy ordered on the compute stream, not yet synchronized with the host."""
         self.save_reader: MemoryReader | None = None
-        """Who reads its memory for a checkpoint, and has to be done with that before it changes or goes."""
+        """Checkpoint writer that must finish before the chunk's memory is written or freed."""
         self.page_reads: list[Transfer] = []
-        """Pages on their way from its place on disk to an update's, past which nothing may write them."""
+        """Reads of its disk pages by the optimizer step, in flight; writes of these pages must wait for them."""
         self.page_writes: list[Transfer] = []
-        """Pages on their way to its place on disk, past which nothing may read them."""
+        """Writes of its disk pages, in flight; reads of these pages must wait for them."""
         self.disk_version = 0
-        """Counts changes of what lies on disk, but for those that an update makes page by page."""
+        """Counts changes of the disk copy, except page-by-page writes of the optimizer step."""
         self.pins = 0
         self.transferred_bytes = 0
 
@@ -81,76 +81,75 @@ class Chunk:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory this chunk takes, whether they hold its current content or not."""
+        """Bytes of host memory allocated to this chunk, whether its host copy is valid or not."""
         return 0 if self.host is None else self.nbytes
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory this chunk takes."""
+        """Bytes of device memory allocated to this chunk."""
         return self.nbytes if self.device_resident else 0
 
     @property
     def has_gradients(self) -> bool:
-        """Whether it holds gradients that have to be added to those of other processes."""
+        """True if its device memory holds gradients that are not reduced yet."""
         return self.sharded and not self.shards_valid
 
     @property
     def has_page_writes(self) -> bool:
-        """Whether pages are on their way to its place on disk."""
+        """True if writes of its disk pages are in flight."""
         return any(not transfer.done for transfer in self.page_writes)
 
     @property
     def in_memory(self) -> bool:
-        """Whether its current bytes can be read without waiting, and stay. See [Note: what is on its way]."""
+        """True if an up to date copy in memory can be read without waiting. See [Note: transfers in flight]."""
         return (self.device_valid and self.eviction_transfer is None) or self.host_valid
 
     def on_device(self, region: Region) -> torch.Tensor:
         """Return a view of the device copy with its own version counter. See [Note: one storage for life]."""
-        # On a GPU `set_` resizes a storage that is too small: it would take memory that no budget knows of.
-        assert self.device_resident, f"{self} has no memory on the device"
+        # On a GPU `set_` resizes a storage that is too small: it would allocate memory outside of the budget.
+        assert self.device_resident, f"{self} has no device memory"
         alias = torch.empty(0, dtype=self.dtype, device=self.device)
         return alias.set_(self.storage, region.offset, region.shape, region.strides)
 
     def device_bytes_view(self) -> torch.Tensor:
-        """Return the device's memory of this chunk as flat bytes."""
-        assert self.device_resident, f"{self} has no memory on the device"
+        """Return this chunk's device memory as flat bytes."""
+        assert self.device_resident, f"{self} has no device memory"
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)[: self.nbytes]
 
     def on_host(self, region: Region) -> torch.Tensor:
-        """A view of the host copy."""
         assert self.host is not None, f"{self} has no host copy"
         return self.host.as_strided(region.shape, region.strides, self.host.storage_offset() + region.offset)
 
     def current(self, region: Region) -> torch.Tensor:
-        """A view of a copy in memory that holds the current bytes, the device's if there are two."""
+        """Return a view of a valid copy in memory, by preference the device copy."""
         assert self.in_memory, f"{self} is not in memory"
         return self.on_device(region) if self.device_valid else self.on_host(region)
 
     @property
     def read_storage(self) -> torch.UntypedStorage:
-        """The storage that readers find: the device's, unless only the host has the bytes."""
+        """Storage to read from: the device's, unless only the host copy is valid."""
         if self.host is not None and not self.device_valid:
             return self.host.untyped_storage()
         return self.storage
 
     def wait_for_save(self) -> None:
-        """No checkpoint reads its memory when this returns."""
+        """Wait until no checkpoint writer reads this chunk's memory."""
         if self.save_reader is not None:
             self.save_reader.release(self)
             self.save_reader = None
 
     @property
     def whole(self) -> Region:
-        """All elements, in a row."""
+        """Region of all elements, as a flat tensor."""
         return Region(0, (self.numel,), (1,))
 
     def allocate_device(self) -> None:
-        """Take device memory; its content is undefined."""
+        """Allocate device memory; its content is undefined."""
         self.memory.allocate()
         self.device_resident = True
 
     def free_device(self, poison: bool) -> None:
-        """Give the device memory back, filled with NaN first where a test asks for it."""
+        """Free the device memory. `poison` fills it with NaN first, for tests."""
         if poison:
             fill_poison(self.on_device(self.whole))
         self.memory.free()
@@ -158,7 +157,7 @@ class Chunk:
 
 
 def fill_poison(buffer: torch.Tensor) -> None:
-    """Fill with what no computation survives unnoticed: NaN, or the largest integer."""
+    """Fill with values that expose any later read: NaN, or the largest integer."""
     if buffer.dtype.is_floating_point:
         buffer.fill_(float("nan"))
     elif buffer.dtype != torch.bool:

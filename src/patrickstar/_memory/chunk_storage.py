@@ -1,4 +1,4 @@
-"""The device's memory of one chunk: one storage for life, whose bytes come and go."""
+"""Device memory of one chunk: a permanent storage object whose bytes are allocated and freed."""
 
 from typing import Protocol
 
@@ -7,29 +7,29 @@ import torch
 from patrickstar._memory.vm_pool import PagePool, VMRange
 
 # [Note: one storage for life]
-# Autograd saves views of weights (`weight.t()`), not Parameters, so a chunk's device memory must come back where they
-# look for it. Each chunk owns one storage object for as long as it lives: its memory leaves it and comes back,
-# and every view that was ever taken sees the new bytes. Writing goes through a fresh alias (`empty(0).set_(storage)`),
-# which has its own version counter: moving bytes is not a modification that autograd has to know of.
+# Autograd saves views of weights (`weight.t()`), not Parameters, so a chunk must be fetched back into the storage that
+# these views use. Each chunk owns one storage object for its lifetime: its memory is freed and allocated again, and
+# every existing view sees the new bytes. Copies write through a fresh alias (`empty(0).set_(storage)`), which has its
+# own version counter, so autograd does not treat a transfer as an in-place modification.
 
 
 class ChunkStorage(Protocol):
-    """A storage whose memory can be taken and given back."""
+    """Storage whose memory can be allocated and freed."""
 
     storage: torch.UntypedStorage
 
     def allocate(self) -> None:
-        """Have memory behind the storage; its content is undefined."""
+        """Allocate the memory of the storage; its content is undefined."""
 
     def free(self) -> None:
-        """Give the memory back; the storage must not be read until it is taken again."""
+        """Free the memory; the storage must not be read until it is allocated again."""
 
     def close(self) -> None:
-        """Nobody will take it again."""
+        """Free the memory for good."""
 
 
 class ResizableStorage:
-    """What PyTorch's allocator gives: the storage is resized to its bytes, and to zero. On a GPU that costs nothing."""
+    """Memory of PyTorch's allocator: the storage is resized to its bytes or to zero, which is cheap on a GPU."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
@@ -46,10 +46,10 @@ class ResizableStorage:
 
 
 class RemappedStorage:
-    """A range of addresses that pages move to and from. See [Note: pages that move]."""
+    """Address range that pages are remapped to and from. See [Note: pages that move]."""
 
-    def __init__(self, nbytes: int, bank: PagePool) -> None:
-        self.page_pool = bank
+    def __init__(self, nbytes: int, page_pool: PagePool) -> None:
+        self.page_pool = page_pool
         self.range = VMRange(nbytes)
         self.storage = self.range.storage()
 
@@ -63,8 +63,8 @@ class RemappedStorage:
         self.page_pool.forget(self.range)
 
 
-def device_memory(nbytes: int, device: torch.device, bank: PagePool | None) -> ChunkStorage:
-    """Memory for a chunk of this size; none of it is taken yet."""
-    if bank is None or nbytes == 0:
+def device_memory(nbytes: int, device: torch.device, page_pool: PagePool | None) -> ChunkStorage:
+    """Return a storage for a chunk of this size, with no memory allocated yet."""
+    if page_pool is None or nbytes == 0:
         return ResizableStorage(nbytes, device)
-    return RemappedStorage(nbytes, bank)
+    return RemappedStorage(nbytes, page_pool)

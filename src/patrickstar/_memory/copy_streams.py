@@ -1,4 +1,4 @@
-"""Copies between host and device that run beside what computes."""
+"""Copies between host and device that overlap with compute."""
 
 import ctypes
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from patrickstar._memory.worker_pool import Transfer, WorkerPool
 
 
 class StreamTransfer(Transfer):
-    """A copy on a stream of the GPU. Who computes waits for it on the GPU, by `order`; `wait` has the caller wait."""
+    """Copy on a GPU stream. `order` makes the current stream wait for it; `wait` blocks the calling thread."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device, what: str) -> None:
         self.what = what
@@ -26,19 +26,19 @@ class StreamTransfer(Transfer):
         self.event.synchronize()
 
     def prioritize(self) -> None:
-        """A stream keeps its order."""
+        """Do nothing: a stream runs in order."""
 
     def cancel(self) -> None:
-        """What a stream has begun it ends."""
+        """Wait for the copy: a stream cannot cancel it."""
         self.event.synchronize()
 
     def order(self) -> None:
-        """What is launched on the current stream from now on comes after the copy."""
+        """Order later kernels of the current stream after the copy."""
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class CopyStreams:
-    """Two streams beside a GPU's own, one each way; on a CPU a thread."""
+    """One copy stream for each direction on a GPU; one worker thread on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -48,21 +48,21 @@ class CopyStreams:
         self.thread = WorkerPool(1, "copy")
 
     def up(self, chunk: Chunk) -> Transfer:
-        """Begin to copy a chunk to device memory that it has taken."""
+        """Start to copy a chunk from the host to its device memory."""
         assert chunk.host is not None
         return self._start(chunk.on_device(chunk.whole), chunk.host, self.up_stream, repr(chunk))
 
     def down(self, chunk: Chunk) -> Transfer:
-        """Begin to copy a chunk to its place on the host."""
+        """Start to copy a chunk from the device to its host block."""
         assert chunk.host is not None
         return self._start(chunk.host, chunk.on_device(chunk.whole), self.down_stream, repr(chunk))
 
     def up_now(self, chunk: Chunk) -> None:
-        """Copy a chunk to device memory that it has taken, by whoever calls."""
+        """Copy a chunk from the host to its device memory, in the calling thread."""
         chunk.on_device(chunk.whole).copy_(chunk.on_host(chunk.whole))
 
     def down_now(self, chunk: Chunk) -> None:
-        """The same to its place on the host."""
+        """Copy a chunk from the device to its host block, in the calling thread."""
         chunk.on_host(chunk.whole).copy_(chunk.on_device(chunk.whole))
 
     def _start(
@@ -73,16 +73,15 @@ class CopyStreams:
             with torch.cuda.stream(stream):
                 target.copy_(source, non_blocking=True)
                 return StreamTransfer(stream.record_event(), self.device, what)
-        to, come = target.data_ptr(), source.data_ptr()
+        target_address, source_address = target.data_ptr(), source.data_ptr()
 
         def job(start: int, nbytes: int) -> Callable[[torch.Tensor], None]:
-            def run(stage: torch.Tensor) -> None:
-                ctypes.memmove(to + start, come + start, nbytes)
+            def run(staging: torch.Tensor) -> None:
+                ctypes.memmove(target_address + start, source_address + start, nbytes)
 
             return run
 
         return self.thread.submit([job(*page) for page in pages(source.nbytes)], what)
 
     def close(self) -> None:
-        """Stop the thread."""
         self.thread.close()

@@ -1,65 +1,63 @@
-"""The compute tier: its budget, and which chunks have memory on the device."""
+"""Device tier: device memory of chunks, and its budget."""
 
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.hardware import Hardware
 
 
 class DeviceTier:
-    """Device memory of chunks, under a budget that they share with non-model data."""
+    """Device memory of chunks, under a budget shared with non-model data."""
 
     def __init__(self, hardware: Hardware, budget_bytes: int, poison: bool) -> None:
         self.device = hardware.device
         self.budget_bytes = budget_bytes
         self.poison = poison
         self.page_pool = hardware.page_pool()
-        """Where pages wait that no chunk has at the moment, for the next that takes some."""
+        """Holds the freed pages of chunks for the next allocation."""
         self.non_model_bytes = 0
-        """What the budget has to hold beside chunks, as far as is known at this moment."""
+        """Bytes of non-model data at the current moment, as far as known."""
         self.soft_limit_bytes = budget_bytes
-        """What of the budget may be filled while more of non-model data may come."""
+        """Part of the budget to fill while non-model data may still grow."""
         self.used = 0
         self.peak = 0
         self.moved: set[Chunk] = set()
-        """Chunks whose memory came or went since somebody last looked."""
+        """Chunks whose memory was allocated or freed since `ChunkManager.drain_moved`."""
 
     @property
     def chunkable_bytes(self) -> int:
-        """What the budget leaves for chunks at this moment."""
+        """Part of the budget left for chunks at the current moment."""
         return self.budget_bytes - self.non_model_bytes
 
     @property
-    def within_soft_limit_bytes(self) -> int:
-        """What chunks may fill without hardship."""
+    def soft_chunkable_bytes(self) -> int:
+        """Part of the soft limit left for chunks at the current moment."""
         return min(self.soft_limit_bytes, self.budget_bytes) - self.non_model_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """Memory of this machine, or of the GPU, that the tier takes."""
+        """Bytes of machine or GPU memory that the tier uses, with unused pages of the pool."""
         return self.used if self.page_pool is None else self.page_pool.mapped_bytes
 
     def new(self, kind: str, index: int, numel: int, dtype: str) -> Chunk:
-        """Make a chunk that can have its memory here. It has none yet, on no tier."""
+        """Create a chunk for this device, with no memory on any tier yet."""
         return Chunk(kind, index, numel, dtype, self.device, self.page_pool)
 
     def allocate(self, chunk: Chunk) -> None:
-        """Have memory for a chunk, for which there is room; its content is undefined."""
+        """Allocate memory for a chunk; the caller has made room. Its content is undefined."""
         chunk.allocate_device()
         self.moved.add(chunk)
         self.used += chunk.nbytes
         self.peak = max(self.peak, self.used)
 
     def free(self, chunk: Chunk) -> None:
-        """Take a chunk's memory back."""
         chunk.wait_for_save()
         chunk.free_device(self.poison)
         self.moved.add(chunk)
         self.used -= chunk.nbytes
 
     def trim(self, limit_bytes: int) -> None:
-        """Give pages that wait for the next chunk back to the machine, but for so many bytes."""
+        """Return unused pages to the system, down to `limit_bytes` for chunks and unused pages together."""
         if self.page_pool is not None:
             self.page_pool.trim(limit_bytes - self.used)
 
     def reset_peak(self) -> None:
-        """Begin to look for the most that is used."""
         self.peak = self.used

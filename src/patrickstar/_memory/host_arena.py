@@ -1,4 +1,4 @@
-"""The host tier: one slab of memory, cut into places."""
+"""Host arena: preallocated host memory, divided into blocks."""
 
 import ctypes
 import mmap
@@ -16,27 +16,27 @@ from patrickstar._memory.vm_pool import advise_huge, discard, private_memory, ro
 from patrickstar.errors import BudgetError
 
 ALIGN_BYTES = ALIGN_NUMEL
-"""Places begin at multiples of this. It is the alignment in one-byte elements, which every chunk's size is a multiple
-of, so a place takes no more of the slab than of the budget. Chunks of 16 bits and more have twice this alignment, and
-among themselves begin at multiples of 256 bytes. See [Note: alignment]."""
+"""Alignment of arena blocks. Every chunk's size is a multiple of ALIGN_NUMEL elements of at least one byte, so a block
+uses no more of the arena than of the budget. Blocks of 16-bit and wider chunks alone begin at multiples of 256 bytes.
+See [Note: alignment]."""
 
 
 @dataclass(eq=False)
 class ArenaBlock:
-    """Bytes of the slab: where they begin, how many."""
+    """Allocated byte range of an arena."""
 
     start: int
     nbytes: int
-    slab: "HostArena"
+    arena: "HostArena"
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """Offset of the first aligned byte after the block."""
         return self.start + round_up(self.nbytes, ALIGN_BYTES)
 
 
-def _start(place: ArenaBlock) -> int:
-    return place.start
+def _block_start(block: ArenaBlock) -> int:
+    return block.start
 
 
 def _unlock(process: int, cuda: CudaDevice, locked: list[int], memory: torch.Tensor) -> None:
@@ -45,32 +45,31 @@ def _unlock(process: int, cuda: CudaDevice, locked: list[int], memory: torch.Ten
 
 
 class HostArena:
-    """Memory of a fixed size, which places are taken from and given back to without asking the system.
+    """Fixed-size memory from which blocks are allocated, first fit, without system calls.
 
-    Pages are taken from the system when they are first written, and stay until they are given back for good. Where the
-    device is a GPU the slab is page-locked as a whole: PyTorch's own pinned allocator would round requests up to powers
-    of two.
-    Places that can move close gaps when there is room enough, but not in a row (`compact`).
+    A page becomes resident when it is first written and stays so until it is freed for good. For a GPU the arena is
+    page-locked as a whole, because PyTorch's pinned allocator would round requests up to powers of two. `compact`
+    moves blocks to close gaps.
     """
 
     def __init__(self, nbytes: int, cuda: CudaDevice | None = None) -> None:
         self.nbytes = nbytes
-        self._resident = np.zeros(-(-nbytes // mmap.PAGESIZE), dtype=bool)  # which of its pages the system has given
+        self._resident = np.zeros(-(-nbytes // mmap.PAGESIZE), dtype=bool)  # per page
         self.touched_bytes = 0
-        """What the slab takes of the machine's memory: pages that were in a place, and were not given back since."""
+        """Bytes of machine memory in use: pages that were part of a block and were not freed for good since."""
         self._blocks: list[ArenaBlock] = []
         self.memory = self._reserve(nbytes)
         self._unlock: weakref.finalize[[int, CudaDevice, list[int], torch.Tensor], HostArena] | None = None
         if cuda is not None and nbytes:
             locked = cuda.lock(self.memory.data_ptr(), nbytes)
-            # A slab that nobody closes is unlocked before its memory is unmapped: the finalizer holds the memory. When
-            # the process ends, the driver unlocks it.
+            # An arena that is never closed is unlocked before its memory is unmapped: the finalizer holds the memory.
+            # At process exit the driver unlocks it.
             self._unlock = weakref.finalize(self, _unlock, os.getpid(), cuda, locked, self.memory)
             self._unlock.atexit = False
 
     @property
     def pinned(self) -> bool:
-        """Return whether the memory is page-locked."""
+        """True if the memory is page-locked."""
         return self._unlock is not None and self._unlock.alive
 
     def _reserve(self, nbytes: int) -> torch.Tensor:
@@ -78,75 +77,74 @@ class HostArena:
             memory = torch.frombuffer(private_memory(max(nbytes, 1)), dtype=torch.uint8)
         except OSError as error:
             raise BudgetError(
-                f"the system reserves no {nbytes} bytes of addresses for host_memory ({error.strerror}): give a "
-                f"smaller one, or raise its limit (ulimit -v, vm.overcommit_memory)"
+                f"the system cannot reserve {nbytes} bytes of addresses for host_memory ({error.strerror}); lower "
+                f"host_memory, or raise the system's limit (ulimit -v, vm.overcommit_memory)"
             ) from error
         advise_huge(memory.data_ptr(), nbytes)
         return memory
 
     def allocate(self, nbytes: int) -> ArenaBlock | None:
-        """The first place of that size; None if there is none in a row."""
+        """Allocate the first gap that is large enough; return None if there is no such gap."""
         start = 0
-        for place in self._full():
-            if place.start - self._within(start, nbytes) >= nbytes:
+        for block in self._nonempty_blocks():
+            if block.start - self._fit_start(start, nbytes) >= nbytes:
                 break
-            start = place.end
-        start = self._within(start, nbytes)
+            start = block.end
+        start = self._fit_start(start, nbytes)
         if start + nbytes > self.nbytes:
             return None
-        taken = ArenaBlock(start, nbytes, self)
-        insort(self._blocks, taken, key=_start)
+        new_block = ArenaBlock(start, nbytes, self)
+        insort(self._blocks, new_block, key=_block_start)
         if nbytes:
-            self._touch(taken)
-        return taken
+            self._touch(new_block)
+        return new_block
 
-    def _within(self, start: int, nbytes: int) -> int:
-        """Return where so many bytes fit from `start` on without crossing from one registration into the next."""
+    def _fit_start(self, start: int, nbytes: int) -> int:
+        """Return the first offset from `start` at which a block does not cross a page-lock registration boundary."""
         end = round_up(start + 1, LOCK_BYTES)
         return end if self.pinned and start + nbytes > end and nbytes <= LOCK_BYTES else start
 
-    def _full(self) -> list[ArenaBlock]:
-        """Places in their order; those of no bytes lie anywhere, and in nobody's way."""
-        return [place for place in self._blocks if place.nbytes]
+    def _nonempty_blocks(self) -> list[ArenaBlock]:
+        """Return the blocks by offset, without empty ones, which occupy no memory."""
+        return [block for block in self._blocks if block.nbytes]
 
-    def free(self, place: ArenaBlock, *, for_good: bool = False) -> None:
-        """Give a place back; `for_good` its memory too, since nobody will want so much again soon."""
-        self._blocks.remove(place)
-        begin, end = -(-place.start // mmap.PAGESIZE), (place.start + place.nbytes) // mmap.PAGESIZE
+    def free(self, block: ArenaBlock, *, for_good: bool = False) -> None:
+        """Free a block; `for_good` also returns its whole pages to the system, unless the arena is pinned."""
+        self._blocks.remove(block)
+        begin, end = -(-block.start // mmap.PAGESIZE), (block.start + block.nbytes) // mmap.PAGESIZE
         if for_good and begin < end and not self.pinned:
             self._discard(begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE)
             self.touched_bytes -= int(np.count_nonzero(self._resident[begin:end])) * mmap.PAGESIZE
             self._resident[begin:end] = False
 
-    def _touch(self, place: ArenaBlock) -> None:
-        pages = self._resident[place.start // mmap.PAGESIZE : -(-(place.start + place.nbytes) // mmap.PAGESIZE)]
+    def _touch(self, block: ArenaBlock) -> None:
+        pages = self._resident[block.start // mmap.PAGESIZE : -(-(block.start + block.nbytes) // mmap.PAGESIZE)]
         self.touched_bytes += int(np.count_nonzero(~pages)) * mmap.PAGESIZE
         pages[:] = True
 
     def _discard(self, start: int, nbytes: int) -> None:
         discard(self.memory.data_ptr() + start, nbytes)
 
-    def view(self, place: ArenaBlock, dtype: torch.dtype) -> torch.Tensor:
-        """The bytes of a place as a flat tensor."""
-        return self.memory[place.start : place.start + place.nbytes].view(dtype)
+    def view(self, block: ArenaBlock, dtype: torch.dtype) -> torch.Tensor:
+        return self.memory[block.start : block.start + block.nbytes].view(dtype)
 
     def compact(self) -> None:
-        """Close all gaps: places move towards the start, their bytes with them. Views of them must be taken anew."""
+        """Move blocks towards the start to close all gaps. Existing views of moved blocks become invalid."""
         start = 0
-        for place in self._full():
-            start = self._within(start, place.nbytes)
-            if place.start != start:
-                self._move(place, start)
-                place.start = start
-                self._touch(place)
-            start = place.end
-        self._blocks.sort(key=_start)
+        for block in self._nonempty_blocks():
+            start = self._fit_start(start, block.nbytes)
+            if block.start != start:
+                self._move(block, start)
+                block.start = start
+                self._touch(block)
+            start = block.end
+        self._blocks.sort(key=_block_start)
 
-    def _move(self, place: ArenaBlock, start: int) -> None:
+    def _move(self, block: ArenaBlock, start: int) -> None:
         base = self.memory.data_ptr()
-        ctypes.memmove(base + start, base + place.start, place.nbytes)
+        ctypes.memmove(base + start, base + block.start, block.nbytes)
 
     def close(self) -> None:
-        """Unlock the memory; it goes with the last tensor over it."""
+        """Unlock the memory; it is unmapped with the last tensor that views it."""
         if self._unlock is not None:
             self._unlock()

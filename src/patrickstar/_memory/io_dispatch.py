@@ -1,4 +1,4 @@
-"""What runs beside the training thread: copies and pages on their way, the time lost waiting for them, their errors."""
+"""Dispatch of copies and page I/O that run beside the training thread; their stall time and errors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,24 +15,24 @@ from patrickstar.errors import DiskError, MoveError, TrainingError
 
 
 class ChunkComm(Protocol):
-    """Other processes that have parts of chunks."""
+    """Communication with the process group that shares chunks."""
 
     @property
     def serving(self) -> bool:
-        """Whether something is being done for them, which can't wait for them."""
+        """True while this process serves requests of other ranks, and so must not wait for them."""
         ...
 
     def gather(self, chunk: Chunk) -> Transfer:
-        """Begin to have all of a chunk in device memory that it has taken."""
+        """Start to all-gather a chunk into its device memory."""
         ...
 
     def reduce(self, chunk: Chunk) -> Transfer:
-        """Begin to add up the gradients over a chunk, each part at its owner's."""
+        """Start to reduce-scatter the gradients in a chunk."""
         ...
 
 
 class IODispatch:
-    """Begins transfers and waits for them. After an error of the disk, or of a thread, nothing moves any more."""
+    """Starts transfers and waits for them. After an error of a disk or worker thread it starts no more."""
 
     def __init__(self, hardware: Hardware, disk: DiskTier | None, page: torch.Tensor) -> None:
         self.hardware = hardware
@@ -40,65 +40,65 @@ class IODispatch:
         self.copies = hardware.copies()
         self.counters = TransferCounters()
         self.failed: BaseException | None = None
-        """The error after which nothing is known to be whole."""
+        """First disk or worker error: chunk contents are unreliable from then on."""
         self.comm: ChunkComm | None = None
-        """Other processes that have parts of chunks."""
+        """Set if several processes share chunks."""
         self.salvaging = False
-        """Whether the engine is being closed, and reads what can still be read."""
+        """True while the engine closes and reads the data that is still readable."""
         self._page = page
 
-    def up(self, chunk: Chunk, urgent: bool) -> Transfer:
-        """Begin to move a chunk to device memory that it has taken, from the host, from disk, or from its owners."""
+    def start_fetch(self, chunk: Chunk, urgent: bool) -> Transfer:
+        """Start to fill a chunk's device memory from the host, the disk or the shards."""
         if chunk.sharded:
-            assert self.comm is not None and chunk.shards_valid, f"{chunk} is nowhere"
+            assert self.comm is not None and chunk.shards_valid, f"{chunk} has no valid copy"
             self.check()
             with self.stalled():
                 return self.comm.gather(chunk)
         if chunk.host_valid:
             return self.copies.up(chunk)
-        assert chunk.disk_valid, f"{chunk} is nowhere"
+        assert chunk.disk_valid, f"{chunk} has no valid copy"
         return self.read(chunk, 0, chunk.device_bytes_view(), urgent)
 
-    def to_owners(self, chunk: Chunk) -> Transfer:
-        """Begin to add up the gradients over a shared chunk, with those of the other processes."""
-        assert self.comm is not None, f"{chunk} has no owners"
+    def start_reduction(self, chunk: Chunk) -> Transfer:
+        """Start to reduce the gradients in a sharded chunk over the process group."""
+        assert self.comm is not None, f"{chunk} is not shared with other processes"
         self.check()
         with self.stalled():
             return self.comm.reduce(chunk)
 
     def read(self, chunk: Chunk, start: int, target: torch.Tensor, urgent: bool = False) -> Transfer:
-        """Begin to read whole pages of a chunk, from byte `start` on, into a flat tensor of bytes."""
-        assert self.disk is not None, f"{chunk} has no disk to come from"
+        """Start to read whole pages of a chunk, from byte offset `start`, into a flat tensor of bytes."""
+        assert self.disk is not None, f"cannot read {chunk} from disk: there is no disk tier"
         self.check()
         self.counters.disk_read_bytes += self.disk.written_bytes(chunk, start, target.numel())
         return self.disk.read(chunk, start, target, urgent)
 
     def write(self, chunk: Chunk, start: int, source: torch.Tensor) -> Transfer:
-        """Begin to write them."""
-        assert self.disk is not None, f"{chunk} has no disk to go to"
+        """Start to write a flat tensor of bytes over whole pages of a chunk, from byte offset `start`."""
+        assert self.disk is not None, f"cannot write {chunk} to disk: there is no disk tier"
         self.check()
         self.disk.place(chunk)
         self.counters.disk_write_bytes += source.numel()
         return self.disk.write(chunk, start, source)
 
     def pages_of(self, chunk: Chunk, first: int, numel: int, write: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        """The pages of a chunk on disk that hold these elements, one after the other, written back if asked for.
+        """Iterate over the disk pages of a chunk that hold these elements; `write`: write each back afterwards.
 
-        Each comes with the number of its first element, in memory that the next one takes over.
+        Yields the index of the page's first element, and the page in memory that the next page reuses.
         """
-        assert self.disk is not None and chunk.disk_valid, f"{chunk} is nowhere"
+        assert self.disk is not None and chunk.disk_valid, f"{chunk} has no valid copy on disk"
         itemsize = chunk.dtype.itemsize
-        length = self.disk.page_bytes // itemsize
-        for begin in range(first // length * length, first + numel, length):
-            page = self._page[: min(length, chunk.numel - begin) * itemsize]
-            self.wait(self.read(chunk, begin * itemsize, page, urgent=True))
-            yield begin, page.view(chunk.dtype)
+        page_numel = self.disk.page_bytes // itemsize
+        for offset in range(first // page_numel * page_numel, first + numel, page_numel):
+            page = self._page[: min(page_numel, chunk.numel - offset) * itemsize]
+            self.wait(self.read(chunk, offset * itemsize, page, urgent=True))
+            yield offset, page.view(chunk.dtype)
             if write:
                 chunk.disk_version += 1
-                self.wait(self.write(chunk, begin * itemsize, page))
+                self.wait(self.write(chunk, offset * itemsize, page))
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait for a transfer. Raises what went wrong with it, after which nothing moves any more."""
+        """Wait for a transfer and raise its error; after a disk or worker error no transfer can start."""
         try:
             if transfer.done:
                 transfer.wait()
@@ -112,21 +112,21 @@ class IODispatch:
 
     @contextmanager
     def stalled(self) -> Iterator[None]:
-        """What happens inside is time lost to movement."""
+        """Count the time spent in this context as stall time."""
         start = self.hardware.seconds()
         yield
         self.counters.stall_s += self.hardware.seconds() - start
 
     def check(self) -> None:
-        """Raise TrainingError if bytes were lost before."""
+        """Raise TrainingError if chunk data was lost earlier."""
         if self.failed is not None and not self.salvaging:
             raise TrainingError(
-                f"this engine has stopped, since bytes of its chunks were lost ({self.failed}); close it, and go on "
-                f"from a saved state with a new one"
+                f"this engine has stopped because chunk data was lost ({self.failed}). Close it, and resume from a "
+                f"checkpoint with a new engine"
             ) from self.failed
 
     def close(self) -> None:
-        """Stop all threads, and give the disk's room back; transfers under way end or are dropped."""
+        """Stop all worker threads and free the swap file; transfers in flight complete or are cancelled."""
         self.copies.close()
         if self.disk is not None:
             self.disk.close()

@@ -1,33 +1,32 @@
-"""What moved, and what waiting for it took."""
+"""Counters of transfers and of the time spent waiting for them."""
 
 from dataclasses import dataclass, fields, replace
 
 
 @dataclass
 class TransferCounters:
-    """What moved. Bytes are of chunks and of offloaded activations alike."""
+    """Counters of one engine. Bytes include chunks and offloaded activations."""
 
     h2d_bytes: int = 0
-    """Bytes that came to the device, from the host or from disk."""
+    """Bytes copied to the device, from host or disk."""
     d2h_bytes: int = 0
-    """Bytes that left the device, to the host or to disk."""
+    """Bytes copied from the device, to host or disk."""
     disk_read_bytes: int = 0
     disk_write_bytes: int = 0
     gathered_bytes: int = 0
-    """Bytes of parameters sent to other processes."""
+    """Bytes of parameters sent to other ranks."""
     reduced_bytes: int = 0
-    """Bytes of gradients sent to other processes."""
+    """Bytes of gradients sent to other ranks."""
     rounds: int = 0
-    """How often processes have agreed on what to communicate."""
+    """Number of coordination steps."""
     evictions: int = 0
     memory_retries: int = 0
-    """How often memory was freed for a second try, since the device's allocator had none within the budget."""
+    """Number of retries after an out-of-memory error of the device allocator within the budget."""
     stall_s: float = 0.0
 
     def since(self, earlier: "TransferCounters") -> "TransferCounters":
-        """The difference to an earlier reading."""
+        """Return the difference to an earlier snapshot."""
         return TransferCounters(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
 
     def copy(self) -> "TransferCounters":
-        """A reading that will not change."""
         return replace(self)

@@ -1,4 +1,4 @@
-"""Moves of whole chunks between tiers: at once, or beside what computes, and then owned until they end."""
+"""Transfers of whole chunks between tiers: synchronous, or asynchronous and tracked until complete."""
 
 import torch
 
@@ -10,40 +10,39 @@ from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.io_dispatch import IODispatch
 from patrickstar._schedule.placement import Tier
 
-# [Note: what is on its way]
-# The training thread alone decides what moves, and all that is known of chunks changes there; other threads and streams
-# only move bytes. A chunk that is coming has taken its device memory, and is valid once the training thread has seen
-# that its transfer ended (`land`). A chunk that is leaving keeps its memory until then, and counts. So nothing computes
-# on bytes that have not arrived, and no memory is used twice.
+# [Note: transfers in flight]
+# Only the training thread decides which chunks move and changes their state; other threads and streams only copy bytes.
+# A chunk that is being fetched owns its device memory, but is valid only after the training thread has completed the
+# transfer (`ChunkTransfers.complete`). A chunk that is being evicted keeps its memory until then, and counts against
+# the budget. So no operator reads bytes that have not arrived, and no memory is used twice.
 #
-# Decisions must not depend on how fast a disk is, or no plan could say what moves. So they take a move for done when it
-# begins: who comes is there, and may be sent away again; who leaves is gone, and whoever needs it has it fetched, even
-# where its bytes have not left yet.
+# Decisions must not depend on the speed of a disk, else no plan could predict them. So planning treats a transfer as
+# complete once it is issued: a chunk that is being fetched counts as present and may be evicted; a chunk that is being
+# evicted counts as absent and is fetched again on access, even if its bytes are still on the device.
 
 
 class ChunkTransfers:
-    """Brings chunks to the device and takes them away. What has to make room is decided elsewhere."""
+    """Fetches and evicts chunks. Callers make room first."""
 
-    def __init__(self, compute: DeviceTier, host: HostTier, io_dispatch: IODispatch) -> None:
-        self.device_tier = compute
-        self.host_tier = host
+    def __init__(self, device_tier: DeviceTier, host_tier: HostTier, io_dispatch: IODispatch) -> None:
+        self.device_tier = device_tier
+        self.host_tier = host_tier
         self.io_dispatch = io_dispatch
         self.keep_duplicates = True
-        """Whether a chunk's host copy outlives its fetch, so that it can be dropped from the device without a write."""
+        """True to keep the host copy after a fetch, so that an eviction needs no write."""
         self.in_flight: dict[Chunk, None] = {}
 
     @property
     def evicting_bytes(self) -> int:
-        """Bytes of chunks that leave the device as soon as they are written."""
+        """Device bytes of chunks whose eviction is in flight."""
         return sum(chunk.nbytes for chunk in self.in_flight if chunk.eviction_transfer is not None)
 
-    # Up
+    # Fetch
 
     def fetch(self, chunk: Chunk) -> None:
-        """Copy a chunk to the device, or start to read it from disk or to gather it.
+        """Copy a chunk from the host to the device, or start to read it from disk or to gather it.
 
-        Beside an accelerator the copy runs on its own stream: what is computed from now on is ordered after it, and
-        the host does not wait.
+        On a GPU the copy runs on its own stream: later kernels are ordered after it, and the host does not wait.
         """
         if not chunk.host_valid:
             self.start_fetch(chunk, urgent=True)
@@ -61,11 +60,11 @@ class ChunkTransfers:
             self.host_tier.free(chunk, for_good=True)
 
     def start_fetch(self, chunk: Chunk, urgent: bool) -> None:
-        """Start a chunk's transfer to the device. Raises OutOfMemoryError, with nothing changed, if that is full."""
-        self.in_flight[chunk] = None  # first: Ctrl-C may strike between any two lines
+        """Start a chunk's transfer to the device. Raises OutOfMemoryError without any change."""
+        self.in_flight[chunk] = None  # first: Ctrl-C may interrupt between any two lines
         try:
             self.device_tier.allocate(chunk)
-            chunk.fetch_transfer = self.io_dispatch.up(chunk, urgent)
+            chunk.fetch_transfer = self.io_dispatch.start_fetch(chunk, urgent)
         except torch.OutOfMemoryError:
             del self.in_flight[chunk]
             if chunk.device_bytes:
@@ -75,23 +74,23 @@ class ChunkTransfers:
 
     def _count_h2d(self, chunk: Chunk) -> None:
         if chunk.sharded:
-            return  # of which its own part came from the host, and was counted
+            return  # its local shard was counted when it was copied from the host
         self.io_dispatch.counters.h2d_bytes += chunk.nbytes
         chunk.transferred_bytes += chunk.nbytes
 
     def wait_fetch(self, chunk: Chunk) -> None:
-        """Wait for a chunk that is coming; on a GPU those who compute wait, and not the training thread."""
+        """Wait for a fetch; on a GPU the compute stream waits, not the training thread."""
         if isinstance(chunk.fetch_transfer, StreamTransfer) and (self.keep_duplicates or chunk.sharded):
             chunk.fetch_transfer.order()
             chunk.h2d_transfer, chunk.fetch_transfer = chunk.fetch_transfer, None
-            self._complete_one(chunk)
+            self._finish_fetch(chunk)
         else:
             self.complete(chunk)
 
-    # Down
+    # Evict
 
     def evict_now(self, chunk: Chunk) -> None:
-        """Write a chunk to its place on the host, now, and let it leave the device."""
+        """Copy a chunk to its host block synchronously and free its device memory."""
         if not chunk.host_valid:
             with self.io_dispatch.stalled():
                 self.io_dispatch.copies.down_now(chunk)
@@ -100,7 +99,7 @@ class ChunkTransfers:
         self.device_tier.free(chunk)
 
     def start_eviction(self, chunk: Chunk, tier: Tier) -> None:
-        """Begin to write a chunk to a tier below; it leaves the device when that has ended."""
+        """Start to write a chunk to a tier below; its device memory is freed when that is complete."""
         self.in_flight[chunk] = None
         chunk.eviction_tier = tier
         if tier is Tier.HOST:
@@ -110,26 +109,26 @@ class ChunkTransfers:
         self._count_d2h(chunk)
 
     def start_regather(self, chunk: Chunk) -> None:
-        """Have a shared chunk's bytes again where others lie over them."""
+        """Gather a sharded chunk into device memory that now holds other bytes (gradients, or stale parameters)."""
         self.in_flight[chunk] = None
-        chunk.fetch_transfer = self.io_dispatch.up(chunk, urgent=True)
+        chunk.fetch_transfer = self.io_dispatch.start_fetch(chunk, urgent=True)
         self.complete(chunk)
 
     def start_reduction(self, chunk: Chunk) -> None:
-        """Begin to average the gradients over a shared chunk; it leaves the device when they are with its owners."""
+        """Start to reduce the gradients in a sharded chunk; its device memory is freed when that is complete."""
         self.in_flight[chunk] = None
-        chunk.eviction_transfer = self.io_dispatch.to_owners(chunk)
+        chunk.eviction_transfer = self.io_dispatch.start_reduction(chunk)
 
     def _count_d2h(self, chunk: Chunk) -> None:
         self.io_dispatch.counters.d2h_bytes += chunk.nbytes
         chunk.transferred_bytes += chunk.nbytes
 
-    # The end of what is on its way
+    # Completion
 
     def complete(self, chunk: Chunk) -> None:
-        """A transfer has ended, or is waited for: the chunk is where it was going."""
+        """Wait for a chunk's transfer and update the chunk's state."""
         transfer = chunk.fetch_transfer or chunk.eviction_transfer
-        if transfer is None:  # Ctrl-C came before it began
+        if transfer is None:  # Ctrl-C interrupted before it was issued
             del self.in_flight[chunk]
             if chunk.device_resident and not chunk.device_valid:
                 self.device_tier.free(chunk)
@@ -137,7 +136,7 @@ class ChunkTransfers:
         self.io_dispatch.wait(transfer)
         if chunk.fetch_transfer is not None:
             chunk.fetch_transfer = None
-            self._complete_one(chunk)
+            self._finish_fetch(chunk)
             return
         if chunk.sharded:
             chunk.shards_valid = True
@@ -149,7 +148,7 @@ class ChunkTransfers:
         self.device_tier.free(chunk)
         self.in_flight.pop(chunk, None)
 
-    def _complete_one(self, chunk: Chunk) -> None:
+    def _finish_fetch(self, chunk: Chunk) -> None:
         self.in_flight.pop(chunk, None)
         chunk.device_valid = True
         self.device_tier.moved.add(chunk)
@@ -157,7 +156,7 @@ class ChunkTransfers:
             self.host_tier.free(chunk, for_good=True)
 
     def complete_finished(self) -> None:
-        """Let land whose transfers have ended."""
+        """Complete the transfers that have ended, without waiting."""
         for chunk in list(self.in_flight):
             transfer = chunk.fetch_transfer or chunk.eviction_transfer
             if transfer is None or transfer.done:
@@ -165,7 +164,7 @@ class ChunkTransfers:
 
     @defer_sigint
     def wait_idle(self, chunk: Chunk) -> None:
-        """Have a chunk be where it is going, and none of its pages on their way."""
+        """Wait until no transfer of a chunk or of its pages is in flight."""
         if chunk in self.in_flight:
             self.complete(chunk)
         for transfer in (*chunk.page_reads, *chunk.page_writes, *filter(None, [chunk.h2d_transfer])):
@@ -173,7 +172,7 @@ class ChunkTransfers:
         chunk.h2d_transfer = None
 
     def cancel_all(self) -> None:
-        """Cancel transfers: chunks stay where they were, but for those that have no other copy; these arrive."""
+        """Cancel transfers: chunks stay where they were. A fetch of the only copy is completed instead."""
         for chunk in list(self.in_flight):
             only_copy = not (chunk.host_valid or chunk.disk_valid or chunk.sharded)
             if chunk.fetch_transfer is not None and only_copy:

@@ -1,0 +1,227 @@
+"""Eviction of chunks from the device, within byte budgets (PatrickStar, Algorithm 2)."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+
+from patrickstar._layout.byte_size import format_size
+from patrickstar._layout.schema import PARAM16
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._memory.device_tier import DeviceTier
+from patrickstar._memory.disk_tier import DiskTier
+from patrickstar._memory.host_tier import HostTier
+from patrickstar._memory.io_dispatch import IODispatch
+from patrickstar._memory.transfer_counters import TransferCounters
+from patrickstar._memory.transfers import ChunkTransfers
+from patrickstar._schedule.eviction import EvictionPolicy, ListOrder
+from patrickstar._schedule.placement import Tier
+from patrickstar.errors import BudgetError
+
+
+class DeviceEviction:
+    """Chunks of one engine and their eviction from the device: the part of `ChunkManager` that frees device memory."""
+
+    def __init__(self, device_tier: DeviceTier, host_tier: HostTier, io_dispatch: IODispatch) -> None:
+        self.hardware = io_dispatch.hardware
+        self.device_tier = device_tier
+        self.host_tier = host_tier
+        self.io_dispatch = io_dispatch
+        self.transfers = ChunkTransfers(device_tier, host_tier, io_dispatch)
+        self.chunks: dict[tuple[str, int], Chunk] = {}
+        self.param16: dict[int, Chunk] = {}
+        """Chunks of the `param16` list by index: operators read these."""
+        self.policy: EvictionPolicy = ListOrder()
+        self.evict_everything = False
+        self.now = 0
+        self._fetch_queue: deque[Chunk] = deque()
+        """Prefetches that start once the evictions before them have freed enough memory."""
+
+    @property
+    def disk_tier(self) -> DiskTier | None:
+        """The tier below the host, if there is one."""
+        return self.io_dispatch.disk
+
+    @property
+    def counters(self) -> TransferCounters:
+        """Transfer counters since the start of the engine."""
+        return self.io_dispatch.counters
+
+    @defer_sigint
+    def make_room(self, nbytes: int, protect: Iterable[Chunk], later_bytes: int = 0, *, gently: bool = False) -> None:
+        """Evict chunks until `nbytes` more fit into the part of the budget left for chunks.
+
+        `param16` chunks are evicted down to the soft limit (80 % of the budget in warm-up); other idle chunks only if
+        the budget itself would be exceeded, and not if `gently`. `later_bytes` are requested next: only the error
+        counts them. Raises BudgetError.
+        """
+        soft_limit = 0 if self.evict_everything else self.device_tier.soft_chunkable_bytes
+        if self.device_tier.used + self._queued_bytes + nbytes > soft_limit:
+            self._evict_until(nbytes, soft_limit, set(protect), later_bytes, gently)
+        self.device_tier.trim(self.device_tier.soft_chunkable_bytes - nbytes)
+
+    def _evict_until(self, nbytes: int, soft_limit: int, protected: set[Chunk], later_bytes: int, gently: bool) -> None:
+        evictable = self._evictable(protected)
+        by_index = {chunk.index: chunk for chunk in evictable if chunk.kind == PARAM16}
+        for index in self.policy.order(by_index, self.now):
+            if self._bytes_after_transfers + nbytes <= soft_limit:
+                break
+            self._evict(by_index[index])
+        for chunk in evictable:
+            if gently or self._bytes_after_transfers + nbytes <= self.device_tier.chunkable_bytes:
+                break
+            if chunk.kind != PARAM16:
+                self._evict(chunk)
+        limit = soft_limit if self.evict_everything else self.device_tier.chunkable_bytes
+        for chunk in self._evicting(protected):
+            if self.device_tier.used + nbytes <= limit:
+                break
+            self.transfers.complete(chunk)
+        if self.device_tier.used + nbytes > self.device_tier.chunkable_bytes:
+            self._raise_device_budget(nbytes + later_bytes, protected)
+
+    def _evictable(self, protected: set[Chunk]) -> list[Chunk]:
+        """Return the chunks that may be evicted from the device."""
+        return [
+            chunk
+            for chunk in self.chunks.values()
+            if chunk.device_resident
+            and not chunk.pins
+            and chunk.eviction_transfer is None
+            and chunk not in protected
+            and not chunk.has_gradients  # these are freed by their reduction
+        ]
+
+    def _evicting(self, protected: set[Chunk]) -> list[Chunk]:
+        """Return the chunks whose eviction is in flight and can be waited for."""
+        serving = self.io_dispatch.comm is not None and self.io_dispatch.comm.serving
+        return [
+            chunk
+            for chunk in self.transfers.in_flight
+            if chunk.eviction_transfer is not None and chunk not in protected and not (chunk.sharded and serving)
+        ]
+
+    # Out of memory in the allocator
+
+    def _with_retry(self, allocate: Callable[[Chunk], None], chunk: Chunk, protect: Iterable[Chunk]) -> None:
+        """Run `allocate`, which takes device memory for a chunk; after an out-of-memory error, once more.
+
+        The budget has room, so the cause is fragmentation or another program. Raises BudgetError.
+        """
+        try:
+            allocate(chunk)
+            return
+        except torch.OutOfMemoryError:
+            self.free_memory(chunk.nbytes, protect)
+        try:
+            allocate(chunk)
+        except torch.OutOfMemoryError as error:
+            device, report = self.device_tier, self.hardware.allocator_report()
+            raise BudgetError(
+                f"{chunk} needs {chunk.nbytes} bytes on the device. The allocator failed twice, although of the "
+                f"budget of {device.budget_bytes} bytes chunks use only {device.used} and non-model data "
+                f"{device.non_model_bytes}{report and '; '}{report}. Lower device_memory to leave room for "
+                f"fragmentation, or end other programs that use this device. PyTorch error: {error}"
+            ) from error
+
+    @defer_sigint
+    def free_memory(self, nbytes: int | None = None, protect: Iterable[Chunk] = ()) -> None:
+        """Evict idle `param16` chunks of `nbytes` (default: all) and empty the allocator's cache after an OOM error."""
+        protected = set(protect)
+        by_index = {chunk.index: chunk for chunk in self._evictable(protected) if chunk.kind == PARAM16}
+        target = -1 if nbytes is None else self._bytes_after_transfers - nbytes
+        for index in self.policy.order(by_index, self.now):
+            if self._bytes_after_transfers <= target:
+                break
+            self._evict(by_index[index])
+        for chunk in self._evicting(protected):
+            self.transfers.complete(chunk)
+        self.hardware.release_cached_memory()
+        self.counters.memory_retries += 1
+
+    @property
+    def _queued_bytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self._fetch_queue)
+
+    @property
+    def _bytes_after_transfers(self) -> int:
+        """Bytes of chunks on the device once all evictions in flight and all queued fetches are complete."""
+        return self.device_tier.used - self.transfers.evicting_bytes + self._queued_bytes
+
+    # One chunk
+
+    def _promote_to_device(self, newcomer: Chunk) -> None:
+        """Fetch `param16` chunks from the host while it has no room for `newcomer` and the device has room."""
+        for chunk in self.chunks.values():
+            if self.host_tier.has_room(newcomer.nbytes):
+                return
+            fits = self.device_tier.used + chunk.nbytes <= self.device_tier.chunkable_bytes
+            movable = chunk.kind == PARAM16 and chunk is not newcomer and not chunk.pins
+            if movable and chunk.host_valid and not chunk.device_bytes and fits:
+                self._with_retry(self.transfers.fetch, chunk, protect=(newcomer,))
+
+    def _evict(self, chunk: Chunk) -> None:
+        if chunk in self._fetch_queue:
+            self._fetch_queue.remove(chunk)
+            return
+        if chunk.fetch_transfer is not None:
+            self.transfers.complete(chunk)
+        if self._start_eviction(chunk):
+            self.counters.evictions += 1
+
+    def _start_eviction(self, chunk: Chunk) -> bool:
+        """Start to evict a chunk, written back only if no tier below has a valid copy. Return False without room below.
+
+        With a disk tier no other chunk loses its host memory: the chunk goes to free host memory, else to disk.
+        """
+        if chunk.host_valid or chunk.disk_valid or chunk.shards_valid:
+            self.device_tier.free(chunk)
+            return True
+        if chunk.sharded:
+            return False
+        if self.disk_tier is not None and chunk.host is None and self.host_tier.free_bytes < chunk.nbytes:
+            self.transfers.start_eviction(chunk, Tier.DISK)
+            return True
+        if self.hardware.has_gpu and self._ensure_host_block(chunk):
+            self.transfers.start_eviction(chunk, Tier.HOST)
+            return True
+        return self._evict_to_host(chunk)
+
+    def _evict_to_host(self, chunk: Chunk) -> bool:
+        """Evict a chunk to the host synchronously. Return False if the host has no room."""
+        if not chunk.host_valid and not self._ensure_host_block(chunk):
+            return False
+        self.transfers.evict_now(chunk)
+        return True
+
+    def _ensure_host_block(self, chunk: Chunk) -> bool:
+        """Allocate a host block for a chunk that has none. Return False if the host has no room."""
+        if chunk.host is None:
+            if not self.host_tier.has_room(chunk.nbytes):
+                return False
+            self.host_tier.allocate(chunk)
+            # A duplicate copy might have saved this write: from now on fetched chunks keep their host copy.
+            self.transfers.keep_duplicates = True
+        return True
+
+    def _raise_device_budget(self, nbytes: int, protected: set[Chunk]) -> None:
+        device = self.device_tier
+        short = device.used + nbytes - device.chunkable_bytes
+        pinned = [chunk for chunk in self.chunks.values() if chunk.pins]
+        idle = {chunk for chunk in self.chunks.values() if chunk.device_bytes and not chunk.pins} - protected
+        unevictable = {chunk for chunk in idle if not chunk.sharded}
+        if device.non_model_bytes > device.budget_bytes:
+            cause = "activations alone exceed the device budget"
+        elif unevictable and self.disk_tier is None:
+            host_usage = f"because the host is full ({self.host_tier.usage_summary()})"
+            cause = f"{len(unevictable)} chunks cannot be evicted from the device, {host_usage}"
+        else:
+            cause = f"the device needs {nbytes} more bytes of chunks at once"
+        option = "host_memory or device_memory" if unevictable and self.disk_tier is None else "device_memory"
+        raise BudgetError(
+            f"{cause}: the budget of {device.budget_bytes} bytes holds {device.non_model_bytes} bytes of non-model "
+            f"data and {device.used} bytes of chunks (in use: {pinned}). Raise {option} by at least {short} bytes "
+            f"({format_size(short)}), use activation checkpointing, or use a smaller batch",
+            short,
+        )

@@ -1,0 +1,256 @@
+"""Host arena: first-fit allocation of blocks, and compaction."""
+
+import mmap
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock, HostArena
+from patrickstar._memory.vm_pool import round_up
+
+quick = settings(derandomize=True, deadline=None, max_examples=200)
+
+
+def filled(arena: HostArena, nbytes: int, value: int) -> ArenaBlock:
+    block = arena.allocate(nbytes)
+    assert block is not None
+    arena.view(block, torch.uint8).fill_(value)
+    return block
+
+
+def content(arena: HostArena, block: ArenaBlock) -> set[int]:
+    return set(arena.view(block, torch.uint8).tolist())
+
+
+@quick
+@given(st.lists(st.integers(1, 40).map(lambda n: ALIGN_BYTES * n), min_size=1, max_size=20))
+def test_blocks_fill_an_arena_of_exactly_their_size(sizes):
+    arena = HostArena(sum(sizes))
+    blocks = [arena.allocate(nbytes) for nbytes in sizes]
+    assert [block.start for block in blocks] == [sum(sizes[:count]) for count in range(len(sizes))]
+    assert blocks[-1].end == arena.nbytes
+    assert arena.touched_bytes == round_up(arena.nbytes), "whole pages"
+    assert arena.allocate(1) is None
+    for block in blocks:
+        arena.free(block)
+    assert arena.allocate(sum(sizes)).start == 0
+
+
+def test_first_fit():
+    arena = HostArena(4096)
+    blocks = [arena.allocate(nbytes) for nbytes in (256, 128, 512, 128, 256, 128)]
+    for block in blocks[::2]:
+        arena.free(block)
+    assert arena.allocate(512).start == 384, "the first gap is too small"
+    assert arena.allocate(256).start == 0
+    assert arena.allocate(384).start == 1408, "after all other blocks"
+    assert arena.allocate(256).start == 1024
+
+
+def test_no_block_extends_past_the_end():
+    arena = HostArena(384)
+    assert arena.allocate(385) is None
+    kept = arena.allocate(128)
+    assert arena.allocate(257) is None
+    assert arena.allocate(256).end == 384
+    arena.free(kept)
+    assert arena.allocate(129) is None
+    assert arena.allocate(128).start == 0
+
+
+def test_arena_size_need_not_be_aligned():
+    arena = HostArena(388)
+    assert arena.allocate(384).end == 384
+    assert arena.allocate(5) is None
+    last = arena.allocate(4)
+    assert (last.start, arena.view(last, torch.uint8).numel()) == (384, 4)
+
+
+def test_blocks_are_aligned_and_have_the_requested_size():
+    arena = HostArena(4096)
+    for nbytes in (1, 127, 128, 129, 400):
+        block = arena.allocate(nbytes)
+        assert block.start % ALIGN_BYTES == 0 and block.nbytes == nbytes
+        assert block.end % ALIGN_BYTES == 0 and 0 <= block.end - block.start - nbytes < ALIGN_BYTES
+        assert arena.view(block, torch.uint8).numel() == nbytes
+        assert arena.view(block, torch.uint8).data_ptr() % ALIGN_BYTES == 0
+
+
+def test_empty_arena_allocates_only_empty_blocks():
+    arena = HostArena(0)
+    assert not arena.pinned, "there is nothing to lock"
+    assert arena.allocate(1) is None
+    assert arena.view(arena.allocate(0), torch.float32).shape == (0,)
+    arena.close()
+
+
+@pytest.mark.parametrize("before", [0, 128])
+def test_empty_blocks_do_not_overlap_other_blocks(before):
+    arena = HostArena(640)
+    first = arena.allocate(before)
+    empty, second, other_empty, third = (arena.allocate(nbytes) for nbytes in (0, 128, 0, 256))
+    blocks = sorted([first, second, third], key=lambda block: block.start)
+    assert all(block.end <= following.start for block, following in pairwise(blocks))
+    arena.compact()
+    arena.free(empty)
+    arena.free(other_empty)
+    assert third.end <= before + 384
+
+
+def test_views_share_the_arena_memory_in_any_dtype():
+    arena = HostArena(1024)
+    arena.allocate(256)
+    block = arena.allocate(256)
+    numbers = arena.view(block, torch.float32)
+    numbers.copy_(torch.arange(64.0))
+    assert numbers.untyped_storage()._cdata == arena.memory.untyped_storage()._cdata
+    assert numbers.data_ptr() == arena.memory.data_ptr() + block.start
+    assert torch.equal(arena.view(block, torch.int32), numbers.view(torch.int32))
+    assert arena.view(block, torch.bfloat16).shape == (128,)
+    assert arena.view(block, torch.float64).shape == (32,)
+
+
+def test_compaction_closes_gaps_and_keeps_order_and_content():
+    arena = HostArena(2048)
+    blocks = [filled(arena, nbytes, value) for value, nbytes in enumerate((128, 256, 128, 384, 129, 128))]
+    for block in (blocks[0], blocks[2]):
+        arena.free(block)
+    stale = arena.view(blocks[1], torch.uint8)
+    arena.compact()
+    kept = [blocks[1], *blocks[3:]]
+    assert [block.start for block in kept] == [0, 256, 640, 896]
+    assert [content(arena, block) for block in kept] == [{1}, {3}, {4}, {5}]
+    assert stale.data_ptr() == arena.memory.data_ptr() + 128, "an old view keeps the old address"
+    assert arena.allocate(1024).start == 1024
+    assert arena.allocate(128) is None
+
+
+def test_compaction_without_gaps_moves_nothing():
+    arena = HostArena(1024)
+    blocks = [filled(arena, 256, value) for value in range(4)]
+    arena.compact()
+    assert [block.start for block in blocks] == [0, 256, 512, 768]
+    assert [content(arena, block) for block in blocks] == [{0}, {1}, {2}, {3}]
+
+
+def test_compaction_moves_a_block_over_its_own_bytes():
+    arena = HostArena(4096 + 128)
+    gap, block = arena.allocate(128), arena.allocate(4096)
+    pattern = torch.arange(4096).to(torch.uint8)
+    arena.view(block, torch.uint8).copy_(pattern)
+    arena.free(gap)
+    arena.compact()
+    assert block.start == 0
+    assert torch.equal(arena.view(block, torch.uint8), pattern)
+
+
+def test_only_pages_of_blocks_count_as_touched():
+    arena = HostArena(1 << 40)
+    assert arena.touched_bytes == 0
+    first, second = filled(arena, 64, 1), filled(arena, 100, 2)
+    page = mmap.PAGESIZE
+    assert arena.touched_bytes == page
+    arena.free(second)
+    arena.free(first)
+    assert arena.touched_bytes == page, "freed pages stay resident"
+    filled(arena, 128, 3)
+    assert arena.touched_bytes == page
+    filled(arena, page, 4)
+    assert arena.touched_bytes == 2 * page
+
+
+def test_free_for_good_returns_pages_to_the_system():
+    page = mmap.PAGESIZE
+    arena = HostArena(1 << 30)
+    before, large, after = filled(arena, 64, 1), filled(arena, 8 * page, 2), filled(arena, 64, 3)
+    assert arena.touched_bytes == 9 * page
+    arena.free(large, for_good=True)
+    assert arena.touched_bytes == 2 * page, "the first and the last page are shared with other blocks"
+    assert (content(arena, before), content(arena, after)) == ({1}, {3})
+    again = arena.allocate(8 * page)
+    assert again.start == large.start and arena.touched_bytes == 9 * page
+    assert content(arena, again) == {0, 2}, "zeroed pages between the two that stayed"
+
+
+def test_memory_outlives_the_arena_while_a_view_exists():
+    arena = HostArena(4096)
+    view = arena.view(filled(arena, 4096, 7), torch.uint8)
+    arena.close()
+    del arena
+    assert set(view.tolist()) == {7}
+
+
+class Operations(RuleBasedStateMachine):
+    """Compares the arena with a model of its blocks; each block is filled with its own number."""
+
+    NBYTES = 10 * mmap.PAGESIZE - 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = HostArena(self.NBYTES)
+        self.blocks: dict[ArenaBlock, int] = {}
+        self.writes = 0
+        self.touched: set[int] = set()
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return offset and length of each gap; ends of blocks are rounded up."""
+        gaps, offset = [], 0
+        for start, end in sorted((block.start, block.end) for block in self.blocks if block.nbytes):
+            gaps.append((offset, start - offset))
+            offset = end
+        return [*gaps, (offset, max(0, self.NBYTES - offset))]
+
+    @rule(nbytes=st.integers(0, 12000) | st.integers(0, 400).map(lambda n: ALIGN_BYTES * n))
+    def allocate(self, nbytes: int) -> None:
+        starts = [start for start, length in self.gaps() if length >= nbytes]
+        block = self.arena.allocate(nbytes)
+        if nbytes == 0 and block is not None:
+            self.blocks[block] = -1
+            return
+        assert (block is None) is (not starts), "allocation fails exactly if no gap is large enough"
+        if block is None:
+            return
+        assert (block.start, block.nbytes) == (min(starts), nbytes)
+        self.writes += 1
+        self.blocks[block] = self.writes % 251
+        self.touch(block)
+        self.arena.view(block, torch.uint8).fill_(self.blocks[block])
+
+    @precondition(lambda self: self.blocks)
+    @rule(data=st.data(), for_good=st.booleans())
+    def free(self, data, for_good: bool) -> None:
+        block = data.draw(st.sampled_from(list(self.blocks)))
+        del self.blocks[block]
+        self.arena.free(block, for_good=for_good)
+        if for_good:
+            page = mmap.PAGESIZE
+            self.touched -= set(range(-(-block.start // page), (block.start + block.nbytes) // page))
+
+    def touch(self, block: ArenaBlock) -> None:
+        page = mmap.PAGESIZE
+        if block.nbytes:
+            self.touched |= set(range(block.start // page, -(-(block.start + block.nbytes) // page)))
+
+    @rule()
+    def compact(self) -> None:
+        order = sorted((block for block in self.blocks if block.nbytes), key=lambda block: block.start)
+        self.arena.compact()
+        assert order == sorted(order, key=lambda block: block.start)
+        assert [block.start for block in order] == [sum(p.end - p.start for p in order[:n]) for n in range(len(order))]
+        for block in order:
+            self.touch(block)
+
+    @invariant()
+    def blocks_keep_their_content(self) -> None:
+        assert self.arena.touched_bytes == len(self.touched) * mmap.PAGESIZE
+        for block, value in self.blocks.items():
+            assert block.start >= 0 and block.start + block.nbytes <= self.NBYTES
+            assert (self.arena.view(block, torch.uint8) == value).all()
+
+
+TestOperations = Operations.TestCase
+TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=100, stateful_step_count=40)
