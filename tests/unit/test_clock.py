@@ -10,7 +10,7 @@ from prefetch_policies import Conservative
 
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.tracer import MOST_TRACES, Mode, Tracer
+from patrickstar._memory.tracer import MAX_TRACES, Mode, Tracer
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.eviction import ListOrder
 from patrickstar._schedule.placement import Tier
@@ -115,7 +115,7 @@ def test_while_watching_eviction_is_in_list_order_under_a_part_of_the_budget(clo
     clock.meter.use(70)
     clock.begin_moment((0,), belongs=True)
     manager = clock.manager
-    assert clock.mode is Mode.WATCH
+    assert clock.mode is Mode.TRACE
     assert isinstance(manager.policy, ListOrder)
     assert (manager.device_tier.soft_limit_bytes, manager.device_tier.non_model_bytes, manager.now) == (CAUTIOUS, 70, 0)
 
@@ -225,9 +225,9 @@ def test_every_kind_has_its_trace(clock):
 
 
 def test_the_oldest_of_too_many_kinds_is_forgotten(clock):
-    for key in range(MOST_TRACES + 2):
+    for key in range(MAX_TRACES + 2):
         iterate(clock, key, ACCESSES[:1])
-    assert list(clock.traces) == list(range(2, MOST_TRACES + 2))
+    assert list(clock.traces) == list(range(2, MAX_TRACES + 2))
     clock.invalidate()
     assert clock.traces == {}
 

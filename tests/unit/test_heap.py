@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from patrickstar._memory.malloc_tuning import LARGE_AT_FIRST, LARGE_AT_MOST, MallocHeap, process_heap
+from patrickstar._memory.malloc_tuning import MAX_MMAP_THRESHOLD, MIN_MMAP_THRESHOLD, MallocHeap, process_heap
 from patrickstar._memory.memory_meter import ResidentMeter
 
 MIB = 1 << 20
@@ -33,7 +33,7 @@ def begin(heap):
 @pytest.fixture
 def heap():
     heap = process_heap()
-    if not heap._knows_plugs:
+    if not heap._supported:
         pytest.skip("this C library, or another allocator, does not tell what comes from the system")
     begin(heap)
     yield heap
@@ -56,7 +56,7 @@ def a_large_block_goes_back(heap):
     heap.set_caching(False, ME)
     assert freed_bytes(meter, [MIB] * 20) < MIB
     heap.set_caching(True, ME)
-    assert heap.caching and not heap._plugs
+    assert heap.caching and not heap._fillers
 
 
 def places_that_lie_free_are_not_used(heap):
@@ -84,7 +84,7 @@ def test_while_nothing_may_be_kept(heap, what):
 
 
 def test_it_knows_the_limits_of_the_c_library():
-    assert LARGE_AT_FIRST < LARGE_AT_MOST <= 32 * MIB, "glibc takes no larger one"
+    assert MIN_MMAP_THRESHOLD < MAX_MMAP_THRESHOLD <= 32 * MIB, "glibc takes no larger one"
 
 
 def test_it_keeps_nothing_while_anybody_forbids_it_and_is_there(heap):
@@ -94,17 +94,17 @@ def test_it_keeps_nothing_while_anybody_forbids_it_and_is_there(heap):
     heap.set_caching(False, one)
     heap.set_caching(False, other)
     heap.set_caching(True, one)
-    assert not heap.caching and heap._plugged, "the other has not allowed it"
+    assert not heap.caching and heap._caching_forbidden, "the other has not allowed it"
     del other
     heap.set_caching(True, ME)
-    assert heap.caching and not heap._plugs
+    assert heap.caching and not heap._fillers
 
 
 def test_under_another_allocator_nothing_is_plugged(monkeypatch):
     heap = MallocHeap()
-    monkeypatch.setattr(heap, "_knows_plugs", False)
+    monkeypatch.setattr(heap, "_supported", False)
     heap.set_caching(False, ME)
-    assert heap.caching and heap._plugs == []
+    assert heap.caching and heap._fillers == []
     heap.trim()
 
 
@@ -120,9 +120,9 @@ def test_that_another_allocator_was_loaded_is_noticed(monkeypatch):
 
     monkeypatch.setattr("patrickstar._memory.malloc_tuning.ctypes.CDLL", lambda name: Library())
     heap = MallocHeap()
-    assert not heap._knows_plugs
+    assert not heap._supported
     heap.set_caching(False, ME)
-    assert heap._plugs == []
+    assert heap._fillers == []
 
 
 class SimpleFunction:

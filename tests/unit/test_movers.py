@@ -168,9 +168,9 @@ def test_closing_drops_what_waits_and_leaves_no_thread():
         movers.close()
     assert not threads_of("closing") and movers.in_flight == 0
     begun.wait()
-    with pytest.raises(MoveError, match=r"exp_avg\[2\]: the movers were closed before all bytes had moved"):
+    with pytest.raises(MoveError, match=r"exp_avg\[2\]: the worker pool was closed before all bytes had moved"):
         waiting.wait()
-    with pytest.raises(MoveError, match=r"exp_avg\[3\]: the movers were closed; initialise a new engine"):
+    with pytest.raises(MoveError, match=r"exp_avg\[3\]: the worker pool was closed; initialise a new engine"):
         movers.submit([nothing], "exp_avg[3]")
     WorkerPool(2, "idle").close()
 
@@ -280,7 +280,7 @@ def test_movers_that_nobody_holds_end_their_threads(cycle):
     assert gone() is None
     gate.opened.set()
     begun.wait()
-    with pytest.raises(MoveError, match="waiting: the movers were closed"):
+    with pytest.raises(MoveError, match="waiting: the worker pool was closed"):
         waiting.wait()
     assert soon(lambda: not threads_of("collected"))
 

@@ -79,7 +79,7 @@ def test_a_range_has_all_its_bytes_at_one_address_for_life(nbytes):
         if fill == 2:
             bank.trim(0)
         assert (storage.data_ptr(), storage.nbytes(), memory.storage().data_ptr()) == (address, nbytes, address)
-    bank.forget(memory)
+    bank.release(memory)
     assert (bank.mapped_bytes, bank.parked_bytes) == (0, 0)
     assert permissions(address, memory.nbytes) == {"--"}
 
@@ -218,7 +218,7 @@ def test_a_forgotten_range_takes_no_memory_and_leaves_others_theirs(state):
     taker = committed(bank, 2 * SYSTEM_PAGE, 8) if state == "partly taken" else None
     if state == "trimmed":
         bank.trim(SYSTEM_PAGE)
-    bank.forget(memory)
+    bank.release(memory)
     kept = SYSTEM_PAGE * (1 if taker is None else 3)
     assert (bank.mapped_bytes, bank.parked_bytes) == (kept, 0)
     assert resident_bytes(memory) == 0
@@ -231,7 +231,7 @@ def test_a_tensor_that_outlives_its_range_keeps_the_addresses_from_everybody_els
     memory = committed(bank, 64 * SYSTEM_PAGE)
     kept = tensor_over(memory)
     address, nbytes = memory.address, memory.nbytes
-    bank.forget(memory)
+    bank.release(memory)
     del memory
     gc.collect()
     others = [mmap.mmap(-1, nbytes) for _ in range(20)]
@@ -269,7 +269,7 @@ def test_what_the_system_can_not_give_is_an_error_in_bytes():
 
 
 @pytest.mark.parametrize(
-    "gone", ["bank.decommit(memory)", "bank.decommit(memory); bank.trim(0)", "bank.forget(memory)"]
+    "gone", ["bank.decommit(memory)", "bank.decommit(memory); bank.trim(0)", "bank.release(memory)"]
 )
 @pytest.mark.parametrize("use", ["tensor.sum()", "tensor[-1:].fill_(1)"])
 def test_reading_and_writing_a_range_without_pages_is_stopped_by_the_system(gone, use):
@@ -345,8 +345,8 @@ class Operations(RuleBasedStateMachine):
         memory = self.draw(data, {*self.fill, *self.away})
         self.fill.pop(memory, None)
         self.away.discard(memory)
-        self.bank.forget(memory)
-        assert not memory.pieces and resident_bytes(memory) == 0
+        self.bank.release(memory)
+        assert not memory.runs and resident_bytes(memory) == 0
 
     @invariant()
     def bytes_are_counted_as_the_system_counts_them_and_content_is_where_it_was_put(self) -> None:

@@ -80,7 +80,7 @@ KINDS = [on_a_stream, on_a_thread, on_a_lane, of_a_collective, of_gradients]
 @pytest.mark.parametrize("end", ["wait", "cancel", "hasten and wait"])
 def test_every_transfer_can_be_named_hastened_cancelled_and_waited_for(make, end):
     transfer = make()
-    assert "param16[7]" in repr(transfer) and "param16[7]" in transfer.what
+    assert "param16[7]" in repr(transfer) and "param16[7]" in transfer.label
     if end.startswith("hasten"):
         transfer.prioritize()
     if end == "cancel":

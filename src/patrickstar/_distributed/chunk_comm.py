@@ -33,7 +33,7 @@ class PendingReduction(Transfer):
     """Gradients of a chunk on their way to its owners: first the processes have to agree on it."""
 
     def __init__(self, comm: "ChunkComm", chunk: Chunk) -> None:
-        self.what = f"gradients of {chunk}"
+        self.label = f"gradients of {chunk}"
         self.comm = comm
         self.chunk = chunk
         self.begun: Transfer | None = None
@@ -62,7 +62,7 @@ class _CompletedTransfer(Transfer):
     """What was taken back has ended."""
 
     def __init__(self) -> None:
-        self.what = "nothing"
+        self.label = "nothing"
 
     @property
     def done(self) -> bool:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from patrickstar._distributed.process_group import World, gather_into
 from patrickstar._memory.copy_streams import StreamTransfer
 from patrickstar._memory.swap_file import PAGE_BYTES
-from patrickstar._memory.worker_pool import DiskUpdate, Transfer, WorkerPool
+from patrickstar._memory.worker_pool import Job, Transfer, WorkerPool
 from patrickstar.errors import MoveError
 
 # [Note: the order of sums]
@@ -71,7 +71,7 @@ class CollectiveTransfer(Transfer):
 
     def __init__(self, inner: Transfer) -> None:
         self.inner = inner
-        self.what = inner.what
+        self.label = inner.label
 
     @property
     def done(self) -> bool:
@@ -114,7 +114,7 @@ class GlooCollectives(Collectives):
     def close(self) -> None:
         self._thread.close()
 
-    def _begin(self, job: DiskUpdate, what: str) -> Transfer:
+    def _begin(self, job: Job, what: str) -> Transfer:
         def run(stage: torch.Tensor) -> None:
             try:
                 job(stage)

@@ -46,7 +46,7 @@ class ResizableStorage:
 
 
 class RemappedStorage:
-    """A range of addresses that pages move to and from. See [Note: pages that move]."""
+    """A range of addresses that pages move to and from. See [Note: movable pages]."""
 
     def __init__(self, nbytes: int, bank: PagePool) -> None:
         self.page_pool = bank
@@ -60,7 +60,7 @@ class RemappedStorage:
         self.page_pool.decommit(self.range)
 
     def close(self) -> None:
-        self.page_pool.forget(self.range)
+        self.page_pool.release(self.range)
 
 
 def device_memory(nbytes: int, device: torch.device, bank: PagePool | None) -> ChunkStorage:

@@ -14,7 +14,7 @@ class StreamTransfer(Transfer):
     """A copy on a stream of the GPU. Who computes waits for it on the GPU, by `order`; `wait` has the caller wait."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device, what: str) -> None:
-        self.what = what
+        self.label = what
         self.event = event
         self.device = device
 

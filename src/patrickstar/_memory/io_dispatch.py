@@ -77,7 +77,7 @@ class IODispatch:
         """Begin to write them."""
         assert self.disk is not None, f"{chunk} has no disk to go to"
         self.check()
-        self.disk.place(chunk)
+        self.disk.reserve(chunk)
         self.counters.disk_write_bytes += source.numel()
         return self.disk.write(chunk, start, source)
 
