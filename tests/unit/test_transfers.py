@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from patrickstar._distributed.chunk_comm import NOTHING, PendingReduction
+from patrickstar._distributed.chunk_comm import COMPLETED, PendingReduction
 from patrickstar._distributed.collectives import CollectiveTransfer
 from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedClock
 from patrickstar._memory import copy_streams as copies
@@ -32,11 +32,11 @@ class ChunkComm:
         self.taken_back: list[int] = []
 
     def negotiate(self, want: object) -> None:
-        self.reduction_of[0].begun = NOTHING
+        self.reduction_of[0].collective = COMPLETED
 
     def cancel_reduction(self, index: int) -> None:
         self.taken_back.append(index)
-        self.reduction_of[0].begun = NOTHING
+        self.reduction_of[0].collective = COMPLETED
 
 
 class Chunk:
@@ -92,10 +92,10 @@ def test_every_transfer_can_be_named_hastened_cancelled_and_waited_for(make, end
 
 
 def test_a_transfer_of_nothing_has_ended():
-    assert NOTHING.done and "nothing" in repr(NOTHING)
-    for call in (NOTHING.prioritize, NOTHING.cancel, NOTHING.wait):
+    assert COMPLETED.done and "nothing" in repr(COMPLETED)
+    for call in (COMPLETED.prioritize, COMPLETED.cancel, COMPLETED.wait):
         call()
-    assert NOTHING.done
+    assert COMPLETED.done
 
 
 def test_a_copy_on_a_stream_says_whether_it_is_under_way():
