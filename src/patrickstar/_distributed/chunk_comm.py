@@ -127,7 +127,7 @@ class ChunkComm:
         return reduction
 
     def cancel_reduction(self, index: int) -> None:
-        """Have gradients of a chunk not averaged, unless that has collective."""
+        """Withdraw the reduction of a chunk's gradients, unless it has started."""
         withdrawn = self._unmark_ready(index)
         if withdrawn is not None:
             withdrawn.collective = COMPLETED
