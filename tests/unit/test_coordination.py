@@ -1,4 +1,4 @@
-"""Rounds: whatever processes do, in whatever order, each gets what it wants, and none waits forever."""
+"""Test coordination: each process is granted its requests in any order, and none waits forever."""
 
 import pytest
 from hypothesis import given, settings
@@ -8,16 +8,16 @@ from patrickstar._schedule.coordination import Message, Request, derive_agreemen
 from patrickstar.errors import PeerError
 
 CHUNKS = 4
-acts = st.one_of(
+requests = st.one_of(
     st.tuples(st.just(Request.GATHER), st.integers(0, CHUNKS - 1)),
     st.tuples(st.just(Request.NOTHING), st.integers(0, CHUNKS - 1)),  # gradients of a chunk are ready
     st.tuples(st.just(Request.MEMORY), st.integers(0, CHUNKS - 1)),  # and their memory is needed
 )
-programs = st.lists(st.lists(acts, max_size=12), min_size=2, max_size=5)
+programs = st.lists(st.lists(requests, max_size=12), min_size=2, max_size=5)
 
 
 class Process:
-    """What one process does until its step."""
+    """Simulated process with its requests until the optimizer step."""
 
     def __init__(self, program):
         self.program = [*program, (Request.STEP, -1)]
@@ -32,33 +32,33 @@ class Process:
         return self.at == len(self.program)
 
     def _begin(self):
-        """Gradients become ready; what has nothing to wait for is passed over."""
+        """Mark gradients as ready, and skip requests that need not wait."""
         while not self.over:
-            want, chunk = self.program[self.at]
-            if want is Request.NOTHING and chunk not in self.ready:
+            request, chunk = self.program[self.at]
+            if request is Request.NOTHING and chunk not in self.ready:
                 self.ready.add(chunk)
                 return
-            if want in (Request.GATHER, Request.STEP) or (want is Request.MEMORY and chunk in self.ready):
+            if request in (Request.GATHER, Request.STEP) or (request is Request.MEMORY and chunk in self.ready):
                 return
             self.at += 1
 
-    def word(self):
-        want, chunk = self.program[self.at]
-        return Message(want, chunk if want is Request.GATHER else -1, frozenset(self.ready))
+    def message(self):
+        request, chunk = self.program[self.at]
+        return Message(request, chunk if request is Request.GATHER else -1, frozenset(self.ready))
 
-    def hear(self, rank, found):
-        want, chunk = self.program[self.at]
-        for reduced, ranks in found.reductions:
+    def apply(self, rank, agreement):
+        request, chunk = self.program[self.at]
+        for reduced, ranks in agreement.reductions:
             assert (rank in ranks) == (reduced in self.ready)
             if rank in ranks:
                 self.ready.discard(reduced)
                 self.reduced.append(reduced)
-        if want is Request.GATHER and any(chunk == c and rank in ranks for c, ranks in found.gathers):
+        if request is Request.GATHER and any(chunk == c and rank in ranks for c, ranks in agreement.gathers):
             self.gathered.append(chunk)
         elif (
-            want is Request.GATHER
-            or (want is Request.MEMORY and chunk in self.ready)
-            or (want is Request.STEP and not found.synchronized)
+            request is Request.GATHER
+            or (request is Request.MEMORY and chunk in self.ready)
+            or (request is Request.STEP and not agreement.synchronized)
         ):
             return
         self.at += 1
@@ -67,41 +67,41 @@ class Process:
 
 @settings(max_examples=300, deadline=None)
 @given(programs)
-def test_everybody_comes_to_the_step(program):
+def test_all_processes_reach_the_step(program):
     processes = [Process(one) for one in program]
     for _ in range(sum(map(len, program)) * CHUNKS + CHUNKS + 2):
         if all(process.over for process in processes):
             break
-        assert not any(process.over for process in processes), "one has left the step before the others came"
-        found = derive_agreement([process.word() for process in processes])
-        assert len({chunk for chunk, _ in found.reductions}) == len(found.reductions)
+        assert not any(process.over for process in processes), "a process left the step before all reached it"
+        agreement = derive_agreement([process.message() for process in processes])
+        assert len({chunk for chunk, _ in agreement.reductions}) == len(agreement.reductions)
         for rank, process in enumerate(processes):
-            process.hear(rank, found)
-    assert all(process.over for process in processes), "somebody waits forever"
-    for process, acted in zip(processes, program, strict=True):
-        assert process.gathered == [chunk for want, chunk in acted if want is Request.GATHER]
+            process.apply(rank, agreement)
+    assert all(process.over for process in processes), "a process waits forever"
+    for process, granted in zip(processes, program, strict=True):
+        assert process.gathered == [chunk for request, chunk in granted if request is Request.GATHER]
         assert not process.ready, "gradients were left behind"
 
 
-def test_all_that_want_the_same_get_it_at_once():
-    found = derive_agreement([Message(Request.GATHER, 3, frozenset({5}))] * 4)
-    assert found.gathers == ((3, (0, 1, 2, 3)),)
-    assert found.reductions == ((5, (0, 1, 2, 3)),)
+def test_equal_requests_are_granted_at_once():
+    agreement = derive_agreement([Message(Request.GATHER, 3, frozenset({5}))] * 4)
+    assert agreement.gathers == ((3, (0, 1, 2, 3)),)
+    assert agreement.reductions == ((5, (0, 1, 2, 3)),)
 
 
-def test_gradients_wait_for_those_that_may_still_have_some():
+def test_gradients_wait_for_processes_without_them():
     computing, done = Message(Request.GATHER, 1), Message(Request.STEP)
     ready = Message(Request.MEMORY, ready=frozenset({2}))
     assert derive_agreement([ready, computing]).reductions == ()
     assert derive_agreement([ready, done]).reductions == ((2, (0,)),)
 
 
-def test_those_who_wait_for_each_other_go_on():
+def test_processes_that_wait_for_memory_continue():
     messages = [Message(Request.MEMORY, ready=frozenset({chunk})) for chunk in (1, 2)]
-    found = derive_agreement(messages)
-    assert found.reductions == ((1, (0,)), (2, (1,)))
+    agreement = derive_agreement(messages)
+    assert agreement.reductions == ((1, (0,)), (2, (1,)))
 
 
-def test_different_meetings_are_refused():
+def test_different_barriers_are_refused():
     with pytest.raises(PeerError, match="rank 0: a step; rank 1: clipping"):
         derive_agreement([Message(Request.STEP), Message(Request.NORM)])

@@ -1,4 +1,4 @@
-"""What the C library keeps of freed memory, on the process's own heap."""
+"""Test malloc tuning on the process's own heap."""
 
 import gc
 import platform
@@ -15,34 +15,34 @@ from patrickstar._memory.memory_meter import ResidentMeter
 MIB = 1 << 20
 
 
-class Someone:
-    """Who forbids or allows."""
+class Requester:
+    """Requester that forbids or allows caching."""
 
 
-ME = Someone()
+REQUESTER = Requester()
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap of another C library is left alone")
 
 
 def begin(heap):
-    """As after a first iteration: what is large is then said, and no longer what the C library has found."""
-    heap.set_caching(False, ME)
-    heap.set_caching(True, ME)
+    """Fix the mmap threshold, as after a first iteration; glibc adjusts it before."""
+    heap.set_caching(False, REQUESTER)
+    heap.set_caching(True, REQUESTER)
 
 
 @pytest.fixture
 def heap():
     heap = process_heap()
     if not heap._supported:
-        pytest.skip("this C library, or another allocator, does not tell what comes from the system")
+        pytest.skip("this C library or allocator does not count mapped blocks")
     begin(heap)
     yield heap
-    heap.set_caching(True, ME)
+    heap.set_caching(True, REQUESTER)
 
 
 def freed_bytes(meter, sizes):
-    """What stays of tensors that were made and freed."""
-    gc.collect()  # what other tests have left is not to go in between
+    """Return the bytes that stay resident of freed tensors."""
+    gc.collect()  # free garbage of other tests before the measurement
     meter.reclaim()
     before = meter.now(0)
     made = [torch.ones(size, dtype=torch.uint8) for size in sizes]
@@ -51,65 +51,65 @@ def freed_bytes(meter, sizes):
     return meter.now(0) - before
 
 
-def a_large_block_goes_back(heap):
+def large_blocks_are_returned(heap):
     meter = ResidentMeter()
-    heap.set_caching(False, ME)
+    heap.set_caching(False, REQUESTER)
     assert freed_bytes(meter, [MIB] * 20) < MIB
-    heap.set_caching(True, ME)
+    heap.set_caching(True, REQUESTER)
     assert heap.caching and not heap._fillers
 
 
-def places_that_lie_free_are_not_used(heap):
+def heap_holes_are_not_reused(heap):
     meter = ResidentMeter()
-    heap.set_caching(True, ME)
+    heap.set_caching(True, REQUESTER)
     gc.collect()
     meter.reclaim()
     base = meter.now(0)
-    # Blocks that stay between others that go: when these are freed, they leave places that the heap can't give up.
+    # Keep every second block: the freed ones between them leave holes that the heap can't return.
     made = [(torch.ones(4 * MIB, dtype=torch.uint8), torch.ones(MIB, dtype=torch.uint8)) for _ in range(20)]
     small = [pair[1] for pair in made]
     made.clear()
-    assert meter.now(0) - base > 60 * MIB, "nothing was kept that could be given back"
-    heap.set_caching(False, ME)
-    assert meter.now(0) - base < 22 * MIB, "what was kept was not given back"
+    assert meter.now(0) - base > 60 * MIB, "no freed memory was cached"
+    heap.set_caching(False, REQUESTER)
+    assert meter.now(0) - base < 22 * MIB, "cached memory was not returned"
     assert freed_bytes(meter, [3 * MIB] * 20) < MIB
     assert len(small) == 20
 
 
-@pytest.mark.parametrize("what", [a_large_block_goes_back, places_that_lie_free_are_not_used])
-def test_while_nothing_may_be_kept(heap, what):
-    """In a process of its own: what other tests have left in this one, memory and threads, comes and goes."""
-    done = subprocess.run([sys.executable, __file__, what.__name__], capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize("check", [large_blocks_are_returned, heap_holes_are_not_reused])
+def test_no_caching_while_forbidden(heap, check):
+    """Run in a separate process, without memory and threads of other tests."""
+    done = subprocess.run([sys.executable, __file__, check.__name__], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
-def test_it_knows_the_limits_of_the_c_library():
-    assert MIN_MMAP_THRESHOLD < MAX_MMAP_THRESHOLD <= 32 * MIB, "glibc takes no larger one"
+def test_thresholds_are_valid_for_glibc():
+    assert MIN_MMAP_THRESHOLD < MAX_MMAP_THRESHOLD <= 32 * MIB, "glibc accepts no larger threshold"
 
 
-def test_it_keeps_nothing_while_anybody_forbids_it_and_is_there(heap):
-    heap.set_caching(True, ME)
+def test_caching_is_forbidden_while_any_requester_forbids_it(heap):
+    heap.set_caching(True, REQUESTER)
     assert heap.caching
-    one, other = Someone(), Someone()
+    one, other = Requester(), Requester()
     heap.set_caching(False, one)
     heap.set_caching(False, other)
     heap.set_caching(True, one)
-    assert not heap.caching and heap._caching_forbidden, "the other has not allowed it"
+    assert not heap.caching and heap._caching_forbidden, "the other requester still forbids it"
     del other
-    heap.set_caching(True, ME)
+    heap.set_caching(True, REQUESTER)
     assert heap.caching and not heap._fillers
 
 
-def test_under_another_allocator_nothing_is_plugged(monkeypatch):
+def test_unsupported_allocator_is_left_alone(monkeypatch):
     heap = MallocHeap()
     monkeypatch.setattr(heap, "_supported", False)
-    heap.set_caching(False, ME)
+    heap.set_caching(False, REQUESTER)
     assert heap.caching and heap._fillers == []
     heap.trim()
 
 
-def test_that_another_allocator_was_loaded_is_noticed(monkeypatch):
-    """glibc's figures don't change then, whatever is taken."""
+def test_other_allocator_is_detected(monkeypatch):
+    """glibc's statistics do not change if another allocator serves malloc."""
 
     class Library:
         def __init__(self):
@@ -121,12 +121,12 @@ def test_that_another_allocator_was_loaded_is_noticed(monkeypatch):
     monkeypatch.setattr("patrickstar._memory.malloc_tuning.ctypes.CDLL", lambda name: Library())
     heap = MallocHeap()
     assert not heap._supported
-    heap.set_caching(False, ME)
+    heap.set_caching(False, REQUESTER)
     assert heap._fillers == []
 
 
 class SimpleFunction:
-    """A function of a library, which has types."""
+    """Library function with settable types."""
 
     def __init__(self, call):
         self.call = call
