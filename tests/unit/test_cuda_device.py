@@ -128,9 +128,7 @@ def test_blocks_stay_within_one_registration(fake_cuda: FakeCuda, small_registra
     assert blocks[1].start == 0
     arena.close()
     unlocked = HostArena(12 * PAGE)
-    assert [unlocked.allocate(3 * PAGE).start // PAGE for _ in range(3)] == [0, 3, 6], (
-        "there are no registrations"
-    )
+    assert [unlocked.allocate(3 * PAGE).start // PAGE for _ in range(3)] == [0, 3, 6], "there are no registrations"
 
 
 def test_refused_page_lock_is_a_budget_error(fake_cuda: FakeCuda, small_registrations, monkeypatch):

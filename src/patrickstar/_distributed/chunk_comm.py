@@ -23,9 +23,8 @@ class ShardOwner(Protocol):
     def begin_reduction(self, index: int, ranks: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
         """Prepare the reduction of a chunk's gradients from these ranks.
 
-        Returns:
-            This process's gradients of the whole chunk, zero where missing (None if its rank is not among `ranks`);
-            the target for the sum of its shard; and the chunk that holds the target.
+        Return this process's gradients of the whole chunk, zero where missing (None if its rank is not among `ranks`);
+        the target for the sum of its shard; and the chunk that holds the target.
         """
         ...
 

@@ -58,9 +58,8 @@ class World:
     def find(cls, device: torch.device) -> "World | None":
         """Return the world that torchrun or the script has set up; None for a single process.
 
-        Raises:
-            ConfigError: torch.distributed and the environment disagree on the number of processes, or the process
-                group can't be initialised.
+        Raises ConfigError if torch.distributed and the environment disagree on the number of processes, or if the
+        process group can't be initialised.
         """
         world_size = os.environ.get("WORLD_SIZE")
         if not dist.is_available() or (not dist.is_initialized() and (world_size is None or "RANK" not in os.environ)):

@@ -94,8 +94,7 @@ class CudaDevice:
     def lock(self, address: int, nbytes: int) -> list[int]:
         """Page-lock host memory in registrations of at most `LOCK_BYTES`; return their addresses.
 
-        Raises:
-            BudgetError: the driver refused; nothing is locked.
+        Raises BudgetError if the driver refuses; nothing is locked then.
         """
         locked: list[int] = []
         with torch.cuda.device(self.index):

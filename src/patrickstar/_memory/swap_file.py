@@ -40,17 +40,10 @@ def round_up(nbytes: int) -> int:
 
 
 class SwapFile:
-    """Unnamed file that ends with its process.
+    """Unnamed file in `directory` that ends with its process; `nbytes` are reserved on the disk at once.
 
-    Args:
-        directory: directory of the file.
-        nbytes: bytes reserved on the disk at once.
-        checksums: keep the hash of every page in memory, and compare it when the page is read.
-        capacity_bytes: size limit of the file.
-
-    Raises:
-        DiskError: the file can't be created, or the disk is full.
-        BudgetError: `nbytes` exceeds `capacity_bytes`.
+    It never exceeds `capacity_bytes`. With `checksums`, the hash of every page is kept in memory and compared at reads.
+    Raises DiskError if the file can't be created or the disk is full, BudgetError if `nbytes` exceeds the capacity.
     """
 
     def __init__(
@@ -135,16 +128,10 @@ class SwapFile:
     # Pages
 
     def read(self, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
-        """Read the page of `nbytes` at `offset`; any number of threads may read and write concurrently.
+        """Read the page of `nbytes` at `offset`; threads may read and write concurrently.
 
-        Args:
-            offset: multiple of BLOCK_BYTES.
-            buffer: bytes at an address that is a multiple of BLOCK_BYTES, as long as whole blocks (also in `write`).
-            nbytes: length of the page as written.
-            label: name of the data in errors.
-
-        Raises:
-            DiskError: the read failed, the file is too short, or the bytes differ from those written.
+        `buffer` consists of whole blocks at an address that is a multiple of BLOCK_BYTES, as in `write`. Raises
+        DiskError if the read fails, the file is too short, or the bytes differ from those written.
         """
         with self._using("read", offset, nbytes, label):
             self._move(os.preadv, "read", offset, buffer, nbytes, label)

@@ -148,12 +148,7 @@ class Tracer:
         return measured
 
     def begin_moment(self, chunks: tuple[int, ...], belongs: bool) -> None:
-        """Begin a moment at an operator boundary.
-
-        Args:
-            chunks: chunks about to be accessed; empty when an operator has ended.
-            belongs: True if the operator is part of the open iteration.
-        """
+        """Begin a moment: an operator is about to access `chunks`, or has ended (empty `chunks`)."""
         if not (belongs or self.in_iteration_now) or self.open_key is None or self.mode is Mode.DEMAND:
             if self.mode is Mode.TRACE:
                 self._record_peak()

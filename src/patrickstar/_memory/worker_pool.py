@@ -58,10 +58,8 @@ class Transfer:
     def wait(self) -> None:
         """Wait until all jobs have ended; raise the first error of a job, at every call.
 
-        The first error cancels all queued jobs. The call may be interrupted and repeated.
-
-        Raises:
-            MoveError: a thread died, or queued jobs were cancelled.
+        The first error cancels all queued jobs. Raises MoveError if a thread died, or if queued jobs were cancelled.
+        May be interrupted and repeated.
         """
         while not self.done:
             if any(not thread.is_alive() for thread in self._queue.threads):
@@ -237,13 +235,8 @@ def _finalize(queue: _JobQueue, join_at_exit: Callable[[], None]) -> None:
 class WorkerPool:
     """Threads that run jobs, each with its own staging buffer.
 
-    Threads start at the first `submit`, and end at `close` or when the pool is collected.
-
-    Args:
-        threads: number of threads.
-        name: part of the threads' names.
-        stage_bytes: size of each staging buffer, a page-aligned uint8 tensor with undefined content.
-        begin: called first in each thread.
+    Threads start at the first `submit`, and end at `close` or when the pool is collected. Each calls `begin` first, and
+    passes to its jobs a page-aligned uint8 tensor of `stage_bytes` with undefined content.
     """
 
     def __init__(

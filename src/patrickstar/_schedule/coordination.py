@@ -54,13 +54,9 @@ class Request(IntEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """One process's message in a coordination step.
+    """Message of one process in a coordination step: its request, and its chunks with ready gradients.
 
-    Attributes:
-        request: the request.
-        chunk: global index of the chunk to gather (one numbering for all engines of a process).
-        ready: global indices of chunks with ready gradients.
-        engine: number of the engine that makes the request.
+    Chunk indices are global, in one numbering for all engines of a process; `engine` made the request.
     """
 
     request: Request
