@@ -1,4 +1,4 @@
-"""The disk tier's file against the disk: reads and writes by ScratchFile through Movers, and by a bare loop.
+"""The disk tier's file against the disk: reads and writes by SwapFile through a WorkerPool, and by a bare loop.
 
 python benchmarks/disk.py [--directory .] [--gib 1] [--threads 1 2 4] [--rounds 5]
 

@@ -49,14 +49,14 @@ def result(tensor: torch.Tensor, transfer) -> torch.Tensor:
 def test_a_gather_waits_for_what_computes_and_leaves_all_parts(begun):
     whole, values = torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE), numbers()
     busy()
-    begun.part(whole, CUTS).copy_(values)
+    begun.shard(whole, CUTS).copy_(values)
     assert torch.equal(result(whole, begun.gather(whole, CUTS)), values.cpu())
 
 
 def test_a_part_is_sent(begun):
     whole = numbers()
     expected = whole.cpu().clone()
-    own = begun.part(whole, CUTS).cpu()
+    own = begun.shard(whole, CUTS).cpu()
     assert torch.equal(result(whole, begun.send(own, whole, CUTS, [0])), expected)
 
 

@@ -167,7 +167,7 @@ def check_real_bytes(manager: ChunkManager, *more: Chunk) -> None:
     # Of no page there is more than one owner, and pages are whole.
     paged = [] if bank is None else [chunk for chunk in chunks if hasattr(chunk.memory, "range")]
     for chunk in paged:
-        taken = sum(piece.nbytes for piece in chunk.memory.range.pieces)
+        taken = sum(run.nbytes for run in chunk.memory.range.runs)
         parked = chunk.memory.range in bank._parked
         assert (taken if not parked else 0) == (round_up(chunk.nbytes) if chunk in above else 0), f"{chunk}"
     if bank is not None:

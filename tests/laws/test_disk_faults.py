@@ -115,7 +115,7 @@ def damage(engine):
 
 
 def kill(movers):
-    for thread in movers._board.threads:
+    for thread in movers._queue.threads:
         assert KILL(thread.ident, SystemExit, None) == 1
 
 
@@ -128,7 +128,7 @@ def kill_writers(engine):
 
 
 def kill_one(engine):
-    thread = engine._core.manager.disk_tier.readers._board.threads[0]
+    thread = engine._core.manager.disk_tier.readers._queue.threads[0]
     KILL(thread.ident, SystemExit, None)
 
 

@@ -92,7 +92,7 @@ def test_ranges_are_not_inherited_wherever_their_pages_have_moved():
     check()
     bank.commit(ranges[0])
     check()
-    bank.forget(ranges[1])
+    bank.release(ranges[1])
     check()
 
 

@@ -1,4 +1,4 @@
-"""A CUDA device's calls, against a fake of PyTorch's: threads, locked memory, the allocator, the default budget."""
+"""Test CUDA device calls against a fake of PyTorch's: threads, page-locked memory, allocator, default budget."""
 
 import gc
 import mmap
@@ -11,7 +11,7 @@ from fake_cuda import MIB, OUT_OF_MEMORY, FakeCuda, install
 
 from patrickstar._cli import doctor
 from patrickstar._memory import cuda_device as cuda_module
-from patrickstar._memory import host_arena as slab_module
+from patrickstar._memory import host_arena as arena_module
 from patrickstar._memory.cuda_device import PORTABLE, CudaDevice, allocator_settings, default_budget
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_arena import HostArena
@@ -28,66 +28,66 @@ PAGE = mmap.PAGESIZE
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
-    """PyTorch's calls, replaced."""
+    """Replace PyTorch's CUDA calls."""
     return install(monkeypatch)
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
-    """Registrations of four pages at most."""
-    for module in (cuda_module, slab_module):
+def small_registrations(monkeypatch):
+    """Limit registrations to four pages."""
+    for module in (cuda_module, arena_module):
         monkeypatch.setattr(module, "LOCK_BYTES", 4 * PAGE)
 
 
 # Threads
 
 
-def test_a_device_without_an_index_is_the_current_one(fake_cuda: FakeCuda):
+def test_device_without_an_index_is_the_current_one(fake_cuda: FakeCuda):
     fake_cuda.set_device(1)
     device = CudaDevice(torch.device("cuda"))
     fake_cuda.set_device(0)
     assert device.index == 1 and device.device == SECOND
 
 
-def test_every_worker_thread_begins_on_the_device(fake_cuda: FakeCuda):
+def test_worker_threads_start_on_the_device(fake_cuda: FakeCuda):
     seen = []
-    movers = WorkerPool(3, "begins", PAGE, Hardware(SECOND).enter_thread)
+    pool = WorkerPool(3, "begins", PAGE, Hardware(SECOND).enter_thread)
     barrier = threading.Barrier(3)
 
     def job(stage: torch.Tensor) -> None:
         barrier.wait(10)
         seen.append(fake_cuda.device)
 
-    movers.submit([job] * 3, "exp_avg[0]").wait()
-    movers.close()
+    pool.submit([job] * 3, "exp_avg[0]").wait()
+    pool.close()
     assert seen == [1, 1, 1], "a new thread's device is the first one until it is set"
     assert {(name, index) for name, index in fake_cuda.entered} == {(f"patrickstar-begins-{n}", 1) for n in range(3)}
-    assert fake_cuda.device == 0, "the calling thread's is its own affair"
+    assert fake_cuda.device == 0, "the calling thread's device is unchanged"
 
 
-def test_the_disk_tiers_threads_begin_on_the_device(fake_cuda: FakeCuda, tmp_path):
+def test_disk_threads_start_on_the_device(fake_cuda: FakeCuda, tmp_path):
     disk = Hardware(SECOND).disk(tmp_path, 1 << 16, PAGE, checksums=True, capacity_bytes=None)
-    for movers in (disk.readers, disk.writers):
-        movers.submit([lambda stage: None], "a page").wait()
+    for pool in (disk.readers, disk.writers):
+        pool.submit([lambda stage: None], "a page").wait()
     disk.close()
     assert {index for _, index in fake_cuda.entered} == {1}
     assert {name.rstrip("0123456789") for name, _ in fake_cuda.entered} == {"patrickstar-read-", "patrickstar-write-"}
 
 
-def test_two_devices_keep_apart(fake_cuda: FakeCuda):
+def test_two_devices_are_independent(fake_cuda: FakeCuda):
     first, second = Hardware(torch.device("cuda", 0)), Hardware(SECOND)
     first.enter_thread()
     assert fake_cuda.device == 0
     second.enter_thread()
     assert fake_cuda.device == 1
-    slab = HostArena(PAGE, first.cuda)
+    arena = HostArena(PAGE, first.cuda)
     assert fake_cuda.calls[0][:2] == ("register", 0)
-    slab.close()
-    assert fake_cuda.calls[1:] == [("synchronize", 0), ("unregister", 0, slab.memory.data_ptr())]
-    assert fake_cuda.device == 1, "the device of before is current again"
+    arena.close()
+    assert fake_cuda.calls[1:] == [("synchronize", 0), ("unregister", 0, arena.memory.data_ptr())]
+    assert fake_cuda.device == 1, "the previous device is current again"
 
 
-def test_a_cpu_has_no_calls_to_make():
+def test_cpu_makes_no_cuda_calls():
     hardware = Hardware(torch.device("cpu"))
     hardware.start()
     hardware.enter_thread()
@@ -98,42 +98,40 @@ def test_a_cpu_has_no_calls_to_make():
 # Page-locked memory
 
 
-def test_a_slab_is_locked_in_pieces_for_all_devices(fake_cuda: FakeCuda, small_pieces):
-    slab = HostArena(9 * PAGE + 100, CudaDevice(SECOND))
-    base = slab.memory.data_ptr()
-    assert slab.pinned
+def test_arena_is_page_locked_in_several_registrations(fake_cuda: FakeCuda, small_registrations):
+    arena = HostArena(9 * PAGE + 100, CudaDevice(SECOND))
+    base = arena.memory.data_ptr()
+    assert arena.pinned
     assert fake_cuda.calls == [
         ("register", 1, base, 4 * PAGE, PORTABLE),
         ("register", 1, base + 4 * PAGE, 4 * PAGE, PORTABLE),
         ("register", 1, base + 8 * PAGE, PAGE + 100, PORTABLE),
     ]
-    slab.close()
-    assert not slab.pinned and not fake_cuda.registered
+    arena.close()
+    assert not arena.pinned and not fake_cuda.registered
     calls = len(fake_cuda.calls)
-    slab.close()
-    assert len(fake_cuda.calls) == calls, "once is enough"
+    arena.close()
+    assert len(fake_cuda.calls) == calls, "a second close has no effect"
 
 
-def test_no_place_crosses_from_one_registration_into_the_next(fake_cuda: FakeCuda, small_pieces):
-    slab = HostArena(12 * PAGE, CudaDevice(SECOND))
-    locations = [slab.allocate(3 * PAGE) for _ in range(3)]
-    assert [place.start // PAGE for place in locations] == [0, 4, 8]
-    assert slab.allocate(3 * PAGE) is None
-    between = [slab.allocate(PAGE) for _ in range(3)]
-    assert [place.start // PAGE for place in between] == [3, 7, 11]
-    slab.free(between[0])
-    slab.free(locations[0])
-    slab.compact()
-    assert all(place.start // (4 * PAGE) == (place.end - 1) // (4 * PAGE) for place in slab._blocks)
-    assert locations[1].start == 0
-    slab.close()
+def test_blocks_stay_within_one_registration(fake_cuda: FakeCuda, small_registrations):
+    arena = HostArena(12 * PAGE, CudaDevice(SECOND))
+    blocks = [arena.allocate(3 * PAGE) for _ in range(3)]
+    assert [block.start // PAGE for block in blocks] == [0, 4, 8]
+    assert arena.allocate(3 * PAGE) is None
+    between = [arena.allocate(PAGE) for _ in range(3)]
+    assert [block.start // PAGE for block in between] == [3, 7, 11]
+    arena.free(between[0])
+    arena.free(blocks[0])
+    arena.compact()
+    assert all(block.start // (4 * PAGE) == (block.end - 1) // (4 * PAGE) for block in arena._blocks)
+    assert blocks[1].start == 0
+    arena.close()
     unlocked = HostArena(12 * PAGE)
-    assert [unlocked.allocate(3 * PAGE).start // PAGE for _ in range(3)] == [0, 3, 6], "nothing to keep apart"
+    assert [unlocked.allocate(3 * PAGE).start // PAGE for _ in range(3)] == [0, 3, 6], "there are no registrations"
 
 
-def test_a_driver_that_refuses_is_told_in_bytes_and_leaves_nothing_behind(
-    fake_cuda: FakeCuda, small_pieces, monkeypatch
-):
+def test_refused_page_lock_is_a_budget_error(fake_cuda: FakeCuda, small_registrations, monkeypatch):
     fake_cuda.lockable_bytes = 8 * PAGE
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", fake_cuda.launch)
@@ -150,11 +148,11 @@ def test_a_driver_that_refuses_is_told_in_bytes_and_leaves_nothing_behind(
     assert not fake_cuda.registered
 
 
-def test_a_slab_that_nobody_closes_is_unlocked_before_its_memory_goes(fake_cuda: FakeCuda):
-    slab = HostArena(PAGE, CudaDevice(SECOND))
-    view = slab.view(slab.allocate(64), torch.uint8)
+def test_collected_arena_is_unlocked_before_its_memory_is_freed(fake_cuda: FakeCuda):
+    arena = HostArena(PAGE, CudaDevice(SECOND))
+    view = arena.view(arena.allocate(64), torch.uint8)
     assert fake_cuda.registered
-    del slab
+    del arena
     gc.collect()
     assert fake_cuda.calls[-2:] == [("synchronize", 1), ("unregister", 1, view.data_ptr())]
     view.fill_(3)
@@ -164,7 +162,7 @@ def test_a_slab_that_nobody_closes_is_unlocked_before_its_memory_goes(fake_cuda:
 # The allocator
 
 
-def test_the_meter_reads_allocated_bytes_and_their_peak(fake_cuda: FakeCuda, monkeypatch):
+def test_meter_reads_allocated_bytes_and_their_peak(fake_cuda: FakeCuda, monkeypatch):
     fake_cuda.allocated = {"allocated": 100 * MIB, "reserved": 130 * MIB, "inactive_split": 7 * MIB}
     meter = CudaMeter(SECOND)
     assert meter.now(40 * MIB) == 60 * MIB and meter.now(1 << 40) == 0
@@ -177,7 +175,7 @@ def test_the_meter_reads_allocated_bytes_and_their_peak(fake_cuda: FakeCuda, mon
     assert all(str(nbytes * MIB) in report for nbytes in (100, 130, 7))
 
 
-def test_segments_become_expandable_unless_somebody_has_configured_the_allocator(fake_cuda: FakeCuda, monkeypatch):
+def test_segments_become_expandable_unless_configured(fake_cuda: FakeCuda, monkeypatch):
     device = CudaDevice(SECOND)
     assert device.use_expandable_segments() and fake_cuda.configured == ["expandable_segments:True"]
     assert not device.use_expandable_segments(), "configured by now"
@@ -193,7 +191,7 @@ def test_segments_become_expandable_unless_somebody_has_configured_the_allocator
     assert fake_cuda.configured == ["expandable_segments:True"]
 
 
-def test_a_step_in_which_the_allocator_tried_again_is_a_warning_once(fake_cuda: FakeCuda):
+def test_allocator_retries_warn_once(fake_cuda: FakeCuda):
     nothing = SimpleNamespace(peak=0, other_peak=0, reset_peak=lambda: None, reset_peaks=lambda: None)
     hardware = Hardware(SECOND)
     manager = SimpleNamespace(
@@ -208,7 +206,7 @@ def test_a_step_in_which_the_allocator_tried_again_is_a_warning_once(fake_cuda: 
     fake_cuda.retries = 4
     stats = Stats(_retries=hardware.allocator_stats().retries)
     stats.close_step(manager, False, 1.0, 0)
-    assert stats.last.allocator_retries == 0, "those before were not its own"
+    assert stats.last.allocator_retries == 0, "earlier retries do not count"
     fake_cuda.retries, fake_cuda.allocated["reserved"], fake_cuda.allocated["inactive_split"] = 6, 900, 30
     with pytest.warns(UserWarning, match=r"no memory left 2 times.*5000 bytes.*900 bytes.*Lower device_memory"):
         stats.close_step(manager, False, 1.0, 0)
@@ -232,18 +230,18 @@ def test_a_step_in_which_the_allocator_tried_again_is_a_warning_once(fake_cuda: 
         (0, False, 0),
     ],
 )
-def test_the_default_budget_leaves_room_for_what_no_budget_counts(free_bytes, several, expected):
+def test_default_budget_leaves_a_margin(free_bytes, several, expected):
     assert default_budget(free_bytes, several) == expected
     assert default_budget(free_bytes, several) <= default_budget(free_bytes)
 
 
-def test_it_counts_what_the_allocator_holds_as_free(fake_cuda: FakeCuda):
+def test_reserved_memory_counts_as_free(fake_cuda: FakeCuda):
     fake_cuda.free_bytes, fake_cuda.allocated["reserved"] = 10 * GIB, 6 * GIB
     assert Hardware(SECOND).device_bytes() == default_budget(16 * GIB)
     assert Hardware(SECOND).device_bytes(several=True) == default_budget(16 * GIB, several=True)
 
 
-def test_doctor_says_the_default_budget_and_why(fake_cuda: FakeCuda, monkeypatch):
+def test_doctor_reports_the_default_budget(fake_cuda: FakeCuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     first, second = doctor._gpus()

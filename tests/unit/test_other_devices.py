@@ -25,7 +25,7 @@ def test_a_checkpoints_file_copies_by_pytorch(tmp_path):
 def test_the_disk_tier_moves_memory_of_the_host_and_of_cuda_alone(tmp_path, call):
     tier = DiskTier(SwapFile(tmp_path, 4096))
     chunk = Chunk("param16", 0, 1024, "float32", META)
-    tier.place(chunk)
+    tier.reserve(chunk)
     with pytest.raises((RuntimeError, ValueError, AssertionError)):
         call(tier, chunk, 0, torch.empty(4096, dtype=torch.uint8, device=META)).wait()
     tier.close()

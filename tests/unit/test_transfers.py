@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from patrickstar._distributed.chunk_comm import NOTHING, PendingReduction
+from patrickstar._distributed.chunk_comm import COMPLETED, PendingReduction
 from patrickstar._distributed.collectives import CollectiveTransfer
 from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedClock
 from patrickstar._memory import copy_streams
@@ -32,11 +32,11 @@ class ChunkComm:
         self.cancelled: list[int] = []
 
     def negotiate(self, want: object) -> None:
-        self.reduction_of[0].begun = NOTHING
+        self.reduction_of[0].collective = COMPLETED
 
     def cancel_reduction(self, index: int) -> None:
         self.cancelled.append(index)
-        self.reduction_of[0].begun = NOTHING
+        self.reduction_of[0].collective = COMPLETED
 
 
 class Chunk:
@@ -80,7 +80,7 @@ KINDS = [on_a_stream, on_a_thread, on_a_simulated_channel, of_a_collective, of_g
 @pytest.mark.parametrize("end", ["wait", "cancel", "prioritize and wait"])
 def test_every_transfer_has_a_name_and_can_be_prioritized_cancelled_and_waited_for(make, end):
     transfer = make()
-    assert "param16[7]" in repr(transfer) and "param16[7]" in transfer.what
+    assert "param16[7]" in repr(transfer) and "param16[7]" in transfer.label
     if end.startswith("prioritize"):
         transfer.prioritize()
     if end == "cancel":
@@ -92,10 +92,10 @@ def test_every_transfer_has_a_name_and_can_be_prioritized_cancelled_and_waited_f
 
 
 def test_empty_transfer_is_done():
-    assert NOTHING.done and "nothing" in repr(NOTHING)
-    for call in (NOTHING.prioritize, NOTHING.cancel, NOTHING.wait):
+    assert COMPLETED.done and "nothing" in repr(COMPLETED)
+    for call in (COMPLETED.prioritize, COMPLETED.cancel, COMPLETED.wait):
         call()
-    assert NOTHING.done
+    assert COMPLETED.done
 
 
 def test_repr_of_a_stream_transfer_shows_its_state():

@@ -1,4 +1,4 @@
-"""cuBLAS workspaces: counted before memory is planned, against a fake of PyTorch's CUDA calls."""
+"""Test the measurement of cuBLAS workspaces against a fake of PyTorch's CUDA calls."""
 
 import pytest
 import torch
@@ -14,44 +14,44 @@ SECOND = torch.device("cuda", 1)
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
-    """PyTorch's calls, replaced."""
+    """Replace PyTorch's CUDA calls."""
     return install(monkeypatch)
 
 
 @pytest.fixture
 def multiplied(fake_cuda: FakeCuda, monkeypatch):
-    """Products of matrices, of which each thread's first takes a workspace. Returns the threads that have theirs."""
-    having: set[str] = set()
+    """Fake matrix products; each thread's first allocates a workspace. Return the threads that have one."""
+    threads: set[str] = set()
     monkeypatch.setattr(workspaces, "_known", {})
     monkeypatch.setattr(torch, "ones", lambda *size, device, **options: torch.zeros(*size, **options))
 
     def product(x, weight, bias):
-        if "here" not in having:
+        if "caller" not in threads:
             fake_cuda.allocated["allocated"] += 32 * MIB
-            having.add("here")
+            threads.add("caller")
         return x @ weight
 
     def grad(out, weight):
-        if "backward" not in having:
+        if "backward" not in threads:
             fake_cuda.allocated["allocated"] += 32 * MIB
-            having.add("backward")
+            threads.add("backward")
 
     monkeypatch.setattr(workspaces, "_product", product)
     monkeypatch.setattr(torch.autograd, "grad", grad)
-    return having
+    return threads
 
 
-@pytest.mark.parametrize("before", [(), ("here",), ("backward",), ("here", "backward")])
-def test_workspaces_of_both_threads_count_whoever_made_them(fake_cuda: FakeCuda, multiplied, before):
+@pytest.mark.parametrize("before", [(), ("caller",), ("backward",), ("caller", "backward")])
+def test_workspaces_of_both_threads_count(fake_cuda: FakeCuda, multiplied, before):
     multiplied.update(before)
     hardware = Hardware(SECOND)
     with torch.no_grad():
         assert hardware.library_bytes(torch.bfloat16) == 64 * MIB
-    assert multiplied == {"here", "backward"}
-    assert hardware.library_bytes(torch.float32) == 64 * MIB, "there is nothing to see the second time"
+    assert multiplied == {"caller", "backward"}
+    assert hardware.library_bytes(torch.float32) == 64 * MIB, "the second call measures no difference"
     multiplied.clear()
     with torch.inference_mode():
-        assert Hardware(SECOND).library_bytes(torch.float16) == 64 * MIB, "somebody cleared them"
+        assert Hardware(SECOND).library_bytes(torch.float16) == 64 * MIB, "the workspaces were cleared"
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def test_workspaces_of_both_threads_count_whoever_made_them(fake_cuda: FakeCuda,
         (":0:0", (9, 0), 0),
     ],
 )
-def test_a_workspace_has_the_size_of_pytorchs_rule(fake_cuda: FakeCuda, monkeypatch, config, capability, expected):
+def test_workspace_size_follows_pytorchs_rule(fake_cuda: FakeCuda, monkeypatch, config, capability, expected):
     if config is not None:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     assert workspaces.workspace_bytes(CudaDevice(SECOND)) == expected
 
 
-def test_a_full_device_is_a_budget_error(fake_cuda: FakeCuda, monkeypatch):
+def test_full_device_is_a_budget_error(fake_cuda: FakeCuda, monkeypatch):
     def full(*size, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -82,8 +82,8 @@ def test_a_full_device_is_a_budget_error(fake_cuda: FakeCuda, monkeypatch):
         Hardware(SECOND).library_bytes(torch.bfloat16)
 
 
-def test_the_products_of_the_warm_up_are_differentiable():
-    """By themselves, on a CPU: their shapes fit."""
+def test_products_are_differentiable():
+    """Run the real products on a CPU, to check their shapes."""
     weight = torch.ones(4, 4, requires_grad=True)
     (grad,) = torch.autograd.grad(workspaces._product(torch.ones(4, 4), weight, torch.ones(4)).sum(), weight)
     assert grad.shape == (4, 4)

@@ -1,1 +1,1 @@
-"""Groups of processes over torch.distributed: who they are, and collectives on chunks (PatrickStar §7)."""
+"""Process groups over torch.distributed, and collectives on chunks (PatrickStar §7)."""

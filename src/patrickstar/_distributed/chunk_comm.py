@@ -1,4 +1,4 @@
-"""What one process has to do with the others: gathers and reductions of chunks, in rounds."""
+"""Communication of one engine with other processes: gathers and reductions of chunks, in coordination steps."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,144 +14,144 @@ from patrickstar.errors import PeerError
 
 
 class ShardOwner(Protocol):
-    """Has this process's parts of chunks."""
+    """Owner of this process's shards of chunks."""
 
     def parameters(self, index: int) -> torch.Tensor:
-        """The part of a chunk that this process owns, parameters in it, where it lies."""
+        """Return the `param16` shard of a chunk that this process owns, on its current tier."""
         ...
 
     def begin_reduction(self, index: int, ranks: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
-        """Gradients of these ranks will be added up.
+        """Prepare the reduction of a chunk's gradients from these ranks.
 
-        Returns this process's own, of the whole chunk and zero where there are none, if it is one of them; where the
-        sum of its part goes; and the chunk that this lies in.
+        Return this process's gradients of the whole chunk, zero where missing (None if its rank is not among `ranks`);
+        the target for the sum of its shard; and the chunk that holds the target.
         """
         ...
 
 
 class PendingReduction(Transfer):
-    """Gradients of a chunk on their way to its owners: first the processes have to agree on it."""
+    """Reduction of a chunk's gradients, which starts once the processes have agreed on it."""
 
     def __init__(self, comm: "ChunkComm", chunk: Chunk) -> None:
-        self.what = f"gradients of {chunk}"
+        self.label = f"gradients of {chunk}"
         self.comm = comm
         self.chunk = chunk
-        self.begun: Transfer | None = None
+        self.collective: Transfer | None = None
 
     @property
     def done(self) -> bool:
-        return self.begun is not None and self.begun.done
+        return self.collective is not None and self.collective.done
 
     def wait(self) -> None:
-        while self.begun is None:
-            self.comm.negotiate(Request.ROOM)
-        self.begun.wait()
+        while self.collective is None:
+            self.comm.negotiate(Request.MEMORY)
+        self.collective.wait()
 
     def prioritize(self) -> None:
-        """Who waits comes for it."""
+        """Do nothing: `wait` negotiates the reduction."""
 
     def cancel(self) -> None:
-        """It is not asked for any more, or ends."""
-        if self.begun is None:
+        """Withdraw the request, or wait for a reduction that has started."""
+        if self.collective is None:
             self.comm.cancel_reduction(self.chunk.index)
         else:
-            self.begun.cancel()
+            self.collective.cancel()
 
 
 class _CompletedTransfer(Transfer):
-    """What was taken back has ended."""
+    """Transfer that is complete from the start, for a withdrawn request."""
 
     def __init__(self) -> None:
-        self.what = "nothing"
+        self.label = "nothing"
 
     @property
     def done(self) -> bool:
         return True
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing."""
 
     def prioritize(self) -> None:
-        """There is nothing to hasten."""
+        """Do nothing."""
 
     def cancel(self) -> None:
-        """There is nothing to drop."""
+        """Do nothing."""
 
 
-NOTHING = _CompletedTransfer()
+COMPLETED = _CompletedTransfer()
 
 
 class ChunkComm:
-    """The other processes, as one engine sees them."""
+    """Communication of one engine with the other processes."""
 
-    def __init__(self, rounds: Coordinator, shard_bounds: dict[int, tuple[int, ...]]) -> None:
-        self.coordinator = rounds
-        self.world = rounds.world
-        self.collectives = rounds.collectives
+    def __init__(self, coordinator: Coordinator, shard_bounds: dict[int, tuple[int, ...]]) -> None:
+        self.coordinator = coordinator
+        self.world = coordinator.world
+        self.collectives = coordinator.collectives
         self.shard_bounds = shard_bounds
-        """Of each chunk where its owners' parts begin."""
+        """Bounds of the owners' shards, by chunk index."""
         self.counters = TransferCounters()
-        """Where bytes are counted."""
+        """Counters of sent bytes; shared with the chunk manager."""
         self.owner: ShardOwner | None = None
-        self.number = rounds.join(self)
+        self.number = coordinator.join(self)
         self.world.users += 1
-        self._ready: dict[int, PendingReduction] = {}
-        """Gradients that wait for the others'."""
+        self._pending: dict[int, PendingReduction] = {}
+        """Requested reductions that have not started, by chunk index."""
         self._left = False
-        self._wanted: Chunk | None = None
+        self._gather_target: Chunk | None = None
         self._gathering: Transfer | None = None
 
     @property
     def serving(self) -> bool:
-        """Whether something is being done for other processes, which can't wait for them."""
+        """True while an agreement is executed; no negotiation is possible then."""
         return self.coordinator.serving
 
     def gather(self, chunk: Chunk) -> Transfer:
-        """Begin to have a whole chunk on the device, whose memory it has taken."""
-        self._wanted, self._gathering = chunk, None
-        chunk.pins += 1  # what is done for others meanwhile must not have it leave
+        """Start to gather a whole chunk into its device memory."""
+        self._gather_target, self._gathering = chunk, None
+        chunk.pins += 1  # serving other processes meanwhile must not evict it
         try:
             while self._gathering is None:
                 self.negotiate(Request.GATHER, chunk.index)
             return self._gathering
         finally:
             chunk.pins -= 1
-            self._wanted = self._gathering = None
+            self._gather_target = self._gathering = None
 
     def reduce(self, chunk: Chunk) -> Transfer:
-        """Have the gradients over a chunk averaged, as soon as the others have theirs."""
-        found = self._ready[chunk.index] = PendingReduction(self, chunk)
+        """Request the reduction of a chunk's gradients, once those of the other processes are ready."""
+        reduction = self._pending[chunk.index] = PendingReduction(self, chunk)
         self.coordinator.ready.add(self._global_index(chunk.index))
         self.negotiate(Request.NOTHING)
-        return found
+        return reduction
 
     def cancel_reduction(self, index: int) -> None:
-        """Have gradients of a chunk not averaged, unless that has begun."""
-        waiting = self._unmark_ready(index)
-        if waiting is not None:
-            waiting.begun = NOTHING
+        """Withdraw the reduction of a chunk's gradients, unless it has started."""
+        withdrawn = self._unmark_ready(index)
+        if withdrawn is not None:
+            withdrawn.collective = COMPLETED
 
-    def synchronize_processes(self, want: Request) -> None:
-        """Wait until all have come for the same; whatever gradients there are is being reduced then."""
-        while not self.negotiate(want).met:
+    def synchronize_processes(self, request: Request) -> None:
+        """Wait until all processes make the same request; the reduction of all ready gradients has started then."""
+        while not self.negotiate(request).synchronized:
             pass
 
-    def negotiate(self, want: Request, index: int = -1) -> Agreement:
-        """Take part in one round."""
+    def negotiate(self, request: Request, index: int = -1) -> Agreement:
+        """Take part in one coordination step."""
         if self._left:
-            raise PeerError("this engine is being closed, and waits for no other process any more")
+            raise PeerError("this engine is being closed and no longer communicates with other processes")
         self.counters.rounds += 1
-        return self.coordinator.negotiate(want, self.number, index)
+        return self.coordinator.negotiate(request, self.number, index)
 
-    def leave(self, why: str) -> None:
-        """Take part in nothing any more: what waits for the others waits in vain."""
+    def leave(self, reason: str) -> None:
+        """Announce the reason, and refuse to communicate from now on."""
         if not self._left:
             self._left = True
-            self.world.announce(why)
+            self.world.announce(reason)
 
     def close(self) -> None:
-        """Give what was made for it back."""
-        for index in list(self._ready):
+        """Withdraw pending reductions, and release the process group."""
+        for index in list(self._pending):
             self.cancel_reduction(index)
         self.world.users -= 1
         self.world.close()
@@ -161,32 +161,32 @@ class ChunkComm:
 
     def _unmark_ready(self, index: int) -> PendingReduction | None:
         self.coordinator.ready.discard(self._global_index(index))
-        return self._ready.pop(index, None)
+        return self._pending.pop(index, None)
 
-    # What a round has agreed on
+    # Execution of agreements
 
     def start_reduction(self, index: int, ranks: tuple[int, ...]) -> None:
-        """Begin to add up the gradients that these ranks have."""
+        """Start to reduce the gradients of a chunk from these ranks."""
         assert self.owner is not None
-        mine = self._unmark_ready(index)
+        own = self._unmark_ready(index)
         whole, target, chunk = self.owner.begin_reduction(index, ranks)
         transfer = self.collectives.reduce(whole, target, self.shard_bounds[index], ranks)
         chunk.h2d_transfer = transfer
-        if mine is not None:
-            mine.begun = transfer
+        if own is not None:
+            own.collective = transfer
         if whole is not None:
             self.counters.reduced_bytes += (whole.numel() - target.numel()) * target.dtype.itemsize
 
     def start_gather(self, index: int, ranks: tuple[int, ...]) -> None:
-        """Begin to give these ranks all of a chunk."""
+        """Start to gather a chunk on these ranks."""
         assert self.owner is not None
         me, shard_bounds = self.world.rank, self.shard_bounds[index]
         own = self.owner.parameters(index)
         whole = None
         if me in ranks:
-            assert self._wanted is not None
-            whole = self._wanted.on_device(self._wanted.whole)
-            self.collectives.part(whole, shard_bounds).copy_(own)
+            assert self._gather_target is not None
+            whole = self._gather_target.on_device(self._gather_target.whole)
+            self.collectives.shard(whole, shard_bounds).copy_(own)
             self.counters.h2d_bytes += own.nbytes
         if len(ranks) == self.world.size:
             assert whole is not None
@@ -195,5 +195,5 @@ class ChunkComm:
             sending = self.collectives.send(own, whole, shard_bounds, ranks)
             if whole is not None:
                 self._gathering = sending
-            sending.wait()  # its source may change as soon as this process goes on
+            sending.wait()  # the source may change as soon as this process continues
         self.counters.gathered_bytes += own.nbytes * (len(ranks) - (me in ranks))

@@ -1,4 +1,4 @@
-"""The rounds of one process: it says what it wants, hears the others, and does its part of what follows."""
+"""Coordination steps of one process: exchange requests with the others, and execute the agreement."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,79 +8,79 @@ import torch
 
 from patrickstar._distributed.collectives import Collectives, collectives
 from patrickstar._distributed.process_group import World
-from patrickstar._schedule.coordination import Agreement, Message, Request, outcome
+from patrickstar._schedule.coordination import Agreement, Message, Request, derive_agreement
 from patrickstar.errors import PeerError
 
 CHUNKS_PER_ENGINE = 1 << 20
-"""Chunks of all engines are numbered as one."""
-_AT_ONCE = 28
-"""Chunks with gradients that a word has room for; more are told in a second exchange. A word has 128 bytes."""
-_HEAD = 4
+"""Range of global chunk indices per engine."""
+_READY_PER_MESSAGE = 28
+"""Ready chunks in one message of 128 bytes; further ones need a second exchange."""
+_HEADER = 4
 
 
 class CoordinatedEngine(Protocol):
-    """An engine's side of the rounds: does what was agreed on, by chunk index and ranks."""
+    """Engine that executes agreements."""
 
     def start_reduction(self, index: int, ranks: tuple[int, ...]) -> None:
-        """Begin to add up the gradients that these ranks have."""
+        """Start to reduce the gradients of a chunk from these ranks."""
         ...
 
     def start_gather(self, index: int, ranks: tuple[int, ...]) -> None:
-        """Begin to give these ranks all of a chunk."""
+        """Start to gather a chunk on these ranks."""
         ...
 
 
 class Coordinator:
-    """See [Note: rounds]."""
+    """Runs the coordination steps of one process. See [Note: coordination steps]."""
 
     def __init__(self, world: World, collectives: Collectives) -> None:
         self.world = world
         self.collectives = collectives
-        """Of all engines: they too are one sequence."""
-        self.members: list[CoordinatedEngine] = []
+        """Shared by all engines: collectives are one sequence, too."""
+        self.engines: list[CoordinatedEngine] = []
         self.ready: set[int] = set()
-        """Chunks of all engines with gradients that wait for the others'."""
+        """Global indices of chunks whose gradients are ready to be reduced."""
         self.serving = False
-        """Whether what a round has agreed on is being done."""
+        """True while an agreement is executed."""
         self._broken = False
 
     @classmethod
     def of(cls, world: World, device: torch.device) -> "Coordinator":
-        """Those of a process; made when its first engine is."""
+        """Return the coordinator of a process; create it for the first engine."""
         if world.coordinator is None:
             world.coordinator = cls(world, collectives(world, device))
-        rounds: Coordinator = world.coordinator
-        return rounds
+        coordinator: Coordinator = world.coordinator
+        return coordinator
 
-    def join(self, member: CoordinatedEngine) -> int:
-        """A new engine's number; all processes make their engines in one order."""
-        self.members.append(member)
-        return len(self.members) - 1
+    def join(self, engine: CoordinatedEngine) -> int:
+        """Register a new engine and return its number; all processes create engines in one order."""
+        self.engines.append(engine)
+        return len(self.engines) - 1
 
-    def negotiate(self, want: Request, number: int, index: int = -1) -> Agreement:
-        """Take part in one round, for the engine of this number."""
+    def negotiate(self, request: Request, engine: int, index: int = -1) -> Agreement:
+        """Take part in one coordination step for an engine, given by its number."""
         if self._broken or self.serving:
             raise PeerError(
-                "this process can't speak to the others any more, since a collective failed on its way here"
+                "this process can't communicate with the others, since one of its collectives has failed"
                 if self._broken
-                else "what is done for another process would have to wait for that one: raise device_memory"
+                else "serving another process would require waiting for that process: raise device_memory"
             )
-        chunk = index if index < 0 else number * CHUNKS_PER_ENGINE + index
-        found = outcome(self._exchange(Message(want, chunk, frozenset(self.ready), number)))
+        requested = index if index < 0 else engine * CHUNKS_PER_ENGINE + index
+        agreement = derive_agreement(self._exchange(Message(request, requested, frozenset(self.ready), engine)))
         self.serving = True
         try:
             with self.collective_section():
-                for one, ranks in found.reduces:
-                    self.members[one // CHUNKS_PER_ENGINE].start_reduction(one % CHUNKS_PER_ENGINE, ranks)
-                for one, ranks in found.gathers:
-                    self.members[one // CHUNKS_PER_ENGINE].start_gather(one % CHUNKS_PER_ENGINE, ranks)
+                for chunk, ranks in agreement.reductions:
+                    self.engines[chunk // CHUNKS_PER_ENGINE].start_reduction(chunk % CHUNKS_PER_ENGINE, ranks)
+                for chunk, ranks in agreement.gathers:
+                    self.engines[chunk // CHUNKS_PER_ENGINE].start_gather(chunk % CHUNKS_PER_ENGINE, ranks)
         finally:
             self.serving = False
-        return found
+        return agreement
 
     @contextmanager
     def collective_section(self) -> Iterator[None]:
-        """What happens inside was agreed on, and the others have begun it: an error here ends it for all."""
+        """Report an error inside to all processes: the others have started the same collective."""
         try:
             yield
         except Exception as error:
@@ -90,18 +90,20 @@ class Coordinator:
                 raise
             raise PeerError(f"rank {self.world.rank} can't do its part of a collective: {error}") from error
 
-    def _exchange(self, word: Message) -> list[Message]:
-        ready = sorted(word.ready)
-        said = torch.full((_HEAD + _AT_ONCE,), -1, dtype=torch.int32, device="cpu")
-        said[:_HEAD] = torch.tensor([word.want, word.chunk, word.engine, len(ready)], dtype=torch.int32, device="cpu")
+    def _exchange(self, message: Message) -> list[Message]:
+        ready = sorted(message.ready)
+        header = [message.request, message.chunk, message.engine, len(ready)]
+        own = torch.full((_HEADER + _READY_PER_MESSAGE,), -1, dtype=torch.int32, device="cpu")
+        own[:_HEADER] = torch.tensor(header, dtype=torch.int32, device="cpu")
         if ready:
-            said[_HEAD : _HEAD + min(len(ready), _AT_ONCE)] = torch.tensor(
-                ready[:_AT_ONCE], dtype=torch.int32, device="cpu"
+            own[_HEADER : _HEADER + min(len(ready), _READY_PER_MESSAGE)] = torch.tensor(
+                ready[:_READY_PER_MESSAGE], dtype=torch.int32, device="cpu"
             )
-        rows = self.world.all_gather(said).tolist()
+        rows = self.world.all_gather(own).tolist()
         longest = max(row[3] for row in rows)
-        if longest > _AT_ONCE:
+        if longest > _READY_PER_MESSAGE:
             rest = torch.full((longest,), -1, dtype=torch.int32, device="cpu")
             rest[: len(ready)] = torch.tensor(ready, dtype=torch.int32, device="cpu")
-            rows = [row[:_HEAD] + more for row, more in zip(rows, self.world.all_gather(rest).tolist(), strict=True)]
-        return [Message(Request(row[0]), row[1], frozenset(row[_HEAD : _HEAD + row[3]]), row[2]) for row in rows]
+            tails = self.world.all_gather(rest).tolist()
+            rows = [row[:_HEADER] + tail for row, tail in zip(rows, tails, strict=True)]
+        return [Message(Request(row[0]), row[1], frozenset(row[_HEADER : _HEADER + row[3]]), row[2]) for row in rows]

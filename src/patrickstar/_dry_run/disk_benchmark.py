@@ -41,7 +41,7 @@ def measure(directory: str | Path, chunk_bytes: int = CHUNK_BYTES) -> DiskRates:
     memory.random_()
     try:
         for chunk in chunks:
-            tier.place(chunk)
+            tier.reserve(chunk)
         write = sorted(_seconds(tier.write(chunk, 0, memory)) for chunk in chunks)
         read = sorted(_seconds(tier.read(chunk, 0, memory)) for chunk in chunks)
     finally:

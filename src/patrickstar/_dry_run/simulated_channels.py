@@ -18,12 +18,12 @@ class SimulatedTransfer(Transfer):
     def __init__(self, lane: "SimulatedChannel", nbytes: int, what: str) -> None:
         self.lane = lane
         self.nbytes = nbytes
-        self.what = what
+        self.label = what
         self.asked_at = lane.clock.now
         self.ends_at: float | None = None
 
     def __repr__(self) -> str:
-        return f"LaneTransfer({self.what!r}, {self.nbytes} bytes on {self.lane.name})"
+        return f"LaneTransfer({self.label!r}, {self.nbytes} bytes on {self.lane.name})"
 
     @property
     def done(self) -> bool:

@@ -78,7 +78,7 @@ class ChunkManager(DeviceEviction):
             chunk.host_valid = True
         else:
             assert self.disk_tier is not None, f"cannot place {chunk} on disk: there is no disk tier"
-            self.disk_tier.place(chunk)
+            self.disk_tier.reserve(chunk)
             chunk.disk_valid = True
         self.chunks[chunk.kind, chunk.index] = chunk
         if chunk.kind == PARAM16:
@@ -103,7 +103,7 @@ class ChunkManager(DeviceEviction):
             self.host_tier.free(chunk)
         chunk.memory.close()
         if self.disk_tier is not None:
-            self.disk_tier.forget(chunk)
+            self.disk_tier.release(chunk)
         del self.chunks[chunk.kind, chunk.index]
         if chunk.kind == PARAM16:
             del self.param16[chunk.index]

@@ -46,7 +46,7 @@ class ResizableStorage:
 
 
 class RemappedStorage:
-    """Address range that pages are remapped to and from. See [Note: pages that move]."""
+    """Address range that pages are remapped to and from. See [Note: movable pages]."""
 
     def __init__(self, nbytes: int, page_pool: PagePool) -> None:
         self.page_pool = page_pool
@@ -60,7 +60,7 @@ class RemappedStorage:
         self.page_pool.decommit(self.range)
 
     def close(self) -> None:
-        self.page_pool.forget(self.range)
+        self.page_pool.release(self.range)
 
 
 def device_memory(nbytes: int, device: torch.device, page_pool: PagePool | None) -> ChunkStorage:

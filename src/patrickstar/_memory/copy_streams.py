@@ -14,7 +14,7 @@ class StreamTransfer(Transfer):
     """Copy on a GPU stream. `order` makes the current stream wait for it; `wait` blocks the calling thread."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device, what: str) -> None:
-        self.what = what
+        self.label = what
         self.event = event
         self.device = device
 

@@ -77,7 +77,7 @@ class IODispatch:
         """Start to write a flat tensor of bytes over whole pages of a chunk, from byte offset `start`."""
         assert self.disk is not None, f"cannot write {chunk} to disk: there is no disk tier"
         self.check()
-        self.disk.place(chunk)
+        self.disk.reserve(chunk)
         self.counters.disk_write_bytes += source.numel()
         return self.disk.write(chunk, start, source)
 

@@ -1,8 +1,8 @@
-"""The heap of the process: what the C library keeps of memory that was freed.
+"""Tuning of glibc's malloc: control over the freed memory that the process heap caches.
 
-glibc takes large blocks from the system one by one, and gives each back when it is freed; smaller ones come from a heap
-that keeps what was freed. What is large grows by itself up to 32 MiB as such blocks are freed. Then tensors are made in
-memory that is already there, which is faster, and the process holds more than its tensors take.
+glibc maps each large block separately, and unmaps it when it is freed; smaller blocks come from a heap that caches
+freed memory. The threshold between them grows up to 32 MiB as large blocks are freed. Then tensors reuse cached memory,
+which is faster, and the process holds more memory than its tensors need.
 """
 
 import ctypes
@@ -10,14 +10,14 @@ from functools import cache
 from weakref import WeakSet
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Of mallopt: see its manual page."""
-LARGE_AT_FIRST = 128 << 10
-LARGE_AT_MOST = 32 << 20
-"""What glibc calls large when a process begins, and what it ends up with in one that trains."""
+"""Parameters of mallopt(3)."""
+MIN_MMAP_THRESHOLD = 128 << 10
+MAX_MMAP_THRESHOLD = 32 << 20
+"""Initial threshold of glibc for mapped blocks, and the one that it reaches in a training process."""
 
 
 class _Info(ctypes.Structure):
-    """glibc's struct mallinfo2. `hblks`: blocks that came from the system one by one; `fordblks`: free bytes."""
+    """glibc's struct mallinfo2. `hblks`: number of mapped blocks; `fordblks`: free bytes in the heap."""
 
     _fields_ = (
         ("_above", ctypes.c_size_t * 3),
@@ -29,76 +29,76 @@ class _Info(ctypes.Structure):
 
 
 class MallocHeap:
-    """glibc's. There is one in a process, whoever looks at it; under another C library nothing changes.
+    """glibc's process-wide heap; with another C library `set_caching` has no effect.
 
-    It keeps what is freed unless somebody forbids it, and as long as nobody does.
+    Freed memory is cached unless a requester forbids it.
     """
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None)
-        self._plugs: list[int] = []
-        self._no_caching: WeakSet[object] = WeakSet()
-        self._plugged = False
-        self._knows_plugs = hasattr(self._libc, "mallopt") and hasattr(self._libc, "mallinfo2")
-        if self._knows_plugs:
+        self._fillers: list[int] = []
+        self._forbidding: WeakSet[object] = WeakSet()
+        self._caching_forbidden = False
+        self._supported = hasattr(self._libc, "mallopt") and hasattr(self._libc, "mallinfo2")
+        if self._supported:
             self._libc.malloc.restype, self._libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
             self._libc.free.restype, self._libc.free.argtypes = None, [ctypes.c_void_p]
             self._libc.mallinfo2.restype, self._libc.mallinfo2.argtypes = _Info, []
-            # Where another allocator was loaded before it, glibc's figures are of a heap that nobody uses.
-            self._knows_plugs = self._take(2 * LARGE_AT_MOST) is None
+            # If another allocator was preloaded, glibc's statistics describe an unused heap.
+            self._supported = self._allocate_in_heap(2 * MAX_MMAP_THRESHOLD) is None
 
     @property
     def caching(self) -> bool:
-        """Whether freed memory may be kept."""
-        return not self._plugged
+        """True if freed memory may be cached."""
+        return not self._caching_forbidden
 
     def trim(self) -> None:
-        """Give what is kept back to the system, where the C library knows how."""
+        """Return cached memory to the system, if the C library supports it."""
         if hasattr(self._libc, "malloc_trim"):
             self._libc.malloc_trim(0)
 
-    def set_caching(self, allowed: bool, who: object) -> None:
-        """Whether, as far as `who` goes, blocks of up to 32 MiB may be kept when they are freed, or none of 128 KiB.
+    def set_caching(self, allowed: bool, requester: object) -> None:
+        """Allow or forbid, for one requester, that freed blocks of 128 KiB to 32 MiB are cached.
 
-        Kept ones make a step faster: the system clears every page that it hands out, which was measured to take 15 to
-        35 % of a step on a CPU. Whoever forbade it and is gone no longer counts when somebody next says so.
+        Caching makes a step faster: the system zeroes every page that it maps, which was measured to take 15 to 35 % of
+        a step on a CPU. A collected requester stops counting at the next call.
         """
         if allowed:
-            self._no_caching.discard(who)
+            self._forbidding.discard(requester)
         else:
-            self._no_caching.add(who)
-        forbidden = len(self._no_caching) > 0
-        if not self._knows_plugs or forbidden is self._plugged:
+            self._forbidding.add(requester)
+        forbidden = len(self._forbidding) > 0
+        if not self._supported or forbidden is self._caching_forbidden:
             return
-        self._plugged = forbidden
-        large = LARGE_AT_FIRST if forbidden else LARGE_AT_MOST
-        self._libc.mallopt(_MMAP_THRESHOLD, large)
-        # glibc's own rule: what lies free at the heap's end may be twice what is large.
-        self._libc.mallopt(_TRIM_THRESHOLD, 2 * large)
+        self._caching_forbidden = forbidden
+        threshold = MIN_MMAP_THRESHOLD if forbidden else MAX_MMAP_THRESHOLD
+        self._libc.mallopt(_MMAP_THRESHOLD, threshold)
+        # glibc's own rule: free memory at the heap's end may reach twice the mmap threshold.
+        self._libc.mallopt(_TRIM_THRESHOLD, 2 * threshold)
         if forbidden:
             self._fill_free_lists()
         else:
-            while self._plugs:
-                self._libc.free(self._plugs.pop())
+            while self._fillers:
+                self._libc.free(self._fillers.pop())
 
     def _fill_free_lists(self) -> None:
-        """Take what lies free in the heap, without touching it: a large block would go there, and be kept."""
+        """Allocate the heap's free blocks without touching them, or a large block would be placed and cached there."""
         self.trim()
-        size = LARGE_AT_MOST
-        room = self._libc.mallinfo2().fordblks
-        while size >= LARGE_AT_FIRST:
-            block = self._take(size) if size <= room else None
+        size = MAX_MMAP_THRESHOLD
+        free_bytes = self._libc.mallinfo2().fordblks
+        while size >= MIN_MMAP_THRESHOLD:
+            block = self._allocate_in_heap(size) if size <= free_bytes else None
             if block is None:
                 size //= 2
             else:
-                self._plugs.append(block)
-                room -= size
+                self._fillers.append(block)
+                free_bytes -= size
 
-    def _take(self, size: int) -> int | None:
-        """A block of the heap; None where it has no place, so that one would come from the system by itself."""
-        before = self._libc.mallinfo2().hblks
+    def _allocate_in_heap(self, size: int) -> int | None:
+        """Allocate a block inside the heap; return None if it would be mapped separately."""
+        mapped_before = self._libc.mallinfo2().hblks
         block: int | None = self._libc.malloc(size)
-        if block is not None and self._libc.mallinfo2().hblks == before:
+        if block is not None and self._libc.mallinfo2().hblks == mapped_before:
             return block
         self._libc.free(block)
         return None
@@ -106,5 +106,5 @@ class MallocHeap:
 
 @cache
 def process_heap() -> MallocHeap:
-    """The one of this process."""
+    """Return the heap of this process."""
     return MallocHeap()

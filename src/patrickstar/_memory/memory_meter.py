@@ -1,4 +1,4 @@
-"""Measuring non-model data: real usage less chunk bytes (PatrickStar §8.1)."""
+"""Meters of non-model data: measured usage minus chunk bytes (PatrickStar §8.1)."""
 
 import os
 import warnings
@@ -16,45 +16,45 @@ _RESET_PEAK = b"5"
 
 
 class Meter(Protocol):
-    """Tells how many bytes on the device are not in chunks. `chunk_bytes` is what the caller knows to be chunks."""
+    """Meter of the bytes on the device outside chunks; `chunk_bytes` is the caller's count of chunk bytes."""
 
     source: str
-    """What is measured, in words."""
+    """Description of the measured quantity."""
     counts_freed: bool
-    """Whether memory that was freed, but is kept for reuse, counts as used until `reclaim`."""
+    """True if freed memory that is cached for reuse counts as used until `reclaim`."""
 
     @property
     def caching(self) -> bool:
-        """Whether there may be such memory, as `set_caching` has it."""
+        """True if freed memory may be cached, as set by `set_caching`."""
         ...
 
     def calibrate(self, chunk_bytes: int) -> None:
-        """Take what is used now, beyond chunks, as nobody's: the libraries themselves."""
+        """Set the memory baseline: current usage beyond chunks, which belongs to the libraries."""
         ...
 
     def now(self, chunk_bytes: int) -> int:
-        """Non-model bytes at this moment."""
+        """Return the current non-model bytes."""
         ...
 
     def peak(self, chunk_bytes: int) -> int:
-        """The most non-model bytes since the last call of `restart`; no chunk may have come or gone in between."""
+        """Return the peak non-model bytes since `restart`; no chunk may be allocated or freed in between."""
         ...
 
     def restart(self) -> None:
-        """Forget the peak."""
+        """Reset the peak."""
         ...
 
     def reclaim(self) -> None:
-        """Have memory that was freed, but is kept for reuse, given back to the system where it counts as used."""
+        """Return cached freed memory to the system, if it counts as used."""
         ...
 
     def set_caching(self, allowed: bool) -> None:
-        """Whether memory that is freed from now on may be kept for reuse, where that counts as used."""
+        """Allow or forbid caching of freed memory, if it counts as used."""
         ...
 
 
 class CudaMeter:
-    """The CUDA caching allocator's own figures."""
+    """Meter that reads the statistics of the CUDA caching allocator."""
 
     source = "bytes allocated by the CUDA caching allocator"
     counts_freed = False
@@ -64,7 +64,7 @@ class CudaMeter:
         self._cuda = CudaDevice(device)
 
     def calibrate(self, chunk_bytes: int) -> None:
-        """Nothing to calibrate: the allocator counts tensors and workspaces only, whoever made them."""
+        """Do nothing: the allocator counts tensors and workspaces only."""
 
     def now(self, chunk_bytes: int) -> int:
         return max(0, self._cuda.allocated_bytes - chunk_bytes)
@@ -76,14 +76,14 @@ class CudaMeter:
         self._cuda.reset_peak()
 
     def reclaim(self) -> None:
-        """Cached blocks are not counted, and the allocator frees them by itself before it fails."""
+        """Do nothing: cached blocks are not counted, and the allocator frees them before it fails."""
 
     def set_caching(self, allowed: bool) -> None:
-        """Nor does it matter what is cached from now on."""
+        """Do nothing: cached blocks are not counted."""
 
 
 class _HeapMeter:
-    """Sees what the process's heap keeps of freed memory, and has it given back."""
+    """Meter that counts freed memory cached in the process heap, and can trim it."""
 
     counts_freed = True
 
@@ -99,9 +99,9 @@ class _HeapMeter:
 
 
 class ResidentMeter(_HeapMeter):
-    """Resident memory of the process as the kernel counts it, peaks included, above what it was at calibration."""
+    """Meter of resident memory above the baseline, including peaks, by the kernel's counters."""
 
-    source = "resident memory of the process less mapped files, peaks by the kernel's high-water mark"
+    source = "resident memory of the process minus mapped files, peaks by the kernel's high-water mark"
 
     def __init__(self) -> None:
         self.baseline_bytes = 0
@@ -115,7 +115,7 @@ class ResidentMeter(_HeapMeter):
 
     def _above_baseline(self, key: bytes, chunk_bytes: int) -> int:
         text = os.pread(self._status, 1 << 14, 0)
-        # Pages of libraries come in as their code is first run, and the system may take them back at any time.
+        # Library pages are loaded when their code first runs, and the system may reclaim them at any time.
         anonymous = _kib(text, key) - _kib(text, b"RssFile:")
         return max(0, anonymous * 1024 - self.baseline_bytes - chunk_bytes)
 
@@ -139,7 +139,7 @@ def _kib(status: bytes, key: bytes) -> int:
 
 
 class SampledMeter(_HeapMeter):
-    """Resident memory sampled at operator boundaries: what is left where the kernel keeps no resettable peak."""
+    """Meter of resident memory sampled at operator boundaries, for kernels without a resettable peak."""
 
     source = "resident memory of the process, sampled at operator boundaries (peaks inside operators are missed)"
 
@@ -156,11 +156,11 @@ class SampledMeter(_HeapMeter):
     peak = now
 
     def restart(self) -> None:
-        """A sample has no past."""
+        """Do nothing: a sample has no peak."""
 
 
 def default_meter(device: torch.device) -> Meter:
-    """The best meter this machine has for `device`."""
+    """Return the best meter for `device` on this machine."""
     if device.type == "cuda":
         return CudaMeter(device)
     if os.access(_CLEAR_REFS, os.W_OK):
@@ -170,7 +170,7 @@ def default_meter(device: torch.device) -> Meter:
 
 
 def installed_bytes(device: torch.device) -> int:
-    """What the machine has to give now: free memory of the GPU, or memory available to this process on a CPU."""
+    """Return the free memory of the GPU, or the memory available to this process on a CPU, in bytes."""
     if device.type == "cuda":
         return CudaDevice(device).free_bytes()
     available = psutil.virtual_memory().available

@@ -1,4 +1,4 @@
-"""The disk tier's file: places for chunks, read and written a page at a time past the page cache."""
+"""Swap file of the disk tier: chunks are read and written page by page with direct I/O."""
 
 import errno
 import fcntl
@@ -26,25 +26,24 @@ REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}
 
 Call = Callable[[int, Sequence[memoryview], int], int]
 
-# [Note: past the page cache]
-# What the page cache keeps is memory that no budget knows of, and what it has yet to write fails when nobody looks.
-# So pages go to the disk and come from it directly (O_DIRECT), straight between it and the caller's buffer. The price
-# is alignment: offsets, lengths and addresses are multiples of BLOCK_BYTES, and the last page of a place is moved up to
-# its last block's end. The flag is set after the file has been made: given to open(), some file systems refuse it and
-# leave the file behind.
+# [Note: direct I/O]
+# Memory of the page cache is outside every budget, and errors of its delayed writes are reported to no caller. So pages
+# are transferred directly (O_DIRECT) between the disk and the caller's buffer. This requires alignment: offsets,
+# lengths and addresses are multiples of BLOCK_BYTES, and the last page of an extent is transferred up to the end of its
+# last block. The flag is set after the file has been created: some file systems refuse it in open(), and leave the file
+# behind.
 
 
 def round_up(nbytes: int) -> int:
-    """`nbytes` up to the end of its last block."""
+    """Round up to whole blocks."""
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class SwapFile:
-    """A file without a name that ends with its process.
+    """Unnamed file in `directory` that ends with its process; `nbytes` are reserved on the disk at once.
 
-    `directory` is where it lies, and has to have room for `nbytes`, which are reserved at once. It never exceeds
-    `capacity_bytes`, if given. `checksums` has every page's hash kept in memory and compared when the page is read.
-    Raises DiskError if the file can't be made or the disk is full, BudgetError if `nbytes` exceed `capacity_bytes`.
+    It never exceeds `capacity_bytes`. With `checksums`, the hash of every page is kept in memory and compared at reads.
+    Raises DiskError if the file can't be created or the disk is full, BudgetError if `nbytes` exceeds the capacity.
     """
 
     def __init__(
@@ -57,11 +56,11 @@ class SwapFile:
         self.used_bytes = 0
         self.read_bytes = 0
         self.written_bytes = 0
-        self._sums: dict[int, tuple[int, int]] = {}  # offset of a page: its bytes and their hash
+        self._sums: dict[int, tuple[int, int]] = {}  # page offset: length and hash
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._given: dict[int, list[int]] = {}  # places that were given back, by their size
-        self._busy = 0
+        self._free_extents: dict[int, list[int]] = {}  # offsets of freed extents, by size
+        self._active_calls = 0
         self._closed = False
         self._check_capacity(round_up(nbytes), "the file")
         self._fd, self.path = self._make()
@@ -77,39 +76,39 @@ class SwapFile:
             raise
 
     def __repr__(self) -> str:
-        return f"ScratchFile({str(self.path)!r}, {self.nbytes} bytes)"
+        return f"SwapFile({str(self.path)!r}, {self.nbytes} bytes)"
 
-    # Places
+    # Extents
 
-    def reserve(self, nbytes: int, what: str) -> int:
-        """The offset of a new place for `nbytes`, which lies on the disk already; `what` is named in errors."""
+    def reserve(self, nbytes: int, label: str) -> int:
+        """Reserve an extent on the disk and return its offset; errors name the `label`."""
         with self._lock:
             if self._closed:
-                raise self._closed_error(what)
-            if given := self._given.get(round_up(nbytes)):
-                return given.pop()
-            at, end = self.used_bytes, self.used_bytes + round_up(nbytes)
-            self._check_capacity(end, what)
-            self._grow(end, what)
+                raise self._closed_error(label)
+            if freed := self._free_extents.get(round_up(nbytes)):
+                return freed.pop()
+            offset, end = self.used_bytes, self.used_bytes + round_up(nbytes)
+            self._check_capacity(end, label)
+            self._grow(end, label)
             self.used_bytes = end
-        return at
+        return offset
 
-    def free(self, at: int, nbytes: int) -> None:
-        """Give a place back, for another of its size."""
+    def free(self, offset: int, nbytes: int) -> None:
+        """Free an extent for reuse by another of its size."""
         with self._lock:
-            self._given.setdefault(round_up(nbytes), []).append(at)
+            self._free_extents.setdefault(round_up(nbytes), []).append(offset)
 
-    def _check_capacity(self, nbytes: int, what: str) -> None:
+    def _check_capacity(self, nbytes: int, label: str) -> None:
         if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
-            short = nbytes - self.capacity_bytes
+            missing = nbytes - self.capacity_bytes
             raise BudgetError(
-                f"{what} brings what lies on the disk to {nbytes} bytes, of a capacity of {self.capacity_bytes}; "
-                f"raise that (ps.Disk(capacity=...)) by at least {short} bytes ({format_size(short)})",
-                short,
+                f"{label} would grow the swap file to {nbytes} bytes, of a capacity of {self.capacity_bytes}; "
+                f"raise that (ps.Disk(capacity=...)) by at least {missing} bytes ({format_size(missing)})",
+                missing,
             )
 
-    def _grow(self, nbytes: int, what: str) -> None:
-        """Have the file reach to `nbytes`, all of them reserved."""
+    def _grow(self, nbytes: int, label: str) -> None:
+        """Grow the file to `nbytes`, reserved on the disk."""
         more = nbytes - self.nbytes
         if more <= 0:
             return
@@ -119,92 +118,91 @@ class SwapFile:
             except OSError as error:
                 if error.errno not in REFUSED:
                     raise
-                # A file system that can't reserve: a full disk shows when a page is written.
+                # The file system can't reserve; a full disk is found when a page is written.
                 os.ftruncate(self._fd, nbytes)
         except OSError as error:
-            os.ftruncate(self._fd, self.nbytes)  # what was reserved before it failed
-            raise self._no_space_error(error, self._fd, more, what) from error
+            os.ftruncate(self._fd, self.nbytes)  # release what was reserved before the failure
+            raise self._no_space_error(error, self._fd, more, label) from error
         self.nbytes = nbytes
 
     # Pages
 
-    def read(self, at: int, buffer: memoryview, nbytes: int, what: str) -> None:
-        """Fill `buffer` with the page of `nbytes` at offset `at`.
+    def read(self, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
+        """Read the page of `nbytes` at `offset`; threads may read and write concurrently.
 
-        `buffer` is bytes on an address that is a multiple of BLOCK_BYTES, and reaches to its last block's end, as for
-        `write`. Any number of threads may read and write at once. Raises DiskError, with `what` in it, if the system
-        can't, if the file ends, or if these are not the bytes that were written.
+        `buffer` consists of whole blocks at an address that is a multiple of BLOCK_BYTES, as in `write`. Raises
+        DiskError if the read fails, the file is too short, or the bytes differ from those written.
         """
-        with self._using("read", at, nbytes, what):
-            self._move(os.preadv, "read", at, buffer, nbytes, what)
+        with self._using("read", offset, nbytes, label):
+            self._move(os.preadv, "read", offset, buffer, nbytes, label)
             if self.checksums:
-                self._check_sum(at, buffer, nbytes, what)
+                self._check_sum(offset, buffer, nbytes, label)
             with self._lock:
                 self.read_bytes += nbytes
 
-    def write(self, at: int, buffer: memoryview, nbytes: int, what: str) -> None:
-        """Put the first `nbytes` of `buffer` at offset `at`. Raises DiskError if the system can't."""
-        with self._using("write", at, nbytes, what):
-            self._sums.pop(at, None)  # a write that fails leaves neither the old page nor the new one
+    def write(self, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
+        """Write the first `nbytes` of `buffer` at `offset`. Raises DiskError if the write fails."""
+        with self._using("write", offset, nbytes, label):
+            self._sums.pop(offset, None)  # a failed write leaves neither the old page nor the new one
             hashed = xxh3_64_intdigest(buffer[:nbytes]) if self.checksums else 0
-            self._move(os.pwritev, "write", at, buffer, nbytes, what)
+            self._move(os.pwritev, "write", offset, buffer, nbytes, label)
             with self._lock:
                 self.written_bytes += nbytes
                 if self.checksums:
-                    self._sums[at] = nbytes, hashed
+                    self._sums[offset] = nbytes, hashed
 
     def close(self) -> None:
-        """Give the disk's room back, once the threads that read and write have ended doing so."""
+        """Close the file, which frees its disk space, after all reads and writes have ended."""
         with self._lock:
             self._closed = True
-            # A descriptor closed while in use could become another file's in the middle of a write.
-            while self._busy:
+            # A descriptor closed while in use could be reused for another file in the middle of a write.
+            while self._active_calls:
                 self._idle.wait()
             self._close_fd()
 
-    def _move(self, call: Call, operation: str, at: int, buffer: memoryview, nbytes: int, what: str) -> None:
-        """Transfer all blocks of a page; the system may do it in parts."""
+    def _move(self, call: Call, operation: str, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
+        """Transfer all blocks of a page; the system may transfer them in parts."""
         length, done = round_up(nbytes), 0
         while done < length:
             try:
-                moved = call(self._fd, [buffer[done:length]], at + done)
+                moved = call(self._fd, [buffer[done:length]], offset + done)
             except OSError as error:
                 reason = f"{error.strerror} (errno {error.errno})"
-                raise self._failure(operation, at, nbytes, what, reason, error.errno in NO_SPACE) from error
+                raise self._io_error(operation, offset, nbytes, label, reason, error.errno in NO_SPACE) from error
             if self.direct:
-                moved -= moved % BLOCK_BYTES  # a part of a block is done again, and is none at the end of the file
+                moved -= moved % BLOCK_BYTES  # partial blocks are repeated; at the end of the file none remain
             if not moved:
-                reason = f"short {operation}, {done} of {length} bytes, as if the file had been cut"
-                raise self._failure(operation, at, nbytes, what, reason)
+                reason = f"short {operation}, {done} of {length} bytes, as if the file had been truncated"
+                raise self._io_error(operation, offset, nbytes, label, reason)
             done += moved
         if not self.direct:
-            os.posix_fadvise(self._fd, at, length, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
 
-    def _check_sum(self, at: int, buffer: memoryview, nbytes: int, what: str) -> None:
-        expected = self._sums.get(at)
+    def _check_sum(self, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
+        expected = self._sums.get(offset)
         if expected is None:
-            raise self._failure("read", at, nbytes, what, "nothing was written there")
+            raise self._io_error("read", offset, nbytes, label, "nothing was written there")
         if expected[0] != nbytes:
-            raise self._failure("read", at, nbytes, what, f"a page of {expected[0]} bytes was written there")
-        found = xxh3_64_intdigest(buffer[:nbytes])
-        if found != expected[1]:
-            reason = f"the page is damaged: checksum {expected[1]:016x} expected, {found:016x} found"
-            raise self._failure("read", at, nbytes, what, reason)
+            raise self._io_error("read", offset, nbytes, label, f"a page of {expected[0]} bytes was written there")
+        actual = xxh3_64_intdigest(buffer[:nbytes])
+        if actual != expected[1]:
+            reason = f"the page is damaged: checksum {expected[1]:016x} expected, {actual:016x} found"
+            raise self._io_error("read", offset, nbytes, label, reason)
 
     @contextmanager
-    def _using(self, operation: str, at: int, nbytes: int, what: str) -> Iterator[None]:
-        """Keep the file open meanwhile."""
-        assert 0 < nbytes <= PAGE_BYTES and at % BLOCK_BYTES == 0, f"no page: {nbytes} bytes at offset {at}"
+    def _using(self, operation: str, offset: int, nbytes: int, label: str) -> Iterator[None]:
+        """Keep the file open inside the context."""
+        assert 0 < nbytes <= PAGE_BYTES and offset % BLOCK_BYTES == 0, f"no page: {nbytes} bytes at offset {offset}"
         with self._lock:
             if self._closed:
-                raise self._closed_error(what)
-            assert at + nbytes <= self.nbytes, f"{operation} of {what} at {at}, beyond {self.nbytes}"
-            self._busy += 1
+                raise self._closed_error(label)
+            assert offset + nbytes <= self.nbytes, f"{operation} of {label} at {offset}, beyond {self.nbytes}"
+            self._active_calls += 1
         try:
             yield
         finally:
             with self._lock:
-                self._busy -= 1
+                self._active_calls -= 1
                 self._idle.notify_all()
 
     # The file
@@ -226,7 +224,7 @@ class SwapFile:
         return fd, Path(path)
 
     def _try_direct(self) -> bool:
-        """Whether pages go past the page cache, found out by one block. See [Note: past the page cache]."""
+        """Write and read one block with O_DIRECT; return True if that works. See [Note: direct I/O]."""
         block = mmap.mmap(-1, BLOCK_BYTES)
         try:
             flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
@@ -244,26 +242,28 @@ class SwapFile:
         except OSError as error:
             if error.errno in NO_SPACE:
                 raise self._no_space_error(error, self._fd, BLOCK_BYTES, "the file") from error
-            raise self._failure("try", 0, BLOCK_BYTES, "the first block", str(error.strerror)) from error
+            raise self._io_error("try", 0, BLOCK_BYTES, "the first block", str(error.strerror)) from error
         return direct
 
-    # What to say when it fails
+    # Errors
 
-    def _closed_error(self, what: str) -> DiskError:
-        return DiskError(f"{what}: the disk tier's file {self.path} is closed; initialise a new engine")
+    def _closed_error(self, label: str) -> DiskError:
+        return DiskError(f"{label}: the swap file {self.path} is closed; initialise a new engine")
 
-    def _failure(self, operation: str, at: int, nbytes: int, what: str, reason: str, full: bool = False) -> DiskError:
-        advice = "free space there" if full else "look into the system's log for the disk's errors"
+    def _io_error(
+        self, operation: str, offset: int, nbytes: int, label: str, reason: str, full: bool = False
+    ) -> DiskError:
+        advice = "free space there" if full else "check the system's log for errors of the disk"
         return DiskError(
-            f"can't {operation} {nbytes} bytes of {what} at offset {at} of the disk tier's file {self.path}: {reason}; "
+            f"can't {operation} {nbytes} bytes of {label} at offset {offset} of the swap file {self.path}: {reason}; "
             f"{advice}, or use another directory"
         )
 
-    def _no_space_error(self, error: OSError, place: int | Path, nbytes: int, what: str) -> DiskError:
-        space = os.statvfs(place)
-        free = space.f_bavail * space.f_frsize
+    def _no_space_error(self, error: OSError, path: int | Path, nbytes: int, label: str) -> DiskError:
+        disk = os.statvfs(path)
+        free = disk.f_bavail * disk.f_frsize
         return DiskError(
-            f"{what} needs {nbytes} more bytes ({format_size(nbytes)}) on the disk, and {self.directory} has {free} "
+            f"{label} needs {nbytes} more bytes ({format_size(nbytes)}) on the disk, and {self.directory} has {free} "
             f"bytes ({format_size(free)}) free: {error.strerror}; free space there, use another directory, or a "
             f"smaller model"
         )
@@ -272,7 +272,7 @@ class SwapFile:
 @cache  # once per process
 def _warn_buffered() -> None:
     warnings.warn(
-        "the disk tier's file system does not take direct I/O (O_DIRECT): pages pass through the page cache, which is "
-        "slower, and memory beyond the budget; use a directory on a local disk",
+        "the disk tier's file system does not support direct I/O (O_DIRECT): pages pass through the page cache, which "
+        "is slower and takes memory beyond the budget; use a directory on a local disk",
         stacklevel=4,
     )

@@ -1,4 +1,4 @@
-"""The clock of an iteration: counts moments, traces the first iteration of a kind, follows its trace in later ones."""
+"""Runtime tracer: counts moments, traces the first iteration of each kind and follows the trace in later ones."""
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -12,52 +12,52 @@ from patrickstar._schedule.placement import WARM_UP_PERCENT
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
 from patrickstar._schedule.trace import Moment, Trace
 
-MOST_TRACES = 64
-"""Kinds of iterations (input shapes) that are remembered; the oldest is forgotten first."""
+MAX_TRACES = 64
+"""Number of traces kept, one per kind of iteration (input shapes); the oldest is dropped first."""
 
 
 class Mode(Enum):
-    """How the clock knows what is to come."""
+    """Source of the tracer's knowledge about the current iteration."""
 
-    DEMAND = "nothing is known: fetch when asked, measure every moment"
-    WATCH = "the same, and record it"
-    PLAN = "as the trace of an earlier iteration says"
+    DEMAND = "on-demand iteration: fetch on access, measure at every moment"
+    TRACE = "traced iteration: as on demand, and record a trace"
+    PLAN = "planned iteration: follow the trace of an earlier one"
 
 
 class Tracer:
-    """Tells the manager, at every operator boundary, the moment and the non-model bytes to reckon with."""
+    """Sets the manager's current moment and expected non-model bytes at every operator boundary."""
 
     def __init__(self, manager: ChunkManager, meter: Meter, policy: type[PrefetchPolicy] | None = None) -> None:
         self.manager = manager
-        # What the host moves to a CPU's own device tier is copied by the cores that compute: there is nothing to hide.
-        worth_it = manager.disk_tier is not None or manager.hardware.has_gpu
-        self.policy = policy or (AggressivePrefetch if worth_it else DemandFetch)
+        # Between the host tier and a CPU's device tier the compute cores do the copies: prefetching would hide nothing.
+        can_overlap = manager.disk_tier is not None or manager.hardware.has_gpu
+        self.policy = policy or (AggressivePrefetch if can_overlap else DemandFetch)
         self.meter = meter
         self.mode = Mode.DEMAND
         self.trace = Trace()
         self.traces: dict[Hashable, Trace] = {}
         self._policies: dict[int, PrefetchPolicy] = {}
         self._checking = False
-        """Whether the trace that is followed has yet to be compared with what a second iteration needs."""
+        """True while the followed trace is being compared with the needs of a second iteration."""
         self.open_key: Hashable | None = None
         self.in_iteration_now = 0
         self.peak_non_model_bytes = 0
-        """The most non-model data that any traced iteration had."""
+        """Peak of non-model data over all traced iterations."""
         self.non_model_peak = 0
-        """The most that was needed since the step began: without what was freed, but kept where there was room."""
+        """Peak of needed non-model data since the step began, without freed memory that the heap cached."""
 
     def calibrate(self) -> None:
-        """What is used now, chunks aside, was there before training."""
+        """Set the memory baseline."""
         self.meter.reclaim()
-        self.meter.calibrate(self._bytes())
+        self.meter.calibrate(self._resident_bytes())
         self.measure()
 
     def invalidate(self) -> None:
-        """What was traced no longer holds."""
+        """Drop all traces."""
         self.traces.clear()
 
     def begin_iteration(self, key: Hashable) -> bool:
-        """Open an iteration of this kind, unless one is open; True if it follows a trace."""
+        """Open an iteration of this kind, unless one is open. Return True if it follows a trace."""
         if self.open_key is None:
             self.open_key = key
             self.manager.now = -1
@@ -66,24 +66,24 @@ class Tracer:
                 self.manager.policy = self.manager.prefetch = self._prefetch(self.trace)
                 self._checking = not self.trace.checked
             else:
-                self.mode, self.trace = Mode.WATCH, Trace()
+                self.mode, self.trace = Mode.TRACE, Trace()
                 self.manager.policy = ListOrder()
-            if self.mode is Mode.WATCH or self._checking:
-                # What is kept of freed memory would be taken for memory that is needed.
+            if self.mode is Mode.TRACE or self._checking:
+                # Cached freed memory would be measured as needed memory.
                 self.meter.set_caching(False)
                 self.meter.reclaim()
                 self.meter.restart()
         return self.mode is Mode.PLAN
 
     def end_iteration(self) -> bool:
-        """Close the iteration; True if a trace came of it, or one was found to need more than it says."""
+        """Close the iteration. Return True if it produced a trace or raised the known peak of non-model data."""
         key, mode = self.open_key, self.mode
-        traced = key is not None and mode is Mode.WATCH and bool(self.trace.moments)
+        traced = key is not None and mode is Mode.TRACE and bool(self.trace.moments)
         if traced:
-            # What came after the last boundary, behind the last backward, is the update's affair.
+            # Memory use after the last boundary, behind the last backward, belongs to the optimizer step.
             self.traces[key] = self.trace
             self.peak_non_model_bytes = max(self.peak_non_model_bytes, self.trace.peak_non_model_bytes)
-            if len(self.traces) > MOST_TRACES:
+            if len(self.traces) > MAX_TRACES:
                 self.traces.pop(next(iter(self.traces)))
         elif mode is Mode.PLAN and self.manager.now != len(self.trace.moments) - 1:
             self.traces.pop(key, None)
@@ -95,7 +95,7 @@ class Tracer:
         return traced
 
     def discard_iteration(self) -> None:
-        """Close the iteration without believing what was seen of it."""
+        """Close the iteration and drop its trace."""
         self.traces.pop(self.open_key, None)
         self._stop_following()
 
@@ -107,18 +107,18 @@ class Tracer:
         self.measure()
 
     def _prefetch(self, trace: Trace) -> PrefetchPolicy:
-        """The policy over a trace, made when the trace is first followed."""
-        found = self._policies.get(id(trace))
-        if found is None or found.trace is not trace:
+        """Return the prefetch policy of a trace; create it when the trace is first followed."""
+        policy = self._policies.get(id(trace))
+        if policy is None or policy.trace is not trace:
             sizes = {index: chunk.nbytes for (kind, index), chunk in self.manager.chunks.items() if kind == PARAM16}
-            found = self.policy(trace, sizes, self.manager.device_tier.budget_bytes)
-            self._policies = {key: one for key, one in self._policies.items() if one.trace in self.traces.values()}
-            self._policies[id(trace)] = found
-        return found
+            policy = self.policy(trace, sizes, self.manager.device_tier.budget_bytes)
+            self._policies = {key: old for key, old in self._policies.items() if old.trace in self.traces.values()}
+            self._policies[id(trace)] = policy
+        return policy
 
     @contextmanager
     def in_iteration(self) -> Iterator[None]:
-        """Inside, every access belongs to the open iteration."""
+        """Count every access inside the context as part of the open iteration."""
         self.in_iteration_now += 1
         try:
             yield
@@ -126,31 +126,31 @@ class Tracer:
             self.in_iteration_now -= 1
 
     def current_non_model_bytes(self) -> int:
-        """Bytes of non-model data on the device."""
-        return self.meter.now(self._bytes())
+        """Return the bytes of non-model data on the device."""
+        return self.meter.now(self._resident_bytes())
 
     def measure(self) -> None:
-        """Reckon with what is measured now, and leave room for what is not yet known."""
+        """Apply the measured non-model bytes, and leave a margin for the unknown ones."""
         compute = self.manager.device_tier
         cautious = compute.budget_bytes * WARM_UP_PERCENT // 100
         now = self._measured(cautious)
-        # Once a peak is known, what it leaves is safe to fill, however little is used now.
+        # Once a peak is known, chunks may fill all that the peak leaves, even if little is used now.
         known = compute.budget_bytes - max(0, self.peak_non_model_bytes - now)
         compute.soft_limit_bytes = max(cautious, known) if self.peak_non_model_bytes else cautious
         compute.non_model_bytes = now
 
     def _measured(self, limit_bytes: int) -> int:
-        """Non-model bytes now, without what was freed where that would break the limit."""
-        found = self.current_non_model_bytes()
-        if found + self.manager.device_tier.used > limit_bytes:
+        """Return the non-model bytes; trim cached freed memory first if it would break the limit."""
+        measured = self.current_non_model_bytes()
+        if measured + self.manager.device_tier.used > limit_bytes:
             self.meter.reclaim()
-            found = self.current_non_model_bytes()
-        return found
+            measured = self.current_non_model_bytes()
+        return measured
 
     def begin_moment(self, chunks: tuple[int, ...], belongs: bool) -> None:
-        """An operator boundary: `chunks` are about to be accessed, or none when an operator has ended."""
+        """Begin a moment: an operator is about to access `chunks`, or has ended (empty `chunks`)."""
         if not (belongs or self.in_iteration_now) or self.open_key is None or self.mode is Mode.DEMAND:
-            if self.mode is Mode.WATCH:
+            if self.mode is Mode.TRACE:
                 self._record_peak()
             self._measure_moment()
             return
@@ -175,9 +175,9 @@ class Tracer:
         self.non_model_peak = max(self.non_model_peak, self.manager.device_tier.non_model_bytes)
 
     def transfers_done(self) -> None:
-        """The chunks a tick asked for have moved; what is used from here on is not theirs."""
-        if self.mode is Mode.WATCH or self._checking:
-            # Else what an earlier operator freed would hide what the next one takes.
+        """Start to measure the operator's own memory, after the transfers that it needed."""
+        if self.mode is Mode.TRACE or self._checking:
+            # Otherwise memory freed by an earlier operator would hide what the next one allocates.
             self.meter.reclaim()
             self.meter.restart()
 
@@ -188,31 +188,31 @@ class Tracer:
         moment, compute = moments[now], self.manager.device_tier
         compute.soft_limit_bytes = compute.budget_bytes
         compute.non_model_bytes = moment.non_model_bytes
-        coming = [chunk for index in chunks if not (chunk := self.manager[PARAM16, index]).device_valid]
-        if self.meter.counts_freed or coming:
-            # As much as there is room for will be on the device, and no more.
-            chunk_bytes = compute.used + sum(chunk.nbytes for chunk in coming)
+        missing = [chunk for index in chunks if not (chunk := self.manager[PARAM16, index]).device_valid]
+        if self.meter.counts_freed or missing:
+            # Eviction keeps chunks within the budget.
+            chunk_bytes = compute.used + sum(chunk.nbytes for chunk in missing)
             chunk_bytes = min(chunk_bytes, compute.budget_bytes - moment.non_model_bytes)
             compute.non_model_bytes = max(moment.non_model_bytes, self._predicted_bytes(moment, chunk_bytes))
         return True
 
     def _predicted_bytes(self, moment: Moment, chunk_bytes: int) -> int:
-        """What a planned moment will come to, from what there is now.
+        """Predict a planned moment's non-model bytes from those now.
 
-        What the heap keeps stays where the budget has room for that, too.
+        Freed memory stays cached in the heap if the budget has room for it, too.
         """
-        found = self.current_non_model_bytes() + moment.growth_bytes
-        tight = self._checking or found + chunk_bytes > self.manager.device_tier.budget_bytes
+        predicted = self.current_non_model_bytes() + moment.growth_bytes
+        tight = self._checking or predicted + chunk_bytes > self.manager.device_tier.budget_bytes
         self.meter.set_caching(not tight)
         if tight:
             self.meter.reclaim()
-            found = self.current_non_model_bytes() + moment.growth_bytes
+            predicted = self.current_non_model_bytes() + moment.growth_bytes
         if not self.meter.caching and not self._checking:
-            self.non_model_peak = max(self.non_model_peak, found)
-        return found
+            self.non_model_peak = max(self.non_model_peak, predicted)
+        return predicted
 
     def _peak(self) -> int:
-        peak = self.meter.peak(self._bytes())
+        peak = self.meter.peak(self._resident_bytes())
         self.non_model_peak = max(self.non_model_peak, peak)
         return peak
 
@@ -223,13 +223,13 @@ class Tracer:
             last.non_model_bytes = max(last.non_model_bytes, peak)
 
     def _check_peak(self) -> None:
-        """Note what a second iteration needs: what libraries came to keep in the first is there from its start."""
+        """Raise the trace to a second iteration's needs: libraries hold from its start what they kept in the first."""
         peak = self._peak()
         moment = self.trace.moments[self.manager.now]
         if peak > moment.non_model_bytes:
             moment.entered_bytes += peak - moment.non_model_bytes
             moment.non_model_bytes = peak
 
-    def _bytes(self) -> int:
-        """What the meter sees and must not count: chunks, and on a CPU the host tier."""
+    def _resident_bytes(self) -> int:
+        """Return the bytes that the meter must not count: chunks, and on a CPU the host tier."""
         return self.manager.resident_bytes

@@ -1,4 +1,4 @@
-"""Memory that stays mapped: pages move between address ranges instead of being given back and zeroed anew."""
+"""Virtual memory pool: pages move between address ranges instead of being returned to the system and zeroed again."""
 
 import ctypes
 import mmap
@@ -14,33 +14,33 @@ import torch
 
 from patrickstar.errors import BudgetError
 
-# [Note: pages that move]
-# On a CPU a chunk must leave its memory and come back to the same address (see [Note: one storage for life]). Giving
-# pages back to the system and faulting them in anew costs the system a zeroed page each time: measured on a virtual
+# [Note: movable pages]
+# On a CPU a chunk must free its memory and later return to the same address (see [Note: one storage for life]). If
+# pages went back to the system and were faulted in again, the system would zero a page each time: measured on a virtual
 # machine with 2 cores, a copy into memory that is faulted in ran at 0.6 GB/s, into mapped memory at 23 GB/s. So a chunk
-# owns a range of addresses, not pages. When it leaves, its pages stay behind, unreadable, until another range needs
-# some: then the kernel moves them there by `mremap`, at 0.4 ms per 64 MiB. Pages that nobody needs count as used, and
-# go back to the system when the budget wants them (`PagePool.trim`).
+# owns a range of addresses, not pages. When it is evicted, its pages are parked, unreadable, until another range needs
+# some: then the kernel moves them by `mremap`, at 0.4 ms per 64 MiB. Parked pages count as used, and are returned to
+# the system when the budget needs them (`PagePool.trim`).
 
-# [Note: memory that children do not get]
-# fork(), as DataLoader workers begin, shares private memory with the child, and gives whoever writes first a copy of
-# the page. Kernels from 5.10 on copy every page-locked page for the child at once, whole host tiers of it. Older ones
-# share them, and after a write the GPU goes on with the old page: stale bytes, both ways. On a CPU every page that
-# the engine writes while workers live is there twice. So all memory mapped here is kept from children
-# (MADV_DONTFORK). In a child nothing is mapped at these addresses, or something of its own, so nobody may unmap them
-# there, as a finalizer would.
+# [Note: memory excluded from fork]
+# fork(), which starts DataLoader workers, shares private memory with the child, and copies a page for the first process
+# that writes it. Kernels from 5.10 on copy every page-locked page for the child at once, whole host tiers.
+# Older ones share them, and after a write the GPU uses the old page: stale bytes in both directions. On a CPU every
+# page that the engine writes while workers live exists twice. So all memory mapped here is excluded from children
+# (MADV_DONTFORK). In a child these addresses are unmapped or hold the child's own memory, so a finalizer must not unmap
+# them there.
 
 SYSTEM_PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 * 1024**2
-"""Ranges begin at multiples of this, so that the system can back them with huge pages, and move these whole."""
+"""Alignment of ranges, so that the system can use huge pages and move them whole."""
 
-# Python knows the last of these from 3.13 on. Without it a system that counts promises refuses what is only reserved.
+# 0x4000 is MAP_NORESERVE (in `mmap` from Python 3.13 on); without it strict overcommit refuses large reservations.
 RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)
 _MAP_FIXED = 0x10
-# The old addresses stay mapped, without pages. Else there would be a hole until they are reserved again, and another
-# thread's memory could be mapped there meanwhile.
+# The old addresses stay mapped, without pages. Otherwise another thread's memory could be mapped there before they are
+# reserved again.
 _MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
-_NOTHING, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_NO_ACCESS, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -61,16 +61,16 @@ if sys.platform == "linux":
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def _fail(what: str, nbytes: int) -> NoReturn:
+def _fail(operation: str, nbytes: int) -> NoReturn:
     number = ctypes.get_errno()
     raise BudgetError(
-        f"the system refused to {what} {nbytes} bytes of memory: {os.strerror(number)}; give a smaller device_memory, "
-        f"or raise its limits (ulimit -v, vm.max_map_count, vm.overcommit_memory)"
+        f"the system refused to {operation} {nbytes} bytes of memory: {os.strerror(number)}; give a smaller "
+        f"device_memory, or raise the system's limits (ulimit -v, vm.max_map_count, vm.overcommit_memory)"
     )
 
 
 def round_up(nbytes: int, unit: int = SYSTEM_PAGE) -> int:
-    """The next multiple of a unit, by default of the system's pages."""
+    """Return the next multiple of a unit, by default the system's page size."""
     return -(-nbytes // unit) * unit
 
 
@@ -83,26 +83,26 @@ def _map(address: int | None, nbytes: int, protection: int) -> int:
 
 def _try_to_map(address: int | None, nbytes: int, protection: int) -> int:
     fixed = _MAP_FIXED if address is not None else 0
-    found = _mmap(address, nbytes, protection, RESERVE | fixed, -1, 0)
-    # Pages that `mremap` moves keep this at their new addresses. See [Note: memory that children do not get].
-    if found == _FAILED or _madvise(found, nbytes, mmap.MADV_DONTFORK):
+    mapped = _mmap(address, nbytes, protection, RESERVE | fixed, -1, 0)
+    # Pages keep this advice when `mremap` moves them. See [Note: memory excluded from fork].
+    if mapped == _FAILED or _madvise(mapped, nbytes, mmap.MADV_DONTFORK):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    return int(found)
+    return int(mapped)
 
 
 def _unmap(process: int, address: int, nbytes: int) -> None:
-    """Unmap addresses, in the process that mapped them. See [Note: memory that children do not get]."""
+    """Unmap addresses, only in the process that mapped them. See [Note: memory excluded from fork]."""
     if os.getpid() == process:
         _munmap(address, nbytes)
 
 
 def private_memory(nbytes: int) -> Any:
-    """Map zeros, as an object with a buffer that children made by fork() do not get.
+    """Map zeroed memory that forked children do not inherit; return an object with the buffer protocol.
 
-    The pages are unmapped once nothing refers to the object. Raises OSError if the system refuses.
+    The memory is unmapped once nothing refers to the object. Raises OSError if the system refuses.
     """
-    if sys.platform != "linux":  # where nothing is page-locked
+    if sys.platform != "linux":  # nothing is page-locked there
         return mmap.mmap(-1, nbytes, flags=RESERVE)
     size = round_up(nbytes)
     address = _try_to_map(None, size, _READ_WRITE)
@@ -112,50 +112,50 @@ def private_memory(nbytes: int) -> Any:
 
 
 def advise_huge(address: int, nbytes: int) -> None:
-    """Ask for huge pages; a system that has none says so, and small ones do."""
+    """Ask for huge pages, and ignore a refusal."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         _madvise(address, nbytes, mmap.MADV_HUGEPAGE)
 
 
 def discard(address: int, nbytes: int) -> None:
-    """Give whole pages back to the system; they read as zeros when they are next used."""
+    """Return whole pages to the system; they read as zeros at the next use."""
     if _madvise(address, nbytes, mmap.MADV_DONTNEED):
         _fail("take back", nbytes)
 
 
 @cache
 def can_move_pages() -> bool:
-    """Whether this system moves pages between ranges and leaves the addresses mapped: Linux from 5.7 on."""
+    """Return True if pages can move between ranges and leave their addresses mapped: Linux 5.7 or later."""
     if sys.platform != "linux":
         return False
-    here, there = (_map(None, SYSTEM_PAGE, _READ_WRITE) for _ in range(2))
-    moved = _mremap(here, SYSTEM_PAGE, SYSTEM_PAGE, _MAYMOVE_FIXED_DONTUNMAP, there) != _FAILED
-    for address in (here, there):
+    source, target = (_map(None, SYSTEM_PAGE, _READ_WRITE) for _ in range(2))
+    moved = _mremap(source, SYSTEM_PAGE, SYSTEM_PAGE, _MAYMOVE_FIXED_DONTUNMAP, target) != _FAILED
+    for address in (source, target):
         _munmap(address, SYSTEM_PAGE)
     return bool(moved)
 
 
 class VMRange:
-    """Addresses for life. Their pages come with `PagePool.commit` and may go after `PagePool.park`."""
+    """Permanent address range. `PagePool.commit` gives it pages, `PagePool.decommit` parks them."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = round_up(nbytes)
-        whole = self.nbytes + HUGE_PAGE
-        start = _map(None, whole, _NOTHING)
+        reserved_bytes = self.nbytes + HUGE_PAGE
+        start = _map(None, reserved_bytes, _NO_ACCESS)
         self.address = round_up(start, HUGE_PAGE)
-        self.pieces: list[PageRun] = []
+        self.runs: list[PageRun] = []
         self.memory = (ctypes.c_char * nbytes).from_address(self.address)
-        # Tensors over the memory hold it, and may outlive the range.
-        weakref.finalize(self.memory, _unmap, os.getpid(), start, whole).atexit = False
+        # Tensors over the memory keep it mapped, and may outlive the range.
+        weakref.finalize(self.memory, _unmap, os.getpid(), start, reserved_bytes).atexit = False
 
     def storage(self) -> torch.UntypedStorage:
-        """A storage over these addresses, to be read only while pages are there."""
+        """Return a storage over these addresses; it is readable only while the range has pages."""
         return torch.frombuffer(self.memory, dtype=torch.uint8).untyped_storage()
 
 
 @dataclass
 class PageRun:
-    """Pages in a row that were mapped, or moved, at once."""
+    """Consecutive pages that were mapped or moved in one call."""
 
     address: int
     nbytes: int
@@ -163,7 +163,7 @@ class PageRun:
 
 @dataclass
 class PagePool:
-    """Hands pages from ranges that don't need them to ranges that do. See [Note: pages that move]."""
+    """Pool that moves pages from ranges that do not need them to ranges that do. See [Note: movable pages]."""
 
     mapped_bytes: int = 0
     """Bytes of pages in all ranges, parked ones included."""
@@ -171,16 +171,16 @@ class PagePool:
     _parked: "dict[VMRange, None]" = field(default_factory=dict)
 
     def commit(self, target: VMRange) -> None:
-        """Have pages in a range: its own if they are still there, then parked ones, then new ones."""
-        own = sum(piece.nbytes for piece in target.pieces)
+        """Provide a range with pages: its own parked ones first, then other parked ones, then new ones."""
+        own = sum(run.nbytes for run in target.runs)
         if target in self._parked:
             del self._parked[target]
             self.parked_bytes -= own
         missing = target.nbytes - own
         for source in self._sources(missing):
-            while missing and source.pieces:
+            while missing and source.runs:
                 missing -= self._move(source, target, missing)
-            if not source.pieces:
+            if not source.runs:
                 self._parked.pop(source, None)
             if not missing:
                 break
@@ -188,70 +188,70 @@ class PagePool:
             address = target.address + target.nbytes - missing
             _map(address, missing, _READ_WRITE)
             advise_huge(address, missing)
-            target.pieces.append(PageRun(address, missing))
+            target.runs.append(PageRun(address, missing))
             self.mapped_bytes += missing
         if _mprotect(target.address, target.nbytes, _READ_WRITE):
-            _fail("open", target.nbytes)
+            _fail("unprotect", target.nbytes)
 
     def decommit(self, source: VMRange) -> None:
-        """A range does not need its pages now; who reads it all the same is stopped by the system."""
-        if _mprotect(source.address, source.nbytes, _NOTHING):
-            _fail("close", source.nbytes)
+        """Park a range's pages; an access to them is a segmentation fault until the next `commit`."""
+        if _mprotect(source.address, source.nbytes, _NO_ACCESS):
+            _fail("protect", source.nbytes)
         self._parked[source] = None
         self.parked_bytes += source.nbytes
 
     def trim(self, keep_bytes: int) -> None:
-        """Give parked pages back to the system until no more than this are left."""
+        """Return parked pages to the system until at most `keep_bytes` are left."""
         while self.parked_bytes > max(0, keep_bytes):
             source = next(iter(self._parked))
-            if not source.pieces:
+            if not source.runs:
                 del self._parked[source]
                 continue
-            piece = source.pieces[-1]
-            excess = min(piece.nbytes, round_up(self.parked_bytes - max(0, keep_bytes)))
-            # First the pages, then the books: where Ctrl-C strikes in between, addresses without pages get new ones.
-            self._leave(piece.address + piece.nbytes - excess, excess)
-            source.pieces.pop()
-            if excess < piece.nbytes:
-                source.pieces.append(PageRun(piece.address, piece.nbytes - excess))
+            run = source.runs[-1]
+            excess = min(run.nbytes, round_up(self.parked_bytes - max(0, keep_bytes)))
+            # Pages first, then the accounts: if Ctrl-C strikes in between, addresses without pages get new ones.
+            self._reserve(run.address + run.nbytes - excess, excess)
+            source.runs.pop()
+            if excess < run.nbytes:
+                source.runs.append(PageRun(run.address, run.nbytes - excess))
             self.mapped_bytes -= excess
             self.parked_bytes -= excess
 
     def _sources(self, nbytes: int) -> list[VMRange]:
-        """Parked ranges to take pages from: one whose pages are as many as asked for, else the largest first."""
+        """Return parked ranges to take pages from: an exact fit first, then the largest."""
         if not nbytes:
             return []
-        held = {source: sum(piece.nbytes for piece in source.pieces) for source in self._parked}
-        return sorted(held, key=lambda source: (held[source] != nbytes, -held[source]))
+        nbytes_of = {source: sum(run.nbytes for run in source.runs) for source in self._parked}
+        return sorted(nbytes_of, key=lambda source: (nbytes_of[source] != nbytes, -nbytes_of[source]))
 
     def _move(self, source: VMRange, target: VMRange, wanted: int) -> int:
-        """Move the last piece of `source`, or as much of it as is wanted, behind the pages of `target`."""
-        piece = source.pieces[-1]
-        nbytes = min(piece.nbytes, wanted)
-        at = piece.address + piece.nbytes - nbytes
-        to = target.address + sum(piece.nbytes for piece in target.pieces)
-        if _mremap(at, nbytes, nbytes, _MAYMOVE_FIXED_DONTUNMAP, to) == _FAILED:
+        """Move up to `wanted` bytes of the last run of `source` behind the pages of `target`; return their number."""
+        run = source.runs[-1]
+        nbytes = min(run.nbytes, wanted)
+        source_address = run.address + run.nbytes - nbytes
+        target_address = target.address + sum(run.nbytes for run in target.runs)
+        if _mremap(source_address, nbytes, nbytes, _MAYMOVE_FIXED_DONTUNMAP, target_address) == _FAILED:
             _fail("move", nbytes)
-        source.pieces.pop()
-        if nbytes < piece.nbytes:
-            source.pieces.append(PageRun(piece.address, piece.nbytes - nbytes))
-        self._leave(at, nbytes)
-        target.pieces.append(PageRun(to, nbytes))
+        source.runs.pop()
+        if nbytes < run.nbytes:
+            source.runs.append(PageRun(run.address, run.nbytes - nbytes))
+        self._reserve(source_address, nbytes)
+        target.runs.append(PageRun(target_address, nbytes))
         self.parked_bytes -= nbytes
         return nbytes
 
     @staticmethod
-    def _leave(address: int, nbytes: int) -> None:
-        """Addresses without pages stay reserved, or something else would be mapped there."""
-        _map(address, nbytes, _NOTHING)
+    def _reserve(address: int, nbytes: int) -> None:
+        """Free the pages and keep the addresses reserved, so that nothing else is mapped there."""
+        _map(address, nbytes, _NO_ACCESS)
 
-    def forget(self, source: VMRange) -> None:
-        """The range's owner is gone: its pages go back to the system, its addresses with the last tensor over them."""
-        held = sum(piece.nbytes for piece in source.pieces)
+    def release(self, source: VMRange) -> None:
+        """Return a range's pages to the system; its addresses are unmapped with the last tensor over them."""
+        nbytes = sum(run.nbytes for run in source.runs)
         if source in self._parked:
             del self._parked[source]
-            self.parked_bytes -= held
-        for piece in source.pieces:
-            self._leave(piece.address, piece.nbytes)
-        source.pieces.clear()
-        self.mapped_bytes -= held
+            self.parked_bytes -= nbytes
+        for run in source.runs:
+            self._reserve(run.address, run.nbytes)
+        source.runs.clear()
+        self.mapped_bytes -= nbytes

@@ -1,4 +1,4 @@
-"""Movers: threads that move bytes between tiers while the others compute."""
+"""Worker pools: threads that transfer bytes between tiers during computation."""
 
 import atexit
 import threading
@@ -16,179 +16,180 @@ from patrickstar._memory.swap_file import PAGE_BYTES
 from patrickstar._memory.vm_pool import private_memory
 from patrickstar.errors import MoveError
 
-DiskUpdate = Callable[[torch.Tensor], None]
+Job = Callable[[torch.Tensor], None]
+"""Called in a worker thread with the thread's staging buffer."""
 
 THREAD_NAME = "patrickstar-"
-"""What the names of all threads that move bytes begin with."""
+"""Prefix of the names of all worker threads."""
 
 POLL_S = 0.05
 EXIT_S = 10.0
 DIED = "a worker thread died"
 
 # [Note: threads that may die]
-# A training loop must never wait for a thread that is gone, nor take a page for moved that was not. So what has ended
-# is derived: a job counts as running, under its thread, from before it leaves the line until after it returned, and a
-# transfer has ended once none of its jobs waits and no living thread runs one. A thread killed anywhere in between
-# leaves its mark in `_running`.
+# A training loop must never wait for a dead thread, nor treat a page as transferred that was not. So the end of a
+# transfer is derived: a job counts as running, under its thread, from before it is dequeued until after it returned,
+# and a transfer has ended once no job is queued and no living thread runs one. A thread killed in between stays in
+# `_running`.
 #
-# Ctrl-C may strike the thread that waits between any two bytecodes, and the garbage collector may end the movers while
-# any lock is held. Both are safe where they meet C code only: plain locks, and SimpleQueue, which is made for that.
+# Ctrl-C may interrupt the waiting thread between any two bytecodes, and the garbage collector may finalize the pool
+# while any lock is held. Both are safe if they interrupt C code only: plain locks, and SimpleQueue, which is reentrant.
 
 
 class Transfer:
-    """Jobs handed in together, which end together."""
+    """Jobs submitted together and awaited together."""
 
-    def __init__(self, jobs: Sequence[DiskUpdate], what: str, board: "_JobQueue") -> None:
-        self.what = what
-        self._board = board
-        self._waiting = deque(jobs)
+    def __init__(self, jobs: Sequence[Job], label: str, queue: "_JobQueue") -> None:
+        self.label = label
+        self._queue = queue
+        self._queued = deque(jobs)
         self._running: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._changed: SimpleQueue[None] = SimpleQueue()
 
     def __repr__(self) -> str:
-        return f"Transfer({self.what!r}, {'done' if self.done else 'in flight'})"
+        return f"Transfer({self.label!r}, {'done' if self.done else 'in flight'})"
 
     @property
     def done(self) -> bool:
-        """Whether all jobs have ended, well or not. See [Note: threads that may die]."""
-        return not self._waiting and not any(thread.is_alive() for thread in list(self._running))
+        """True once all jobs have ended, with or without an error. See [Note: threads that may die]."""
+        return not self._queued and not any(thread.is_alive() for thread in list(self._running))
 
     def wait(self) -> None:
-        """Block until all jobs have ended, and raise the first error of one, at every call.
+        """Wait until all jobs have ended; raise the first error of a job, at every call.
 
-        After the first error the jobs that have not begun never do. Raises MoveError if a thread died, or if jobs were
-        dropped. May be interrupted, and called again.
+        The first error cancels all queued jobs. Raises MoveError if a thread died, or if queued jobs were cancelled.
+        May be interrupted and repeated.
         """
         while not self.done:
-            if any(not thread.is_alive() for thread in self._board.threads):
-                self._board.drop(self, DIED)
-            self._stop_following()
+            if any(not thread.is_alive() for thread in self._queue.threads):
+                self._queue.cancel_queued(self, DIED)
+            self._sleep()
         try:
             if self._error is None and self._running:
-                self._error = self._lost(DIED)
+                self._error = self._incomplete_error(DIED)
             if self._error is not None:
                 raise self._error
         finally:
             del self  # the error's traceback would hold the transfer, which holds the error
 
     def prioritize(self) -> None:
-        """Somebody waits: jobs that have not begun go before all others."""
-        self._board.prioritize(self)
+        """Move the queued jobs to the front of the queue."""
+        self._queue.prioritize(self)
 
     def cancel(self) -> None:
-        """Drop the jobs that have not begun, and wait for those that have."""
-        self._board.drop(self, "it was cancelled")
+        """Cancel the queued jobs, and wait for the running ones."""
+        self._queue.cancel_queued(self, "it was cancelled")
         while not self.done:
-            self._stop_following()
+            self._sleep()
 
-    def _lost(self, reason: str) -> MoveError:
-        waiting, running = len(self._waiting), len(self._running)
+    def _incomplete_error(self, reason: str) -> MoveError:
+        queued, running = len(self._queued), len(self._running)
         return MoveError(
-            f"{self.what}: {reason} before all bytes had moved ({waiting} jobs had not begun, {running} had not "
+            f"{self.label}: {reason} before all bytes had moved ({queued} jobs had not begun, {running} had not "
             f"ended); initialise a new engine"
         )
 
-    def _stop_following(self) -> None:
-        """Sleep until the transfer has ended, but not for long: a thread that dies wakes nobody."""
+    def _sleep(self) -> None:
+        """Wait for the end of the transfer, at most `POLL_S`: a thread that dies sends no wake-up."""
         try:
             self._changed.get(timeout=POLL_S)
-            self._changed.put(None)  # for whoever else waits
+            self._changed.put(None)  # for other waiting threads
         except Empty:
-            self._board.wakeups.put(None)  # Ctrl-C may have come between queueing jobs and waking a thread for them
+            self._queue.wakeups.put(None)  # Ctrl-C may have struck after jobs were queued and before a thread was woken
 
 
 class _JobQueue:
-    """What the threads share. It does not know the Movers, which may be collected while the threads live."""
+    """Queue shared by the threads. It holds no reference to the pool, which may be collected before the threads end."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.wakeups: SimpleQueue[None] = SimpleQueue()
-        self.line: deque[Transfer] = deque()  # those with jobs that wait, the next one first
-        self.open: set[Transfer] = set()
+        self.transfers: deque[Transfer] = deque()  # with queued jobs, the next one first
+        self.unfinished: set[Transfer] = set()
         self.threads: list[threading.Thread] = []
         self.stopping = False
 
     def add(self, transfer: Transfer, urgent: bool) -> None:
         with self.lock:
             if self.stopping:
-                raise MoveError(f"{transfer.what}: the movers were closed; initialise a new engine")
-            if not transfer._waiting:
+                raise MoveError(f"{transfer.label}: the worker pool was closed; initialise a new engine")
+            if not transfer._queued:
                 return
-            self.open.add(transfer)
+            self.unfinished.add(transfer)
             if urgent:
-                self.line.appendleft(transfer)
+                self.transfers.appendleft(transfer)
             else:
-                self.line.append(transfer)
-            for _ in transfer._waiting:
+                self.transfers.append(transfer)
+            for _ in transfer._queued:
                 self.wakeups.put(None)
 
     def prioritize(self, transfer: Transfer) -> None:
         with self.lock:
-            if transfer in self.line:
-                self.line.remove(transfer)
-                self.line.appendleft(transfer)
+            if transfer in self.transfers:
+                self.transfers.remove(transfer)
+                self.transfers.appendleft(transfer)
 
-    def take(self) -> tuple[Transfer, DiskUpdate] | None:
-        """The next job, which counts as running from here on."""
+    def dequeue(self) -> tuple[Transfer, Job] | None:
+        """Dequeue the next job, and count it as running."""
         with self.lock:
-            while self.line:
-                transfer = self.line[0]
-                if transfer._waiting:
+            while self.transfers:
+                transfer = self.transfers[0]
+                if transfer._queued:
                     transfer._running.append(threading.current_thread())
-                    return transfer, transfer._waiting.popleft()
-                self.line.popleft()
+                    return transfer, transfer._queued.popleft()
+                self.transfers.popleft()
             return None
 
     def run_next(self, stage: torch.Tensor) -> None:
-        taken = self.take()
-        if taken is None:
+        dequeued = self.dequeue()
+        if dequeued is None:
             return
-        transfer, job = taken
-        del taken
+        transfer, job = dequeued
+        del dequeued
         try:
             try:
                 job(stage)
             finally:
-                del job  # what it kept alive is free before anybody hears that it has ended
+                del job  # free what it kept alive before its end is visible
         except BaseException as error:
             with self.lock:
-                transfer._error = _wrapped_error(error, transfer.what) if transfer._error is None else transfer._error
-            self.drop(transfer, "a job failed")
+                transfer._error = _wrapped_error(error, transfer.label) if transfer._error is None else transfer._error
+            self.cancel_queued(transfer, "a job failed")
         with self.lock:
             transfer._running.remove(threading.current_thread())
-        self.settle(transfer)
+        self.finish_if_done(transfer)
         del transfer  # or its error would hold this frame, which holds the transfer
 
-    def drop(self, transfer: Transfer, reason: str) -> None:
-        """Have the jobs that wait never begin. If there are any, the transfer has an error from here on."""
+    def cancel_queued(self, transfer: Transfer, reason: str) -> None:
+        """Cancel queued jobs. If there are any, the transfer fails with `reason`."""
         with self.lock:
-            if transfer._error is None and transfer._waiting:
-                transfer._error = transfer._lost(reason)
-            dropped, transfer._waiting = transfer._waiting, deque()
-        self.settle(transfer)
-        del dropped
+            if transfer._error is None and transfer._queued:
+                transfer._error = transfer._incomplete_error(reason)
+            cancelled, transfer._queued = transfer._queued, deque()
+        self.finish_if_done(transfer)
+        del cancelled
 
-    def settle(self, transfer: Transfer) -> None:
-        """Take note if a transfer has ended."""
+    def finish_if_done(self, transfer: Transfer) -> None:
+        """Remove a transfer that has ended, and wake its waiting threads."""
         with self.lock:
             if transfer.done:
-                self.open.discard(transfer)
+                self.unfinished.discard(transfer)
                 with suppress(ValueError):
-                    self.line.remove(transfer)
+                    self.transfers.remove(transfer)
                 transfer._changed.put(None)
 
     def stop(self) -> None:
-        """Have the threads end after the jobs they are at. Takes no lock: the garbage collector may call it."""
+        """End the threads after their current jobs. Takes no lock: the garbage collector may call it."""
         self.stopping = True
         for _ in range(len(self.threads) + 1):
             self.wakeups.put(None)
 
-    def drop_all(self) -> None:
+    def cancel_all(self) -> None:
         with self.lock:
-            transfers = list(self.open)
-        for transfer in transfers:
-            self.drop(transfer, "the movers were closed")
+            unfinished = list(self.unfinished)
+        for transfer in unfinished:
+            self.cancel_queued(transfer, "the worker pool was closed")
 
     def join(self, timeout_s: float | None = None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -197,99 +198,98 @@ class _JobQueue:
                 thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
-def _wrapped_error(error: BaseException, what: str) -> BaseException:
-    """The error that the training thread raises: what was meant for this thread alone must not end that one."""
+def _wrapped_error(error: BaseException, label: str) -> BaseException:
+    """Return the error for the training thread; a request to end a worker thread must not end that one."""
     if isinstance(error, Exception):
         return error
-    told = MoveError(
-        f"{what}: a worker thread was told to end ({error!r}) while it moved bytes; initialise a new engine"
+    wrapped = MoveError(
+        f"{label}: a worker thread was told to end ({error!r}) during a transfer; initialise a new engine"
     )
-    told.__cause__ = error
-    return told
+    wrapped.__cause__ = error
+    return wrapped
 
 
-def _work(board: _JobQueue, stage: torch.Tensor, begin: Callable[[], None] | None) -> None:
+def _run_worker(queue: _JobQueue, stage: torch.Tensor, begin: Callable[[], None] | None) -> None:
     if begin is not None:
         begin()
     while True:
-        board.wakeups.get()
-        if board.stopping:
+        queue.wakeups.get()
+        if queue.stopping:
             break
-        board.run_next(stage)
-    board.drop_all()
-    board.wakeups.put(None)  # for a thread that was not there yet when the others were told
+        queue.run_next(stage)
+    queue.cancel_all()
+    queue.wakeups.put(None)  # for a thread that started after `stop`
 
 
-def _leave(board: _JobQueue) -> None:
-    """At the interpreter's exit: a thread that comes back from C++ after it would end the process with an abort."""
-    board.stop()
-    board.join(EXIT_S)
+def _join_at_exit(queue: _JobQueue) -> None:
+    """Join the threads at interpreter exit: one that returned from C++ later would abort the process."""
+    queue.stop()
+    queue.join(EXIT_S)
 
 
-def _collected(board: _JobQueue, leave: Callable[[], None]) -> None:
-    atexit.unregister(leave)
-    board.stop()
+def _finalize(queue: _JobQueue, join_at_exit: Callable[[], None]) -> None:
+    atexit.unregister(join_at_exit)
+    queue.stop()
 
 
 class WorkerPool:
-    """Threads that run jobs, each with a staging buffer of its own.
+    """Threads that run jobs, each with its own staging buffer.
 
-    `threads` of them, called after `name`, start at the first `submit`. Each hands its jobs a uint8 tensor of
-    `stage_bytes` on page-aligned memory, whose content is undefined. They end with `close`, or when the movers are
-    collected. `begin` is called first in each thread.
+    Threads start at the first `submit`, and end at `close` or when the pool is collected. Each calls `begin` first, and
+    passes to its jobs a page-aligned uint8 tensor of `stage_bytes` with undefined content.
     """
 
     def __init__(
         self, threads: int, name: str, stage_bytes: int = PAGE_BYTES, begin: Callable[[], None] | None = None
     ) -> None:
-        assert threads > 0, f"{threads} threads move nothing"
+        assert threads > 0, f"a worker pool needs a thread, not {threads}"
         self.name = name
         self._begin = begin
         self._count = threads
         self._stage_bytes = stage_bytes
-        self._board = _JobQueue()
-        leave = partial(_leave, self._board)
-        self._finalizer = weakref.finalize(self, _collected, self._board, leave)
+        self._queue = _JobQueue()
+        join_at_exit = partial(_join_at_exit, self._queue)
+        self._finalizer = weakref.finalize(self, _finalize, self._queue, join_at_exit)
         self._finalizer.atexit = False
-        atexit.register(leave)
+        atexit.register(join_at_exit)
 
     @property
     def in_flight(self) -> int:
-        """How many transfers have not ended."""
-        with self._board.lock:
-            return sum(not transfer.done for transfer in self._board.open)
+        """Number of transfers that have not ended."""
+        with self._queue.lock:
+            return sum(not transfer.done for transfer in self._queue.unfinished)
 
-    def submit(self, jobs: Sequence[DiskUpdate], what: str, *, urgent: bool = False) -> Transfer:
-        """Queue `jobs` at the end, or, if `urgent`, before all that wait. `what` they move is named in errors.
+    def submit(self, jobs: Sequence[Job], label: str, *, urgent: bool = False) -> Transfer:
+        """Queue jobs at the end, or at the front if `urgent`; errors name the `label`.
 
-        Jobs run in any number of threads at once, and begin in their order. Raises MoveError after `close`.
+        Jobs start in order, and run concurrently in all threads. Raises MoveError after `close`.
         """
-        transfer = Transfer(jobs, what, self._board)
-        self._start(what)
-        self._board.add(transfer, urgent)
+        transfer = Transfer(jobs, label, self._queue)
+        self._start(label)
+        self._queue.add(transfer, urgent)
         return transfer
 
-    def _start(self, what: str) -> None:
-        with self._board.lock:
-            while len(self._board.threads) < self._count and not self._board.stopping:
-                name = f"{THREAD_NAME}{self.name}-{len(self._board.threads)}"
+    def _start(self, label: str) -> None:
+        with self._queue.lock:
+            while len(self._queue.threads) < self._count and not self._queue.stopping:
+                name = f"{THREAD_NAME}{self.name}-{len(self._queue.threads)}"
                 try:
                     stage = torch.frombuffer(private_memory(self._stage_bytes), dtype=torch.uint8)
-                    stage.zero_()  # what was never written is not there yet, and a meter would miss it
+                    stage.zero_()  # fault the pages in now, or the memory meter would miss them
                     thread = threading.Thread(
-                        target=_work, args=(self._board, stage, self._begin), name=name, daemon=True
+                        target=_run_worker, args=(self._queue, stage, self._begin), name=name, daemon=True
                     )
                     thread.start()
                 except (OSError, RuntimeError) as error:
                     raise MoveError(
-                        f"{what}: can't start thread {name} with {self._stage_bytes} bytes of its own: {error}; free "
-                        f"memory, or raise the limit on processes (ulimit -u)"
+                        f"{label}: can't start thread {name} with {self._stage_bytes} bytes of staging memory: "
+                        f"{error}; free memory, or raise the limit on processes (ulimit -u)"
                     ) from error
-                self._board.threads.append(thread)
+                self._queue.threads.append(thread)
 
     def close(self) -> None:
-        """Drop the jobs that wait, and end the threads after those they are at."""
-        self._board.stop()
-        self._board.drop_all()
-        self._board.join()
+        """Cancel all queued jobs, and join the threads after their current ones."""
+        self._queue.stop()
+        self._queue.cancel_all()
+        self._queue.join()
         self._finalizer()

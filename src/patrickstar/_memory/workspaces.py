@@ -1,4 +1,4 @@
-"""cuBLAS workspaces: memory of a CUDA device that matrix products take once, and that PyTorch keeps."""
+"""cuBLAS workspaces: device memory that matrix products allocate once and that PyTorch keeps."""
 
 import os
 import re
@@ -12,61 +12,61 @@ from patrickstar._memory.cuda_device import CudaDevice
 from patrickstar.errors import BudgetError
 
 # [Note: library bytes]
-# PyTorch gives cuBLAS a workspace for each thread and stream that multiplies matrices: 32 MiB on Hopper and Blackwell,
-# 8.1 MiB before, or what CUBLAS_WORKSPACE_CONFIG says (ATen/cuda/CublasHandlePool.cpp; cuBLASLt shares it). It comes
-# from the caching allocator, and is kept until the process ends. An engine multiplies in two threads, the caller's and
-# the one that autograd runs backward in. Unless both have their workspaces before memory is planned, the first
-# operators take them without any plan knowing.
+# PyTorch gives cuBLAS one workspace per thread and stream: 32 MiB on Hopper and Blackwell, 8.1 MiB on earlier GPUs, or
+# the size in CUBLAS_WORKSPACE_CONFIG (ATen/cuda/CublasHandlePool.cpp; cuBLASLt shares it). The caching allocator
+# provides it, and it is kept until the process ends. An engine runs matrix products in two threads, the caller's and
+# autograd's backward thread. Unless both have their workspaces before memory is planned, the first operators allocate
+# them outside of every plan.
 #
-# A difference of two looks at the allocator shows a workspace only when it is made. In a process that has multiplied
-# before (a second engine, or a reference model) there is nothing to see, and the difference of one thread stands for
-# both, or, if there is none, PyTorch's rule. Clearing the workspaces to see them made again would be exact, but breaks
-# CUDA graphs that were captured with them.
+# The allocator's statistics show a workspace only when it is created. In a process that has run matrix products before
+# (a second engine, or a reference model) the statistics do not change; then the difference measured in one thread is
+# taken for both, or, if there is none, PyTorch's rule. Clearing the workspaces to measure them again would be exact,
+# but breaks CUDA graphs that were captured with them.
 
 THREADS = 2
 SIZE = 64
-LEAST_BYTES = 1 << 16
-"""Less is no workspace, but a tensor that a thread is about to free."""
+MIN_BYTES = 1 << 16
+"""Smaller differences are no workspace, but a tensor that a thread is about to free."""
 CONFIG_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
 _known: dict[int, int] = {}
-"""Bytes found so far, by device: workspaces belong to the process."""
+"""Bytes measured so far, by device: workspaces belong to the process."""
 
 
 def library_bytes(cuda: CudaDevice, dtype: torch.dtype) -> int:
-    """Multiply matrices in both threads that an engine computes in, and return what cuBLAS keeps of the device.
+    """Run matrix products of `dtype` in both compute threads; return the bytes of the cuBLAS workspaces.
 
-    The matrices are of `dtype`. See [Note: library bytes]. Raises BudgetError if the device has no memory for it.
+    See [Note: library bytes]. Raises BudgetError if the device is out of memory.
     """
     try:
         with torch.cuda.device(cuda.index), torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
-            # Said once by the thread of backward, whose context is about to be made.
+            # The backward thread warns once, since its context does not exist yet.
             warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
             x = torch.ones(SIZE, SIZE, dtype=dtype, device=cuda.device)
             weight = torch.ones(SIZE, SIZE, dtype=dtype, device=cuda.device, requires_grad=True)
             bias = torch.ones(SIZE, dtype=dtype, device=cuda.device)
-            here = _kept(cuda, lambda: _product(x, weight, bias))
-            there = _kept(cuda, lambda: torch.autograd.grad(_product(x, weight, bias).sum(), weight))
+            forward_bytes = _retained_bytes(cuda, lambda: _product(x, weight, bias))
+            backward_bytes = _retained_bytes(cuda, lambda: torch.autograd.grad(_product(x, weight, bias).sum(), weight))
     except torch.OutOfMemoryError as error:
         raise BudgetError(
             f"{cuda.device} has no memory left for the workspaces of its libraries (cuBLAS), which every matrix "
-            f"product needs: free some of it. PyTorch said: {error}"
+            f"product needs: free device memory. PyTorch reported: {error}"
         ) from error
-    each = max(here, there)
-    found = THREADS * each if each >= LEAST_BYTES else _known.get(cuda.index, THREADS * workspace_bytes(cuda))
-    _known[cuda.index] = max(found, _known.get(cuda.index, 0))
+    workspace = max(forward_bytes, backward_bytes)
+    nbytes = THREADS * workspace if workspace >= MIN_BYTES else _known.get(cuda.index, THREADS * workspace_bytes(cuda))
+    _known[cuda.index] = max(nbytes, _known.get(cuda.index, 0))
     return _known[cuda.index]
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Multiply by cuBLASLt, which adds a bias on its way, and by cuBLAS."""
+    """Compute one product by cuBLASLt, which also adds the bias, and one by cuBLAS."""
     return F.linear(x, weight, bias) @ weight
 
 
-def _kept(cuda: CudaDevice, act: Callable[[], object]) -> int:
-    """Return how many bytes more are allocated after an act whose results are dropped."""
+def _retained_bytes(cuda: CudaDevice, operation: Callable[[], object]) -> int:
+    """Return the bytes that stay allocated after an operation whose results are dropped."""
     before = cuda.allocated_bytes
-    act()
+    operation()
     return max(0, cuda.allocated_bytes - before)
 
 

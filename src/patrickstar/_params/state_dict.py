@@ -27,7 +27,7 @@ class ModelState:
         self.synchronized = False
         """Whether all processes are here for that, if there are several."""
         self.process = os.getpid()
-        """The process that has the chunks. See [Note: memory that children do not get]."""
+        """The process that has the chunks. See [Note: memory excluded from fork]."""
 
     def read(self, managed: ManagedParam, kind: str) -> torch.Tensor:
         """A copy, on the host, of a parameter in a list; of several processes each gives its part."""

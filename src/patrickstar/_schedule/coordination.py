@@ -1,4 +1,4 @@
-"""Who communicates what, and when: processes meet in rounds, and none waits for what never comes."""
+"""Coordination of processes: what each one requests, and what all of them do next, without deadlock."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,60 +6,60 @@ from enum import IntEnum
 
 from patrickstar.errors import PeerError
 
-# [Note: rounds]
-# Collectives must be called by all processes in one order, yet processes need not do the same: one takes a branch that
-# another doesn't, has less memory and gathers again what another kept, evaluates alone, or has run out of batches. So
-# before bytes move all say what they want, in a round; everybody then draws the same conclusion from the same words.
-# Where all want the same, it is one collective. Where some want a chunk, its owners send it to these alone. Gradients
-# of a chunk are reduced when each process has said that its own are ready, or that it will have none: whoever comes to
-# an optimizer step has no more. A process at a step serves the others until all are there.
+# [Note: coordination steps]
+# All processes must call collectives in one order, yet they need not do the same: a process may take a branch that
+# another does not, have less memory and gather again what another kept, evaluate alone, or run out of batches. So
+# before bytes are transferred, all processes exchange requests in a coordination step, and derive the same agreement
+# from them. If all request the same, it is one collective. If some request a chunk, its owners send it to these only.
+# Gradients of a chunk are reduced once each process has reported its own as ready, or that it will have none: a process
+# at an optimizer step has no more gradients. A process at a step serves the others until all have reached it.
 #
-# A process goes on once it has what it wanted. Nobody waits forever: in every round either something moves, or somebody
-# goes on who wanted nothing, or all wait for room that their gradients take; then these are reduced as they are, and
-# what comes later is added. What a process waits for can't depend on one that is gone: the exchange fails then.
+# A process continues once it has what it requested. None waits forever: in every coordination step something is
+# transferred, or a process that requested nothing continues, or all wait for memory that gradients occupy; then these
+# are reduced as they are, and later ones are added. No process waits for one that has ended: the exchange fails then.
 #
-# All engines of a process share its rounds: with rounds of their own, one process could wait in those of one engine and
-# another in those of the other.
+# All engines of a process share its coordination steps: with separate ones, a process could wait in those of one engine
+# and another process in those of the other.
 
 
 class Request(IntEnum):
-    """What a process comes to a round for."""
+    """Request of a process in a coordination step."""
 
     NOTHING = 0
-    """To say that gradients are ready; it goes on at once."""
+    """None: report ready gradients and continue."""
     GATHER = 1
-    """A chunk of `param16`."""
-    ROOM = 2
-    """That gradients it has are reduced, for the memory they take."""
+    """Gather a chunk of `param16`."""
+    MEMORY = 2
+    """Reduce ready gradients, to free their memory."""
     STEP = 3
-    """To update: it has no more gradients."""
+    """Start the optimizer step; no more gradients follow."""
     NORM = 4
-    """The norm of all gradients: it has no more."""
+    """Compute the norm of all gradients; no more follow."""
     STATE = 5
-    """Parameters or states of all processes."""
+    """Read parameters or optimizer states of all processes."""
     AVERAGE = 6
-    """The mean of a number."""
+    """Average a number."""
     CLOSE = 7
-    """To end."""
+    """Close the engine."""
     DROP = 8
-    """To forget gradients: it has no more of those."""
+    """Drop gradients; no more of these follow."""
     WRITE = 9
-    """To take over what was written to a parameter in place."""
+    """Apply an in-place write to a parameter."""
 
     @property
-    def is_meeting(self) -> bool:
-        """Whether all processes have to come for the same."""
+    def is_barrier(self) -> bool:
+        """True if the request is granted only when all processes make it."""
         return self >= Request.STEP
 
 
 @dataclass(frozen=True)
 class Message:
-    """What one process says in a round: what it wants, of which chunk, and of which chunks its gradients are ready.
+    """Message of one process in a coordination step: its request, and its chunks with ready gradients.
 
-    Chunks of all engines of a process are numbered as one; `engine` says whose meeting it is.
+    Chunk indices are global, in one numbering for all engines of a process; `engine` made the request.
     """
 
-    want: Request
+    request: Request
     chunk: int = -1
     ready: frozenset[int] = frozenset()
     engine: int = 0
@@ -67,47 +67,47 @@ class Message:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What is done in a round, in this order: reductions, gathers, a meeting. Ranks are ascending."""
+    """Actions of a coordination step, in order: reductions, gathers, a barrier. Ranks are ascending."""
 
-    reduces: tuple[tuple[int, tuple[int, ...]], ...]
-    """Chunks, and the ranks that have gradients of them."""
+    reductions: tuple[tuple[int, tuple[int, ...]], ...]
+    """Chunks, each with the ranks that have gradients of it."""
     gathers: tuple[tuple[int, tuple[int, ...]], ...]
-    """Chunks, and the ranks that want them."""
-    met: bool
-    """Whether all have come for the same."""
+    """Chunks, each with the ranks that requested it."""
+    synchronized: bool
+    """True if all processes have reached the same barrier."""
 
 
-def outcome(words: Sequence[Message]) -> Agreement:
-    """What follows from the words of all processes. Raises PeerError where they have come for different meetings."""
-    meetings = {(word.want, word.engine) for word in words if word.want.is_meeting}
-    met = all(word.want.is_meeting for word in words)
-    if met and len(meetings) > 1:
-        several = len({word.engine for word in words}) > 1
-        said = "; ".join(
-            f"rank {rank}: {_SAID[word.want]}{f' of engine {word.engine}' if several else ''}"
-            for rank, word in enumerate(words)
+def derive_agreement(messages: Sequence[Message]) -> Agreement:
+    """Derive the agreement from the messages of all processes, by rank; raise PeerError if barriers differ."""
+    barriers = {(message.request, message.engine) for message in messages if message.request.is_barrier}
+    synchronized = all(message.request.is_barrier for message in messages)
+    if synchronized and len(barriers) > 1:
+        name_engines = len({message.engine for message in messages}) > 1
+        requests = "; ".join(
+            f"rank {rank}: {_DESCRIPTIONS[message.request]}{f' of engine {message.engine}' if name_engines else ''}"
+            for rank, message in enumerate(messages)
         )
         raise PeerError(
-            f"processes have come apart, and can't go on together ({said}): all have to call optimizer.step(), "
+            f"processes made different calls and can't continue ({requests}): all have to call optimizer.step(), "
             f"optimizer.zero_grad(), engine.clip_grad_norm_, engine.state_dict() and the like in the same order"
         )
-    ready = sorted(set().union(*(word.ready for word in words)))
-    reduces = [chunk for chunk in ready if all(chunk in word.ready or word.want.is_meeting for word in words)]
-    wanted = sorted({word.chunk for word in words if word.want is Request.GATHER})
-    bound_to_device = all(word.want is Request.ROOM or word.want.is_meeting for word in words)
-    if bound_to_device and not met and not reduces:
-        reduces = sorted(set().union(*(word.ready for word in words if word.want is Request.ROOM)))
+    ready = sorted(set().union(*(message.ready for message in messages)))
+    reduced = [chunk for chunk in ready if all(chunk in m.ready or m.request.is_barrier for m in messages)]
+    requested = sorted({message.chunk for message in messages if message.request is Request.GATHER})
+    all_blocked = all(message.request is Request.MEMORY or message.request.is_barrier for message in messages)
+    if all_blocked and not synchronized and not reduced:
+        reduced = sorted(set().union(*(message.ready for message in messages if message.request is Request.MEMORY)))
     return Agreement(
-        tuple((chunk, tuple(rank for rank, word in enumerate(words) if chunk in word.ready)) for chunk in reduces),
+        tuple((chunk, tuple(rank for rank, m in enumerate(messages) if chunk in m.ready)) for chunk in reduced),
         tuple(
-            (chunk, tuple(r for r, word in enumerate(words) if word.want is Request.GATHER and word.chunk == chunk))
-            for chunk in wanted
+            (chunk, tuple(r for r, m in enumerate(messages) if m.request is Request.GATHER and m.chunk == chunk))
+            for chunk in requested
         ),
-        met,
+        synchronized,
     )
 
 
-_SAID = {
+_DESCRIPTIONS = {
     Request.STEP: "a step",
     Request.NORM: "clipping",
     Request.STATE: "reading the state or a gradient",

@@ -1,4 +1,4 @@
-"""The disk tier's file on a real disk, with faults that the system itself raises."""
+"""Test the swap file on a real disk, with real faults of the system."""
 
 import errno
 import fcntl
@@ -18,16 +18,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from patrickstar._memory import swap_file as scratch
+from patrickstar._memory import swap_file
 from patrickstar._memory.swap_file import BLOCK_BYTES, PAGE_BYTES, SwapFile, round_up
 from patrickstar.errors import BudgetError, DiskError
 
 MIB = 1024**2
-WHAT = "exp_avg[3]"
+LABEL = "exp_avg[3]"
 
 
 def page(content: bytes = b"", nbytes: int = PAGE_BYTES) -> memoryview:
-    """Page-aligned memory that begins with `content`."""
+    """Return page-aligned memory that starts with `content`."""
     memory = mmap.mmap(-1, round_up(nbytes))
     memory[: len(content)] = content
     return memoryview(memory)
@@ -44,14 +44,14 @@ def file(tmp_path):
 
 
 def replace(file: SwapFile, path: str) -> None:
-    """Put another open file under the descriptor."""
+    """Replace the file behind the descriptor."""
     other = os.open(path, os.O_RDWR)
     os.dup2(other, file._fd)
     os.close(other)
 
 
 def run(code: str, *prefix: str) -> str:
-    """What another Python prints."""
+    """Run code in another Python process; return its output."""
     begin = "import mmap, os, resource, warnings\nfrom patrickstar._memory.swap_file import DiskError, SwapFile"
     command = [*prefix, sys.executable, "-c", f"{begin}\n{code}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -60,18 +60,18 @@ def run(code: str, *prefix: str) -> str:
 
 
 def mounted(directory: Path, kind: str, options: str, code: str) -> str:
-    """What Python prints with a file system of its own in `directory`."""
+    """Run code with a file system mounted at `directory`; return its output."""
     mount = f'mount -t {kind} -o {options} none "{directory}"'
     try:
         tried = subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
-        pytest.skip("there is no unshare to mount a file system by")
+        pytest.skip("unshare is not installed")
     if tried.returncode:
         pytest.skip(f"can't mount {kind} here: {tried.stderr.strip()}")
     return run(code, "unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh")
 
 
-def test_the_file_has_no_name_and_nobody_else_may_read_it(tmp_path):
+def test_file_is_unnamed_and_private(tmp_path):
     first, second = SwapFile(tmp_path, MIB), SwapFile(tmp_path, MIB)
     assert list(tmp_path.iterdir()) == [] and first.path != second.path
     for file in (first, second):
@@ -79,18 +79,18 @@ def test_the_file_has_no_name_and_nobody_else_may_read_it(tmp_path):
         status = os.fstat(file._fd)
         assert stat.S_IMODE(status.st_mode) == 0o600
         assert status.st_nlink == 0 and not os.get_inheritable(file._fd)
-        file.write(file.reserve(99, WHAT), page(file.path.name.encode()), 99, WHAT)
+        file.write(file.reserve(99, LABEL), page(file.path.name.encode()), 99, LABEL)
     for file in (first, second):
         found = page()
-        file.read(0, found, 99, WHAT)
+        file.read(0, found, 99, LABEL)
         assert bytes(found).rstrip(b"\0").decode() == file.path.name
         file.close()
 
 
-def test_places_begin_at_blocks_and_lie_on_the_disk_from_the_start(file):
+def test_extents_start_at_blocks_and_are_reserved(file):
     assert file.direct and fcntl.fcntl(file._fd, fcntl.F_GETFL) & os.O_DIRECT
     assert file.nbytes == os.fstat(file._fd).st_size == MIB <= os.fstat(file._fd).st_blocks * 512
-    assert [file.reserve(nbytes, WHAT) for nbytes in (1, 4096, 4097, MIB)] == [0, 4096, 8192, 16384]
+    assert [file.reserve(nbytes, LABEL) for nbytes in (1, 4096, 4097, MIB)] == [0, 4096, 8192, 16384]
     status = os.fstat(file._fd)
     assert file.used_bytes == file.nbytes == status.st_size == 16384 + MIB <= status.st_blocks * 512
 
@@ -98,38 +98,38 @@ def test_places_begin_at_blocks_and_lie_on_the_disk_from_the_start(file):
 @settings(max_examples=20, deadline=None)
 @given(sizes=st.lists(st.integers(1, 5 * BLOCK_BYTES), min_size=1, max_size=8), seed=st.integers())
 @example(sizes=[1, 4096, 4097], seed=0)
-def test_what_was_written_is_read_back_and_takes_whole_blocks(tmp_path_factory, sizes, seed):
+def test_written_bytes_are_read_back(tmp_path_factory, sizes, seed):
     file = SwapFile(tmp_path_factory.getbasetemp(), BLOCK_BYTES)
     written, order = {}, random.Random(seed)
     for nbytes in sizes:
-        at, content = file.reserve(nbytes, WHAT), order.randbytes(nbytes)
-        file.write(at, page(content), nbytes, WHAT)
-        written[at] = content
-    for at, content in order.sample(sorted(written.items()), len(written)):
+        offset, content = file.reserve(nbytes, LABEL), order.randbytes(nbytes)
+        file.write(offset, page(content), nbytes, LABEL)
+        written[offset] = content
+    for offset, content in order.sample(sorted(written.items()), len(written)):
         found = page()
-        file.read(at, found, len(content), WHAT)
+        file.read(offset, found, len(content), LABEL)
         assert bytes(found[: len(content)]) == content
     assert file.read_bytes == file.written_bytes == sum(sizes)
     assert os.fstat(file._fd).st_size == max(BLOCK_BYTES, sum(-(-nbytes // 4096) * 4096 for nbytes in sizes))
     file.close()
 
 
-def test_many_threads_read_and_write_at_once_until_it_is_closed(file):
-    locations = [file.reserve(64 * 1024, WHAT) for _ in range(4)]
+def test_concurrent_reads_and_writes_until_close(file):
+    locations = [file.reserve(64 * 1024, LABEL) for _ in range(4)]
     seen, failures = [], []
 
-    def hammer(at: int) -> None:
-        memory = page(bytes([at % 251]) * 65536, 65536)
+    def hammer(offset: int) -> None:
+        memory = page(bytes([offset % 251]) * 65536, 65536)
         try:
             while True:
-                file.write(at, memory, 65536, WHAT)
-                file.read(at, memory, 65536, WHAT)
-                assert bytes(memory) == bytes([at % 251]) * 65536
-                seen.append(at)
+                file.write(offset, memory, 65536, LABEL)
+                file.read(offset, memory, 65536, LABEL)
+                assert bytes(memory) == bytes([offset % 251]) * 65536
+                seen.append(offset)
         except DiskError as error:
             failures.append(str(error))
 
-    threads = [threading.Thread(target=hammer, args=(at,)) for at in locations]
+    threads = [threading.Thread(target=hammer, args=(offset,)) for offset in locations]
     for thread in threads:
         thread.start()
     while len(set(seen)) < 4 and any(thread.is_alive() for thread in threads):
@@ -141,18 +141,18 @@ def test_many_threads_read_and_write_at_once_until_it_is_closed(file):
     assert file.read_bytes >= 65536 * len(seen)
 
 
-def test_a_file_that_is_closed_moves_nothing(file):
-    file.reserve(9, WHAT)
+def test_closed_file_refuses_calls(file):
+    file.reserve(9, LABEL)
     for _ in range(2):
         file.close()
     for act in (file.read, file.write):
         with pytest.raises(DiskError, match=rf"exp_avg\[3\].*{file.path.name} is closed"):
-            act(0, page(), 9, WHAT)
+            act(0, page(), 9, LABEL)
     with pytest.raises(DiskError, match="is closed"):
-        file.reserve(9, WHAT)
+        file.reserve(9, LABEL)
 
 
-def test_a_file_that_nobody_holds_gives_its_room_back(tmp_path):
+def test_collected_file_is_closed(tmp_path):
     file = SwapFile(tmp_path, 0)
     descriptor = file._fd
     del file
@@ -160,8 +160,8 @@ def test_a_file_that_nobody_holds_gives_its_room_back(tmp_path):
         os.fstat(descriptor)
 
 
-def test_a_directory_that_cannot_hold_the_file_is_named(tmp_path):
-    """In /sys nobody makes files, not even root, whom no mode stops."""
+def test_unusable_directory_is_named(tmp_path):
+    """Nobody can create files in /sys, not even root, which ignores file modes."""
     (tmp_path / "taken").write_text("")
     (tmp_path / "locked").mkdir(mode=0o500)
     refused = {tmp_path / "none": "does not exist; create it", tmp_path / "taken": "is not a directory; give one"}
@@ -172,7 +172,7 @@ def test_a_directory_that_cannot_hold_the_file_is_named(tmp_path):
             SwapFile(directory, MIB)
 
 
-def test_a_file_never_exceeds_its_capacity(tmp_path):
+def test_file_never_exceeds_its_capacity(tmp_path):
     with pytest.raises(BudgetError, match="at least 4096 bytes"):
         SwapFile(tmp_path, 8193, capacity_bytes=8192)
     file = SwapFile(tmp_path, 0, capacity_bytes=10 * BLOCK_BYTES)
@@ -180,14 +180,14 @@ def test_a_file_never_exceeds_its_capacity(tmp_path):
     with pytest.raises(
         BudgetError, match=r"exp_avg\[3\].*of a capacity of 40960; raise that .* by at least 4096"
     ) as raised:
-        file.reserve(BLOCK_BYTES + 1, WHAT)
+        file.reserve(BLOCK_BYTES + 1, LABEL)
     assert raised.value.short_bytes == 4096
-    assert file.reserve(BLOCK_BYTES, WHAT) == 9 * BLOCK_BYTES
+    assert file.reserve(BLOCK_BYTES, LABEL) == 9 * BLOCK_BYTES
     assert os.fstat(file._fd).st_size == 10 * BLOCK_BYTES
     file.close()
 
 
-def test_a_reservation_beyond_what_the_system_allows_says_how_much_is_free(tmp_path):
+def test_reservation_above_the_file_size_limit(tmp_path):
     limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({MIB}, {resource.RLIM_INFINITY}))"
     begin = f"{limit}\ntry: SwapFile({str(tmp_path)!r}, {MIB + 1})\nexcept DiskError as error: print(error)"
     said = run(f"{begin}\nSwapFile({str(tmp_path)!r}, {MIB})")
@@ -195,7 +195,7 @@ def test_a_reservation_beyond_what_the_system_allows_says_how_much_is_free(tmp_p
     assert re.match(need, said), said
 
 
-def test_a_full_disk_is_noticed_when_a_place_is_reserved(tmp_path):
+def test_full_disk_is_detected_by_reserve(tmp_path):
     code = f"""
 file = SwapFile({str(tmp_path)!r}, {MIB})
 for _ in range(2):
@@ -211,62 +211,62 @@ print(file.nbytes, os.fstat(file._fd).st_size, file.reserve({MIB}, "exp_avg[3]")
     assert said[2] == f"{MIB} {MIB} 0 {MIB}"
 
 
-def test_a_disk_that_fills_later_is_named_with_the_chunk_and_the_page_is_lost(file):
-    at = file.reserve(2 * BLOCK_BYTES, WHAT)
-    file.write(at, page(b"old"), 5000, WHAT)
+def test_disk_that_fills_later_loses_the_page(file):
+    offset = file.reserve(2 * BLOCK_BYTES, LABEL)
+    file.write(offset, page(b"old"), 5000, LABEL)
     replace(file, "/dev/full")
     pattern = rf"can't write 5000 bytes of exp_avg\[3\] at offset 0 of .*{file.path}: No space .*; free space there"
     with pytest.raises(DiskError, match=pattern):
-        file.write(at, page(b"new"), 5000, WHAT)
+        file.write(offset, page(b"new"), 5000, LABEL)
     with pytest.raises(DiskError, match="nothing was written there"):
-        file.read(at, page(), 5000, WHAT)
+        file.read(offset, page(), 5000, LABEL)
 
 
-def test_a_disk_that_fails_is_named_with_the_chunk(file):
-    at = file.reserve(PAGE_BYTES, WHAT)
-    file.write(at, page(), PAGE_BYTES, WHAT)
+def test_disk_failure_names_the_chunk(file):
+    offset = file.reserve(PAGE_BYTES, LABEL)
+    file.write(offset, page(), PAGE_BYTES, LABEL)
     replace(file, "/proc/self/mem")
     for operation, act in (("read", file.read), ("write", file.write)):
         pattern = rf"can't {operation} 4194304 bytes of exp_avg\[3\] at offset 0 of .*{file.path}: Input/output error"
         with pytest.raises(DiskError, match=pattern):
-            act(at, page(), PAGE_BYTES, WHAT)
+            act(offset, page(), PAGE_BYTES, LABEL)
 
 
 @pytest.mark.parametrize("left", [0, 4096, 5000])
-def test_a_file_that_was_cut_is_a_short_read(file, left):
-    at = file.reserve(PAGE_BYTES, WHAT)
-    file.write(at, page(), PAGE_BYTES, WHAT)
+def test_truncated_file_is_a_short_read(file, left):
+    offset = file.reserve(PAGE_BYTES, LABEL)
+    file.write(offset, page(), PAGE_BYTES, LABEL)
     os.ftruncate(file._fd, left)
     with pytest.raises(DiskError, match=rf"exp_avg\[3\].*short read, {left // 4096 * 4096} of 4194304 bytes"):
-        file.read(at, page(), PAGE_BYTES, WHAT)
+        file.read(offset, page(), PAGE_BYTES, LABEL)
 
 
 @pytest.mark.parametrize("checksums", [True, False])
-def test_a_page_that_changed_on_the_disk_is_noticed_where_checksums_are_on(tmp_path, checksums):
+def test_changed_page_is_detected_with_checksums(tmp_path, checksums):
     file = SwapFile(tmp_path, MIB, checksums=checksums)
-    _, at = file.reserve(BLOCK_BYTES, "param32[0]"), file.reserve(5000, WHAT)
-    file.write(at, page(b"a" * 5000), 5000, WHAT)
+    _, offset = file.reserve(BLOCK_BYTES, "param32[0]"), file.reserve(5000, LABEL)
+    file.write(offset, page(b"a" * 5000), 5000, LABEL)
     other = os.open(f"/proc/self/fd/{file._fd}", os.O_RDWR)
-    os.pwrite(other, b"b", at + 4999)
+    os.pwrite(other, b"b", offset + 4999)
     os.close(other)
     found = page()
     if checksums:
         sums = "checksum [0-9a-f]{16} expected, [0-9a-f]{16} found"
         pattern = rf"5000 bytes of exp_avg\[3\] at offset 4096 of .*{file.path}: the page is damaged: {sums}"
         with pytest.raises(DiskError, match=pattern):
-            file.read(at, found, 5000, WHAT)
+            file.read(offset, found, 5000, LABEL)
         with pytest.raises(DiskError, match="a page of 5000 bytes was written there"):
-            file.read(at, found, 4000, WHAT)
+            file.read(offset, found, 4000, LABEL)
         with pytest.raises(DiskError, match="nothing was written there"):
-            file.read(0, found, 4096, WHAT)
+            file.read(0, found, 4096, LABEL)
     else:
-        file.read(at, found, 5000, WHAT)
+        file.read(offset, found, 5000, LABEL)
         assert bytes(found[:5000]) == b"a" * 4999 + b"b"
-        file.read(0, found, 4096, WHAT)
+        file.read(0, found, 4096, LABEL)
     file.close()
 
 
-def test_a_file_system_without_direct_io_is_used_through_the_page_cache_and_said_once(tmp_path):
+def test_file_system_without_direct_io_warns_once(tmp_path):
     code = f"""
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
@@ -278,23 +278,23 @@ file.write(file.reserve(5000, "exp_avg[3]"), memory, 5000, "exp_avg[3]")
 file.read(0, memory, 5000, "exp_avg[3]")
 print(file.direct)"""
     said = mounted(tmp_path, "ramfs", "mode=0700", code).splitlines()
-    assert len(said) == 2 and "does not take direct I/O (O_DIRECT)" in said[0] and said[1] == "False"
+    assert len(said) == 2 and "does not support direct I/O (O_DIRECT)" in said[0] and said[1] == "False"
 
 
-def test_a_file_system_that_refuses_the_first_block_is_used_through_the_page_cache(tmp_path, monkeypatch):
-    def refuse(descriptor, buffers, at):
+def test_refused_first_block_falls_back_to_the_page_cache(tmp_path, monkeypatch):
+    def refuse(descriptor, buffers, offset):
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    scratch._warn_buffered.cache_clear()
+    swap_file._warn_buffered.cache_clear()
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="O_DIRECT"):
         patch.setattr(os, "pwritev", refuse)
         file = SwapFile(tmp_path, MIB)
     assert not file.direct and not fcntl.fcntl(file._fd, fcntl.F_GETFL) & os.O_DIRECT
     found = page()
-    file.write(file.reserve(5000, WHAT), page(b"a" * 5000), 5000, WHAT)
-    file.read(0, found, 5000, WHAT)
+    file.write(file.reserve(5000, LABEL), page(b"a" * 5000), 5000, LABEL)
+    file.read(0, found, 5000, LABEL)
     assert bytes(found[:5000]) == b"a" * 5000
     os.ftruncate(file._fd, 5000)
     with pytest.raises(DiskError, match="short read, 5000 of 8192"):
-        file.read(0, page(), 5000, WHAT)
+        file.read(0, page(), 5000, LABEL)
     file.close()

@@ -1,4 +1,4 @@
-"""Threads that move bytes: order, errors, Ctrl-C, threads that die, and nothing left behind."""
+"""Test worker pools: order, errors, Ctrl-C, killed threads, and cleanup."""
 
 import ctypes
 import gc
@@ -26,7 +26,7 @@ KILL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object, ctypes.
 )
 
 
-# Python ends a thread by SystemExit without a word; pytest has one to say.
+# Python ignores SystemExit in a thread; pytest warns about it.
 killing = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
@@ -46,7 +46,7 @@ def soon(condition) -> bool:
 
 
 class Gate:
-    """A job that holds its thread until it is opened."""
+    """Job that blocks its thread until it is opened."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -58,15 +58,15 @@ class Gate:
 
 
 @pytest.fixture
-def movers():
+def pool():
     made = WorkerPool(1, "test")
     yield made
     made.close()
     assert not threads_of("test")
 
 
-def test_threads_begin_with_the_first_job_and_each_brings_one_page_aligned_stage():
-    movers = WorkerPool(3, "stages", 8192)
+def test_threads_start_with_first_job_and_own_aligned_buffers():
+    pool = WorkerPool(3, "stages", 8192)
     assert not threads_of("stages")
     seen, barrier = [], threading.Barrier(3)
 
@@ -76,76 +76,76 @@ def test_threads_begin_with_the_first_job_and_each_brings_one_page_aligned_stage
         barrier.wait(SOON_S)
 
     for _ in range(2):
-        movers.submit([job] * 3, "exp_avg[0]").wait()
+        pool.submit([job] * 3, "exp_avg[0]").wait()
     assert [thread.daemon for thread in threads_of("stages")] == [True] * 3
     assert len(set(seen)) == 3 and len(seen) == 6
     assert {name for name, *_ in seen} == {f"patrickstar-stages-{n}" for n in range(3)}
     assert len({at for _, at, *_ in seen}) == 3 and all(at % 4096 == 0 for _, at, *_ in seen)
     assert {(dtype, numel) for *_, dtype, numel in seen} == {(torch.uint8, 8192)}
-    movers.close()
+    pool.close()
 
 
 @settings(max_examples=20, deadline=None)
 @given(threads=st.integers(1, 4), counts=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=6))
-def test_every_job_runs_once_in_any_number_of_threads(threads, counts):
-    movers, ran = WorkerPool(threads, "counts", 4096), []
+def test_every_job_runs_once(threads, counts):
+    pool, ran = WorkerPool(threads, "counts", 4096), []
     transfers = [
-        movers.submit([lambda _, key=(n, k): ran.append(key) for k in range(count)], f"chunk {n}", urgent=urgent)
+        pool.submit([lambda _, key=(n, k): ran.append(key) for k in range(count)], f"chunk {n}", urgent=urgent)
         for n, (count, urgent) in enumerate(counts)
     ]
     for transfer in transfers:
         transfer.wait()
     assert sorted(ran) == [(n, k) for n, (count, _) in enumerate(counts) for k in range(count)]
-    assert movers.in_flight == 0
-    movers.close()
+    assert pool.in_flight == 0
+    pool.close()
 
 
-def test_jobs_begin_in_their_order_and_urgent_ones_before_all_that_wait(movers):
+def test_jobs_start_in_order_and_urgent_ones_first(pool):
     gate, ran = Gate(), []
 
     def queue(name: str, urgent: bool = False):
-        return movers.submit([lambda _, n=n: ran.append(f"{name}{n}") for n in range(2)], name, urgent=urgent)
+        return pool.submit([lambda _, n=n: ran.append(f"{name}{n}") for n in range(2)], name, urgent=urgent)
 
-    transfers = [movers.submit([gate], "gate")]
+    transfers = [pool.submit([gate], "gate")]
     assert gate.begun.wait(SOON_S)
     transfers += [queue("a"), queue("b"), queue("c", urgent=True), queue("d", urgent=True)]
-    transfers[-3].prioritize()  # somebody has begun to wait for b
-    assert movers.in_flight == 5 and not any(transfer.done for transfer in transfers)
+    transfers[-3].prioritize()  # a thread waits for b
+    assert pool.in_flight == 5 and not any(transfer.done for transfer in transfers)
     gate.opened.set()
     for transfer in transfers:
         transfer.wait()
     assert ran == ["b0", "b1", "d0", "d1", "c0", "c1", "a0", "a1"]
-    assert movers.in_flight == 0
+    assert pool.in_flight == 0
 
 
 @pytest.mark.parametrize("kind", [OSError, SystemExit, KeyboardInterrupt])
-def test_the_first_error_is_raised_at_every_wait_and_the_jobs_behind_it_are_skipped(movers, kind):
+def test_first_error_is_raised_at_every_wait_and_cancels_later_jobs(pool, kind):
     gate, ran, error = Gate(), [], kind("the disk burns")
 
     def fail(stage: torch.Tensor) -> None:
         raise error
 
-    blocked = movers.submit([gate], "gate")
-    failing = movers.submit([ran.append, fail, ran.append], "exp_avg[3]")
-    after = movers.submit([ran.append], "exp_avg[4]")
+    blocked = pool.submit([gate], "gate")
+    failing = pool.submit([ran.append, fail, ran.append], "exp_avg[3]")
+    after = pool.submit([ran.append], "exp_avg[4]")
     gate.opened.set()
     for _ in range(2):
-        # What is meant to end a thread must not end the training thread.
+        # An exit request to a worker thread must not end the training thread.
         with pytest.raises(kind if issubclass(kind, Exception) else MoveError) as raised:
             failing.wait()
         assert error in (raised.value, raised.value.__cause__) and failing.done
     blocked.wait()
     after.wait()
-    assert len(ran) == 2 and movers.in_flight == 0 and len(threads_of("test")) == 1
+    assert len(ran) == 2 and pool.in_flight == 0 and len(threads_of("test")) == 1
 
 
-def test_cancelling_waits_for_what_has_begun_and_drops_the_rest(movers):
+def test_cancel_waits_for_running_jobs_and_drops_queued_ones(pool):
     gate, ran = Gate(), []
-    whole, cut = movers.submit([gate], "whole"), movers.submit([ran.append], "cut")
-    later = movers.submit([ran.append], "later")
+    whole, cut = pool.submit([gate], "whole"), pool.submit([ran.append], "cut")
+    later = pool.submit([ran.append], "later")
     assert gate.begun.wait(SOON_S)
     cut.cancel()
-    assert cut.done and not whole.done and movers.in_flight == 2
+    assert cut.done and not whole.done and pool.in_flight == 2
     threading.Timer(0.1, gate.opened.set).start()
     whole.cancel()
     assert whole.done and gate.opened.is_set()
@@ -158,31 +158,31 @@ def test_cancelling_waits_for_what_has_begun_and_drops_the_rest(movers):
     later.wait()
 
 
-def test_closing_drops_what_waits_and_leaves_no_thread():
-    movers, gate = WorkerPool(2, "closing"), Gate()
-    begun = movers.submit([gate, gate], "begun")
-    waiting = movers.submit([nothing] * 3, "exp_avg[2]")
+def test_close_cancels_queued_jobs_and_joins_threads():
+    pool, gate = WorkerPool(2, "closing"), Gate()
+    begun = pool.submit([gate, gate], "begun")
+    waiting = pool.submit([nothing] * 3, "exp_avg[2]")
     assert soon(lambda: len(begun._running) == 2)
     threading.Timer(0.1, gate.opened.set).start()
     for _ in range(2):
-        movers.close()
-    assert not threads_of("closing") and movers.in_flight == 0
+        pool.close()
+    assert not threads_of("closing") and pool.in_flight == 0
     begun.wait()
-    with pytest.raises(MoveError, match=r"exp_avg\[2\]: the movers were closed before all bytes had moved"):
+    with pytest.raises(MoveError, match=r"exp_avg\[2\]: the worker pool was closed before all bytes had moved"):
         waiting.wait()
-    with pytest.raises(MoveError, match=r"exp_avg\[3\]: the movers were closed; initialise a new engine"):
-        movers.submit([nothing], "exp_avg[3]")
+    with pytest.raises(MoveError, match=r"exp_avg\[3\]: the worker pool was closed; initialise a new engine"):
+        pool.submit([nothing], "exp_avg[3]")
     WorkerPool(2, "idle").close()
 
 
-def test_ctrl_c_ends_the_wait_and_leaves_the_transfer_to_be_waited_for(movers):
+def test_ctrl_c_interrupts_wait_and_not_the_transfer(pool):
     gate, ran = Gate(), []
-    transfer = movers.submit([gate, ran.append], "exp_avg[3]")
+    transfer = pool.submit([gate, ran.append], "exp_avg[3]")
     for _ in range(3):
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             transfer.wait()
-        assert not transfer.done and movers.in_flight == 1
+        assert not transfer.done and pool.in_flight == 1
     gate.opened.set()
     transfer.wait()
     assert [stage.nbytes for stage in ran] == [PAGE_BYTES]
@@ -190,26 +190,26 @@ def test_ctrl_c_ends_the_wait_and_leaves_the_transfer_to_be_waited_for(movers):
 
 @killing
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_thread_killed_while_idle_is_noticed_instead_of_waited_for(threads):
-    movers = WorkerPool(threads, "killed")
-    movers.submit([nothing] * threads, "first").wait()
+def test_thread_killed_while_idle_is_detected(threads):
+    pool = WorkerPool(threads, "killed")
+    pool.submit([nothing] * threads, "first").wait()
     for victim in threads_of("killed"):
         assert KILL(victim.ident, SystemExit, None) == 1
     begin = time.monotonic()
-    transfer = movers.submit([nothing] * 1000, "exp_avg[3]")
+    transfer = pool.submit([nothing] * 1000, "exp_avg[3]")
     pattern = r"exp_avg\[3\]: a worker thread died before all bytes had moved .* initialise a new engine"
     for _ in range(2):
         with pytest.raises(MoveError, match=pattern):
             transfer.wait()
     assert time.monotonic() - begin < SOON_S / 2
     transfer.cancel()
-    movers.close()
-    assert not threads_of("killed") and movers.in_flight == 0
+    pool.close()
+    assert not threads_of("killed") and pool.in_flight == 0
 
 
 @killing
-def test_a_thread_killed_after_its_job_but_before_it_said_so_is_noticed(movers):
-    """The job dies last in its thread's hands, and takes the thread along."""
+def test_thread_killed_between_job_and_its_completion_is_detected(pool):
+    """The job's finalizer kills its thread."""
 
     class LastWish:
         def __call__(self, stage: torch.Tensor) -> None:
@@ -217,32 +217,32 @@ def test_a_thread_killed_after_its_job_but_before_it_said_so_is_noticed(movers):
             refs.append(weakref.ref(self, partial(KILL, threading.get_ident(), SystemExit)))
 
     refs = []
-    transfer = movers.submit([LastWish()], "exp_avg[3]")
+    transfer = pool.submit([LastWish()], "exp_avg[3]")
     with pytest.raises(MoveError, match=r"exp_avg\[3\]: a worker thread died"):
         transfer.wait()
     assert transfer.done and refs[0]() is None
 
 
-def test_an_exception_thrown_into_a_job_from_outside_is_its_error(movers):
+def test_exception_raised_in_a_job_from_outside_is_its_error(pool):
     def long(stage: torch.Tensor) -> None:
         begun.set()
         while True:
             time.sleep(0.001)
 
     begun = threading.Event()
-    transfer = movers.submit([long], "exp_avg[3]")
+    transfer = pool.submit([long], "exp_avg[3]")
     assert begun.wait(SOON_S)
     KILL(threads_of("test")[0].ident, SystemExit, None)
     with pytest.raises(MoveError, match="told to end"):
         transfer.wait()
-    movers.submit([nothing], "exp_avg[4]").wait()
+    pool.submit([nothing], "exp_avg[4]").wait()
 
 
-def test_what_a_job_needs_lives_until_it_has_ended_and_no_longer(movers):
+def test_references_of_a_job_are_freed_when_it_ends(pool):
     gate, needed = Gate(), torch.zeros(9)
     alive = weakref.ref(needed)
-    movers.submit([gate], "gate")
-    transfer = movers.submit([lambda _, tensor=needed: tensor.add_(1), nothing], "exp_avg[3]")
+    pool.submit([gate], "gate")
+    transfer = pool.submit([lambda _, tensor=needed: tensor.add_(1), nothing], "exp_avg[3]")
     del needed
     gc.collect()
     assert alive() is not None
@@ -251,13 +251,13 @@ def test_what_a_job_needs_lives_until_it_has_ended_and_no_longer(movers):
     assert alive() is None
 
 
-def test_a_transfer_that_failed_goes_without_the_garbage_collector(movers):
+def test_failed_transfer_forms_no_reference_cycle(pool):
     def fail(stage: torch.Tensor) -> None:
         raise OSError("the disk burns")
 
     gc.disable()
     try:
-        transfer = movers.submit([fail], "exp_avg[3]")
+        transfer = pool.submit([fail], "exp_avg[3]")
         gone = weakref.ref(transfer)
         with pytest.raises(OSError, match="burns"):
             transfer.wait()
@@ -268,34 +268,34 @@ def test_a_transfer_that_failed_goes_without_the_garbage_collector(movers):
 
 
 @pytest.mark.parametrize("cycle", [False, True])
-def test_movers_that_nobody_holds_end_their_threads(cycle):
-    movers, gate = WorkerPool(2, "collected"), Gate()
-    movers.submit([nothing], "first").wait()
-    begun, waiting = movers.submit([gate, gate], "begun"), movers.submit([nothing], "waiting")
+def test_collected_pool_ends_its_threads(cycle):
+    pool, gate = WorkerPool(2, "collected"), Gate()
+    pool.submit([nothing], "first").wait()
+    begun, waiting = pool.submit([gate, gate], "begun"), pool.submit([nothing], "waiting")
     assert soon(lambda: len(begun._running) == 2)
-    movers.itself = movers if cycle else None
-    gone = weakref.ref(movers)
-    del movers
+    pool.itself = pool if cycle else None
+    gone = weakref.ref(pool)
+    del pool
     gc.collect()
     assert gone() is None
     gate.opened.set()
     begun.wait()
-    with pytest.raises(MoveError, match="waiting: the movers were closed"):
+    with pytest.raises(MoveError, match="waiting: the worker pool was closed"):
         waiting.wait()
     assert soon(lambda: not threads_of("collected"))
 
 
-def test_a_thread_that_cannot_start_is_an_error():
+def test_thread_that_cannot_start_raises():
     with pytest.raises(MoveError, match=r"exp_avg\[3\]: can't start thread patrickstar-large-0 with \d+ bytes"):
         WorkerPool(1, "large", 1 << 60).submit([nothing], "exp_avg[3]")
 
 
-def test_the_interpreter_leaves_with_jobs_in_flight():
+def test_interpreter_exits_with_jobs_in_flight():
     code = (
         "import torch; from patrickstar._memory.worker_pool import WorkerPool\n"
-        "movers = WorkerPool(2, 'leave')\n"
+        "pool = WorkerPool(2, 'leave')\n"
         "a, b = torch.zeros(2**22), torch.zeros(2**22)\n"
-        "movers.submit([lambda stage: a.copy_(b)] * 10000, 'x')"
+        "pool.submit([lambda stage: a.copy_(b)] * 10000, 'x')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Meters of non-model data, on real memory."""
+"""Test meters of non-model data on real memory."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ from patrickstar._memory.memory_meter import ResidentMeter, SampledMeter, defaul
 MIB = 1024**2
 SIZE = 64 * MIB
 TOLERANCE = 4 * MIB
-"""What the interpreter and the C library may come to use or give back beside the tensor."""
+"""Bytes that the interpreter and the C library may allocate or free besides the tensor."""
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ resident = pytest.mark.skipif(
 )
 
 
-def taken() -> torch.Tensor:
+def allocate() -> torch.Tensor:
     return torch.ones(SIZE, dtype=torch.uint8)
 
 
@@ -41,9 +41,9 @@ def calibrated(request):
     return ready(request.param())
 
 
-def test_a_tensor_is_seen_to_come_and_go(calibrated):
+def test_allocation_and_release_are_measured(calibrated):
     assert calibrated.now(0) < TOLERANCE
-    tensor = taken()
+    tensor = allocate()
     assert abs(calibrated.now(0) - SIZE) < TOLERANCE
     assert calibrated.peak(0) >= SIZE - TOLERANCE
     del tensor
@@ -52,53 +52,53 @@ def test_a_tensor_is_seen_to_come_and_go(calibrated):
 
 
 def test_chunks_are_not_counted(calibrated):
-    chunk = taken()
-    activation = taken()
+    chunk = allocate()
+    activation = allocate()
     assert abs(calibrated.now(chunk.nbytes) - SIZE) < TOLERANCE
     assert abs(calibrated.peak(chunk.nbytes) - SIZE) < TOLERANCE
     del activation
     assert calibrated.now(chunk.nbytes) < TOLERANCE
-    assert calibrated.now(4 * SIZE) == 0, "non-model data is never less than none"
+    assert calibrated.now(4 * SIZE) == 0, "non-model data is never negative"
 
 
-def test_calibration_takes_what_there_is_as_nobodys(calibrated):
-    before, chunk = taken(), taken()
+def test_calibration_sets_the_baseline(calibrated):
+    before, chunk = allocate(), allocate()
     calibrated.calibrate(chunk.nbytes)
     calibrated.restart()
     assert calibrated.now(chunk.nbytes) < TOLERANCE
     assert calibrated.peak(chunk.nbytes) < TOLERANCE
-    after = taken()
+    after = allocate()
     assert abs(calibrated.now(chunk.nbytes) - after.nbytes) < TOLERANCE
     del before, after
     assert calibrated.now(chunk.nbytes) == 0
 
 
 @resident
-def test_a_peak_inside_an_interval_is_seen_and_forgotten_on_restart():
+def test_restart_resets_the_peak():
     found = ready(ResidentMeter())
-    tensor = taken()
+    tensor = allocate()
     del tensor
     assert found.now(0) < TOLERANCE
     assert abs(found.peak(0) - SIZE) < TOLERANCE
-    assert abs(found.peak(0) - SIZE) < TOLERANCE, "reading a peak does not forget it"
+    assert abs(found.peak(0) - SIZE) < TOLERANCE, "reading a peak does not reset it"
     found.restart()
     assert found.peak(0) < TOLERANCE
 
 
 @resident
-def test_a_restart_forgets_the_past_and_not_what_is_there():
+def test_restart_keeps_current_usage():
     found = ready(ResidentMeter())
-    kept, passing = taken(), taken()
+    kept, passing = allocate(), allocate()
     del passing
     assert abs(found.peak(0) - 2 * SIZE) < TOLERANCE
     found.restart()
     assert abs(found.peak(0) - SIZE) < TOLERANCE
     del kept
-    assert abs(found.peak(0) - SIZE) < TOLERANCE, "the interval began with it"
+    assert abs(found.peak(0) - SIZE) < TOLERANCE, "the tensor existed at the restart"
 
 
 @resident
-def test_a_meter_closes_its_files():
+def test_meter_closes_its_files():
     before = len(os.listdir("/proc/self/fd"))
     meters = [ResidentMeter() for _ in range(10)]
     assert len(os.listdir("/proc/self/fd")) == before + 20
@@ -108,24 +108,24 @@ def test_a_meter_closes_its_files():
 
 
 @resident
-def test_the_meter_of_a_cpu_is_the_resident_one():
+def test_cpu_uses_the_resident_meter():
     assert isinstance(default_meter(CPU), ResidentMeter)
 
 
-def test_where_the_kernel_keeps_no_peak_memory_is_sampled_and_that_is_said(monkeypatch, tmp_path):
+def test_sampled_meter_warns_without_kernel_peak(monkeypatch, tmp_path):
     monkeypatch.setattr(meter, "_CLEAR_REFS", tmp_path / "missing")
     with pytest.warns(UserWarning, match=r"not writable here: .*peaks inside operators are missed"):
         found = default_meter(CPU)
     assert isinstance(found, SampledMeter)
 
 
-def test_every_meter_says_what_it_measures():
+def test_every_meter_describes_its_source():
     sources = {kind.source for kind in (meter.CudaMeter, ResidentMeter, SampledMeter)}
     assert len(sources) == 3
     assert all(sources)
 
 
-def test_a_machine_gives_what_is_available():
+def test_installed_bytes_are_available():
     assert 0 < installed_bytes(CPU) <= psutil.virtual_memory().total
 
 
@@ -139,7 +139,7 @@ def test_a_machine_gives_what_is_available():
         ({"memory.limit_in_bytes": "600\n"}, 600),
     ],
 )
-def test_a_container_gives_no_more_than_its_limit(monkeypatch, tmp_path, limits, nbytes):
+def test_container_limit_applies(monkeypatch, tmp_path, limits, nbytes):
     for name, text in limits.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(meter, "Path", lambda path: tmp_path / Path(path).name)

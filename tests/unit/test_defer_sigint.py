@@ -1,4 +1,4 @@
-"""What Ctrl-C does not tear in two."""
+"""Test the deferral of Ctrl-C."""
 
 import signal
 import threading
@@ -12,7 +12,7 @@ def strike():
     signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_comes_when_the_work_is_done():
+def test_ctrl_c_is_raised_after_the_work():
     done = []
 
     @defer_sigint
@@ -25,7 +25,7 @@ def test_ctrl_c_comes_when_the_work_is_done():
     assert done == ["whole"]
 
 
-def test_inside_another_it_waits_for_the_outermost():
+def test_nested_contexts_defer_to_the_outermost():
     done = []
     with pytest.raises(KeyboardInterrupt), DeferSigint():
         with DeferSigint():
@@ -34,7 +34,7 @@ def test_inside_another_it_waits_for_the_outermost():
     assert done == ["whole"]
 
 
-def test_who_asks_twice_does_not_wait():
+def test_second_ctrl_c_is_not_deferred():
     done = []
     with pytest.raises(KeyboardInterrupt), DeferSigint():
         strike()
@@ -44,7 +44,7 @@ def test_who_asks_twice_does_not_wait():
     assert done == ["first"]
 
 
-def test_an_error_inside_is_not_lost_when_ctrl_c_comes_too():
+def test_error_inside_is_the_context_of_ctrl_c():
     with pytest.raises(KeyboardInterrupt) as caught, DeferSigint():
         strike()
         raise ValueError("inside")
@@ -52,7 +52,7 @@ def test_an_error_inside_is_not_lost_when_ctrl_c_comes_too():
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
-def test_the_users_own_handler_is_theirs_again(handler):
+def test_user_handler_is_restored(handler):
     before = signal.signal(signal.SIGINT, handler)
     try:
         with DeferSigint():
@@ -62,7 +62,7 @@ def test_the_users_own_handler_is_theirs_again(handler):
         signal.signal(signal.SIGINT, before)
 
 
-def test_other_threads_leave_handlers_alone():
+def test_other_threads_do_not_change_handlers():
     seen = []
 
     def look():

@@ -1,0 +1,107 @@
+"""Test coordination: each process is granted its requests in any order, and none waits forever."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar._schedule.coordination import Message, Request, derive_agreement
+from patrickstar.errors import PeerError
+
+CHUNKS = 4
+requests = st.one_of(
+    st.tuples(st.just(Request.GATHER), st.integers(0, CHUNKS - 1)),
+    st.tuples(st.just(Request.NOTHING), st.integers(0, CHUNKS - 1)),  # gradients of a chunk are ready
+    st.tuples(st.just(Request.MEMORY), st.integers(0, CHUNKS - 1)),  # and their memory is needed
+)
+programs = st.lists(st.lists(requests, max_size=12), min_size=2, max_size=5)
+
+
+class Process:
+    """Simulated process with its requests until the optimizer step."""
+
+    def __init__(self, program):
+        self.program = [*program, (Request.STEP, -1)]
+        self.at = 0
+        self.ready = set()
+        self.reduced = []
+        self.gathered = []
+        self._begin()
+
+    @property
+    def over(self):
+        return self.at == len(self.program)
+
+    def _begin(self):
+        """Mark gradients as ready, and skip requests that need not wait."""
+        while not self.over:
+            request, chunk = self.program[self.at]
+            if request is Request.NOTHING and chunk not in self.ready:
+                self.ready.add(chunk)
+                return
+            if request in (Request.GATHER, Request.STEP) or (request is Request.MEMORY and chunk in self.ready):
+                return
+            self.at += 1
+
+    def message(self):
+        request, chunk = self.program[self.at]
+        return Message(request, chunk if request is Request.GATHER else -1, frozenset(self.ready))
+
+    def apply(self, rank, agreement):
+        request, chunk = self.program[self.at]
+        for reduced, ranks in agreement.reductions:
+            assert (rank in ranks) == (reduced in self.ready)
+            if rank in ranks:
+                self.ready.discard(reduced)
+                self.reduced.append(reduced)
+        if request is Request.GATHER and any(chunk == c and rank in ranks for c, ranks in agreement.gathers):
+            self.gathered.append(chunk)
+        elif (
+            request is Request.GATHER
+            or (request is Request.MEMORY and chunk in self.ready)
+            or (request is Request.STEP and not agreement.synchronized)
+        ):
+            return
+        self.at += 1
+        self._begin()
+
+
+@settings(max_examples=300, deadline=None)
+@given(programs)
+def test_all_processes_reach_the_step(program):
+    processes = [Process(one) for one in program]
+    for _ in range(sum(map(len, program)) * CHUNKS + CHUNKS + 2):
+        if all(process.over for process in processes):
+            break
+        assert not any(process.over for process in processes), "a process left the step before all reached it"
+        agreement = derive_agreement([process.message() for process in processes])
+        assert len({chunk for chunk, _ in agreement.reductions}) == len(agreement.reductions)
+        for rank, process in enumerate(processes):
+            process.apply(rank, agreement)
+    assert all(process.over for process in processes), "a process waits forever"
+    for process, granted in zip(processes, program, strict=True):
+        assert process.gathered == [chunk for request, chunk in granted if request is Request.GATHER]
+        assert not process.ready, "gradients were left behind"
+
+
+def test_equal_requests_are_granted_at_once():
+    agreement = derive_agreement([Message(Request.GATHER, 3, frozenset({5}))] * 4)
+    assert agreement.gathers == ((3, (0, 1, 2, 3)),)
+    assert agreement.reductions == ((5, (0, 1, 2, 3)),)
+
+
+def test_gradients_wait_for_processes_without_them():
+    computing, done = Message(Request.GATHER, 1), Message(Request.STEP)
+    ready = Message(Request.MEMORY, ready=frozenset({2}))
+    assert derive_agreement([ready, computing]).reductions == ()
+    assert derive_agreement([ready, done]).reductions == ((2, (0,)),)
+
+
+def test_processes_that_wait_for_memory_continue():
+    messages = [Message(Request.MEMORY, ready=frozenset({chunk})) for chunk in (1, 2)]
+    agreement = derive_agreement(messages)
+    assert agreement.reductions == ((1, (0,)), (2, (1,)))
+
+
+def test_different_barriers_are_refused():
+    with pytest.raises(PeerError, match="rank 0: a step; rank 1: clipping"):
+        derive_agreement([Message(Request.STEP), Message(Request.NORM)])
