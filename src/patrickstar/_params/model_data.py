@@ -12,39 +12,31 @@ from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.tracer import Tracer
-from patrickstar._params.local_shards import LocalShards, follow_rounded
+from patrickstar._params.local_shards import follow_rounded
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.param_views import ParamViews
 from patrickstar._params.save_in_progress import SaveInProgress
 from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.placement import Tier, embedding_runs_on_host
 from patrickstar._schedule.tensor_state import TensorState, chunk_state
 from patrickstar.errors import BudgetError, TrainingError
 
-# [Note: placeholders of evicted parameters]
-# The user's Parameter views its chunk's storage while the chunk is on the device. When the chunk is evicted, the
-# Parameter gets a placeholder of the same shape that expands a single NaN. Operators never see it, since they are
-# intercepted first; code that bypasses interception (native code given the tensor directly) computes NaN instead of
-# reading freed memory.
 
-
-class ModelData(LocalShards):
+class ModelData(ParamViews):
     """The managed parameters of one engine."""
 
     def __init__(self, manager: ChunkManager, tracer: Tracer) -> None:
         super().__init__(manager)
         self.tracer = tracer
         self.managed_params: list[ManagedParam] = []
-        self.by_chunk: dict[int, list[ManagedParam]] = {}
         self.comm: ChunkComm | None = None
         """Chunk communication with the other ranks; None with one process."""
         self.saving: SaveInProgress | None = None
         """Checkpoint in progress, which copies what it needs of a chunk before the chunk changes."""
-        self.closed = False
         self.in_backward = False
         self.backward_id = 0
         self.backwards_in_step = 0
         self.accumulates = False
-        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
 
     def add(self, managed: ManagedParam) -> None:
         """Register a parameter whose values are already in its chunk."""
@@ -182,7 +174,7 @@ class ModelData(LocalShards):
 
     @defer_sigint
     def release(self, managed_params: Sequence[ManagedParam], hold: TensorState) -> None:
-        """End one use of each parameter; after its last use it is in state `hold`, or HOLD_AFTER_BWD with a gradient."""
+        """End one use of each parameter; after its last use its state is `hold`, or HOLD_AFTER_BWD with a gradient."""
         for managed in managed_params:
             managed.chunk.pins -= 1
             managed.uses -= 1
@@ -225,37 +217,6 @@ class ModelData(LocalShards):
             self.manager.fetch(chunks, gently=gently)
         finally:
             self.update_param_views()
-
-    @defer_sigint
-    def update_param_views(self) -> None:
-        """Point the Parameters of moved chunks at their device memory, or at a placeholder after eviction."""
-        self.set_param_views(self.manager.drain_moved())
-
-    def set_param_views(self, chunks: Iterable[Chunk]) -> None:
-        """Point the Parameters of `chunks` at the current memory of these; do nothing once the engine is closed."""
-        for chunk in () if self.closed else chunks:
-            for managed in self.by_chunk.get(chunk.index, ()):
-                if managed.chunk is chunk:
-                    self._set_param_view(managed)
-
-    def _set_param_view(self, managed: ManagedParam) -> None:
-        """See [Note: placeholders of evicted parameters]."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if managed.chunk.device_valid:
-                if managed.device_view is None:
-                    managed.device_view = managed.chunk.on_device(managed.region)
-                managed.param.data = managed.device_view
-            elif managed.stays_on_host:
-                managed.param.data = managed.chunk.on_host(managed.region)
-            else:
-                managed.param.data = self.placeholder(managed.chunk.dtype).expand(managed.shape)
-
-    def placeholder(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the one-element tensor that evicted parameters expand: NaN, or zero for integers."""
-        if dtype not in self._placeholders:
-            fill = float("nan") if dtype.is_floating_point else 0
-            self._placeholders[dtype] = torch.full((), fill, dtype=dtype, device=self.manager.device)
-        return self._placeholders[dtype]
 
     # Writing
 
