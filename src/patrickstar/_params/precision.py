@@ -17,10 +17,7 @@ def compute_dtypes(module: nn.Module, compute: torch.dtype) -> dict[str, torch.d
 
     If all floating-point parameters share one dtype, they are cast to `compute`. If the model mixes dtypes, each
     parameter keeps its own. A norm with running statistics keeps its parameters in the dtype of these statistics,
-    since PyTorch supports no other combination.
-
-    Raises:
-        ModelError: A parameter is complex.
+    since PyTorch supports no other combination. Raises ModelError for a complex parameter.
     """
     floating = {p.dtype for p in module.parameters() if p.is_floating_point()}
     dtypes = {}
@@ -88,10 +85,7 @@ def _collect(value: Any, tensors: list[torch.Tensor], seen: set[int]) -> None:
 
 
 class LossScaler:
-    """Dynamic loss scaler for fp16 that follows `torch.amp.GradScaler`.
-
-    The scale doubles after `GROWTH_INTERVAL` steps without overflow and halves after each overflow.
-    """
+    """Loss scaler for fp16, as `torch.amp.GradScaler`: doubles after a run of good steps, halves on overflow."""
 
     INITIAL_SCALE = 2.0**16
     GROWTH_INTERVAL = 2000

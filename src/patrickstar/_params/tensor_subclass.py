@@ -33,19 +33,11 @@ def descriptor(name: str) -> Any:
     return getattr(torch.Tensor, name)
 
 
-_METADATA_FUNCTIONS = {descriptor(name).__get__ for name in _GETTERS.split()}
-_METADATA_FUNCTIONS |= {descriptor(name) for name in _METHODS.split()}
-_METADATA_FUNCTIONS |= {
-    descriptor(name).__set__ for name in ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-}
-_METADATA_FUNCTIONS |= {
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-    torch.autograd.grad,
-    torch.autograd.backward,
-}
-_METADATA_FUNCTIONS |= {torch._has_compatible_shallow_copy_type}
+_METADATA = {descriptor(name).__get__ for name in _GETTERS.split()}
+_METADATA |= {descriptor(name) for name in _METHODS.split()}
+_METADATA |= {descriptor(name).__set__ for name in ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")}
+_METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad, torch.autograd.backward}
+_METADATA |= {torch._has_compatible_shallow_copy_type}
 """Functions that query a parameter's metadata without reading its values."""
 
 
@@ -117,7 +109,7 @@ def _managed_tensors(values: Any, tensors: list[Any]) -> list[Any]:
 
 def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        if func in _METADATA_FUNCTIONS:
+        if func in _METADATA:
             return func(*args, **kwargs)
         tensors = _managed_tensors(args, [])
         if kwargs:
