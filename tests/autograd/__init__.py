@@ -1,1 +1,1 @@
-"""The models that break chunk managers; each must train bit for bit as plain PyTorch does, or be refused by name."""
+"""Models that are hard for chunk managers: each trains bit for bit as in plain PyTorch, or is rejected by name."""

@@ -1,4 +1,4 @@
-"""The choices every model of the zoo is tried under."""
+"""Precision, checkpointing and configuration fixtures for the models of the zoo."""
 
 import pytest
 

@@ -69,8 +69,8 @@ def test_accumulation_changes_from_step_to_step(config):
     testing.compare(lambda: Stack([mlp()]), config, script)
 
 
-def test_a_gradient_thrown_away(config):
-    """zero_grad without a step: what the backward left must be gone, and the weights unharmed."""
+def test_a_discarded_gradient(config):
+    """Call zero_grad without a step: the gradients are discarded and the weights unchanged."""
 
     def script(trainer, optimizer):
         losses = []
@@ -107,7 +107,7 @@ def test_a_step_without_backward(config):
 
 
 def test_backward_called_on_the_loss_itself(config):
-    """Without `engine.backward` in between: the same steps, or an error; never a lost gradient."""
+    """Call `loss.backward()` instead of `engine.backward`: the steps are equal or raise; no gradient is lost."""
 
     def run(backward):
         torch.manual_seed(0)
@@ -128,7 +128,7 @@ def test_backward_called_on_the_loss_itself(config):
 
 
 def test_backward_through_weights_of_an_earlier_step_is_an_error(config, checkpointing):
-    """The weights that the graph saved are gone: PyTorch notices, and an engine must not hide it."""
+    """The weights that the graph saved have changed: PyTorch detects this, and the engine must not hide it."""
 
     def script(trainer, optimizer):
         losses = []
@@ -145,7 +145,7 @@ def test_backward_through_weights_of_an_earlier_step_is_an_error(config, checkpo
 
 @pytest.mark.parametrize("kind", ["hook", "post-accumulate hook"])
 def test_hooks_of_the_user_on_a_parameter(kind, config):
-    """They run, once per backward, and what they make of the gradient counts."""
+    """Hooks run once per backward, and the gradient that they return is used."""
     calls = []
 
     def script(trainer, optimizer):
@@ -180,7 +180,7 @@ def test_a_branch_not_taken(taken, config, checkpointing):
 
 
 class Experts(nn.Module):
-    """Each token goes to one of four experts; the router's bias leaves some without tokens."""
+    """Routes each token to one of four experts; the router's bias leaves some experts without tokens."""
 
     def __init__(self, call_idle_experts, checkpointing):
         super().__init__()

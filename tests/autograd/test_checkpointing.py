@@ -1,4 +1,4 @@
-"""Activation checkpointing, by each of PyTorch's ways."""
+"""Activation checkpointing with each of PyTorch's methods."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ class Nested(nn.Module):
         return call_block(self.second, call_block(self.first, x, self.inner), self.inner)
 
 
-# Inside an outer reentrant checkpoint the first pass runs without gradients, of which PyTorch warns the inner one.
+# Inside an outer reentrant checkpoint the first forward runs without gradients, so PyTorch warns in the inner one.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize("inner", ["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("outer", ["reentrant", "non-reentrant"])
@@ -71,7 +71,7 @@ def test_checkpoint_sequential(use_reentrant, config):
 
 
 class PlainFunction(nn.Module):
-    """What is recomputed is no module and calls none."""
+    """Recomputes a function that is not a module and calls none."""
 
     def __init__(self, use_reentrant):
         super().__init__()
@@ -101,7 +101,7 @@ def test_a_weight_passed_to_the_recomputed_function(use_reentrant, config):
 
 
 class Outermost(nn.Module):
-    """The whole model is recomputed; nothing before the checkpoint needs a gradient."""
+    """Recomputes the whole model; nothing before the checkpoint requires a gradient."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ def test_recompute_stopped_early_or_not(early_stop, config):
 
 
 class Selective(nn.Module):
-    """Products are kept, everything else is recomputed."""
+    """Saves matrix products and recomputes everything else."""
 
     def __init__(self):
         super().__init__()

@@ -9,9 +9,9 @@ from patrickstar import testing
 from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, small_chunks, train
 
 pytestmark = [
-    # Dynamo looks at the .grad of every tensor it traces, activations too.
+    # Dynamo reads .grad of every tensor that it traces, including activations.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    # PyTorch's own quantization code, which the inductor backend imports.
+    # Raised by PyTorch's own quantization code, which the inductor backend imports.
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 
@@ -64,7 +64,7 @@ def test_compiled_blocks_recomputed(backend, way, config):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_blocks_among_others(backend, way, config):
-    """Some blocks compiled, one of them used twice, one frozen."""
+    """Compile some blocks, one of which is used twice and one frozen."""
 
     def build():
         shared = compiled(Block(), backend, way)
@@ -100,7 +100,7 @@ def test_a_block_compiled_after_initialize(way, precision):
 
 
 def test_blocks_compile_once(way, config):
-    """An engine costs no recompilation: three like blocks need no more graphs than they do without one."""
+    """The engine causes no recompilation: three equal blocks need as many graphs as without it."""
     graphs = []
 
     def count(graph, example_inputs):

@@ -1,4 +1,4 @@
-"""The update beside backward: the same bits, earlier; and what it can't go along with is refused."""
+"""Optimizer-in-backward: the same bits, earlier updates, and errors for unsupported combinations."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def stack(checkpointing="off"):
 
 
 class Tied(nn.Module):
-    """A weight that the first and the last operator read."""
+    """A weight read by the first and by the last operator."""
 
     def __init__(self, checkpointing="off"):
         super().__init__()
@@ -28,7 +28,7 @@ class Tied(nn.Module):
 
 
 class Twice(nn.Module):
-    """Reentrant checkpointing of one layer twice: its gradients come in two parts."""
+    """Reentrant checkpointing of one layer twice, so that its gradients are computed in two parts."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Twice(nn.Module):
 
 
 def early(steps=5, accumulation=1):
-    """A loop whose last backward before each step says that the step comes next."""
+    """Return a training loop whose last backward before each step has update=True."""
 
     def script(trainer, optimizer):
         losses = []
@@ -69,8 +69,8 @@ def test_the_same_bits_with_accumulation(precision, checkpointing):
 
 
 @pytest.mark.skipif(CppBackend.find() is None, reason="without the C++ kernel nothing runs beside operators")
-def test_the_same_bits_while_operators_go_on(precision):
-    """As on a GPU: what the kernel is working on is not waited for. Chunks of several pages, that go to the pool."""
+def test_the_same_bits_while_operators_run(precision):
+    """As on a GPU, backward does not wait for running updates. Chunks have several pages and use the worker pool."""
     width = 1100
 
     def build():
@@ -96,7 +96,7 @@ def test_the_same_bits_while_operators_go_on(precision):
 
 
 def updated_before_the_step(engine):
-    """Names of parameters that a backward has updated, after two steps that showed how it goes."""
+    """Return the parameters that a backward updates after two observed steps."""
     for (x,) in normal_batches(2):
         engine.backward(mean_square(engine(x)), update=True)
         engine.optimizer.step()
@@ -114,7 +114,7 @@ def test_chunks_are_updated_before_the_step(precision):
     engine.close()
 
 
-def test_what_reentrant_checkpointing_adds_to_comes_later():
+def test_gradients_that_grow_under_reentrant_checkpointing_are_updated_in_the_step():
     engine = testing.stressed(Twice, small_chunks("bf16", chunk_bytes=64))
     x = normal(2, WIDTH).requires_grad_()
     for _ in range(3):
@@ -141,10 +141,10 @@ def test_a_parameter_that_gets_no_gradient_is_not_waited_for():
 
 
 def test_no_more_bytes_move(precision):
-    """A gradient goes down once, for its update, whenever that is."""
+    """A gradient is transferred to the host once, whenever its update runs."""
     moved = []
     for update in (False, True):
-        # Less than `param16` takes, so that chunks are evicted and fetched.
+        # Smaller than the `param16` list, so that chunks are evicted and fetched.
         config = small_chunks(precision).model_copy(update={"device_memory": 3600 if precision == "bf16" else 7200})
         engine = Engine(stack, config, meter=testing.NoMeter())
         for (x,) in normal_batches(4):
@@ -174,7 +174,7 @@ def test_no_more_bytes_move(precision):
         "loading states",
     ],
 )
-def test_nothing_may_come_between(act):
+def test_other_calls_before_the_step_are_rejected(act):
     engine = testing.stressed(stack, small_chunks("bf16"))
     assert updated_before_the_step(engine)
     with pytest.raises(TrainingError, match=r"after engine.backward\(loss, update=True\)"):
@@ -202,8 +202,8 @@ def test_fp16_waits_for_all_gradients():
     engine.close()
 
 
-def test_a_step_unlike_those_before_is_told_by_name():
-    """A parameter is read in backward after it was updated, which no earlier backward did."""
+def test_a_step_unlike_earlier_steps_raises_by_name():
+    """Backward reads a parameter after its update, which no earlier backward did."""
 
     class Rereads(nn.Module):
         def __init__(self):
@@ -224,14 +224,14 @@ def test_a_step_unlike_those_before_is_told_by_name():
     with pytest.raises(TrainingError, match=r"last\.(weight|bias).*after it was updated in the same backward"):
         engine.backward(mean_square(engine(normal(2, WIDTH))), update=True)
     engine.optimizer.zero_grad()
-    for _ in range(2):  # from now on it comes later
+    for _ in range(2):  # from now on the update runs in optimizer.step()
         engine.backward(mean_square(engine(normal(2, WIDTH))), update=True)
         engine.optimizer.step()
     engine.close()
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["engine.backward", "loss.backward"])
-def test_no_other_backward_may_come_between(raw):
+def test_another_backward_before_the_step_is_rejected(raw):
     engine = testing.stressed(stack, small_chunks("bf16"))
     x = normal(2, WIDTH)
     for _ in range(2):
@@ -247,7 +247,7 @@ def test_no_other_backward_may_come_between(raw):
 
 
 def test_a_gradient_of_an_earlier_backward_does_not_complete_a_chunk(precision):
-    """Two losses of one forward: when the second backward begins, all gradients of the first are there."""
+    """Two losses of one forward: when the second backward starts, all gradients of the first are complete."""
 
     def script(trainer, optimizer):
         for step in range(4):
@@ -260,8 +260,8 @@ def test_a_gradient_of_an_earlier_backward_does_not_complete_a_chunk(precision):
     testing.compare(stack, small_chunks(precision), script)
 
 
-def test_a_resumed_engine_watches_a_step_first():
-    """What an engine has seen of gradients is not saved: under reentrant checkpointing some of them grow."""
+def test_a_resumed_engine_observes_a_step_first():
+    """Observations of gradients are not saved: under reentrant checkpointing some gradients grow."""
 
     def run(trainer, optimizer):
         for step in range(3):
@@ -280,7 +280,7 @@ def test_a_resumed_engine_watches_a_step_first():
     other.close()
 
 
-def test_closing_waits_for_what_is_at_work():
+def test_close_waits_for_running_updates():
     width = 1200
     engine = Engine(lambda: nn.Linear(width, width), small_chunks("bf16", chunk_bytes=1 << 23), meter=testing.NoMeter())
     engine._core.optimizer_in_backward.in_background = True

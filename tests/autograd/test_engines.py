@@ -1,4 +1,4 @@
-"""Two engines in one process do not meet."""
+"""Two engines in one process are independent."""
 
 import torch
 import torch.nn as nn
@@ -14,7 +14,7 @@ def other_model():
 
 
 def test_interleaved_steps(config):
-    """Every part of one engine's step falls between two parts of the other's."""
+    """Each part of one engine's step runs between two parts of the other's."""
 
     def script(trainer, optimizer):
         other, other_optimizer = ps.initialize(other_model, config)
@@ -37,7 +37,7 @@ def test_interleaved_steps(config):
 
 
 def test_an_engine_called_inside_anothers_forward(config):
-    """A teacher under management gives the targets while the student's graph is open."""
+    """A managed teacher computes the targets while the student's graph is alive."""
 
     def script(trainer, optimizer):
         teacher, _ = ps.initialize(other_model, config)
@@ -76,7 +76,7 @@ def test_alone_or_interleaved_is_the_same(config):
 
 
 def test_one_engine_after_another_over_one_module(config):
-    """A closed engine leaves a plain module behind, which another engine can take."""
+    """A closed engine leaves a plain module, which another engine can manage."""
     torch.manual_seed(0)
     module = other_model()
     first, optimizer = ps.initialize(module, config)

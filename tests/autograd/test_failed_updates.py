@@ -1,4 +1,4 @@
-"""An update that fails on the way: what lies in the chunks is parameters, never gradients taken for them."""
+"""After a failed update the chunks contain parameters, never gradients in their place."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ from .zoo import mean_square, mlp, normal_batches, small_chunks
 
 @dataclass(frozen=True)
 class BreaksOnce(ps.Rule):
-    """Plain descent that fails at the third parameter it is given."""
+    """Gradient descent that fails at the third parameter."""
 
     calls: list = field(hash=False)
     kinds = ()
@@ -27,7 +27,7 @@ class BreaksOnce(ps.Rule):
 
 
 class Breaking(ps.Optimizer):
-    """The optimizer of that rule."""
+    """Optimizer that uses `BreaksOnce`."""
 
     lr: float = 0.1
     calls: list = Field(default_factory=list)
@@ -36,7 +36,7 @@ class Breaking(ps.Optimizer):
         return BreaksOnce(self.calls)
 
 
-def test_the_engine_goes_on_with_parameters():
+def test_the_engine_continues_with_valid_parameters():
     options = Breaking(calls=[])
     engine = testing.stressed(mlp, small_chunks("bf16", chunk_bytes=1 << 16, optimizer=options))
     before = engine.state_dict()

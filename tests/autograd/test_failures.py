@@ -1,4 +1,4 @@
-"""An exception at any point leaves the engine as able to train as plain PyTorch is."""
+"""After an exception at any point the engine can continue to train, as plain PyTorch can."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ class Trip(RuntimeError):
 
 
 class Tripwire(nn.Module):
-    """Fails in forward, at a given call, when armed."""
+    """Raises in forward at a given call, when armed."""
 
     def __init__(self, error=Trip):
         super().__init__()
@@ -46,7 +46,7 @@ class FailingIdentity(torch.autograd.Function):
 
 
 class BackwardTripwire(nn.Module):
-    """Fails in backward, between the gradients of its two layers, when armed."""
+    """Raises in backward, between the gradients of its two layers, when armed."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ def test_exception_in_eval(error, config):
 
 
 def assert_failure_leaves_no_trace(build, config, fail):
-    """Steps before and after a step that failed and was dropped are those of a run without it."""
+    """Assert that steps around a failed, discarded step equal those of a run without it."""
     runs = []
 
     def script(trainer, optimizer, failing):
@@ -137,7 +137,7 @@ def test_exception_in_the_first_backward(config):
 
 @pytest.mark.parametrize("way", ["reentrant", "non-reentrant"])
 def test_exception_in_a_recomputed_forward(way, config):
-    """The forward passes; its replay inside backward fails."""
+    """The forward succeeds; its recomputation inside backward raises."""
 
     def fail(trainer):
         loss = mean_square(trainer(normal(2, 3, WIDTH)))
@@ -149,7 +149,7 @@ def test_exception_in_a_recomputed_forward(way, config):
 
 
 def test_exception_between_micro_batches_keeps_earlier_gradients(config):
-    """What the first micro-batch gave is still there when the second fails in forward."""
+    """The first micro-batch's gradients survive an exception in the second one's forward."""
 
     def script(trainer, optimizer):
         losses = train(trainer, optimizer, steps=1)
@@ -165,7 +165,7 @@ def test_exception_between_micro_batches_keeps_earlier_gradients(config):
 
 
 class Recovering(nn.Module):
-    """Catches its own block's error and goes another way."""
+    """Catches its own block's error and takes another branch."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Operators that write into what a module took or returned."""
+"""In-place operators on inputs and outputs of modules."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from .zoo import WIDTH, assert_blocks_exact, linear, normal_batches
 
 
 class ActivationOnOutput(nn.Module):
-    """A three-dimensional linear returns a view."""
+    """Linear on 3-D input, which returns a view."""
 
     def __init__(self):
         super().__init__()
@@ -23,7 +23,7 @@ class ActivationOnOutput(nn.Module):
 
 
 class ActivationOnFlatOutput(ActivationOnOutput):
-    """A two-dimensional one does not."""
+    """Linear on 2-D input, which returns no view."""
 
     def forward(self, x):
         return super().forward(x.flatten(0, 1)).view_as(x)
@@ -69,7 +69,7 @@ class OutputIsAView(nn.Module):
 
 
 class OutputIsItsInput(nn.Module):
-    """Dropout in eval, identities: the module returns the very tensor it took."""
+    """Dropout in eval mode and identities, which return their input tensor itself."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Language models as Hugging Face builds them."""
+"""Hugging Face language models."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from patrickstar import testing
 
 from .zoo import small_chunks, tokens
 
-# The name that every version of the library knows, which the newest announces to retire.
+# Every version of the library knows this name; the newest one deprecates it.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 
 VOCABULARY = 64
@@ -98,7 +98,7 @@ def test_accumulation_and_clipping(name, config):
 
 
 def test_generating_at_any_time(name, config):
-    """Before the first step, between backward and step, and between steps."""
+    """Generate before the first step, between backward and step, and between steps."""
 
     def script(trainer, optimizer):
         seen = [generate(trainer)]
@@ -130,7 +130,7 @@ def test_evaluation_without_grad_between_steps(name, config):
 
 
 def test_inputs_given_as_embeddings(config):
-    """Prompt tuning: the embedding's weight is reached by the user, the model starts from vectors."""
+    """Prompt tuning: the user reads the embedding's weight and passes vectors to the model."""
 
     def script(trainer, optimizer):
         losses = []

@@ -1,4 +1,4 @@
-"""PyTorch's own layers that reach their weights in their own ways."""
+"""PyTorch layers that access their weights in unusual ways."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ class Recurrent(nn.Module):
 
 
 class PackedRecurrent(nn.Module):
-    """Sequences of different lengths, in a structure of PyTorch's own."""
+    """Sequences of different lengths in a PackedSequence."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Decoder(nn.Module):
 
 
 class ChannelsLast(nn.Module):
-    """A layer that wants (batch, channels, positions)."""
+    """A layer with input shape (batch, channels, positions)."""
 
     def __init__(self, *layers):
         super().__init__()
@@ -107,7 +107,7 @@ def test_layer(layer, config, checkpointing):
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
 def test_layer_in_eval_between_steps(layer, without_grad, config):
-    """In eval the encoder takes a fused path that reads all its weights in one native call."""
+    """In eval mode the encoder takes a fused path that reads all weights in one native call."""
 
     def evaluate(trainer):
         trainer.module.eval()
@@ -141,7 +141,7 @@ def test_embeddings(config):
 
 
 class EmbeddingRenormalised(nn.Module):
-    """max_norm writes into the weight during forward."""
+    """Embedding with max_norm, which writes to its weight in forward."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Evaluation at any time, and batches whose shape changes."""
+"""Evaluation at any time, and batches with changing shapes."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ class WithDropout(nn.Module):
 
 
 def evaluate(trainer, without_grad):
-    """An output in eval mode, as a tensor that no mode clings to."""
+    """Return an output in eval mode as an ordinary tensor."""
     was_training = trainer.module.training
     trainer.module.eval()
     with without_grad():
@@ -57,7 +57,7 @@ def test_eval_between_forward_and_backward(without_grad, config, checkpointing):
 
 
 def test_eval_between_backward_and_step(without_grad, config, checkpointing):
-    """The gradients lie where the weights lay, and evaluation needs the weights."""
+    """Gradients are stored in place of the weights that evaluation needs."""
 
     def script(trainer, optimizer):
         seen = []
@@ -98,7 +98,7 @@ def test_forward_with_grad_in_eval_mode(config):
 
 
 class PartlyWithoutGrad(nn.Module):
-    """A frozen-feature extractor inside the model, run without gradients although its weights are trainable."""
+    """A feature extractor that runs without gradients although its weights are trainable."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +121,7 @@ def test_another_shape_at_each_step(config, checkpointing):
 
 
 class RepeatsItsBlock(nn.Module):
-    """The number of layers that run is data."""
+    """The number of layers that run is an input."""
 
     def __init__(self):
         super().__init__()

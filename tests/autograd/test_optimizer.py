@@ -1,4 +1,4 @@
-"""What users do with gradients and with the optimizer."""
+"""Common uses of gradients and of the optimizer."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def build():
 
 
 def without_decay_on_vectors(model):
-    """The usual two groups, with a learning rate of its own for one."""
+    """Return the usual two groups; one has its own learning rate."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     return [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-2}]
@@ -109,7 +109,7 @@ def test_zeroing_before_backward_instead_of_after_the_step(config):
     testing.compare(build, config, script)
 
 
-def assert_gradients_are_right_or_refused(trainer):
+def assert_gradients_are_correct_or_raise(trainer):
     for name, param in trainer.module.named_parameters():
         expected = trainer.gradient(name)
         try:
@@ -122,26 +122,26 @@ def assert_gradients_are_right_or_refused(trainer):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_reading_a_gradient_never_gives_wrong_data(accumulation, config):
-    """At any time `p.grad` is right, or missing, or an error that names the parameter."""
+    """`p.grad` is always correct, None, or raises an error that names the parameter."""
 
     def script(trainer, optimizer):
         gradients = []
         for (x,) in normal_batches():
-            assert_gradients_are_right_or_refused(trainer)
+            assert_gradients_are_correct_or_raise(trainer)
             for sign in [1, -1][:accumulation]:
                 trainer.backward(mean_square(trainer(sign * x)))
-                assert_gradients_are_right_or_refused(trainer)
+                assert_gradients_are_correct_or_raise(trainer)
             gradients += [trainer.gradient(name) for name, _ in trainer.module.named_parameters()]
             optimizer.step()
-            assert_gradients_are_right_or_refused(trainer)
+            assert_gradients_are_correct_or_raise(trainer)
             optimizer.zero_grad()
         return gradients
 
     testing.compare(build, config, script)
 
 
-def test_a_gradient_that_a_user_assigns_is_not_lost_in_silence(config):
-    """Setting `p.grad` by hand changes the step, or is an error that names the parameter."""
+def test_an_assigned_gradient_is_not_silently_lost(config):
+    """Assigning `p.grad` affects the step, or raises an error that names the parameter."""
     engine, optimizer = ps.initialize(build, config)
     train(engine, optimizer, steps=1)
     weight = engine.module.head.weight

@@ -1,4 +1,4 @@
-"""Other optimizers than Adam: this package's, classes of `torch.optim`, and what users write themselves."""
+"""Optimizers other than Adam: those of this package, of `torch.optim`, and user-defined ones."""
 
 import copy
 import functools
@@ -22,19 +22,19 @@ def precision(request):
     return request.param
 
 
-# A user's own
+# User-defined optimizers
 
 
 @dataclass(frozen=True)
 class SignRule(ps.Rule):
-    """A step by the sign of an average."""
+    """Step in the direction of the sign of a gradient average."""
 
     lr: float
     smoothing: float
 
     @property
     def kinds(self):
-        """An average of gradients."""
+        """Average of gradients."""
         return ("velocity",)
 
     def apply(self, master, grad, states):
@@ -45,7 +45,7 @@ class SignRule(ps.Rule):
 
 
 class SignSGD(ps.Optimizer):
-    """Sign-SGD with momentum, as a user writes it."""
+    """User-defined sign-SGD with momentum."""
 
     lr: float = 1e-2
     smoothing: float = 0.9
@@ -56,7 +56,7 @@ class SignSGD(ps.Optimizer):
 
 
 class Counting(ps.Optimizer):
-    """Remembers a number of its own, and takes shorter steps as it grows."""
+    """Keeps a scalar of its own and shortens the steps as it grows."""
 
     lr: float = 1e-2
 
@@ -68,7 +68,7 @@ class Counting(ps.Optimizer):
 
 
 class TwoSpeeds(torch.optim.Optimizer):
-    """Lookahead in small: slow weights, that the fast ones return to every third step. Home-made, of torch's kind."""
+    """Minimal Lookahead as a `torch.optim.Optimizer`: fast weights return to slow weights every third step."""
 
     def __init__(self, params, lr=1e-2, every=3):
         super().__init__(params, {"lr": lr, "every": every})
@@ -152,7 +152,7 @@ def test_a_learning_rate_schedule(config):
 
 
 def test_a_schedule_that_moves_the_momentum_too(precision):
-    """OneCycleLR does, for whatever has one."""
+    """OneCycleLR changes the momentum of optimizers that have one."""
     config = small_chunks(precision, optimizer=ps.SGD(lr=0.1, momentum=0.9))
 
     def scheduler(optimizer):
@@ -162,14 +162,14 @@ def test_a_schedule_that_moves_the_momentum_too(precision):
 
 
 def decay_and_speed(model):
-    """Matrices, vectors with a learning rate of their own, and a head in no group."""
+    """Return groups for matrices and for vectors (own learning rate); the head is in no group."""
     blocks = [p for name, p in model.named_parameters() if not name.startswith("head")]
     matrices, vectors = [p for p in blocks if p.dim() > 1], [p for p in blocks if p.dim() == 1]
     return [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-2}]
 
 
 def momentum_for_matrices(model):
-    """A state that some parameters have no use for."""
+    """Return groups in which only some parameters need the momentum state."""
     matrices, vectors = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
     return [{"params": matrices}, {"params": vectors, "momentum": 0.0}]
 
@@ -194,7 +194,7 @@ def test_param_groups(name, precision):
 
 
 class Branches(nn.Module):
-    """Parameters that get gradients in some steps only, so that each has its own count of updates."""
+    """Parameters that get gradients only in some steps, so that their update counts differ."""
 
     def __init__(self):
         super().__init__()
@@ -226,7 +226,7 @@ def test_a_parameter_that_is_unfrozen_later(config):
 
 
 class Transposed(nn.Module):
-    """A weight that lies in memory by columns, and one with its channels last."""
+    """A column-major weight and a channels-last weight."""
 
     def __init__(self):
         super().__init__()
@@ -243,7 +243,7 @@ def test_dense_strides_of_any_order(config):
 
 
 class Doubles(nn.Module):
-    """Half of it of double precision: so are its masters and states."""
+    """Half of the model in double precision, as are its masters and optimizer states."""
 
     def __init__(self):
         super().__init__()
@@ -279,7 +279,7 @@ def through_a_file(state):
 
 
 def test_resuming(config):
-    """Saved by either, and taken back by either."""
+    """PyTorch and the engine load each other's states."""
     saved, continued = [], []
 
     def save_and_go_on(trainer, optimizer):
@@ -294,7 +294,7 @@ def test_resuming(config):
         engine.load_state_dict(model_state)
         optimizer.load_state_dict(copy.deepcopy(optimizer_state))
         found = train(engine, optimizer, steps=2, first=2) + list(engine.state_dict().values())
-        if config.precision != "fp16" or "loss_scale" in optimizer_state:  # which plain PyTorch doesn't keep there
+        if config.precision != "fp16" or "loss_scale" in optimizer_state:  # plain PyTorch does not store it there
             testing.assert_same_bits(continued[0], found, "what follows the load")
 
 
@@ -313,7 +313,7 @@ def test_saving_right_after_loading_gives_the_same(config):
         testing.assert_same_bits(values, again["state"][position], f"states of parameter {position}")
 
 
-def test_the_number_of_a_users_own_is_saved(precision):
+def test_the_scalar_of_a_user_defined_rule_is_saved(precision):
     config = small_chunks(precision, optimizer=Counting())
     engine, optimizer = ps.initialize(build, config)
     train(engine, optimizer, steps=2)
@@ -327,7 +327,7 @@ def test_the_number_of_a_users_own_is_saved(precision):
 
 
 def plain_sgd(steps, **options):
-    """A model trained by `torch.optim.SGD`: itself, its optimizer, and how to go on."""
+    """Train a model with `torch.optim.SGD`; return it, its optimizer and a function for further steps."""
     torch.manual_seed(0)
     model = build()
     optimizer = Torch.SGD(model.parameters(), foreach=False, **options)
@@ -350,8 +350,8 @@ SGD_OPTIONS = [
 
 
 @pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
-def test_torchs_sgd_goes_on_here(options):
-    """With its momentum; it saves no number of steps, and none is needed."""
+def test_state_of_torchs_sgd_resumes_in_the_engine(options):
+    """The momentum is loaded; SGD saves no step count and needs none."""
     model, optimizer = plain_sgd(2, **options)
     engine, ours = ps.initialize(build, small_chunks("fp32", optimizer=ps.SGD(**options)))
     engine.load_state_dict(model.state_dict())
@@ -367,7 +367,7 @@ def test_torchs_sgd_goes_on_here(options):
 
 
 @pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
-def test_sgd_goes_on_in_torchs(options):
+def test_state_of_the_engines_sgd_resumes_in_torchs(options):
     engine, ours = ps.initialize(build, small_chunks("fp32", optimizer=ps.SGD(**options)))
     train(engine, ours, steps=2)
     model, optimizer = plain_sgd(0, **options)
@@ -379,7 +379,7 @@ def test_sgd_goes_on_in_torchs(options):
 
 
 def check_near(model, engine):
-    """PyTorch contracts operations of its SGD where the machine can; no more than that may differ."""
+    """Assert equality up to the contracted operations that PyTorch's SGD uses where the machine has them."""
     for name, value in model.state_dict().items():
         assert torch.allclose(engine.state_dict()[name], value, rtol=1e-5, atol=1e-7), name
 
@@ -471,7 +471,7 @@ MOMENTUM_ELSEWHERE = {
 
 @pytest.mark.parametrize("where", MOMENTUM_ELSEWHERE)
 def test_a_momentum_that_the_options_did_not_announce_is_right_or_refused_by_name(where):
-    """There may be no list for it: then nothing must be written to where it would be."""
+    """Without a chunk list for the momentum, nothing may be written where it would be."""
     chosen, act = MOMENTUM_ELSEWHERE[where]
 
     def script(trainer, optimizer):

@@ -1,4 +1,4 @@
-"""Actions in orders that users come up with: each is plain PyTorch's, or an error in words."""
+"""Unusual orders of calls: each behaves as plain PyTorch, or raises an explanatory error."""
 
 import gc
 import threading
@@ -49,7 +49,7 @@ def test_gradients_dropped_through_the_attribute():
     testing.compare(Chain, small_chunks("bf16"), script)
 
 
-def test_clipping_twice_clips_what_was_clipped():
+def test_clipping_twice_clips_the_clipped_gradients():
     def script(trainer, optimizer):
         trainer.backward(100 * mean_square(trainer(batch(0))))
         norms = [trainer.clip_grad_norm_(limit).clone() for limit in (1.0, 0.5)]
@@ -121,7 +121,7 @@ def test_unfreezing_in_the_middle_of_a_step_is_refused_by_name():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_backward_in_another_thread(checkpointing):
-    """As on a GPU, where autograd has a thread of its own."""
+    """As on a GPU, where autograd uses its own thread."""
 
     def script(trainer, optimizer):
         losses = []
@@ -178,7 +178,7 @@ def test_a_function_of_two_weights_under_checkpointing():
     testing.compare(TwoWeights, small_chunks("fp32"), script)
 
 
-def test_an_engine_nobody_holds_leaves_an_ordinary_model():
+def test_an_unreferenced_engine_leaves_a_plain_model():
     module = Chain()
     engine, optimizer = ps.initialize(module, small_chunks("bf16"))
     gone = weakref.ref(engine)

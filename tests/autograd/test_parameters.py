@@ -59,7 +59,7 @@ class LargerThanAChunk(nn.Module):
 
 
 class Transposed(nn.Module):
-    """Its weight isn't contiguous."""
+    """Linear with a non-contiguous weight."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +123,7 @@ class StashingMatmul(torch.autograd.Function):
 
 
 class ModuleStashingMatmul(torch.autograd.Function):
-    """Never takes the weight as an argument's own tensor: reads it from the module in both directions."""
+    """Reads the weight from the module in forward and backward, not from its arguments."""
 
     @staticmethod
     def forward(ctx, x, matrix, module):
@@ -222,7 +222,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("block", KINDS, ids=lambda block: block.__name__)
-def test_a_kind_of_parameter(block, config, checkpointing):
+def test_parameter_kind(block, config, checkpointing):
     assert_blocks_exact(block, config, checkpointing)
 
 
@@ -231,7 +231,7 @@ def test_mixed_dtypes(config):
 
 
 def test_spectral_norm_which_updates_buffers_from_weights(checkpointing):
-    # its buffers must have the weights' dtype, so plain PyTorch has to run it in one precision
+    # Its buffers must have the weights' dtype, so plain PyTorch must run it in one precision.
     assert_blocks_exact(SpectralNorm, small_chunks("fp32"), checkpointing)
 
 

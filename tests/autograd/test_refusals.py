@@ -1,4 +1,4 @@
-"""What can't be trained is refused before the first step, by a message that names the parameter."""
+"""Unsupported models are rejected before the first step by an error that names the parameter."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ class SparseEmbedding(nn.Module):
 
 
 class SparseFunctionalEmbedding(nn.Module):
-    """Nothing but its forward tells that the gradient will be sparse."""
+    """Only its forward shows that the gradient is sparse."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""One weight with several users: tied, shared between blocks, read by the loss."""
+"""Weights that are used several times: tied, shared between blocks, or read by the loss."""
 
 import torch
 import torch.nn as nn

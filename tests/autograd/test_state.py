@@ -1,4 +1,4 @@
-"""Saving, loading, copying and reading a managed model."""
+"""Save, load, copy and read a managed model."""
 
 import copy
 import io
@@ -27,8 +27,8 @@ def through_a_file(state):
 
 
 def resume(trainer, optimizer, state):
-    """Two steps that follow two others, and the parameters they lead to."""
-    model_state, optimizer_state = copy.deepcopy(state)  # torch.optim trains in the very tensors it loads
+    """Load a state, run steps 3 and 4, and return the parameters."""
+    model_state, optimizer_state = copy.deepcopy(state)  # torch.optim updates the tensors that it loads in place
     trainer.load_state_dict(model_state)
     optimizer.load_state_dict(optimizer_state)
     return train(trainer, optimizer, steps=2, first=2) + list(trainer.state_dict().values())
@@ -89,7 +89,7 @@ def test_saving_in_the_middle_of_a_step(when, config):
     testing.compare(build, config, script)
 
 
-def test_one_saved_parameter_weighs_its_own_bytes(config):
+def test_one_saved_parameter_takes_only_its_own_bytes(config):
     engine, _ = ps.initialize(lambda: nn.Sequential(*[linear() for _ in range(200)]), config)
     for state in (engine.state_dict(), engine.module.state_dict()):
         file = io.BytesIO()
@@ -135,7 +135,7 @@ def test_printing_a_weight_shows_its_values(config):
 
 
 def test_writing_weights_between_steps(config):
-    """Written under no_grad, as a user re-initialising weights does: full precision follows where it was written."""
+    """Write under no_grad, as for re-initialization: written elements change the full-precision master too."""
     engine, optimizer = ps.initialize(build, config)
     train(engine, optimizer, steps=1)
     expected = {name: value.clone() for name, value in engine.state_dict().items()}
@@ -177,7 +177,7 @@ def test_deepcopy_gives_a_plain_independent_module(config):
 
 
 def test_an_averaged_model(config):
-    """`torch.optim.swa_utils` copies the model and follows its weights."""
+    """`torch.optim.swa_utils` copies the model and averages its weights."""
 
     def script(trainer, optimizer):
         averaged = torch.optim.swa_utils.AveragedModel(trainer.module)

@@ -1,4 +1,4 @@
-"""What modules take and return: structures, keywords, inputs with and without gradient, outputs nobody uses."""
+"""Inputs and outputs of modules: structures, keywords, inputs with and without gradient, unused outputs."""
 
 import collections
 import dataclasses
@@ -153,7 +153,7 @@ class KeywordOnly(nn.Module):
 
 
 class InputNeedsNoGrad(nn.Module):
-    """Like position embeddings: the inner module's input is a constant."""
+    """The inner module's input is a constant, as for position embeddings."""
 
     def __init__(self):
         super().__init__()
@@ -183,7 +183,7 @@ class SameTensorTwice(nn.Module):
 
 
 class UserHooks(nn.Module):
-    """Hooks of the user's own see what they would see without an engine."""
+    """User hooks get the same values as without an engine."""
 
     def __init__(self):
         super().__init__()

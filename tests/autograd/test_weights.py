@@ -1,4 +1,4 @@
-"""Every way in which a model reaches its weights."""
+"""Ways in which a model accesses its weights."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the models of the zoo are built from and fed with."""
+"""Building blocks and inputs for the models of the zoo."""
 
 import torch
 import torch.nn as nn
@@ -12,7 +12,7 @@ WIDTH = 8
 
 
 def small_chunks(precision, *, chunk_bytes=1024, lr=1e-2, weight_decay=0.1, param_groups=None, optimizer=None):
-    """A configuration in which even the smallest model has several chunks; with AdamW, unless `optimizer` is given."""
+    """Return a configuration with several chunks even for the smallest model; AdamW unless `optimizer` is given."""
     groups = {} if param_groups is None else {"param_groups": param_groups}
     chosen = optimizer if optimizer is not None else ps.AdamW(lr=lr, weight_decay=weight_decay, **groups)
     return ps.Config(device="cpu", device_memory=None, chunk_size=chunk_bytes, precision=precision, optimizer=chosen)
@@ -40,7 +40,7 @@ def next_token_loss(logits, batch):
 
 
 def update(trainer, optimizer, loss):
-    """One backward and one step; returns what the loss was."""
+    """Run one backward and one step; return the loss."""
     trainer.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
@@ -70,7 +70,7 @@ def call_block(block, x, checkpointing):
 
 
 class Stack(nn.Module):
-    """A stem, blocks that may be checkpointed, and a head: the shape of most models."""
+    """A stem, optionally checkpointed blocks and a head, as in most models."""
 
     def __init__(self, blocks, checkpointing="off"):
         super().__init__()
@@ -85,5 +85,5 @@ class Stack(nn.Module):
 
 
 def assert_blocks_exact(block_func, config, checkpointing="off"):
-    """Two such blocks in a stack, three steps."""
+    """Assert exact training of two such blocks in a stack for three steps."""
     testing.assert_exact(lambda: Stack([block_func(), block_func()], checkpointing), normal_batches(), config)

@@ -115,7 +115,7 @@ def test_an_operator_out_of_memory_is_tried_again_then_explained():
         return torch.addmm(weight, weight.new_empty(1 << 40, 1), weight.new_empty(1, 1 << 10))
 
     engine.module.forward = greedy.__get__(engine.module)
-    with pytest.raises(BudgetError, match=r"found no memory.*chunks.*budget is 16777216"):
+    with pytest.raises(BudgetError, match=r"ran out of memory.*chunks.*budget is 16777216"):
         engine(torch.arange(6))
     engine.close()
 

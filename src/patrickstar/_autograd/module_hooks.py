@@ -1,7 +1,7 @@
-"""Blocks whose operators can't announce themselves: one window around the whole block.
+"""Modules whose operators can't be intercepted get one window around the whole module call.
 
-Such are blocks under `torch.compile`, which traces through operators, and PyTorch's attention layers in inference,
-which take another path, of other bits, as soon as an argument has `__torch_function__`.
+These are modules under `torch.compile`, which traces through operators, and PyTorch's attention layers in inference,
+which take a code path with different bits if an argument has `__torch_function__`.
 """
 
 from collections.abc import Callable
@@ -10,71 +10,72 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar._autograd.interceptor import Interceptor, ModuleUse
+from patrickstar._autograd.interceptor import Interceptor
+from patrickstar._autograd.windows import ModuleUse
 from patrickstar._params.managed_param import ManagedParam
 
 FAST_PATH_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
-def _managed_params_of(block: nn.Module) -> tuple[ManagedParam, ...]:
-    # Also inside another block's window, where these are disguised as plain parameters.
-    return tuple(param._managed_params[0] for param in block.parameters() if hasattr(param, "_managed_params"))
+def _managed_params_of(module: nn.Module) -> tuple[ManagedParam, ...]:
+    # An enclosing module's window makes these plain Parameters, so the class can't be checked.
+    return tuple(param._managed_params[0] for param in module.parameters() if hasattr(param, "_managed_params"))
 
 
 class ModuleHooks:
-    """Watches these blocks for as long as an engine manages the model."""
+    """Registers such windows on modules while an engine manages the model."""
 
     def __init__(self, interceptor: Interceptor) -> None:
         self.interceptor = interceptor
         self._undo: list[Callable[[], None]] = []
-        self._known: set[nn.Module] = set()
+        self._hooked: set[nn.Module] = set()
 
     def notice(self, module: nn.Module) -> None:
-        """Watch blocks that are not yet watched; a user may compile them at any time."""
-        for block in module.modules():
-            if block in self._known:
+        """Hook modules that are not hooked yet; users may compile modules at any time."""
+        for submodule in module.modules():
+            if submodule in self._hooked:
                 continue
-            if isinstance(block, FAST_PATH_LAYERS):
-                self._hook(block, lambda layer: not layer.training and not torch.is_grad_enabled())
-            elif isinstance(block, torch._dynamo.OptimizedModule):
-                self._hook(block, lambda layer: True)
-            elif block._compiled_call_impl is not None:
-                self._wrap_call(block)
+            if isinstance(submodule, FAST_PATH_LAYERS):
+                self._hook(submodule, lambda layer: not layer.training and not torch.is_grad_enabled())
+            elif isinstance(submodule, torch._dynamo.OptimizedModule):
+                self._hook(submodule, lambda layer: True)
+            elif submodule._compiled_call_impl is not None:
+                self._wrap_call(submodule)
             else:
                 continue
-            self._known.add(block)
+            self._hooked.add(submodule)
 
-    def _hook(self, block: nn.Module, applies: Callable[[nn.Module], bool]) -> None:
+    def _hook(self, module: nn.Module, applies: Callable[[nn.Module], bool]) -> None:
         uses: list[ModuleUse] = []
 
-        def enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
-            if layer is block and applies(layer):  # a deep copy takes hooks along, and is nobody's
-                uses.append(self.interceptor.open_block(_managed_params_of(block), (args, kwargs)))
+        def before_call(layer: nn.Module, args: Any, kwargs: Any) -> None:
+            if layer is module and applies(layer):  # a deep copy has the hooks too, but is not managed
+                uses.append(self.interceptor.open_module_window(_managed_params_of(module), (args, kwargs)))
 
-        def leave(layer: nn.Module, args: Any, out: Any) -> None:
-            if layer is block and uses:
-                self.interceptor.close_block(uses.pop(), out)
+        def after_call(layer: nn.Module, args: Any, out: Any) -> None:
+            if layer is module and uses:
+                self.interceptor.close_module_window(uses.pop(), out)
 
-        self._undo.append(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
-        self._undo.append(block.register_forward_hook(leave, always_call=True).remove)
+        self._undo.append(module.register_forward_pre_hook(before_call, with_kwargs=True).remove)
+        self._undo.append(module.register_forward_hook(after_call, always_call=True).remove)
 
-    def _wrap_call(self, block: nn.Module) -> None:
-        """`block.compile()` compiles hooks too, so the window goes around the compiled call."""
-        compiled: Any = block._compiled_call_impl
+    def _wrap_call(self, module: nn.Module) -> None:
+        """Wrap the compiled call, since `module.compile()` compiles module hooks too."""
+        compiled: Any = module._compiled_call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            use = self.interceptor.open_block(_managed_params_of(block), (args, kwargs))
+            use = self.interceptor.open_module_window(_managed_params_of(module), (args, kwargs))
             out = None
             try:
                 out = compiled(*args, **kwargs)
             finally:
-                self.interceptor.close_block(use, out)
+                self.interceptor.close_module_window(use, out)
             return out
 
-        block._compiled_call_impl = call
-        self._undo.append(lambda: setattr(block, "_compiled_call_impl", compiled))
+        module._compiled_call_impl = call
+        self._undo.append(lambda: setattr(module, "_compiled_call_impl", compiled))
 
     def close(self) -> None:
-        """Leave the blocks as they were."""
+        """Remove all hooks and wrappers."""
         for undo in self._undo:
             undo()

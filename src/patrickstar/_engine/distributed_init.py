@@ -65,6 +65,6 @@ def shared_data(world: World, layout: Layout, manager: ChunkManager, clock: Trac
     )
     comm.counters = manager.counters
     manager.io_dispatch.comm = comm
-    data = ShardedModelData(manager, clock, comm, in_full=config.reduce_dtype == "fp32")
+    data = ShardedModelData(manager, clock, comm, reduce_in_fp32=config.reduce_dtype == "fp32")
     comm.owner = data
     return data

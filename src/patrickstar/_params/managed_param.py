@@ -1,4 +1,4 @@
-"""A slot: one parameter of the user's model and its place in the chunks."""
+"""One parameter of the user's model, its location in the chunks and its training state."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ from patrickstar._schedule.tensor_state import TensorState, check_transition
 
 @dataclass(eq=False)
 class ManagedParam:
-    """A parameter, its place, and what is going on with it. Identity is the parameter's.
+    """A managed parameter. Compared by identity.
 
-    `chunk` and `region` say where operators find it. `own` and `place` say where the part lies that this process has
-    in its lists: all of it, and in the same chunk, unless there are several processes. That part begins at element
-    `first` of the parameter.
+    Operators read the parameter at `region` of `chunk`. This rank's shard is at `location` in the chunk lists
+    (`shard_chunk` for the compute dtype) and starts at element `shard_start` of the parameter. With one process the
+    shard is the whole parameter and `shard_chunk` is `chunk`.
     """
 
     name: str
@@ -32,106 +32,106 @@ class ManagedParam:
     shard_chunk: Chunk
     shard_start: int = 0
     embedding: bool = False
-    """Only embedding lookups read it, and its chunk is its own."""
+    """True if only embedding lookups read the parameter; its chunk holds nothing else."""
     on_host: bool = False
-    """Lookups run on the host, where the weight stays."""
+    """True if embedding lookups run on the host, where the weight remains."""
     lookup_bytes: int = 0
-    """What lookups that are differentiated put out since the last step."""
+    """Output bytes of differentiated lookups since the last step."""
     lookups_in_graph_bytes: int = 0
-    """The same, since the last gradient came."""
+    """Output bytes of differentiated lookups since the last gradient of the parameter."""
     state: TensorState = TensorState.FREE
     uses: int = 0
     overlays_param: bool = False
-    """A gradient lies over the parameter, in its `param16` chunk."""
+    """True if a gradient is stored in place of the parameter, in its `param16` chunk."""
     reduced: bool = False
-    """With several processes: the sum of their gradients lies over this one's part."""
+    """With several processes: True if the reduced gradient is stored in place of this rank's shard."""
     gradient_ready: bool = False
-    """With several processes: a gradient has come since the last step, here or, once they have met, anywhere."""
+    """With several processes: True if this rank (after synchronization: any rank) has a gradient for the next step."""
     reducing: bool = False
-    """With several processes: a gradient lay over the parameter, and has left for its owners."""
+    """With several processes: True if the gradient was moved out of the gathered chunk, to be reduced."""
     in_grad_list: bool = False
-    """Earlier gradients of this step are summed in the gradient list."""
+    """True if earlier gradients of this step are accumulated in the gradient list."""
     partial_grad: torch.Tensor | None = None
-    """A gradient of the running backward that had to make way, and that more may come to."""
+    """Gradient of the running backward that was moved out of the chunk and may still grow."""
     backward_id: int = 0
-    """The number of the backward that the gradient over the parameter is of."""
+    """Number of the backward that computed the gradient stored in place of the parameter."""
     observed: bool = False
-    """This engine has watched it through a step."""
+    """True once this engine has updated the parameter."""
     may_grow: bool = False
-    """A backward has added to its gradient after that had come, or has read the parameter again."""
+    """True if a backward added to a gradient that seemed complete, or read the parameter after that."""
     updated_in_backward: int = 0
-    """The number of the backward that it was updated beside."""
+    """Number of the backward during which the parameter was updated."""
     update_pending: bool = False
-    """Its update has been asked for, with the gradient that lies over it, and has not ended."""
+    """True while a deferred update of the parameter, which consumes its gradient, is unfinished."""
     version_before_gradient: int = 0
     steps: int = 0
-    """How many updates it has had."""
+    """Number of updates."""
     optimizer_extra: dict[str, Any] = field(default_factory=dict, repr=False)
-    """What its optimizer keeps beside the chunk lists: numbers, such as a count of its own."""
+    """Optimizer state outside the chunk lists: scalars, such as a step count."""
     device_view: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def stays_on_host(self) -> bool:
-        """Whether an access finds the parameter on the host, and leaves it there."""
+        """True if an access reads the parameter on the host, without a transfer."""
         return self.on_host and self.chunk.host_valid and not self.chunk.device_valid
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the next step has something to do here."""
+        """True if this rank's shard has a gradient for the next step."""
         return (self.overlays_shard or self.in_grad_list) and not self.update_pending
 
     @property
     def overlays_shard(self) -> bool:
-        """Whether a gradient that the update can take lies over this process's part."""
+        """True if a gradient that the update can use is stored in place of this rank's shard."""
         return self.reduced if self.chunk.sharded else self.overlays_param
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def full_kind(self) -> str:
-        """The list that has it in full precision: its master's, or the only one if it is frozen."""
+        """Chunk list that holds the parameter in full precision: the master list, or `param16` if frozen."""
         return PARAM32 if self.schema.trained else PARAM16
 
     @property
     def full_dtype(self) -> torch.dtype:
-        """What it is made of there."""
+        """Dtype of the list `full_kind`."""
         dtype: torch.dtype = getattr(torch, self.schema.master_dtype) if self.schema.trained else self.chunk.dtype
         return dtype
 
     @property
     def row_major(self) -> bool:
-        """Whether its elements lie in memory in the order of its shape, the last dimension fastest."""
+        """True if the elements are in row-major order in memory."""
         return memory_order(self.shape, self.region.strides) == tuple(range(len(self.shape)))
 
     @property
     def shard_slice(self) -> slice:
-        """Which of them this process has in its lists."""
+        """This rank's shard as a slice of the parameter's elements in memory order."""
         return slice(self.shard_start, self.shard_start + self.location.numel)
 
     def move_to(self, state: TensorState) -> None:
-        """Change state, along legal transitions only."""
+        """Change the tensor state. Raises TrainingError for an illegal transition."""
         if state is not self.state:
             check_transition(self.name, self.state, state)
             self.state = state
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The parameter's shape."""
+        """Shape of the parameter."""
         return self.region.shape
 
     def payload(self) -> torch.Tensor:
-        """The bytes of the parameter (or of the gradient over it), where they are current."""
+        """Return the parameter, or the gradient stored in its place, from an up-to-date copy of its chunk."""
         return self.chunk.current(self.region)
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
-        """This parameter's elements in one of this process's lists, in a row as they lie in memory."""
+        """Return this rank's elements of the parameter in a chunk of one of its lists, 1-D, in memory order."""
         return chunk.current(Region(self.location.offset, (self.location.numel,), (1,)))
 
     def flattened(self, value: torch.Tensor) -> torch.Tensor:
-        """A value of the parameter's shape, its elements in a row as the parameter's lie in memory."""
+        """Return `value`, broadcast to the parameter's shape, as a 1-D tensor in the parameter's memory order."""
         value = value.expand(self.shape)
         if value.stride() != self.region.strides or value.numel() != self.numel:
             value = torch.empty_strided(self.shape, self.region.strides, dtype=value.dtype, device=value.device).copy_(

@@ -1,4 +1,4 @@
-"""Model data in use: access, release, and the gradient that takes its parameter's place (§6.2, Figure 7)."""
+"""Access and release of managed parameters, and gradients stored in their place (PatrickStar §6.2, Figure 7)."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -12,60 +12,53 @@ from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.tracer import Tracer
-from patrickstar._params.local_shards import LocalShards, follow_rounded
+from patrickstar._params.local_shards import follow_rounded
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.param_views import ParamViews
 from patrickstar._params.save_in_progress import SaveInProgress
 from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.placement import Tier, embedding_runs_on_host
 from patrickstar._schedule.tensor_state import TensorState, chunk_state
 from patrickstar.errors import BudgetError, TrainingError
 
-# [Note: what a Parameter is while its chunk is away]
-# The user's Parameter views its chunk's storage while that is on the device. When the chunk leaves, the Parameter is
-# given a stand-in of the same shape over one NaN. Operators never see it, since they announce themselves first; what
-# gets past that (native code handed the tensor directly) computes NaN instead of reading freed memory.
 
+class ModelData(ParamViews):
+    """The managed parameters of one engine."""
 
-class ModelData(LocalShards):
-    """The slots of one engine over its manager's chunks."""
-
-    def __init__(self, manager: ChunkManager, clock: Tracer) -> None:
+    def __init__(self, manager: ChunkManager, tracer: Tracer) -> None:
         super().__init__(manager)
-        self.tracer = clock
+        self.tracer = tracer
         self.managed_params: list[ManagedParam] = []
-        self.by_chunk: dict[int, list[ManagedParam]] = {}
         self.comm: ChunkComm | None = None
-        """The other processes."""
+        """Chunk communication with the other ranks; None with one process."""
         self.saving: SaveInProgress | None = None
-        """A checkpoint that is being written, and copies what it wants of chunks before that changes."""
-        self.closed = False
+        """Checkpoint in progress, which copies what it needs of a chunk before the chunk changes."""
         self.in_backward = False
         self.backward_id = 0
         self.backwards_in_step = 0
         self.accumulates = False
-        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
 
     def add(self, managed: ManagedParam) -> None:
-        """Take a parameter under management; its payload is in place."""
+        """Register a parameter whose values are already in its chunk."""
         self.managed_params.append(managed)
         self.by_chunk.setdefault(managed.location.chunk, []).append(managed)
         managed.move_to(TensorState.HOLD)
         self._set_param_view(managed)
 
     def chunk_state(self, index: int) -> TensorState:
-        """The state of a `param16` chunk, which follows from its tensors'."""
+        """Return the state of a `param16` chunk, derived from the states of its tensors."""
         return chunk_state(managed.state for managed in self.by_chunk[index])
 
     # Access and release (Algorithms 1 and 2)
 
     @defer_sigint
     def access(self, managed_params: Sequence[ManagedParam], belongs: bool, *, gently: bool = False) -> None:
-        """Have the parameters of `managed_params` readable on the device until they are released.
+        """Fetch parameters to the device and pin them until `release`.
 
-        gently: only other parameters may leave for them.
+        `belongs`: the access is part of the traced iteration. `gently`: evict only `param16` chunks to make room.
         """
         if self.closed:
-            raise TrainingError(f"parameter {managed_params[0].name!r} is used by a graph whose engine was closed")
+            raise TrainingError(f"parameter {managed_params[0].name!r} is used by a graph whose engine is closed")
         self._check_not_updated(managed_params)
         self.restore_params(managed_params)
         chunks = self.chunks_to_fetch(managed_params)
@@ -77,24 +70,24 @@ class ModelData(LocalShards):
         self.update_param_views()
 
     def restore_params(self, managed_params: Sequence[ManagedParam]) -> None:
-        """Have parameters where gradients lie over them."""
+        """Move out gradients that are stored in place of these parameters, and restore the parameters."""
         for managed in managed_params:
             if managed.overlays_param:
                 self.move_out_gradient(managed)
 
     @defer_sigint
     def place_embeddings(self) -> None:
-        """Have lookups run on the host from now on where the last step moved more of the weight than they put out.
+        """Switch embeddings to host lookups if the last step transferred more weight bytes than lookup output bytes.
 
-        What is known of iterations no longer holds then.
+        Each switch invalidates the traces.
         """
         for managed in self.managed_params:
             if not managed.embedding:
                 continue
             chunk = managed.chunk
-            fewer = embedding_runs_on_host(chunk.transferred_bytes, managed.lookup_bytes)
+            saves_transfers = embedding_runs_on_host(chunk.transferred_bytes, managed.lookup_bytes)
             has_room = chunk.host_bytes > 0 or self.manager.host_tier.has_room(chunk.nbytes)
-            if not managed.on_host and fewer and has_room:
+            if not managed.on_host and saves_transfers and has_room:
                 self.manager.move_to_tier(managed.chunk, Tier.HOST)
                 managed.on_host = True
                 self.tracer.invalidate()
@@ -103,77 +96,77 @@ class ModelData(LocalShards):
             managed.chunk.transferred_bytes = managed.lookup_bytes = 0
 
     def move_embedding_to_device(self, managed: ManagedParam) -> None:
-        """An operator other than a lookup wants an embedding's weight: it has to come to the device after all."""
+        """Disable host lookups of an embedding, since an operator other than a lookup reads its weight."""
         managed.on_host = False
         self.tracer.invalidate()
         self.set_param_views([managed.chunk])
 
-    # A checkpoint that is being written, if there is one
+    # Checkpoint in progress, if any
 
     def before_update(self, index: int) -> None:
-        """Masters, states or frozen parameters of a chunk will change."""
+        """Notify a checkpoint in progress that masters, states or frozen parameters of a chunk will change."""
         if self.saving is not None:
             self.saving.before_update(index)
 
     def continue_save(self) -> None:
-        """Between two operators: copy what the disk has room for."""
+        """Let a checkpoint in progress copy as much as the disk accepts without waiting."""
         if self.saving is not None:
             self.saving.progress()
 
-    # Other processes, if there are any
+    # Coordination with other processes; ShardedModelData overrides these
 
     def register_shards(self, layout: Layout) -> None:
-        """Take note of which process has which part of chunks that are new."""
+        """Record the shard bounds of new chunks."""
 
     def synchronize_processes(self, want: Request) -> None:
-        """Wait until all processes have come for the same, and gradients are with their owners."""
+        """Synchronize all processes on `want`, and complete all reductions."""
 
     def synchronize_gradients(self, want: Request) -> None:
-        """The same; from then on it is known which parameters have gradients."""
+        """Synchronize all processes, and agree on which parameters have gradients."""
 
     def collective_section(self) -> AbstractContextManager[None]:
-        """After having met: what all processes do now, and none may leave out."""
+        """Return a context for work that every process must do after a synchronization."""
         return nullcontext()
 
     def synchronize_to_drop(self) -> None:
-        """The same, if there may be gradients to forget anywhere."""
+        """Synchronize all processes before gradients are discarded, if any process may have gradients."""
 
     def close_step(self, updated: Iterable[ManagedParam]) -> None:
-        """After an update. updated: those with a param group; nobody if there was none."""
+        """Finish an optimizer step. `updated`: parameters in a param group; empty if the update was skipped."""
 
     def share_optimizer_memory(self) -> None:
-        """Have what optimizers keep of parameters beside the lists, where another process has it."""
+        """Copy `optimizer_extra` of parameters from the processes that own a shard of them to all others."""
 
     def has_gradient(self, managed: ManagedParam) -> bool:
-        """Whether the next step will find a gradient of a parameter, here or, once all have met, anywhere."""
+        """Return whether a parameter has a gradient for the next step on any rank, as of the last synchronization."""
         return managed.has_gradient
 
     def gather_parts(self, managed: ManagedParam, flat: torch.Tensor) -> None:
-        """Fill a parameter's elements, of which each process has put its own in place, from the others."""
+        """All-gather a parameter's elements into `flat`, which already contains this rank's shard."""
 
     def drop_gathered(self) -> None:
-        """Drop what was gathered from other processes, which have other values now."""
+        """Drop gathered chunks, whose values have changed on other ranks."""
 
     def all_sums(self, sums: dict[ManagedParam, float], not_finite: int) -> tuple[tuple[float, ...], int]:
-        """Sums of squares of all parameters that have a gradient, in creation order."""
+        """Return the squared gradient sums over all ranks, in creation order, and the count of non-finite elements."""
         return tuple(sums[managed] for managed in self.managed_params if managed in sums), not_finite
 
     def progress(self) -> None:
-        """Between two operators of a backward: go on with what needs no parameter of theirs."""
+        """Start reductions that are ready; called between two operators of a backward."""
 
     def begin_backward(self, accumulate: bool = False) -> None:
-        """Gradients that come from here on belong to a new backward. accumulate: others follow before the step."""
+        """Start a new backward. `accumulate`: more backwards follow before the step."""
         self.in_backward = True
         self.backward_id += 1
         self.backwards_in_step += 1
 
     @staticmethod
     def chunks_to_fetch(managed_params: Sequence[ManagedParam]) -> list[Chunk]:
-        """The chunks that an access of `managed_params` needs on the device."""
+        """Return the chunks that an access of `managed_params` needs on the device."""
         return list(dict.fromkeys(managed.chunk for managed in managed_params if not managed.stays_on_host))
 
     def pin(self, managed_params: Sequence[ManagedParam]) -> None:
-        """Mark parameters whose chunks are on the device as in use."""
+        """Pin parameters whose chunks are on the device."""
         for managed in managed_params:
             managed.chunk.pins += 1
             managed.uses += 1
@@ -181,7 +174,7 @@ class ModelData(LocalShards):
 
     @defer_sigint
     def release(self, managed_params: Sequence[ManagedParam], hold: TensorState) -> None:
-        """End one use of each; the last use of a parameter leaves it in `hold`, or as a gradient if that has come."""
+        """End one use of each parameter; after its last use its state is `hold`, or HOLD_AFTER_BWD with a gradient."""
         for managed in managed_params:
             managed.chunk.pins -= 1
             managed.uses -= 1
@@ -190,7 +183,7 @@ class ModelData(LocalShards):
 
     @defer_sigint
     def op_boundary(self, belongs: bool) -> None:
-        """An operator has ended: keep the budget for what comes until the next."""
+        """Enforce the device budget after an operator."""
         self.tracer.begin_moment((), belongs)
         try:
             self._keep_budget()
@@ -200,18 +193,18 @@ class ModelData(LocalShards):
         self.tracer.transfers_done()
 
     def _keep_budget(self) -> None:
-        """Have room for what non-model data has come to."""
+        """Evict chunks until non-model data fits beside them."""
         self.manager.make_room(0, protect=())
 
     def finish_forward(self) -> None:
-        """Forward is over: whoever was held after it is plainly held."""
+        """Move parameters from HOLD_AFTER_FWD to HOLD."""
         for managed in self.managed_params:
             if managed.state is TensorState.HOLD_AFTER_FWD:
                 managed.move_to(TensorState.HOLD)
 
     @defer_sigint
     def release_all(self) -> None:
-        """End every use: an exception has unwound the operators that began them."""
+        """End all uses after an exception has unwound the operators that started them."""
         for managed in self.managed_params:
             managed.chunk.pins, managed.uses = 0, 0
             if managed.state is TensorState.COMPUTE:
@@ -219,63 +212,32 @@ class ModelData(LocalShards):
         self.finish_forward()
 
     def fetch(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:
-        """Move chunks to the device, and point Parameters at what came and away from what left."""
+        """Fetch chunks to the device, and update the views of all parameters whose chunks moved."""
         try:
             self.manager.fetch(chunks, gently=gently)
         finally:
             self.update_param_views()
 
-    @defer_sigint
-    def update_param_views(self) -> None:
-        """Point the Parameters of chunks that moved at their device memory, or at nothing if that is gone."""
-        self.set_param_views(self.manager.drain_moved())
-
-    def set_param_views(self, chunks: Iterable[Chunk]) -> None:
-        """Point the Parameters of `chunks` at where these are; once the engine is closed they are their owners'."""
-        for chunk in () if self.closed else chunks:
-            for managed in self.by_chunk.get(chunk.index, ()):
-                if managed.chunk is chunk:
-                    self._set_param_view(managed)
-
-    def _set_param_view(self, managed: ManagedParam) -> None:
-        """See [Note: what a Parameter is while its chunk is away]."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if managed.chunk.device_valid:
-                if managed.device_view is None:
-                    managed.device_view = managed.chunk.on_device(managed.region)
-                managed.param.data = managed.device_view
-            elif managed.stays_on_host:
-                managed.param.data = managed.chunk.on_host(managed.region)
-            else:
-                managed.param.data = self.placeholder(managed.chunk.dtype).expand(managed.shape)
-
-    def placeholder(self, dtype: torch.dtype) -> torch.Tensor:
-        """One element that stands in for parameters that are away."""
-        if dtype not in self._placeholders:
-            fill = float("nan") if dtype.is_floating_point else 0
-            self._placeholders[dtype] = torch.full((), fill, dtype=dtype, device=self.manager.device)
-        return self._placeholders[dtype]
-
     # Writing
 
     @defer_sigint
     def on_in_place_write(self, managed: ManagedParam) -> None:
-        """The user wrote to a parameter in place: its chunk has changed, and so has its master copy."""
+        """Update the master copy after an in-place write to a parameter by the user."""
         self.before_update(managed.location.chunk)
         self.manager.mark_written(managed.chunk, on_device=managed.chunk.device_valid)
         if managed.schema.trained:
             master = self.manager[PARAM32, managed.location.chunk]
-            self._count(managed.chunk, master, managed.location.numel * managed.chunk.dtype.itemsize)
+            self._count_transfer(managed.chunk, master, managed.location.numel * managed.chunk.dtype.itemsize)
             payload = managed.flat(managed.chunk)
-            for where, part in self.parts(managed, PARAM32, write=True):
-                follow_rounded(part, payload[where])
+            for part_slice, part in self.parts(managed, PARAM32, write=True):
+                follow_rounded(part, payload[part_slice])
 
     @defer_sigint
     def accept_gradient(self, managed: ManagedParam, grad: torch.Tensor) -> None:
-        """Write a complete gradient over its parameter.
+        """Store a complete gradient in place of its parameter.
 
         Reentrant checkpointing completes a gradient several times in one backward; as in plain PyTorch these are added
-        in the compute dtype. Gradients of earlier backwards wait in the gradient list.
+        in the compute dtype. Gradients of earlier backwards are accumulated in the gradient list.
         """
         self._check_not_updated((managed,))
         if managed.partial_grad is not None:
@@ -294,9 +256,9 @@ class ModelData(LocalShards):
             managed.move_to(TensorState.HOLD_AFTER_BWD)
 
     def _write_gradient(self, managed: ManagedParam, grad: torch.Tensor, add: bool) -> None:
-        """Write a gradient where its parameter lies.
+        """Write a gradient over its parameter.
 
-        What lies on disk comes to the device for that, but where the window that is open leaves no room: then pages do.
+        A chunk on disk is fetched to the device first, or written page by page if the open window leaves no room.
         """
         with suppress(BudgetError):
             self.ensure_in_memory(managed)
@@ -305,16 +267,16 @@ class ModelData(LocalShards):
             self._bump_version(managed)
             return
         flat = managed.flattened(grad)
-        for where, part in self.parts(managed, PARAM16, write=True):
-            part.add_(flat[where].to(part.device)) if add else part.copy_(flat[where])
+        for part_slice, part in self.parts(managed, PARAM16, write=True):
+            part.add_(flat[part_slice].to(part.device)) if add else part.copy_(flat[part_slice])
         torch.autograd.graph.increment_version(managed.param)
 
     def move_out_gradient(self, managed: ManagedParam) -> None:
-        """Move a gradient off its parameter, and put the parameter back.
+        """Move a gradient out of its parameter's chunk, and restore the parameter.
 
-        The parameter is the master rounded, the very bits that were there, so its version counter is set back too:
-        what autograd saved of it is true again. A gradient of an earlier backward goes to the gradient list; one that
-        may yet grow waits for the end of its backward.
+        The rounded master has the same bits as the parameter had, so the version counter is reset too: saved tensors
+        of autograd are valid again. A gradient of an earlier backward is added to the gradient list; one of the
+        running backward may still grow and is kept apart until that backward ends.
         """
         self.ensure_in_memory(managed)
         if self.in_backward and managed.backward_id == self.backward_id:
@@ -325,23 +287,24 @@ class ModelData(LocalShards):
 
     def _check_not_updated(self, managed_params: Sequence[ManagedParam]) -> None:
         """See [Note: updating before backward has ended]."""
-        late = [
+        updated = [
             managed
             for managed in managed_params
             if self.in_backward and managed.updated_in_backward == self.backward_id
         ]
-        for managed in late:
+        for managed in updated:
             managed.may_grow = True
-        if late:
+        if updated:
             raise TrainingError(
-                f"parameter {late[0].name!r} is read, or gets more gradient, after it was updated in the same "
-                f"backward, as in no step before. This step's update is done in part; from the next on it comes "
-                f"later. Where steps differ like this, leave update=True out of engine.backward"
+                f"parameter {updated[0].name!r} is read, or its gradient grows, after it was updated in the same "
+                f"backward; this did not happen in earlier steps. This step's update is incomplete. Later steps will "
+                f"update this parameter in optimizer.step(). If steps differ in this way, omit update=True in "
+                f"engine.backward"
             )
 
     @defer_sigint
     def finish_backward_gradients(self) -> None:
-        """Backward has ended: no gradient will grow any more."""
+        """End the backward: store moved-out gradients, which no longer grow, in place of their parameters."""
         self.in_backward = False
         for managed in self.managed_params:
             if managed.partial_grad is not None:
@@ -349,13 +312,13 @@ class ModelData(LocalShards):
                 self.accept_gradient(managed, grad)
 
     def discard_gradients(self) -> None:
-        """Forget all gradients; parameters that lie under one are put back."""
+        """Discard all gradients, and restore the parameters that they replaced."""
         for managed in self.managed_params:
             self.discard_gradient(managed)
 
     @defer_sigint
     def discard_gradient(self, managed: ManagedParam) -> None:
-        """Forget one, unless its update is under way."""
+        """Discard the gradient of a parameter, unless its deferred update is unfinished."""
         if managed.update_pending:
             return
         if managed.overlays_param:
@@ -365,7 +328,7 @@ class ModelData(LocalShards):
 
     @defer_sigint
     def end_step(self) -> bool:
-        """Keep the gradient list if the step accumulated, else drop it; True if that differs from the step before."""
+        """Drop the gradient list unless the step accumulated; return whether that differs from the previous step."""
         accumulated, self.backwards_in_step = self.backwards_in_step > 1, 0
         lists = [chunk for (kind, _), chunk in self.manager.chunks.items() if kind == GRAD32]
         if not accumulated:
@@ -378,7 +341,7 @@ class ModelData(LocalShards):
 
     @defer_sigint
     def mark_updated(self, managed_params: Iterable[ManagedParam]) -> None:
-        """An update has made parameters of what lay over these."""
+        """Mark parameters whose gradients an update has replaced by new values."""
         for managed in managed_params:
             managed.steps += 1
             managed.observed = True
@@ -387,13 +350,13 @@ class ModelData(LocalShards):
             managed.move_to(TensorState.HOLD)
 
     def _bump_version(self, managed: ManagedParam) -> None:
-        """A payload was written: autograd must catch whoever still wants what was there."""
+        """Mark the payload as written, so that autograd detects backwards that need the old values."""
         torch.autograd.graph.increment_version(managed.param)
         self.manager.mark_written(managed.chunk, on_device=managed.chunk.device_valid)
 
     @defer_sigint
     def ensure_in_memory(self, managed: ManagedParam) -> None:
-        """Have a parameter's chunk in memory, to be written."""
+        """Ensure that a parameter's chunk is in memory and writable."""
         self.manager.ensure_in_memory(managed.chunk)
         self.update_param_views()
 

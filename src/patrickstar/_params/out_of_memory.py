@@ -1,4 +1,4 @@
-"""When an allocator has nothing left although the budgets were kept: others use the device, or an operator grew."""
+"""Out-of-memory errors raised although the budgets were kept: another user of the device, or a growing operator."""
 
 import torch
 
@@ -13,21 +13,21 @@ OTHER_ALLOCATORS = (
     "Triton Error [CUDA]: out of memory",
     "Cuda failure 2 'out of memory'",
 )
-"""Texts of errors without a class of their own: PyTorch's CPU allocator, cuBLAS, cuDNN, the CUDA driver (which loads
-kernels when they are first launched), Triton's launcher, and NCCL."""
+"""Messages of out-of-memory errors that have no class of their own: PyTorch's CPU allocator, cuBLAS, cuDNN, the CUDA
+driver (which loads kernels at their first launch), Triton's launcher, and NCCL."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, PyTorch's own or one of a library beside its allocator."""
+    """Return whether an allocation failed, in PyTorch's allocator or in a library that allocates by itself."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OTHER_ALLOCATORS)
 
 
-def explain(who: str, data: ModelData, error: BaseException) -> BudgetError:
-    """An error that says what took the bytes when `who` found none."""
+def explain(operation: str, data: ModelData, error: BaseException) -> BudgetError:
+    """Return a BudgetError that states how device memory was used when `operation` failed to allocate."""
     manager = data.manager
     return BudgetError(
-        f"{who} found no memory: chunks take {manager.device_tier.used} bytes of the device, non-model data "
-        f"{data.tracer.current_non_model_bytes()}, the budget is {manager.device_tier.budget_bytes}. Lower "
-        f"device_memory if others "
-        f"use this device, or use activation checkpointing or a smaller batch. PyTorch said: {error}"
+        f"{operation} ran out of memory: chunks use {manager.device_tier.used} bytes of the device, non-model data "
+        f"{data.tracer.current_non_model_bytes()} bytes; the budget is {manager.device_tier.budget_bytes} bytes. "
+        f"Lower device_memory if other processes use this device, or use activation checkpointing or a smaller "
+        f"batch. PyTorch reported: {error}"
     )

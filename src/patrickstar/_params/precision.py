@@ -1,4 +1,4 @@
-"""The mixed-precision protocol, shared by the engine and by the plain reference it must equal."""
+"""Mixed-precision rules shared by the engine and by the plain PyTorch reference it must match bit for bit."""
 
 import copy
 import dataclasses
@@ -13,17 +13,17 @@ from patrickstar.errors import ModelError
 
 
 def compute_dtypes(module: nn.Module, compute: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype each parameter computes in, by name.
+    """Return the compute dtype of each parameter by name.
 
-    A model whose floating parameters have one dtype is cast to `compute`. One that mixes dtypes has made its choice:
-    each parameter keeps its own. A norm with running statistics keeps its parameters in the dtype of these
-    (PyTorch computes it only so), which is how such a model asks for it.
+    If all floating-point parameters share one dtype, they are cast to `compute`. If the model mixes dtypes, each
+    parameter keeps its own. A norm with running statistics keeps its parameters in the dtype of these statistics,
+    since PyTorch supports no other combination. Raises ModelError for a complex parameter.
     """
     floating = {p.dtype for p in module.parameters() if p.is_floating_point()}
     dtypes = {}
     for name, param in module.named_parameters():
         if param.is_complex():
-            raise ModelError(f"parameter {name!r} is complex ({param.dtype}); chunks hold real numbers only")
+            raise ModelError(f"parameter {name!r} is complex ({param.dtype}); chunks support real dtypes only")
         keeps_dtype = len(floating) > 1 or not param.is_floating_point()
         dtypes[name] = param.dtype if keeps_dtype else compute
     for prefix, child in module.named_modules():
@@ -35,57 +35,57 @@ def compute_dtypes(module: nn.Module, compute: torch.dtype) -> dict[str, torch.d
 
 
 def cast_inputs(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Inputs on the compute device, floating tensors in the compute dtype, containers kept as they are."""
+    """Return the inputs on `device`, floating-point tensors cast to `dtype`, container types preserved."""
     if isinstance(value, torch.Tensor):
         return value.to(device, dtype) if value.is_floating_point() else value.to(device)
     if isinstance(value, nn.utils.rnn.PackedSequence):
-        packed: Any = value  # whose own `to` leaves the batch sizes where PyTorch wants them
+        packed: Any = value  # its own `to` keeps the batch sizes on the CPU, as PyTorch requires
         return packed.to(device, dtype) if packed.data.is_floating_point() else packed.to(device)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cast_inputs(item, dtype, device) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(cast_inputs(item, dtype, device) for item in value)
-    twin: Any
+    result: Any
     if isinstance(value, MutableMapping):
-        twin = copy.copy(value)
+        result = copy.copy(value)
         for key, item in value.items():
-            twin[key] = cast_inputs(item, dtype, device)
-        return twin
+            result[key] = cast_inputs(item, dtype, device)
+        return result
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        twin = copy.copy(value)
+        result = copy.copy(value)
         for field in dataclasses.fields(value):
-            # A frozen dataclass refuses plain assignment, and `replace` the fields its constructor does not take.
-            object.__setattr__(twin, field.name, cast_inputs(getattr(value, field.name), dtype, device))
-        return twin
+            # A frozen dataclass rejects plain assignment; `replace` rejects fields with init=False.
+            object.__setattr__(result, field.name, cast_inputs(getattr(value, field.name), dtype, device))
+        return result
     return value
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors in containers, dataclasses and plain objects."""
-    found: list[torch.Tensor] = []
-    _collect(value, found, set())
-    return found
+    """Return all tensors in nested containers, dataclasses and plain objects."""
+    tensors: list[torch.Tensor] = []
+    _collect(value, tensors, set())
+    return tensors
 
 
-def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
+def _collect(value: Any, tensors: list[torch.Tensor], seen: set[int]) -> None:
     if isinstance(value, torch.Tensor):
-        found.append(value)
+        tensors.append(value)
         return
     if value is None or isinstance(value, str | int | float | bool | type) or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, Mapping):
-        inside: Any = value.values()
+        items: Any = value.values()
     elif isinstance(value, list | tuple | set):
-        inside = value
+        items = value
     else:
-        inside = getattr(value, "__dict__", {}).values()
-    for item in inside:
-        _collect(item, found, seen)
+        items = getattr(value, "__dict__", {}).values()
+    for item in items:
+        _collect(item, tensors, seen)
 
 
 class LossScaler:
-    """Dynamic loss scaling for fp16, as `torch.amp.GradScaler`: double after a run of good steps, halve on overflow."""
+    """Loss scaler for fp16, as `torch.amp.GradScaler`: doubles after a run of good steps, halves on overflow."""
 
     INITIAL_SCALE = 2.0**16
     GROWTH_INTERVAL = 2000
@@ -96,18 +96,18 @@ class LossScaler:
         self.good_steps = 0
 
     def state_dict(self) -> dict[str, float | int]:
-        """What a resumed run needs: nothing where the loss is not scaled."""
+        """Return the state to save; empty if loss scaling is disabled."""
         if not self.enabled:
             return {}
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another run was; an empty state changes nothing."""
+        """Restore a saved state; an empty state changes nothing."""
         if self.enabled and state:
             self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step: whether its gradients held an infinity or a NaN."""
+        """Adjust the scale after a step. `overflow`: its gradients contained an infinity or a NaN."""
         if not self.enabled:
             return
         if overflow:
@@ -121,7 +121,7 @@ class LossScaler:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> tuple[float, float]:
-    """The total norm as fp32, and the factor for gradients, with `torch.nn.utils.clip_grad_norm_`'s arithmetic."""
+    """Return the total norm in fp32 and the gradient factor, with the arithmetic of `clip_grad_norm_` in PyTorch."""
     if math.isnan(norm):
         return math.nan, math.nan
     total = torch.tensor(norm, dtype=torch.float32, device="cpu")

@@ -1,4 +1,4 @@
-"""What model data need of a checkpoint that is being written."""
+"""Interface between model data and a checkpoint that is being written."""
 
 from typing import Protocol
 
@@ -8,15 +8,15 @@ class SaveInProgress(Protocol):
 
     @property
     def done(self) -> bool:
-        """Return whether it is complete or has failed."""
+        """True if the checkpoint is complete or has failed."""
         ...
 
     def before_update(self, index: int) -> None:
-        """Copy what the checkpoint still needs of a chunk, which is about to change."""
+        """Copy the parts of a chunk that the checkpoint still needs, before the chunk changes."""
         ...
 
     def copy_all(self) -> None:
-        """Copy what the checkpoint still needs of all chunks."""
+        """Copy everything that the checkpoint still needs from chunks."""
         ...
 
     def progress(self) -> None:
@@ -24,9 +24,9 @@ class SaveInProgress(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait until it is complete. Raises CheckpointError if it failed."""
+        """Wait until the checkpoint is complete. Raises CheckpointError if it failed."""
         ...
 
-    def cancel(self, why: str) -> None:
+    def cancel(self, reason: str, /) -> None:
         """Stop reading chunks and discard the checkpoint."""
         ...

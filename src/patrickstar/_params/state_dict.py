@@ -1,4 +1,4 @@
-"""Parameters, buffers and optimizer states by name, in full precision."""
+"""Read and write parameters and buffers by name, in full precision."""
 
 import copy
 import os
@@ -17,53 +17,56 @@ from patrickstar.errors import DiskError, ModelError, MoveError, TrainingError
 
 
 class ModelState:
-    """Reads and writes what the chunks of a model hold, wherever it lies."""
+    """Reads, writes and finally releases the model state held in chunks, on any tier."""
 
     def __init__(self, module: nn.Module, data: ModelData) -> None:
         self.module = module
         self.data = data
         self.keep_values = True
-        """Whether `release` leaves parameters their values."""
+        """True if `release` preserves the parameters' values."""
         self.synchronized = False
-        """Whether all processes are here for that, if there are several."""
+        """With several processes: True if all of them have synchronized for `release`."""
         self.process = os.getpid()
-        """The process that has the chunks. See [Note: memory excluded from fork]."""
+        """Id of the process that owns the chunks. See [Note: memory excluded from fork]."""
 
     def read(self, managed: ManagedParam, kind: str) -> torch.Tensor:
-        """A copy, on the host, of a parameter in a list; of several processes each gives its part."""
+        """Return a host copy of a parameter in list `kind`, all-gathered from all ranks.
+
+        If this rank's shard can't be read, NaN is gathered in its place and the error is raised.
+        """
         kind = managed.shard_chunk.kind if kind == PARAM16 else kind
         chunk = self.data.manager[kind, managed.location.chunk]
-        found = torch.empty_strided(managed.shape, managed.region.strides, dtype=chunk.dtype, device="cpu")
-        flat = found.as_strided((managed.numel,), (1,))
+        value = torch.empty_strided(managed.shape, managed.region.strides, dtype=chunk.dtype, device="cpu")
+        flat = value.as_strided((managed.numel,), (1,))
         own = flat[managed.shard_slice]
         try:
-            for where, part in self.data.parts(managed, kind) if managed.location.numel else ():
-                own[where].copy_(part)
+            for part_slice, part in self.data.parts(managed, kind) if managed.location.numel else ():
+                own[part_slice].copy_(part)
         except (DiskError, MoveError, TrainingError):
             own.fill_(float("nan"))
-            self.data.gather_parts(managed, flat)  # the others have come for it
+            self.data.gather_parts(managed, flat)  # the other ranks already wait in this collective
             raise
         self.data.gather_parts(managed, flat)
-        return found
+        return value
 
     def write(self, managed: ManagedParam, kind: str, value: torch.Tensor) -> None:
-        """Set this process's part of a parameter in a list."""
+        """Write this rank's shard of a parameter in list `kind`."""
         if not managed.location.numel:
             return
         kind = managed.shard_chunk.kind if kind == PARAM16 else kind
         flat = managed.flattened(value)[managed.shard_slice]
-        for where, part in self.data.parts(managed, kind, write=True):
-            part.copy_(flat[where])
+        for part_slice, part in self.data.parts(managed, kind, write=True):
+            part.copy_(flat[part_slice])
 
     def full_precision(self, managed: ManagedParam) -> torch.Tensor:
-        """A copy of a parameter on the host: of its master, or of itself if it is frozen."""
+        """Return a host copy of a parameter's master, or of the parameter itself if it is frozen."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             return self.read(managed, managed.full_kind)
 
     def pieces(self, managed: ManagedParam) -> Iterator[torch.Tensor]:
-        """The same, its elements in a row in the order of its shape, without a copy where none is needed.
+        """Yield a parameter's full-precision elements in row-major order, without a copy where possible.
 
-        What lies on disk comes a page at a time; of several processes' parts one parameter is put together.
+        Elements on disk are yielded page by page. With several processes the whole parameter is all-gathered.
         """
         if managed.row_major and self.data.comm is None:
             for _, part in self.data.parts(managed, managed.full_kind) if managed.numel else ():
@@ -72,19 +75,19 @@ class ModelState:
             yield self.full_precision(managed).contiguous().view(-1)
 
     def state_dict(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-        """As `nn.Module.state_dict` names it, or these names of it; tied names share one tensor."""
+        """Return the model's state on the host, or only `names` of it; tied names share one tensor."""
         entries = self.entries()
         if names is not None:
-            if unknown := set(names) - entries.keys():
-                raise ModelError(f"the model's state has nothing named {', '.join(map(repr, sorted(unknown)))}")
+            if unexpected := set(names) - entries.keys():
+                raise ModelError(f"the model's state has no entry named {', '.join(map(repr, sorted(unexpected)))}")
             entries = {name: tensor for name, tensor in entries.items() if name in names}
         values: dict[ManagedParam, torch.Tensor] = {}
         state = {}
         for name, tensor in entries.items():
             managed = managed_param_of(tensor)
             if managed is None:
-                plain = isinstance(tensor, torch.Tensor)
-                state[name] = tensor.detach().cpu().clone() if plain else copy.deepcopy(tensor)
+                is_tensor = isinstance(tensor, torch.Tensor)
+                state[name] = tensor.detach().cpu().clone() if is_tensor else copy.deepcopy(tensor)
                 continue
             if managed not in values:
                 values[managed] = self.full_precision(managed)
@@ -92,18 +95,18 @@ class ModelState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Take it back; nothing changes unless all names and shapes fit."""
+        """Load a state dict. Nothing is changed unless all names (if `strict`) and shapes match."""
         own = self.entries()
-        missing, unknown = own.keys() - state_dict.keys(), state_dict.keys() - own.keys()
+        missing, unexpected = own.keys() - state_dict.keys(), state_dict.keys() - own.keys()
         if not strict:
             own = {name: value for name, value in own.items() if name not in missing}
             missing = set()
         tensors = {name for name, value in own.items() if isinstance(value, torch.Tensor)} & state_dict.keys()
-        shapes = [name for name in tensors if own[name].shape != state_dict[name].shape]
-        if missing or unknown or shapes:
+        mismatched = [name for name in tensors if own[name].shape != state_dict[name].shape]
+        if missing or unexpected or mismatched:
             raise ModelError(
-                f"the state does not fit the model, nothing was loaded: missing {sorted(missing)}, "
-                f"unknown {sorted(unknown)}, of another shape {sorted(shapes)}"
+                f"the state dict does not match the model, nothing was loaded: missing {sorted(missing)}, "
+                f"unexpected {sorted(unexpected)}, different shape {sorted(mismatched)}"
             )
         with torch.no_grad():
             for name, tensor in own.items():
@@ -117,19 +120,19 @@ class ModelState:
         self.data.drop_gathered()
 
     def release(self) -> list[str]:
-        """Give every chunk back; parameters become ordinary ones on the host, in full precision.
+        """Free all chunks; parameters become plain ones on the host, in full precision.
 
-        Returns the names of those that could not be read back, since the disk has failed; they are all NaN.
+        Returns the names of parameters that a disk or thread failure made unreadable; they are filled with NaN.
         """
         manager = self.data.manager
         self.data.closed = True
         try:
-            return self._give_back(manager)
+            return self._release_chunks(manager)
         finally:
             manager.close()
             manager.host_tier.close()
 
-    def _give_back(self, manager: ChunkManager) -> list[str]:
+    def _release_chunks(self, manager: ChunkManager) -> list[str]:
         lost = []
         for managed in self.data.managed_params:
             release_parameter(managed)
@@ -138,7 +141,7 @@ class ModelState:
                 manager.remove(chunk)
         for index, managed_params in self.data.by_chunk.items():
             for managed in managed_params:
-                value = self._salvage(managed) if self.keep_values else None
+                value = self._try_read(managed) if self.keep_values else None
                 if value is None:
                     lost.append(managed.name)
                     value = self.data.placeholder(managed.chunk.dtype).expand(managed.shape)
@@ -148,11 +151,11 @@ class ModelState:
                 if (kind, index) in manager.chunks:
                     manager.remove(manager[kind, index])
         if self.synchronized and self.data.comm is not None:
-            lost = self._lost_anywhere(lost)
+            lost = self._lost_on_any_rank(lost)
         return lost
 
-    def _lost_anywhere(self, lost: list[str]) -> list[str]:
-        """The names of parameters of which any process has lost its part; all are NaN here too."""
+    def _lost_on_any_rank(self, lost: list[str]) -> list[str]:
+        """Return the parameters that any rank has lost, after filling them with NaN on this rank too."""
         assert self.data.comm is not None
         names = set().union(*self.data.comm.world.all_gather_object(lost))
         for managed in self.data.managed_params:
@@ -160,8 +163,8 @@ class ModelState:
                 managed.param.data = self.data.placeholder(managed.chunk.dtype).expand(managed.shape)
         return [managed.name for managed in self.data.managed_params if managed.name in names]
 
-    def _salvage(self, managed: ManagedParam) -> torch.Tensor | None:
-        """A parameter's value, unless it is lost."""
+    def _try_read(self, managed: ManagedParam) -> torch.Tensor | None:
+        """Return a parameter's value, or None if it can't be read."""
         if self.data.comm is not None and not self.synchronized:
             return None
         try:
@@ -170,7 +173,7 @@ class ModelState:
             return None
 
     def entries(self) -> dict[str, Any]:
-        """What `nn.Module.state_dict` names: parameters, persistent buffers, extra state."""
+        """Return the entries of `nn.Module.state_dict`: parameters, persistent buffers, extra state."""
         entries: dict[str, Any] = self.module.state_dict(keep_vars=True)
         return entries
 

@@ -1,4 +1,4 @@
-"""Parameters, and views of them, whose operators announce themselves before they run."""
+"""Tensor subclasses that intercept every operator on a managed parameter or on a view of one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
@@ -8,12 +8,13 @@ from torch import nn
 
 from patrickstar._params.managed_param import ManagedParam
 
-# [Note: parameters that announce themselves]
-# A managed Parameter stays the user's object; only its class changes, to one with `__torch_function__`. Every operator
-# that takes it, from wherever it is called (its module, a parent, the user's own loss, a recompute inside backward, a
-# custom Function), comes by here first. Operators without a parameter cost nothing, which a TorchFunctionMode can't
-# offer, and no module needs a hook. A view of a parameter (`weight.t()`, `.detach()`, `.chunk(3)`) that outlives its
-# operator is classed likewise, so that its later uses announce themselves too.
+# [Note: operator interception]
+# A managed Parameter remains the user's object; only its class changes, to one with `__torch_function__`. Every
+# operator that takes the parameter is therefore dispatched here first, wherever it is called: in its module, a parent
+# module, the user's loss, a recomputation inside backward, or a custom Function. Operators without a managed parameter
+# cost nothing, unlike with a TorchFunctionMode, and no module needs a hook. A view of a parameter (`weight.t()`,
+# `.detach()`, `.chunk(3)`) that outlives its operator gets such a class too, so that later uses of the view are
+# intercepted as well.
 
 _GETTERS = """
     shape dtype device requires_grad is_leaf grad_fn layout ndim _version _base is_cuda is_cpu is_meta is_sparse
@@ -28,20 +29,20 @@ _METHODS = """
 
 
 def descriptor(name: str) -> Any:
-    """An attribute of tensors as `__torch_function__` is told of it. Its wrappers are made anew: compare with ==."""
+    """Return a tensor attribute as `__torch_function__` receives it. Each access wraps it anew: compare with ==."""
     return getattr(torch.Tensor, name)
 
 
-_PASS = {descriptor(name).__get__ for name in _GETTERS.split()}
-_PASS |= {descriptor(name) for name in _METHODS.split()}
-_PASS |= {descriptor(name).__set__ for name in ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")}
-_PASS |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad, torch.autograd.backward}
-_PASS |= {torch._has_compatible_shallow_copy_type}
-"""What tells something about a parameter without reading it."""
+_METADATA = {descriptor(name).__get__ for name in _GETTERS.split()}
+_METADATA |= {descriptor(name) for name in _METHODS.split()}
+_METADATA |= {descriptor(name).__set__ for name in ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")}
+_METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad, torch.autograd.backward}
+_METADATA |= {torch._has_compatible_shallow_copy_type}
+"""Functions that query a parameter's metadata without reading its values."""
 
 
-class Operate(Protocol):
-    """Who is told of an operator: runs it with the parameters in place."""
+class OperatorInterceptor(Protocol):
+    """Runs an operator while its parameters are on the device."""
 
     def operate(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
         """Run `func`, whose managed arguments are `tensors`."""
@@ -53,39 +54,39 @@ def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return clone
 
 
-def _announce(
+def _torch_function(
     cls: type, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     return _dispatch(func, args, kwargs or {})
 
 
 class ChunkView(torch.Tensor):
-    """A tensor that views a parameter's payload. Operators that take it announce themselves like the parameter's."""
+    """View of a parameter's payload. Operators that take it are intercepted like those of the parameter."""
 
     _managed_params: tuple[ManagedParam, ...]
-    _interceptor: Operate
+    _interceptor: OperatorInterceptor
 
-    __torch_function__: ClassVar[Any] = classmethod(_announce)
+    __torch_function__: ClassVar[Any] = classmethod(_torch_function)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        twin: torch.Tensor = memo.setdefault(id(self), _plain_tensor(self))
-        return twin
+        copied: torch.Tensor = memo.setdefault(id(self), _plain_tensor(self))
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain_tensor(self).__reduce_ex__(protocol)
 
 
 class ChunkParameter(nn.Parameter):
-    """The user's own Parameter while it is managed. See [Note: parameters that announce themselves]."""
+    """Class of the user's Parameter while it is managed. See [Note: operator interception]."""
 
     _managed_params: tuple[ManagedParam, ...]
-    _interceptor: Operate
+    _interceptor: OperatorInterceptor
 
-    __torch_function__: ClassVar[Any] = classmethod(_announce)
+    __torch_function__: ClassVar[Any] = classmethod(_torch_function)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        twin: nn.Parameter = memo.setdefault(id(self), nn.Parameter(_plain_tensor(self), self.requires_grad))
-        return twin
+        copied: nn.Parameter = memo.setdefault(id(self), nn.Parameter(_plain_tensor(self), self.requires_grad))
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(_plain_tensor(self), self.requires_grad).__reduce_ex__(protocol)
@@ -94,48 +95,48 @@ class ChunkParameter(nn.Parameter):
         return f"ChunkParameter({self._managed_params[0].name!r}, {_plain_tensor(self)!r})"
 
 
-def _managed(values: Any, found: list[Any]) -> list[Any]:
-    """The managed tensors among arguments, containers included."""
+def _managed_tensors(values: Any, tensors: list[Any]) -> list[Any]:
+    """Append the managed tensors among arguments and nested containers to `tensors`, and return it."""
     for value in values:
         if isinstance(value, ChunkParameter | ChunkView):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            _managed(value, found)
+            _managed_tensors(value, tensors)
         elif isinstance(value, dict):
-            _managed(value.values(), found)
-    return found
+            _managed_tensors(value.values(), tensors)
+    return tensors
 
 
 def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        if func in _PASS:
+        if func in _METADATA:
             return func(*args, **kwargs)
-        tensors = _managed(args, [])
+        tensors = _managed_tensors(args, [])
         if kwargs:
-            _managed(kwargs.values(), tensors)
+            _managed_tensors(kwargs.values(), tensors)
         if not tensors:
             return func(*args, **kwargs)
         return tensors[0]._interceptor.operate(func, args, kwargs, tensors)
 
 
-def adopt_parameter(managed: ManagedParam, interceptor: Operate) -> None:
-    """Have the parameter of a slot announce itself."""
+def adopt_parameter(managed: ManagedParam, interceptor: OperatorInterceptor) -> None:
+    """Start to intercept operators on a managed parameter."""
     param: Any = managed.param
     param.__class__, param._managed_params, param._interceptor = ChunkParameter, (managed,), interceptor
 
 
 def release_parameter(managed: ManagedParam) -> None:
-    """Make it an ordinary parameter again."""
+    """Turn a managed parameter back into a plain `nn.Parameter`."""
     param: Any = managed.param
     param.__class__ = nn.Parameter
     del param._managed_params, param._interceptor
 
 
-def adopt_view(tensor: Any, managed_params: tuple[ManagedParam, ...], interceptor: Operate) -> None:
-    """Have a view of parameters announce itself like them."""
+def adopt_view(tensor: Any, managed_params: tuple[ManagedParam, ...], interceptor: OperatorInterceptor) -> None:
+    """Start to intercept operators on a view of managed parameters."""
     tensor.__class__, tensor._managed_params, tensor._interceptor = ChunkView, managed_params, interceptor
 
 
 def managed_param_of(tensor: Any) -> ManagedParam | None:
-    """The slot of a managed parameter; None for any other tensor."""
+    """Return the ManagedParam of a parameter, or None for any other tensor."""
     return tensor._managed_params[0] if isinstance(tensor, ChunkParameter) else None

@@ -1,0 +1,63 @@
+"""Collectives over per-parameter data of all ranks: optimizer scalars, shards of a tensor, gradient statistics."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from patrickstar._distributed.process_group import World
+from patrickstar._params.managed_param import ManagedParam
+
+
+def share_optimizer_extra(managed_params: Sequence[ManagedParam], world: World) -> None:
+    """Copy `optimizer_extra` of each parameter from the lowest rank that owns a shard of it to ranks without one."""
+    own = {
+        managed.name: _to_json(managed.optimizer_extra)
+        for managed in managed_params
+        if managed.location.numel and managed.optimizer_extra
+    }
+    merged: dict[str, Any] = {}
+    for extra_by_name in reversed(world.all_gather_object(own)):
+        merged |= extra_by_name
+    for managed in managed_params:
+        if not managed.location.numel and managed.name in merged:
+            managed.optimizer_extra = _from_json(merged[managed.name])
+
+
+def _to_json(extra: dict[str, Any]) -> dict[str, Any]:
+    """Replace one-element tensors by JSON values with their dtype."""
+    return {
+        key: {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
+        if isinstance(value, torch.Tensor)
+        else value
+        for key, value in extra.items()
+    }
+
+
+def _from_json(extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]), device="cpu")
+        if isinstance(value, dict)
+        else value
+        for key, value in extra.items()
+    }
+
+
+def gather_shards(managed: ManagedParam, flat: torch.Tensor, world: World, shard_bounds: Sequence[int]) -> None:
+    """Broadcast each rank's shard of a parameter into `flat`; `shard_bounds` are those of its chunk."""
+    begin, end = managed.region.offset, managed.region.offset + managed.numel
+    for rank, (first, last) in enumerate(pairwise(shard_bounds)):
+        if max(first, begin) < min(last, end):
+            world.broadcast(flat[max(first, begin) - begin : min(last, end) - begin], rank)
+
+
+def add_over_ranks(values: Sequence[float], world: World) -> list[float]:
+    """Return the element-wise sums over all ranks in fp64, added in rank order."""
+    row = torch.tensor(values, dtype=torch.float64, device="cpu")
+    rows = world.all_gather(row)
+    total = torch.zeros_like(row)
+    for rank_row in rows:
+        total += rank_row
+    sums: list[float] = total.tolist()
+    return sums
