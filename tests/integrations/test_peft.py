@@ -88,7 +88,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     close(first)
     folder = tmp_path / "parts" / "checkpoint-4"
     assert not (folder / "model.safetensors").exists()
-    tensors = CheckpointReader(folder / "patrickstar").document.tensors
+    tensors = CheckpointReader(folder / "patrickstar").manifest.tensors
     stored = [name for name in tensors if name.startswith(("model.", "optim."))]
     assert stored and all("lora" in name for name in stored)
     second = trainer(tmp_path / "parts", adapted(), **options)

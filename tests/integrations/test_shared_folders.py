@@ -64,7 +64,7 @@ def is_told_of_faults(folder: str) -> None:
     """What rank 0 can't do is told to all, and they go on."""
     engine, optimizer = from_pretrained(f"{folder}/llama", small_chunks("bf16"))
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="llama exists, and is left as it is"):
+        with pytest.raises(CheckpointError, match="llama already exists and was not changed"):
             engine.save_pretrained(f"{folder}/llama")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, limits[1]))

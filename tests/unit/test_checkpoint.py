@@ -27,7 +27,7 @@ from patrickstar import testing
 from patrickstar._checkpoint import atomic_dir as folders
 from patrickstar._checkpoint import direct_writer as page_file
 from patrickstar._checkpoint import json_codec
-from patrickstar._checkpoint.atomic_dir import complete
+from patrickstar._checkpoint.atomic_dir import list_checkpoints
 from patrickstar._checkpoint.direct_writer import write_all
 from patrickstar._checkpoint.manifest import NAME
 from patrickstar._checkpoint.storage_reader import CheckpointReader
@@ -357,7 +357,7 @@ def forge(path, change):
 def test_newer_versions(copy):
     forge(copy, lambda head, document: head.update(version=2))
     assert_refused(copy, "version 2", "newer")
-    assert complete(copy.parent) == []
+    assert list_checkpoints(copy.parent) == []
 
 
 def a_tensor(document):
@@ -561,7 +561,7 @@ def test_a_full_disk_is_a_warning_and_what_was_there_stays(tmp_path):
     for wait in (True, False):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
         try:
-            with pytest.warns(UserWarning, match=r"training goes on: can't write .*free") as told:
+            with pytest.warns(UserWarning, match=r"training continues: can't write .*free") as told:
                 checkpoints.save(engine, 2, wait=wait)
                 train(engine, 1)
                 engine._core.background_save.wait()
