@@ -66,7 +66,7 @@ def test_a_header_of_absurd_size_takes_no_memory(folder, header_bytes):
     data = file.read_bytes()
     file.write_bytes(header_bytes.to_bytes(8, "little") + data[8:])
     tracemalloc.start()
-    refused(folder, f"says that its header has {header_bytes}")
+    refused(folder, f"declares a header of {header_bytes} bytes")
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
 
@@ -77,13 +77,13 @@ def test_a_header_of_absurd_size_takes_no_memory(folder, header_bytes):
         ({"data_offsets": [0, 2**60]}, "ends at byte"),
         ({"data_offsets": [-8, 8]}, "begins at byte -8"),
         ({"data_offsets": [8, 0]}, "begins at byte 8 and ends at 0"),
-        ({"data_offsets": [0]}, "does not say what"),
-        ({"shape": [2**40, 2**40]}, r"bytes, which are not F32 of shape \[1099511627776, 1099511627776\]"),
-        ({"shape": [-1]}, "does not say what"),
-        ({"shape": "48"}, "does not say what"),
-        ({"dtype": "F8_E4M3"}, rf"of another kind: {WEIGHT} \(F8_E4M3, .* for {WEIGHT} \(float32"),
-        ({"dtype": "I32"}, r"of another kind: .*\(I32"),
-        ({"dtype": "object"}, r"of another kind: .*\(object"),
+        ({"data_offsets": [0]}, "is not valid"),
+        ({"shape": [2**40, 2**40]}, r"bytes, which does not match F32 of shape \[1099511627776, 1099511627776\]"),
+        ({"shape": [-1]}, "is not valid"),
+        ({"shape": "48"}, "is not valid"),
+        ({"dtype": "F8_E4M3"}, rf"mismatched: {WEIGHT} \(F8_E4M3, .* for {WEIGHT} \(float32"),
+        ({"dtype": "I32"}, r"mismatched: .*\(I32"),
+        ({"dtype": "object"}, r"mismatched: .*\(object"),
     ],
 )
 def test_a_header_that_lies(folder, fields, message):
@@ -99,7 +99,7 @@ def test_a_header_that_is_none(folder, text):
 
 def test_a_file_that_ends_while_it_is_read(folder, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
-    refused(folder, "ends at byte .* in the middle of model")
+    refused(folder, "ends at byte .* within model")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_links_are_followed(folder):
         ('{"weight_map": {"a": {}}}', "can't be read"),
         ('{"weight_map": 5}', "can't be read"),
         ("[]", "can't be read"),
-        ('{"weight_map": {"a": "other.safetensors"}}', "'other.safetensors', which is not there"),
+        ('{"weight_map": {"a": "other.safetensors"}}', "'other.safetensors', which does not exist"),
     ],
 )
 def test_an_index_that_does_not_fit(folder, index, message):
@@ -142,14 +142,14 @@ def test_pickles_are_never_opened(folder, name):
     refused(folder, rf"as pickles \({name}\), which can run code")
 
 
-def test_missing_and_surplus_tensors_are_listed(folder):
+def test_missing_and_unexpected_tensors_are_listed(folder):
     rewrite(folder, **{WEIGHT: None, "model.norm.weight": None, "extra.weight": torch.ones(2)})
-    refused(folder, rf"missing: {WEIGHT}, model.norm.weight; surplus: extra.weight$")
+    refused(folder, rf"missing: {WEIGHT}, model.norm.weight; unexpected: extra.weight$")
 
 
 def test_a_long_list_ends(folder):
     rewrite(folder, **{f"extra.{number:02d}": torch.ones(2) for number in range(25)})
-    refused(folder, r"surplus: extra.00, .*, extra.09 and 15 more$")
+    refused(folder, r"unexpected: extra.00, .*, extra.09 and 15 more$")
 
 
 def test_what_the_models_class_ignores_is_no_error(folder, monkeypatch):
@@ -169,7 +169,7 @@ def test_what_the_models_class_ignores_is_no_error(folder, monkeypatch):
 
 def test_a_wrong_shape(folder):
     rewrite(folder, **{WEIGHT: torch.zeros(48, 33)})
-    refused(folder, rf"of another kind: {WEIGHT} \(F32, \[48, 33\]\) for {WEIGHT} \(float32, \[48, 32\]\)$")
+    refused(folder, rf"mismatched: {WEIGHT} \(F32, \[48, 33\]\) for {WEIGHT} \(float32, \[48, 32\]\)$")
 
 
 def test_a_missing_expert(tmp_path):
@@ -179,14 +179,14 @@ def test_a_missing_expert(tmp_path):
     refused(tmp_path / "in", r"experts.0.w2.weight and 9 more \(F32, \[10, 32, 48\]\) for .*down_proj .*\[11, 32, 48\]")
     tiny.mixtral().save_pretrained(tmp_path / "in")
     rewrite(tmp_path / "in", **{name.format(10, "w1"): None})
-    refused(tmp_path / "in", r"gate_up_proj' lies in .* and 19 more, which do not fit each other")
+    refused(tmp_path / "in", r"gate_up_proj' is stored in .* and 19 more, which do not match each other")
 
 
 def test_what_is_no_model_of_the_class(folder, tmp_path):
     for model_class in (tiny.MASKED, transformers.GPT2LMHeadModel):
         with pytest.raises(ModelError, match=rf"^{model_class.__name__} can't build a llama: .*LlamaConfig"):
             from_pretrained(folder, small_chunks(), model_class=model_class)
-    refused(tmp_path / "nowhere", "is no folder; give a local one")
+    refused(tmp_path / "nowhere", "is not a folder; pass a local one")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     refused(folder, "quantized")

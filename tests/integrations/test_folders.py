@@ -237,7 +237,7 @@ def test_old_names_and_several_names_are_found(tmp_path):
 def test_tensors_that_only_transformers_can_take_apart_are_told_with_what_helps(tmp_path):
     model = tiny.nomic_bert().eval()
     model.save_pretrained(tmp_path / "in")
-    with pytest.raises(ModelError, match=r"q_proj\.weight' lies in .*Wqkv.*\(Chunk\).*save_original_format=False"):
+    with pytest.raises(ModelError, match=r"q_proj\.weight' is stored in .*Wqkv.*\(Chunk\).*save_original_format=False"):
         from_pretrained(tmp_path / "in", small_chunks(), model_class=tiny.MASKED)
     tiny.MASKED.from_pretrained(tmp_path / "in").save_pretrained(tmp_path / "new", save_original_format=False)
     engine, _ = from_pretrained(tmp_path / "new", small_chunks(), model_class=tiny.MASKED)

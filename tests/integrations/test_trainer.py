@@ -303,7 +303,7 @@ def test_optimizers_that_cannot_be_managed_are_refused(tmp_path):
     schedule = torch.optim.lr_scheduler.ConstantLR(made)
     with pytest.raises(ConfigError, match=r"give the class, not an optimizer"):
         Trainer(model, args, optimizers=(made, None)).create_optimizer()
-    with pytest.raises(ConfigError, match=r"scheduler can't be given before"):
+    with pytest.raises(ConfigError, match=r"scheduler can't be passed"):
         Trainer(model, args, optimizers=(None, schedule))
     with pytest.raises(ConfigError, match="element"):
         Trainer(model, arguments(tmp_path, optim="adafactor")).create_optimizer()

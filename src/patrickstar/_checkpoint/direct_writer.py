@@ -56,7 +56,7 @@ class DirectWriter:
         assert page_bytes % BLOCK_BYTES == 0, f"page_bytes={page_bytes} is not a multiple of {BLOCK_BYTES}"
         self.path, self.nbytes, self.page_bytes = path, nbytes, page_bytes
         self.sums = [""] * -(-nbytes // page_bytes)
-        self.taken = 0
+        self.accepted_bytes = 0
         """Bytes passed to `write` so far."""
         self._workers = WorkerPool(WRITERS, "save", page_bytes)
         self._buffers = torch.frombuffer(private_memory((WRITERS + 1) * page_bytes), dtype=torch.uint8)
@@ -91,18 +91,18 @@ class DirectWriter:
         source = values.detach().reshape(-1).view(torch.uint8)
         first = 0
         while first < source.numel():
-            number, begin = divmod(self.taken, self.page_bytes)
+            number, begin = divmod(self.accepted_bytes, self.page_bytes)
             length = min(source.numel() - first, self.page_bytes - begin)
             part = source[first : first + length]
             self._add(number, begin, part, owner)
-            self.taken += length
+            self.accepted_bytes += length
             first += length
-            if begin + length == self.page_bytes or self.taken == self.nbytes:
+            if begin + length == self.page_bytes or self.accepted_bytes == self.nbytes:
                 self._send(number, begin + length)
 
     def release(self, owner: Hashable) -> None:
         """Stop reading an owner's memory; the next call reports a failed write."""
-        number = self.taken // self.page_bytes
+        number = self.accepted_bytes // self.page_bytes
         parts, self._parts = self._parts, []
         for part in parts:
             self._add(number, part.begin, part.memory(), None if part.owner == owner else part.owner)
@@ -114,7 +114,7 @@ class DirectWriter:
 
     def close(self) -> None:
         """Wait for all writes and sync the file to disk. Raises CheckpointError if that fails."""
-        assert self.taken == self.nbytes, f"{self.path}: {self.taken} of {self.nbytes} bytes were written"
+        assert self.accepted_bytes == self.nbytes, f"{self.path} lacks {self.nbytes - self.accepted_bytes} bytes"
         try:
             self._wait_for(0)
             os.ftruncate(self._fd, self.nbytes)

@@ -26,7 +26,7 @@ _ROUNDED_NUMEL = 1 << 20
 # Rank 0 writes, and all ranks read: parameters are all-gathered one at a time, in the same order on every rank. If
 # writing fails, rank 0 still reads the remaining parameters, since the other ranks wait for its shards; the error is
 # broadcast afterwards. The folder is renamed only after all ranks report that they read everything: a rank whose disk
-# tier failure contributed NaN for the lost data and does not report.
+# tier failed contributed NaN for the lost data and does not report.
 
 
 @dataclass(frozen=True)

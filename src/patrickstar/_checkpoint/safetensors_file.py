@@ -84,7 +84,7 @@ class SafetensorsFile:
 
     def write(self, values: torch.Tensor, owner: Hashable = None) -> None:
         """Append contiguous elements. See [Note: zero-copy writes] for `owner`."""
-        if self._paddings and self._paddings[0][0] == self.file.taken and values.numel():
+        if self._paddings and self._paddings[0][0] == self.file.accepted_bytes and values.numel():
             self.file.write(torch.zeros(self._paddings.popleft()[1], dtype=torch.uint8, device="cpu"))
         self.file.write(values, owner)
 
