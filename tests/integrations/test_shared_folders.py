@@ -44,9 +44,7 @@ def loads_and_saves(name: str, folder: str) -> None:
     assert world is not None
     own = {param: engine.layout.local_location(param)[0].numel for param, _ in engine.module.named_parameters()}
     assert 0 in own.values(), "some parameters have another owner"
-    assert any(0 < own[param] < value.numel() for param, value in model.named_parameters()), (
-        "some are sharded"
-    )
+    assert any(0 < own[param] < value.numel() for param, value in model.named_parameters()), "some are sharded"
     assert counted.nbytes == 4 * sum(own.values())
     assert sum(world.all_gather_object(sum(own.values()))) == sum(param.numel() for param in model.parameters())
     if name == "llama":
