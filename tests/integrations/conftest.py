@@ -1,10 +1,10 @@
-"""What every test of an integration may rely on: nothing is fetched, tiny tensors stay on one thread."""
+"""Settings for integration tests: no downloads, one thread."""
 
 import os
 
 import pytest
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # which the library reads when it is imported
+os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads this at import
 
 
 @pytest.fixture(autouse=True)

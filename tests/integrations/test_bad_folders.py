@@ -1,4 +1,4 @@
-"""Folders that are damaged, hostile or of another model are refused by name; a disk that fails leaves nothing."""
+"""Damaged, malicious or mismatched folders are rejected by name; failed saves leave no files."""
 
 import errno
 import json
@@ -54,19 +54,19 @@ def edit_header(folder: Path, change: Any) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 5, 8, 100, -1])
-def test_a_truncated_file(folder, kept):
+def test_truncated_file(folder, kept):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     refused(folder, "truncated")
 
 
 @pytest.mark.parametrize("header_bytes", [2**63, 2**40, 10**8 + 1, 99_000_000])
-def test_a_header_of_absurd_size_takes_no_memory(folder, header_bytes):
+def test_huge_header_size_allocates_no_memory(folder, header_bytes):
     file = folder / "model.safetensors"
     data = file.read_bytes()
     file.write_bytes(header_bytes.to_bytes(8, "little") + data[8:])
     tracemalloc.start()
-    refused(folder, f"says that its header has {header_bytes}")
+    refused(folder, f"declares a header of {header_bytes} bytes")
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
 
@@ -77,35 +77,35 @@ def test_a_header_of_absurd_size_takes_no_memory(folder, header_bytes):
         ({"data_offsets": [0, 2**60]}, "ends at byte"),
         ({"data_offsets": [-8, 8]}, "begins at byte -8"),
         ({"data_offsets": [8, 0]}, "begins at byte 8 and ends at 0"),
-        ({"data_offsets": [0]}, "does not say what"),
-        ({"shape": [2**40, 2**40]}, r"bytes, which are not F32 of shape \[1099511627776, 1099511627776\]"),
-        ({"shape": [-1]}, "does not say what"),
-        ({"shape": "48"}, "does not say what"),
-        ({"dtype": "F8_E4M3"}, rf"of another kind: {WEIGHT} \(F8_E4M3, .* for {WEIGHT} \(float32"),
-        ({"dtype": "I32"}, r"of another kind: .*\(I32"),
-        ({"dtype": "object"}, r"of another kind: .*\(object"),
+        ({"data_offsets": [0]}, "is not valid"),
+        ({"shape": [2**40, 2**40]}, r"bytes, which does not match F32 of shape \[1099511627776, 1099511627776\]"),
+        ({"shape": [-1]}, "is not valid"),
+        ({"shape": "48"}, "is not valid"),
+        ({"dtype": "F8_E4M3"}, rf"mismatched: {WEIGHT} \(F8_E4M3, .* for {WEIGHT} \(float32"),
+        ({"dtype": "I32"}, r"mismatched: .*\(I32"),
+        ({"dtype": "object"}, r"mismatched: .*\(object"),
     ],
 )
-def test_a_header_that_lies(folder, fields, message):
+def test_header_with_wrong_entries(folder, fields, message):
     edit_header(folder, lambda header: header[WEIGHT].update(fields))
     refused(folder, message)
 
 
 @pytest.mark.parametrize("text", [b"[]", b"{", b"\xff\xff", b"[" * 100_000, b'{"a": 1}'])
-def test_a_header_that_is_none(folder, text):
+def test_invalid_header(folder, text):
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
     refused(folder, "can't be read as safetensors")
 
 
-def test_a_file_that_ends_while_it_is_read(folder, monkeypatch):
+def test_file_that_is_truncated_while_it_is_read(folder, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
-    refused(folder, "ends at byte .* in the middle of model")
+    refused(folder, "ends at byte .* within model")
 
 
 @pytest.mark.parametrize(
     "shard", ["../stolen.safetensors", "{}/stolen.safetensors", "sub/../../stolen.safetensors", "a\0b"]
 )
-def test_an_index_that_leads_outside(folder, shard):
+def test_index_with_paths_outside_of_the_folder(folder, shard):
     shard = shard.format(folder.parent)
     (folder / "sub").mkdir()
     (folder / "model.safetensors").rename(folder.parent / "stolen.safetensors")
@@ -113,7 +113,7 @@ def test_an_index_that_leads_outside(folder, shard):
     refused(folder, "outside of its folder")
 
 
-def test_links_are_followed(folder):
+def test_symlinks_are_followed(folder):
     (folder / "model.safetensors").rename(folder.parent / "blob")
     (folder / "model.safetensors").symlink_to(folder.parent / "blob")
     engine, _ = from_pretrained(folder, small_chunks())
@@ -128,10 +128,10 @@ def test_links_are_followed(folder):
         ('{"weight_map": {"a": {}}}', "can't be read"),
         ('{"weight_map": 5}', "can't be read"),
         ("[]", "can't be read"),
-        ('{"weight_map": {"a": "other.safetensors"}}', "'other.safetensors', which is not there"),
+        ('{"weight_map": {"a": "other.safetensors"}}', "'other.safetensors', which does not exist"),
     ],
 )
-def test_an_index_that_does_not_fit(folder, index, message):
+def test_mismatched_index(folder, index, message):
     (folder / "model.safetensors.index.json").write_text(index)
     refused(folder, message)
 
@@ -142,17 +142,17 @@ def test_pickles_are_never_opened(folder, name):
     refused(folder, rf"as pickles \({name}\), which can run code")
 
 
-def test_missing_and_surplus_tensors_are_listed(folder):
+def test_missing_and_unexpected_tensors_are_listed(folder):
     rewrite(folder, **{WEIGHT: None, "model.norm.weight": None, "extra.weight": torch.ones(2)})
-    refused(folder, rf"missing: {WEIGHT}, model.norm.weight; surplus: extra.weight$")
+    refused(folder, rf"missing: {WEIGHT}, model.norm.weight; unexpected: extra.weight$")
 
 
-def test_a_long_list_ends(folder):
+def test_long_lists_are_shortened(folder):
     rewrite(folder, **{f"extra.{number:02d}": torch.ones(2) for number in range(25)})
-    refused(folder, r"surplus: extra.00, .*, extra.09 and 15 more$")
+    refused(folder, r"unexpected: extra.00, .*, extra.09 and 15 more$")
 
 
-def test_what_the_models_class_ignores_is_no_error(folder, monkeypatch):
+def test_tensors_that_the_model_class_ignores_are_accepted(folder, monkeypatch):
     rewrite(folder, **{"extra.weight": torch.ones(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
     build = load_room.build_model
 
@@ -167,26 +167,26 @@ def test_what_the_models_class_ignores_is_no_error(folder, monkeypatch):
     engine.close()
 
 
-def test_a_wrong_shape(folder):
+def test_wrong_shape(folder):
     rewrite(folder, **{WEIGHT: torch.zeros(48, 33)})
-    refused(folder, rf"of another kind: {WEIGHT} \(F32, \[48, 33\]\) for {WEIGHT} \(float32, \[48, 32\]\)$")
+    refused(folder, rf"mismatched: {WEIGHT} \(F32, \[48, 33\]\) for {WEIGHT} \(float32, \[48, 32\]\)$")
 
 
-def test_a_missing_expert(tmp_path):
+def test_missing_expert(tmp_path):
     tiny.mixtral().save_pretrained(tmp_path / "in")
     name = "model.layers.0.block_sparse_moe.experts.{}.{}.weight"
     rewrite(tmp_path / "in", **{name.format(10, "w2"): None})
     refused(tmp_path / "in", r"experts.0.w2.weight and 9 more \(F32, \[10, 32, 48\]\) for .*down_proj .*\[11, 32, 48\]")
     tiny.mixtral().save_pretrained(tmp_path / "in")
     rewrite(tmp_path / "in", **{name.format(10, "w1"): None})
-    refused(tmp_path / "in", r"gate_up_proj' lies in .* and 19 more, which do not fit each other")
+    refused(tmp_path / "in", r"gate_up_proj' is stored in .* and 19 more, which do not match each other")
 
 
-def test_what_is_no_model_of_the_class(folder, tmp_path):
+def test_mismatched_model_class(folder, tmp_path):
     for model_class in (tiny.MASKED, transformers.GPT2LMHeadModel):
         with pytest.raises(ModelError, match=rf"^{model_class.__name__} can't build a llama: .*LlamaConfig"):
             from_pretrained(folder, small_chunks(), model_class=model_class)
-    refused(tmp_path / "nowhere", "is no folder; give a local one")
+    refused(tmp_path / "nowhere", "is not a folder; pass a local one")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     refused(folder, "quantized")
@@ -194,16 +194,16 @@ def test_what_is_no_model_of_the_class(folder, tmp_path):
     refused(folder, "'none', which is unknown")
 
 
-# Writing
+# Saving
 
 
-def test_a_disk_that_is_full_leaves_nothing(tmp_path):
+def test_full_disk_leaves_no_files(tmp_path):
     torch.manual_seed(0)
     engine, optimizer = ps.initialize(tiny.llama(), small_chunks())
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, limits[1]))
     try:
-        # Earlier shards are smaller than the first one that does not fit.
+        # Shards before the failing one are smaller than the limit.
         with pytest.raises(CheckpointError, match=r"can't write .* bytes \(.*File too large"):
             engine.save_pretrained(tmp_path / "out", max_shard_bytes=8_000)
     finally:
@@ -216,7 +216,7 @@ def test_a_disk_that_is_full_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "posix_fallocate", "pwrite"])
-def test_a_fault_at_any_call_leaves_nothing(call, tmp_path, monkeypatch):
+def test_failure_of_any_call_leaves_no_files(call, tmp_path, monkeypatch):
     engine, optimizer = ps.initialize(tiny.llama(), small_chunks())
     real = getattr(os, call)
     for number in range(1, 30):
@@ -239,7 +239,7 @@ def test_a_fault_at_any_call_leaves_nothing(call, tmp_path, monkeypatch):
         finally:
             monkeypatch.undo()
         if (tmp_path / "out").exists():
-            # The folder is complete, and only its name may not be on the disk yet.
+            # The folder is complete; only its name may not be synced to disk.
             assert call == "fsync" and (tmp_path / "out/config.json").exists()
             break
         assert list(tmp_path.iterdir()) == []
@@ -248,7 +248,7 @@ def test_a_fault_at_any_call_leaves_nothing(call, tmp_path, monkeypatch):
     engine.close()
 
 
-def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
+def test_interrupt_leaves_no_files(tmp_path, monkeypatch):
     engine, optimizer = ps.initialize(tiny.llama(), small_chunks())
     posix_fallocate = os.posix_fallocate
     calls = []

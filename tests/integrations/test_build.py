@@ -1,4 +1,4 @@
-"""Models built without memory for their parameters."""
+"""Construction of models with parameters on the meta device."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The examples run, as they are, for a few steps."""
+"""The examples run unchanged for a few steps."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Model folders in and out: the same tensors, and the same logits as transformers computes."""
+"""Loading and saving of model folders: same tensors and logits as transformers."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def files_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_transformers_wrote_computes_the_same(name, tmp_path):
+def test_folder_from_transformers_gives_the_same_logits(name, tmp_path):
     model, model_class = plain(name)
     model.save_pretrained(tmp_path / "in", max_shard_size="20KB")
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 1
@@ -40,7 +40,7 @@ def test_what_transformers_wrote_computes_the_same(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_the_engine_wrote_is_loaded_by_transformers(name, tmp_path):
+def test_transformers_loads_a_folder_from_the_engine(name, tmp_path):
     model, model_class = plain(name)
     model.save_pretrained(tmp_path / "in")
     engine, optimizer = from_pretrained(tmp_path / "in", small_chunks(), model_class=model_class)
@@ -60,7 +60,7 @@ def test_what_the_engine_wrote_is_loaded_by_transformers(name, tmp_path):
     again.close()
 
 
-def test_tied_parameters_are_written_once_and_computed_buffers_not_at_all(tmp_path):
+def test_tied_parameters_are_saved_once_and_computed_buffers_never(tmp_path):
     model, _ = plain("llama tied")
     engine = ps.Engine(model, small_chunks())
     engine.save_pretrained(tmp_path / "out", max_shard_bytes=30_000)
@@ -76,7 +76,7 @@ def test_tied_parameters_are_written_once_and_computed_buffers_not_at_all(tmp_pa
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", None])
-def test_parameters_are_rounded_to_the_dtype_asked_for(dtype, tmp_path):
+def test_parameters_are_rounded_to_the_requested_dtype(dtype, tmp_path):
     torch.manual_seed(0)
     model = tiny.gpt2()
     engine, optimizer = ps.initialize(model, small_chunks("bf16"))
@@ -96,7 +96,7 @@ def test_parameters_are_rounded_to_the_dtype_asked_for(dtype, tmp_path):
     engine.close()
 
 
-def test_a_nan_is_rounded_as_operators_have_it(tmp_path):
+def test_nan_is_rounded_like_in_torch_operators(tmp_path):
     model = tiny.gpt2()
     weight = model.transformer.wpe.weight
     with torch.no_grad():
@@ -109,7 +109,7 @@ def test_a_nan_is_rounded_as_operators_have_it(tmp_path):
     engine.close()
 
 
-def test_a_frozen_parameter_keeps_the_dtype_it_has(tmp_path):
+def test_frozen_parameters_keep_their_dtype(tmp_path):
     model = tiny.gpt2()
     model.transformer.requires_grad_(False)
     model.transformer.h[0].requires_grad_(True)
@@ -122,7 +122,7 @@ def test_a_frozen_parameter_keeps_the_dtype_it_has(tmp_path):
         trained = name.startswith("transformer.h.0.")
         assert value.dtype is (torch.float32 if trained else torch.bfloat16)
         assert torch.equal(value, state[name])
-    # Loaded by transformers, nothing is lost: the wider dtype holds the other.
+    # transformers loads all parameters in the wider dtype, so nothing is lost.
     found = CAUSAL.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(found[name], value.float()) for name, value in files.items())
     engine.save_pretrained(tmp_path / "rounded", dtype="bf16")
@@ -131,7 +131,7 @@ def test_a_frozen_parameter_keeps_the_dtype_it_has(tmp_path):
 
 
 class Odd(nn.Module):
-    """Buffers of several dtypes, one of them not persistent; odd strides, no elements, integers."""
+    """Model with buffers of several dtypes, one not persistent; unusual strides, empty and integer tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Odd(nn.Module):
         self.counts = nn.Parameter(torch.arange(7), requires_grad=False)
 
 
-def test_a_model_that_is_not_transformers(tmp_path):
+def test_model_that_is_not_from_transformers(tmp_path):
     engine, _ = ps.initialize(Odd, small_chunks())
     engine.save_pretrained(tmp_path / "deep" / "out")
     assert [file.name for file in (tmp_path / "deep/out").iterdir()] == ["model.safetensors"]
@@ -152,7 +152,7 @@ def test_a_model_that_is_not_transformers(tmp_path):
     engine.close()
 
 
-def test_odd_strides_are_filled_from_a_source_of_parts():
+def test_unusual_strides_are_filled_from_a_source_of_parts():
     class Source:
         def __init__(self, values: dict[str, torch.Tensor]) -> None:
             self.values = values
@@ -179,7 +179,7 @@ def test_odd_strides_are_filled_from_a_source_of_parts():
     engine.close()
 
 
-def test_masters_on_disk_are_read_page_by_page(tmp_path, monkeypatch):
+def test_master_parameters_on_disk_are_read_by_page(tmp_path, monkeypatch):
     model, _ = plain("llama")
     model.save_pretrained(tmp_path / "in")
     config = small_chunks(device_memory=48_000, host_memory=110_000, disk=ps.Disk(tmp_path))
@@ -190,13 +190,13 @@ def test_masters_on_disk_are_read_page_by_page(tmp_path, monkeypatch):
     write = SafetensorsFile.write
     monkeypatch.setattr(SafetensorsFile, "write", lambda self, piece: (pieces.append(piece.nbytes), write(self, piece)))
     engine.save_pretrained(tmp_path / "out")
-    assert pieces.count(4096) > 3, "what lies on disk comes in pages"
+    assert pieces.count(4096) > 3, "data on disk is read by page"
     same_values(files_of(tmp_path / "out"), state)
     step(engine, engine.optimizer)
     engine.close()
 
 
-def test_options_take_the_place_of_what_the_folder_says(tmp_path):
+def test_options_override_the_configuration(tmp_path):
     model, _ = plain("llama")
     model.generation_config.max_new_tokens = 17
     model.save_pretrained(tmp_path / "in")
@@ -215,7 +215,7 @@ def test_options_take_the_place_of_what_the_folder_says(tmp_path):
         from_pretrained(tmp_path / "in", no_such_thing=1)
 
 
-def test_old_names_and_several_names_are_found(tmp_path):
+def test_old_names_and_duplicate_names_are_found(tmp_path):
     model, model_class = plain("bert")
     model.save_pretrained(tmp_path / "in")
     tensors = load_file(tmp_path / "in/model.safetensors")
@@ -234,10 +234,10 @@ def test_old_names_and_several_names_are_found(tmp_path):
         from_pretrained(tmp_path / "in", small_chunks(), model_class=model_class)
 
 
-def test_tensors_that_only_transformers_can_take_apart_are_told_with_what_helps(tmp_path):
+def test_tensors_that_only_transformers_can_split_are_reported_with_a_remedy(tmp_path):
     model = tiny.nomic_bert().eval()
     model.save_pretrained(tmp_path / "in")
-    with pytest.raises(ModelError, match=r"q_proj\.weight' lies in .*Wqkv.*\(Chunk\).*save_original_format=False"):
+    with pytest.raises(ModelError, match=r"q_proj\.weight' is stored in .*Wqkv.*\(Chunk\).*save_original_format=False"):
         from_pretrained(tmp_path / "in", small_chunks(), model_class=tiny.MASKED)
     tiny.MASKED.from_pretrained(tmp_path / "in").save_pretrained(tmp_path / "new", save_original_format=False)
     engine, _ = from_pretrained(tmp_path / "new", small_chunks(), model_class=tiny.MASKED)
@@ -245,18 +245,18 @@ def test_tensors_that_only_transformers_can_take_apart_are_told_with_what_helps(
     engine.close()
 
 
-def test_a_place_that_is_taken_is_left_as_it_is(tmp_path):
+def test_existing_targets_are_not_changed(tmp_path):
     engine, optimizer = ps.initialize(tiny.gpt2(), small_chunks())
     (tmp_path / "taken").mkdir()
     engine.save_pretrained(tmp_path / "taken")  # an empty folder is not taken
     before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "taken").iterdir()}
     (tmp_path / "file").write_text("mine")
     for place in ("taken", "file"):
-        with pytest.raises(CheckpointError, match=rf"{place} exists, and is left as it is"):
+        with pytest.raises(CheckpointError, match=rf"{place} already exists and was not changed"):
             engine.save_pretrained(tmp_path / place)
     assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "taken").iterdir()} == before
     for options, message in (
-        ({"dtype": "int8"}, "'int8' is none"),
+        ({"dtype": "int8"}, "'int8' is not supported"),
         ({"max_shard_bytes": "many"}, "no size|not a size"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""`make gpu DEVICE=cpu`: every stage of the run on a GPU, in miniature, so that no minute is lost there."""
+"""`make gpu DEVICE=cpu`: small versions of all stages of the GPU run."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ def stages():
     return [line.split()[0] for line in run("--list").stdout.splitlines()]
 
 
-def test_every_stage_runs_and_leaves_its_results(tmp_path):
+def test_every_stage_runs_and_writes_its_results(tmp_path):
     done = run("--device", "cpu", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     names = stages()
@@ -32,14 +32,14 @@ def test_every_stage_runs_and_leaves_its_results(tmp_path):
         assert "Machine: " in text and text.count("\n| ") > 1, f"{name} found nothing:\n{text}"
 
 
-def test_a_stage_that_runs_into_its_limit_says_so_and_the_next_one_runs(tmp_path):
+def test_a_stage_that_exceeds_its_time_limit_is_reported_as_failed(tmp_path):
     done = run("versions", "micro", "--device", "cpu", "--minutes", "0.002", "--output", str(tmp_path))
     assert done.returncode == 1
     assert "FAILED: ended at its limit of 0.1" in (tmp_path / "gpu_versions-cpu.md").read_text()
     assert "FAILED: no time was left for it" in (tmp_path / "gpu_micro-cpu.md").read_text()
 
 
-def test_wrong_input_is_refused_in_a_line():
+def test_invalid_arguments_are_rejected():
     for arguments, message in (
         (["tets"], "there is no stage 'tets': the stages are versions, tests"),
         (["--minutes", "0"], "--minutes has to be more than 0"),

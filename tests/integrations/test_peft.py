@@ -1,4 +1,4 @@
-"""Adapters of PEFT: the base model is frozen in 16 bits, adapters are trained in full precision, and they are saved."""
+"""PEFT adapters: the base model is frozen in 16 bits; adapters are trained and saved in full precision."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from patrickstar.testing import assert_same_bits  # noqa: E402
 from .test_trainer_resume import StopAfter, result  # noqa: E402
 from .trainers import BUDGET, Stressed, arguments, close, gpt2, logged, same_but_norms, texts, weights  # noqa: E402
 
-# What PEFT itself says of a GPT-2, whose layers are transposed, and of transformers' new names.
+# PEFT's own warnings about GPT-2, whose layers are transposed, and about new names in transformers.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
@@ -38,7 +38,7 @@ def adapters(state):
     return {name: value for name, value in state.items() if "lora" in name}
 
 
-def test_all_bits_are_the_stock_trainers(tmp_path):
+def test_results_are_bitwise_those_of_the_stock_trainer(tmp_path):
     found = []
     for kind in (transformers.Trainer, Stressed):
         options = dict(max_grad_norm=100.0, save_strategy="steps", save_steps=3)
@@ -54,8 +54,8 @@ def test_all_bits_are_the_stock_trainers(tmp_path):
 
 
 @pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
-def test_the_base_is_frozen_in_16_bits(tmp_path, base_dtype):
-    """A base in fp32 is cast, adapters compute in bf16; one in bf16 stays, and PEFT has adapters compute in fp32."""
+def test_base_model_is_frozen_in_16_bits(tmp_path, base_dtype):
+    """An fp32 base is cast, and adapters compute in bf16; with a bf16 base PEFT makes adapters compute in fp32."""
     one = trainer(tmp_path, adapted(base_dtype), bf16=True)
     expected = {name: value.bfloat16() for name, value in gpt2().state_dict().items()}
     before = adapters(one.model.state_dict())
@@ -71,15 +71,15 @@ def test_the_base_is_frozen_in_16_bits(tmp_path, base_dtype):
     assert_same_bits(expected, base, "the base model")
     assert {value.dtype for value in adapters(state).values()} == {torch.float32}
     assert any(not torch.equal(before[name], value) for name, value in adapters(state).items())
-    # A frozen parameter has no master and no states.
+    # A frozen parameter has no master parameter and no optimizer states.
     assert sum(group.numel() for group in one.model.parameters() if group.requires_grad) < 3000
     frozen = [managed for managed in one.engine._core.data.managed_params if not managed.schema.trained]
     assert frozen and all(managed.schema.optimizer_lists == () for managed in frozen)
     close(one)
 
 
-def test_a_resumed_run_has_the_same_bits(tmp_path):
-    """Its checkpoints hold adapters, and nothing of the base model."""
+def test_resumed_run_is_bitwise_equal(tmp_path):
+    """Checkpoints contain adapters and nothing of the base model."""
     options = dict(bf16=True, save_strategy="steps", save_steps=1, max_grad_norm=0.05)
     whole = trainer(tmp_path / "whole", adapted(), **options)
     whole.train()
@@ -88,7 +88,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     close(first)
     folder = tmp_path / "parts" / "checkpoint-4"
     assert not (folder / "model.safetensors").exists()
-    tensors = CheckpointReader(folder / "patrickstar").document.tensors
+    tensors = CheckpointReader(folder / "patrickstar").manifest.tensors
     stored = [name for name in tensors if name.startswith(("model.", "optim."))]
     assert stored and all("lora" in name for name in stored)
     second = trainer(tmp_path / "parts", adapted(), **options)
@@ -99,8 +99,8 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     close(second)
 
 
-def test_what_is_saved_loads_in_plain_peft(tmp_path):
-    """With a norm that is trained as a whole, and a second adapter that is not active."""
+def test_peft_loads_saved_adapters(tmp_path):
+    """Includes a fully trained norm and an inactive second adapter."""
     model = adapted(modules_to_save=["ln_f"])
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["c_proj"], init_lora_weights=False))
     one = trainer(tmp_path, model, bf16=True)
@@ -118,7 +118,7 @@ def test_what_is_saved_loads_in_plain_peft(tmp_path):
     close(one)
 
 
-def test_the_best_adapter_comes_back(tmp_path):
+def test_best_adapter_is_loaded(tmp_path):
     options = dict(save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1, save_only_model=True)
     one = trainer(tmp_path, adapted(), bf16=True, learning_rate=0.3, load_best_model_at_end=True, **options)
     one.train()

@@ -1,4 +1,4 @@
-"""Model folders of several processes: each reads what it owns, all give what is written, and all are told of faults."""
+"""Model folders with several processes: sharded loading, collective saving, and errors in all processes."""
 
 import resource
 
@@ -17,7 +17,7 @@ NAMES = ["llama", "mixtral"]
 
 
 class Counted:
-    """Notes which elements of which tensors are read."""
+    """Counter of bytes and keys that are read."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -34,17 +34,17 @@ class Counted:
 
 
 def loads_and_saves(name: str, folder: str) -> None:
-    """Each reads what it owns, and all give what is written."""
+    """Load only owned shards in each process, and save collectively."""
     model, model_class = plain(name)
     counted = Counted()
-    # Chunks are smaller than the embedding, which is cut then; of the others each lies with one process.
+    # Chunks are smaller than the embedding, so it is sharded; each other parameter has one owner.
     engine, optimizer = from_pretrained(f"{folder}/{name}", small_chunks(), model_class=model_class)
     counted.stop()
     world = engine.world
     assert world is not None
     own = {param: engine.layout.local_location(param)[0].numel for param, _ in engine.module.named_parameters()}
-    assert 0 in own.values(), "some lie elsewhere"
-    assert any(0 < own[param] < value.numel() for param, value in model.named_parameters()), "some are cut"
+    assert 0 in own.values(), "some parameters have another owner"
+    assert any(0 < own[param] < value.numel() for param, value in model.named_parameters()), "some are sharded"
     assert counted.nbytes == 4 * sum(own.values())
     assert sum(world.all_gather_object(sum(own.values()))) == sum(param.numel() for param in model.parameters())
     if name == "llama":
@@ -60,11 +60,11 @@ def loads_and_saves(name: str, folder: str) -> None:
     engine.close()
 
 
-def is_told_of_faults(folder: str) -> None:
-    """What rank 0 can't do is told to all, and they go on."""
+def reports_errors(folder: str) -> None:
+    """Errors of rank 0 are raised in all processes, which can continue."""
     engine, optimizer = from_pretrained(f"{folder}/llama", small_chunks("bf16"))
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="llama exists, and is left as it is"):
+        with pytest.raises(CheckpointError, match="llama already exists and was not changed"):
             engine.save_pretrained(f"{folder}/llama")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, limits[1]))
@@ -79,16 +79,16 @@ def is_told_of_faults(folder: str) -> None:
     engine.close()
 
 
-def all_of_it(folder: str) -> None:
-    """In each process, one after the other: transformers takes long to come."""
+def run_all(folder: str) -> None:
+    """Run all cases in one start of the processes, since importing transformers is slow."""
     for name in NAMES:
         loads_and_saves(name, folder)
-    is_told_of_faults(folder)
+    reports_errors(folder)
 
 
 def test_folders_of_two_processes(tmp_path):
     for name in NAMES:
         plain(name)[0].save_pretrained(tmp_path / name, max_shard_size="20KB")
-    ranks.run(2, all_of_it, folder=str(tmp_path))
+    ranks.run(2, run_all, folder=str(tmp_path))
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["llama", "mixtral", "out", "out llama", "out mixtral"]

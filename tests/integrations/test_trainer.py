@@ -1,4 +1,4 @@
-"""The Trainer on the engine does what transformers' own does, to the bit where the arithmetic is the same."""
+"""Trainer: results equal those of transformers' Trainer, bitwise where the arithmetic is the same."""
 
 import gc
 from functools import partial
@@ -17,12 +17,12 @@ from patrickstar.testing import assert_same_bits
 from .trainers import BUDGET, VOCAB, Protocol, Stressed, arguments, close, gpt2, logged, same_but_norms, texts, weights
 
 ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})
-"""An AdamW whose operations torch runs one by one: the engine runs the same class over its chunks."""
+"""AdamW without foreach, so that torch and the engine run the same operations."""
 SGD = (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "foreach": False})
 
 
 class OwnLoss:
-    """What users write over `compute_loss`."""
+    """User-defined `compute_loss`."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         out = model(input_ids=inputs["input_ids"])
@@ -46,7 +46,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_all_bits_are_the_stock_trainers(tmp_path, case):
+def test_results_are_bitwise_those_of_the_stock_trainer(tmp_path, case):
     found = []
     for kind in (transformers.Trainer, Stressed):
         options = dict(max_grad_norm=100.0) | CASES[case]
@@ -69,8 +69,8 @@ def test_all_bits_are_the_stock_trainers(tmp_path, case):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_all_bits_are_the_protocols(tmp_path, bf16):
-    """AdamW as this package's, and clipping that bites: the stock loops over `patrickstar.testing`'s reference."""
+def test_results_are_bitwise_those_of_the_reference(tmp_path, bf16):
+    """Compare with the stock loops over ReferenceTrainer: AdamW of this package, clipping that takes effect."""
     found = []
     for kind in (Protocol, Stressed):
         ours = kind is Stressed
@@ -86,7 +86,7 @@ def test_all_bits_are_the_protocols(tmp_path, bf16):
     assert_same_bits(state, own_state, "parameters")
 
 
-def test_bf16_is_near_autocast(tmp_path):
+def test_bf16_is_close_to_autocast(tmp_path):
     losses = []
     for kind in (transformers.Trainer, Stressed):
         trainer = kind(gpt2(0.0), arguments(tmp_path, bf16=True, num_train_epochs=4), train_dataset=texts())
@@ -97,8 +97,8 @@ def test_bf16_is_near_autocast(tmp_path):
     assert all(abs(one - other) < 0.02 for one, other in zip(*losses, strict=True))
 
 
-def test_counts_of_tokens_are_not_rounded(tmp_path):
-    """A float in a tensor is an input, cast to 16 bits, unless it is the number that losses are divided by."""
+def test_token_counts_are_not_rounded(tmp_path):
+    """Float tensors are inputs and cast to 16 bits, except the number that losses are divided by."""
     seen = []
 
     class Counting(GPT2LMHeadModel):
@@ -116,8 +116,8 @@ def test_counts_of_tokens_are_not_rounded(tmp_path):
     close(trainer)
 
 
-def test_a_classifier_with_metrics(tmp_path):
-    """An encoder with dropout, a last batch that is shorter, evaluation before training, and a metric."""
+def test_classifier_with_metrics(tmp_path):
+    """Encoder with dropout, a shorter last batch, evaluation before training, and a metric."""
     config = BertConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
     )
@@ -150,7 +150,7 @@ def test_a_classifier_with_metrics(tmp_path):
     assert_same_bits(found[0][2], found[1][2], "parameters")
 
 
-def test_each_train_begins_with_a_model_of_model_init(tmp_path):
+def test_each_train_call_uses_a_new_model_of_model_init(tmp_path):
     made = []
 
     def build():
@@ -170,7 +170,7 @@ def test_each_train_begins_with_a_model_of_model_init(tmp_path):
     close(trainer)
 
 
-def test_train_goes_on_where_it_ended(tmp_path):
+def test_second_train_call_continues(tmp_path):
     found = []
     for kind in (transformers.Trainer, Stressed):
         given = {"config": BUDGET} if kind is Stressed else {}
@@ -200,7 +200,7 @@ def test_callbacks_see_model_optimizer_and_scheduler(tmp_path):
     close(trainer)
 
 
-def test_a_smaller_batch_is_tried(tmp_path):
+def test_smaller_batch_is_tried(tmp_path):
     tried = []
 
     class Narrow(Stressed):
@@ -224,8 +224,8 @@ def test_a_smaller_batch_is_tried(tmp_path):
         close(trainer)
 
 
-def test_fp16_scales_and_skips(tmp_path):
-    """A step whose gradients overflow changes neither parameters nor the learning rate."""
+def test_fp16_overflow_skips_the_step(tmp_path):
+    """A step with overflowing gradients changes neither parameters nor the learning rate."""
 
     class OpTracer(TrainerCallback):
         def on_step_end(self, args, state, control, lr_scheduler, **kwargs):
@@ -240,7 +240,7 @@ def test_fp16_scales_and_skips(tmp_path):
     close(trainer)
 
 
-def test_what_is_saved_loads_in_plain_transformers(tmp_path):
+def test_transformers_loads_the_saved_model(tmp_path):
     trainer = Stressed(gpt2(), arguments(tmp_path, bf16=True, max_steps=2), train_dataset=texts(), config=BUDGET)
     trainer.train()
     state = weights(trainer)
@@ -264,9 +264,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_arguments_are_refused_by_name(tmp_path, case):
-    options, said = REFUSED[case]
-    with pytest.raises(ConfigError, match=said):
+def test_unsupported_arguments_are_rejected_by_name(tmp_path, case):
+    options, name = REFUSED[case]
+    with pytest.raises(ConfigError, match=name):
         Trainer(gpt2(), arguments(tmp_path, **options), train_dataset=texts())
 
 
@@ -276,7 +276,7 @@ def optimizer_of(trainer):
     return found
 
 
-def test_optimizers_are_chosen(tmp_path):
+def test_choice_of_the_optimizer(tmp_path):
     def chosen(config=None, **options):
         names = {"optim", "optim_args", "learning_rate", "adam_beta1"}
         own = {key: options.pop(key) for key in names & options.keys()}
@@ -296,14 +296,14 @@ def test_optimizers_are_chosen(tmp_path):
     assert chosen(config=ps.Config(chunk_size="16KiB"), optim="adagrad").kind is torch.optim.Adagrad
 
 
-def test_optimizers_that_cannot_be_managed_are_refused(tmp_path):
+def test_unsupported_optimizers_are_rejected(tmp_path):
     model = gpt2()
     args = arguments(tmp_path)
     made = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.ConstantLR(made)
     with pytest.raises(ConfigError, match=r"give the class, not an optimizer"):
         Trainer(model, args, optimizers=(made, None)).create_optimizer()
-    with pytest.raises(ConfigError, match=r"scheduler can't be given before"):
+    with pytest.raises(ConfigError, match=r"scheduler can't be passed"):
         Trainer(model, args, optimizers=(None, schedule))
     with pytest.raises(ConfigError, match="element"):
         Trainer(model, arguments(tmp_path, optim="adafactor")).create_optimizer()
@@ -319,7 +319,7 @@ def test_optimizers_that_cannot_be_managed_are_refused(tmp_path):
     close(trainer)
 
 
-def test_what_is_said_twice_must_agree(tmp_path):
+def test_config_must_not_contradict_the_arguments(tmp_path):
     args = arguments(tmp_path, bf16=True)
     with pytest.raises(ConfigError, match="leave precision out"):
         Trainer(gpt2(), args, config=ps.Config(precision="fp32")).create_optimizer()
@@ -330,7 +330,7 @@ def test_what_is_said_twice_must_agree(tmp_path):
     close(trainer)
 
 
-def test_names_of_a_state_are_checked():
+def test_state_dict_names_are_checked():
     engine = ps.Engine(gpt2(), ps.Config(device="cpu"))
     assert list(engine.state_dict(["transformer.ln_f.bias"])) == ["transformer.ln_f.bias"]
     with pytest.raises(ModelError, match="'nothing'"):
@@ -345,9 +345,9 @@ def test_names_of_a_state_are_checked():
     engine.close()
 
 
-def test_other_trainers_of_transformers_on_the_engine(tmp_path):
+def test_seq2seq_trainer_on_the_engine(tmp_path):
     class Both(Stressed, transformers.Seq2SeqTrainer):
-        """Generates while it evaluates, by the model itself."""
+        """Trainer whose evaluation generates with the model."""
 
     args = transformers.Seq2SeqTrainingArguments(
         str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False, max_steps=1
@@ -364,8 +364,8 @@ def test_other_trainers_of_transformers_on_the_engine(tmp_path):
     assert torch.equal(found, plain.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0))
 
 
-def test_the_model_outlives_its_trainer(tmp_path):
-    """Nothing keeps the engine when the Trainer is gone: the model is an ordinary one then, in full precision."""
+def test_model_remains_usable_after_the_trainer(tmp_path):
+    """Deleting the Trainer closes the engine; the model is then an ordinary one in full precision."""
     model = gpt2()
     trainer = Stressed(model, arguments(tmp_path, bf16=True, max_steps=1), train_dataset=texts(), config=BUDGET)
     trainer.train()
@@ -377,7 +377,7 @@ def test_the_model_outlives_its_trainer(tmp_path):
     assert_same_bits(state, GPT2LMHeadModel.from_pretrained(tmp_path / "model").state_dict(), "saved")
 
 
-def test_a_frozen_model_is_evaluated_without_states(tmp_path):
+def test_frozen_model_is_evaluated_without_optimizer_states(tmp_path):
     trainer = Stressed(gpt2().requires_grad_(False), arguments(tmp_path), eval_dataset=texts(5), config=BUDGET)
     plain = transformers.Trainer(gpt2(), arguments(tmp_path), eval_dataset=texts(5))
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]

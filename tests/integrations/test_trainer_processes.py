@@ -1,4 +1,4 @@
-"""Several processes: the Trainer shares the model between them, and the data as transformers' own does."""
+"""Trainer with several processes: the engine shards the model, transformers shards the data."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ class AveragingShell(Shell):
 
 
 class Averaging(Protocol):
-    """The reference of several processes: gradients averaged in the order of ranks, no DDP."""
+    """Reference for several processes: gradients averaged in rank order, without DDP."""
 
     def create_optimizer(self, model=None):
         if self.optimizer is None:
@@ -44,7 +44,7 @@ class Averaging(Protocol):
 
 
 class Uneven(Trainer):
-    """One process keeps what it has gathered, the other asks for it again and again, in evaluation too."""
+    """One process keeps gathered chunks; the other evicts them and requests them again, also in evaluation."""
 
     def make_engine(self, model, config):
         world = World.find(torch.device("cpu"))
@@ -59,7 +59,7 @@ def options(bf16: bool):
 
 
 def exact(folder: str) -> None:
-    """All bits, in each of the processes, are those of the documented order."""
+    """Results in each process are bitwise those of the documented order of summation."""
     found = []
     for kind in (Averaging, Uneven):
         ours = kind is Uneven
@@ -75,7 +75,7 @@ def exact(folder: str) -> None:
 
 
 def near_ddp(folder: str) -> None:
-    """transformers' own Trainer wraps the model in DDP, which adds gradients up in another order."""
+    """Results are close to those of transformers' Trainer with DDP, which adds gradients in another order."""
     found = []
     for kind in (transformers.Trainer, Trainer):
         args = arguments(folder, **options(bf16=False))
@@ -90,7 +90,7 @@ def near_ddp(folder: str) -> None:
 
 
 def resumed(folder: str) -> None:
-    """Both write one checkpoint, and go on from it; rank 0's own files are there once."""
+    """Both processes save to one checkpoint and resume from it; rank 0 writes common files once."""
     found = []
     for again in (False, True):
         args = arguments(folder, bf16=True, save_strategy="steps", save_steps=1, max_steps=2, max_grad_norm=0.3)
@@ -112,8 +112,8 @@ def resumed(folder: str) -> None:
         assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors", "patrickstar"} <= names
 
 
-def all_of_it(folder: str) -> None:
-    """In one start of the processes, which takes longer than the tests."""
+def run_all(folder: str) -> None:
+    """Run all cases in one start of the processes, which is slow."""
     torch.set_num_threads(1)
     exact(f"{folder}/exact")
     near_ddp(f"{folder}/ddp")
@@ -121,4 +121,4 @@ def all_of_it(folder: str) -> None:
 
 
 def test_two_processes(tmp_path):
-    run(2, all_of_it, folder=str(tmp_path))
+    run(2, run_all, folder=str(tmp_path))

@@ -1,4 +1,4 @@
-"""A run that ends and goes on has the bits of one that does not, however it ended."""
+"""An interrupted and resumed run is bitwise equal to an uninterrupted one."""
 
 import json
 import os
@@ -22,7 +22,7 @@ STEPS = 6
 
 
 class StopAfter(TrainerCallback):
-    """Ends a run early, as a scheduler of jobs would; the run itself knows nothing of it."""
+    """Callback that ends a run early, like a job scheduler."""
 
     def __init__(self, step):
         self.step = step
@@ -32,7 +32,7 @@ class StopAfter(TrainerCallback):
 
 
 class Killed(Stressed):
-    """Ends without a word while its second checkpoint is being written."""
+    """Trainer that is killed while it writes its second checkpoint."""
 
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)
@@ -49,7 +49,7 @@ def trainer(folder, kind=Stressed, stop=None, **options):
 
 
 def result(one):
-    """What a run came to: its log, parameters, and states of the optimizer."""
+    """Return log, parameters and optimizer states of a run."""
     moments = {
         f"{position}.{key}": value
         for position, state in one.engine.optimizer.state_dict()["state"].items()
@@ -59,8 +59,8 @@ def result(one):
 
 
 @pytest.mark.parametrize(("step", "epochs"), [(2, 2), (3, 2), (4, 1.7)])
-def test_a_resumed_run_has_the_same_bits(tmp_path, step, epochs):
-    """In the middle of an epoch (2, 4 of 3 each) and at its end; accumulation, dropout, a scheduler, evaluation."""
+def test_resumed_run_is_bitwise_equal(tmp_path, step, epochs):
+    """Resume within an epoch of 3 steps (2, 4) and at its end; accumulation, dropout, scheduler, evaluation."""
     whole = trainer(tmp_path / "whole", save_steps=1, num_train_epochs=epochs)
     whole.train()
     first = trainer(tmp_path / "parts", save_steps=1, num_train_epochs=epochs, stop=step)
@@ -78,8 +78,8 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, step, epochs):
     close(second)
 
 
-def test_resumed_from_a_path_after_evaluation(tmp_path):
-    """The engine is there already when the checkpoint comes."""
+def test_resume_from_a_path_after_evaluation(tmp_path):
+    """The engine exists before the checkpoint is loaded."""
     whole = trainer(tmp_path)
     whole.train()
     second = trainer(tmp_path)
@@ -92,7 +92,7 @@ def test_resumed_from_a_path_after_evaluation(tmp_path):
 
 
 def test_killed_while_saving(tmp_path):
-    """What was being written is not found, what was complete is, and the run goes on from there."""
+    """The incomplete checkpoint is ignored, and the run resumes from the last complete one."""
     tests = Path(__file__).parents[1]
     command = f"from integrations.test_trainer_resume import run_and_die; run_and_die({str(tmp_path / 'parts')!r})"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tests)}
@@ -117,8 +117,8 @@ def run_and_die(folder):
     trainer(folder, kind=Killed).train()
 
 
-def test_what_a_checkpoint_holds(tmp_path):
-    """Weights that transformers loads, the engine's own part, and the Trainer's files; no pickled optimizer."""
+def test_contents_of_a_checkpoint(tmp_path):
+    """Weights that transformers loads, the engine's state, and the Trainer's files; no pickled optimizer."""
     one = trainer(tmp_path, save_total_limit=2, load_best_model_at_end=True, eval_steps=1, save_steps=1)
     losses = []
 
@@ -145,8 +145,8 @@ def test_what_a_checkpoint_holds(tmp_path):
     close(one)
 
 
-def test_weights_alone(tmp_path):
-    """A checkpoint without the optimizer gives its weights, at the step where it was written, as the stock one does."""
+def test_checkpoint_without_optimizer(tmp_path):
+    """Resuming restores weights and the step, like the stock Trainer."""
     found = []
     for kind in (transformers.Trainer, Stressed):
         folder = tmp_path / kind.__name__
@@ -163,7 +163,7 @@ def test_weights_alone(tmp_path):
     assert_same_bits(*found, "parameters")
 
 
-def test_what_can_not_be_resumed_is_said(tmp_path):
+def test_resume_errors(tmp_path):
     args = arguments(tmp_path / "stock", save_strategy="steps", save_steps=1, max_steps=1)
     transformers.Trainer(gpt2(), args, train_dataset=texts()).train()
     one = trainer(tmp_path / "one")

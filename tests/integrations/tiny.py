@@ -1,4 +1,4 @@
-"""Tiny models of transformers, and what they are fed."""
+"""Tiny models of transformers and inputs for them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ def llama(tied: bool = False) -> PreTrainedModel:
 
 
 def mixtral() -> PreTrainedModel:
-    # More than ten experts: their order is that of numbers, not of names.
+    # More than ten experts: their order must be numeric, not alphabetic.
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **EXPERTS, num_local_experts=11))
 
 
@@ -73,7 +73,7 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
 
 
 def plain(name: str, seed: int = 0) -> tuple[PreTrainedModel, Any]:
-    """A model with random weights, and the class to load it with."""
+    """Return a model with random weights, and the class to load it with."""
     build, model_class = MODELS[name]
     torch.manual_seed(seed)
     return build().eval(), model_class
@@ -85,21 +85,21 @@ def batch(model: Any, seed: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, **more}
 
 
-def logits(model: Any, fed: dict[str, torch.Tensor]) -> torch.Tensor:
+def logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(**fed).logits
+        found: torch.Tensor = model(**inputs).logits
     return found
 
 
 def step(engine: Engine, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
-    """One update, by which masters and what operators read come to differ."""
+    """Run one update, so that master parameters differ from their rounded copies."""
     engine.backward(engine(**batch(engine.module, seed)).logits.float().pow(2).mean())
     optimizer.step()
     optimizer.zero_grad()
 
 
 def engine_of(folder: Path, config: ps.Config, model_class: Any = CAUSAL, **options: Any) -> Engine:
-    """As `from_pretrained`, with the engine's options for tests."""
+    """Load like `from_pretrained`, with the engine's options for tests."""
     with parameters_on_meta():
         model = build_model(read_config(folder / "config.json"), model_class)
     return Engine(model, config, FolderWeights(folder, model), **options)

@@ -1,4 +1,4 @@
-"""Tiny models and data, the Trainers that are compared, and what is compared of them."""
+"""Tiny models, data and Trainers for comparisons."""
 
 import inspect
 from typing import Any
@@ -14,7 +14,7 @@ from patrickstar.testing import NoMeter, ReferenceTrainer
 
 VOCAB = 64
 BUDGET = ps.Config(chunk_size="16KiB", device_memory="96KiB")
-"""What holds two chunks or three of the nine that these models have."""
+"""Budget for two or three of the nine chunks of these models."""
 TIMES = ("runtime", "per_second", "preparation_time")
 
 
@@ -35,7 +35,7 @@ def gpt2(dropout: float = 0.1) -> GPT2LMHeadModel:
 
 
 def texts(count: int = 22, seed: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Sequences of 16 tokens; of each one another number of labels counts."""
+    """Return sequences of 16 tokens with different numbers of labels that count."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for number in range(count):
@@ -67,14 +67,14 @@ def arguments(folder: Any, **options: Any) -> TrainingArguments:
 
 
 class Stressed(Trainer):
-    """Whatever may leave the device leaves it at every access, and NaN is left behind."""
+    """Trainer that evicts every unused chunk at each access and fills freed memory with NaN."""
 
     def make_engine(self, model: nn.Module, config: ps.Config) -> ps.Engine:
         return ps.Engine(model, config, meter=NoMeter(), evict_everything=True, poison=True)
 
 
 class Shell(torch.optim.Optimizer):
-    """The reference's optimizer for those who want one of torch's class."""
+    """Adapter of the reference's optimizer to torch's Optimizer class."""
 
     def __init__(self, reference: ReferenceTrainer) -> None:
         self.reference = reference
@@ -88,11 +88,11 @@ class Shell(torch.optim.Optimizer):
         self.reference.optimizer.zero_grad()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """accelerate does this with what was there before."""
+        """Do nothing; accelerate passes the optimizer's own state."""
 
 
 class Protocol(transformers.Trainer):
-    """The stock Trainer over plain PyTorch's tensors under the engine's protocol of precision, clipping and update."""
+    """Stock Trainer over ReferenceTrainer: plain tensors with the engine's precision, clipping and update rule."""
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -124,14 +124,14 @@ class Protocol(transformers.Trainer):
 
 
 def logged(trainer: transformers.Trainer) -> list[dict[str, Any]]:
-    """All that was logged, but how long it took."""
+    """Return the log without times."""
     return [
         {key: value for key, value in entry.items() if not key.endswith(TIMES)} for entry in trainer.state.log_history
     ]
 
 
 def weights(trainer: transformers.Trainer) -> dict[str, torch.Tensor]:
-    """Parameters in full precision."""
+    """Return the parameters in full precision."""
     if isinstance(trainer, Trainer):
         return trainer.engine.state_dict()
     if isinstance(trainer, Protocol):
@@ -145,7 +145,7 @@ def close(trainer: transformers.Trainer) -> None:
 
 
 def same_but_norms(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
-    """torch adds up squares of gradients in fp32, the engine in fp64: norms agree in their first digits."""
+    """Assert equal logs, up to gradient norms: torch adds squares in fp32, the engine in fp64."""
     assert len(expected) == len(found)
     for one, other in zip(expected, found, strict=True):
         assert one.keys() == other.keys()

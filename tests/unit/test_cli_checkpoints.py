@@ -121,7 +121,7 @@ def test_exporting() -> None:
     done = call("train", "--model", "half", "--data", "text.py", "--steps", 1, "--sequence", 8, "--device", "cpu")
     assert done.exit_code == 0, done.output
     for words, told in (
-        (["kept", "full"], "full exists"),
+        (["kept", "full"], "full already exists"),
         (["full", "new"], "it is a model folder"),
         (["nowhere", "new"], "no such folder"),
         (["kept", "new", "--max-shard", "much"], "'much'"),

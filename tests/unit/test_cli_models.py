@@ -206,7 +206,7 @@ def test_a_weight_of_another_shape_is_named(tmp_path: Path) -> None:
         ({"model.safetensors.index.json": b"{}"}, "weight_map"),
         (
             {"model.safetensors.index.json": b'{"weight_map": {"a": "shard.safetensors"}}'},
-            "'shard.safetensors', which is not",
+            "'shard.safetensors', which does not exist",
         ),
     ],
 )

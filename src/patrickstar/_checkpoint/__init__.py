@@ -1,1 +1,1 @@
-"""Checkpoints: folders of safetensors files and one document, written and read through torch.distributed.checkpoint."""
+"""Checkpoints: safetensors files and a manifest, saved and loaded through torch.distributed.checkpoint."""

@@ -1,4 +1,4 @@
-"""A checkpoint on its way to the disk, while training goes on or waits for it."""
+"""Asynchronous save: write a checkpoint while training continues."""
 
 import threading
 from collections import Counter
@@ -13,10 +13,10 @@ from patrickstar._checkpoint.safetensors_file import SafetensorsFile
 from patrickstar._checkpoint.save_planner import (
     ShardSavePlanner,
     TensorShard,
-    kinds_of,
     list_kind,
-    runs_of,
-    values,
+    page_slices,
+    read_slice,
+    saved_kinds,
 )
 from patrickstar._checkpoint.storage_writer import CheckpointWriter
 from patrickstar._memory.chunk import Chunk
@@ -25,27 +25,26 @@ from patrickstar._params.model_data import ModelData
 from patrickstar.errors import CheckpointError, PatrickStarError
 
 POLL_S = 0.02
-"""Between two looks whether the other thread lives."""
+"""Seconds between two checks that the save thread is alive."""
 
 # [Note: saving beside training]
-# Masters and states change in updates alone. So what a checkpoint wants of them is written, page by page, between
-# operators of the forward and backward that follow, as the disk takes the pages before. What lies in RAM goes to the
-# disk from there; memory beyond is a few pages, for what lies elsewhere or not in a row. Before a chunk is updated,
-# what is left of it is handed in, and waited for. The training thread alone knows where chunks are; another one plans
-# with the other processes, writes the document, and waits.
+# Master parameters and optimizer states change only in updates. They are therefore written page by page, between
+# operators of the following forward and backward passes, as fast as the disk accepts pages. Bytes in host memory are
+# written without a copy; only bytes that are elsewhere or not contiguous pass through a few buffer pages. Before a
+# chunk is updated, its remaining pages are passed to the writer and waited for. Only the training thread reads chunks;
+# the save thread plans with the other processes, writes the manifest and waits for the bytes.
 
 
 class AsyncSave:
-    """One checkpoint that is being written.
+    """One checkpoint in progress. Buffers a few pages of `page_bytes`.
 
-    It takes a few pages of `page_bytes`. `done` is called in the end, in the other thread, if the
-    checkpoint is complete.
+    `done` is called on the save thread once the checkpoint is complete.
     """
 
     def __init__(
         self,
         target: Path,
-        pieces: Sequence[TensorShard],
+        shards: Sequence[TensorShard],
         data: ModelData,
         group: dist.ProcessGroup | None,
         *,
@@ -55,23 +54,23 @@ class AsyncSave:
         self.target = target
         self.data = data
         self.error: BaseException | None = None
-        self._pieces = pieces
+        self._shards = shards
         self._page_bytes = page_bytes
         self._file: SafetensorsFile | None = None
-        self._ready, self._memory_sample = threading.Event(), threading.Event()
-        self._failed: BaseException | None = None
-        """What went wrong with the bytes, in the training thread."""
-        self._runs = self._all_runs()
-        self._left = Counter(piece.managed.location.chunk for piece in pieces if piece.managed is not None)
-        """How many pieces of each chunk are not copied yet."""
-        self._next = next(self._runs, None)
+        self._ready, self._all_copied = threading.Event(), threading.Event()
+        self._copy_error: BaseException | None = None
+        """Failure of the training thread while it copied bytes."""
+        self._slices = self._all_slices()
+        self._remaining = Counter(shard.managed.location.chunk for shard in shards if shard.managed is not None)
+        """Number of shards per chunk that are not copied yet."""
+        self._next = next(self._slices, None)
         self._addresses = {
-            number: next(values(piece, data, slice(0, 1))).data_ptr()
-            for number, piece in enumerate(pieces)
-            if piece.box.numel and self._owner(piece) is not None
+            number: next(read_slice(shard, data, slice(0, 1))).data_ptr()
+            for number, shard in enumerate(shards)
+            if shard.box.numel and self._owner(shard) is not None
         }
         writer = CheckpointWriter(target, self, page_bytes=page_bytes)
-        planner = ShardSavePlanner(pieces, data)
+        planner = ShardSavePlanner(shards, data)
 
         def run() -> None:
             try:
@@ -82,9 +81,9 @@ class AsyncSave:
             except (PatrickStarError, dist.DistError) as error:
                 self.error = error
             except Exception as error:
-                # With others it may be that one of them is gone, and then it is told so.
-                lost = isinstance(error, RuntimeError) and group is not None
-                self.error = error if lost else _incomplete_error(target, error)
+                # In a group, a RuntimeError may mean that a process died; the caller names that process.
+                peer_error = isinstance(error, RuntimeError) and group is not None
+                self.error = error if peer_error else _incomplete_error(target, error)
             finally:
                 self._ready.set()
 
@@ -92,49 +91,49 @@ class AsyncSave:
         self._thread.start()
 
     def addresses(self, items: Sequence[WriteItem]) -> dict[int, int]:
-        """Where the pieces began in memory that lay in RAM when this began."""
+        """Return the start address, by item number, of each shard that was in host memory when the save began."""
         return self._addresses
 
     def fill(self, file: SafetensorsFile, items: Sequence[WriteItem], planner: SavePlanner) -> None:
-        """Called in the other thread: wait until all bytes are in the file."""
+        """Wait until the training thread has written all bytes to the file. Called on the save thread."""
         self._file = file
         self._ready.set()
-        self._memory_sample.wait()
-        if self._failed is not None:
-            raise CheckpointError(f"{self.target} was given up: {self._failed}") from self._failed
+        self._all_copied.wait()
+        if self._copy_error is not None:
+            raise CheckpointError(f"saving {self.target} was cancelled: {self._copy_error}") from self._copy_error
 
     @property
     def done(self) -> bool:
-        """Whether it is complete, or has failed."""
+        """True once the checkpoint is complete or has failed."""
         return not self._thread.is_alive()
 
     @property
     def copied(self) -> bool:
-        """Whether nothing is wanted of chunks any more."""
-        return self._next is None or self._failed is not None or self.done
+        """True once the save needs nothing more from chunks."""
+        return self._next is None or self._copy_error is not None or self.done
 
     def progress(self) -> None:
-        """Copy as much as the disk has room for, without waiting."""
+        """Copy as much as the disk accepts without waiting."""
         if not self._ready.is_set():
             return
         while not self.copied and self._file is not None and self._file.file.has_room:
             self._copy_next()
 
     def before_update(self, index: int) -> None:
-        """Have all that is wanted of a chunk copied, which will change."""
-        self._copy_wanted(lambda: self._left[index] > 0)
+        """Copy the remaining shards of a chunk that is about to change."""
+        self._copy_while(lambda: self._remaining[index] > 0)
         for managed in self.data.by_chunk[index][:1]:
-            for kind in kinds_of(managed):
+            for kind in saved_kinds(managed):
                 self.data.manager[list_kind(managed, kind), index].wait_for_save()
 
     def copy_all(self) -> None:
-        """Want nothing of chunks any more when this returns."""
-        self._copy_wanted(lambda: True)
+        """Copy the remaining shards of all chunks."""
+        self._copy_while(lambda: True)
         self._release_chunks()
 
-    def _copy_wanted(self, wanted: Callable[[], bool]) -> None:
-        """Copy, waiting for the disk where need be."""
-        while not self.copied and wanted():
+    def _copy_while(self, needed: Callable[[], bool]) -> None:
+        """Copy while `needed` returns true; wait for the disk where necessary."""
+        while not self.copied and needed():
             self._wait_for_file()
             if not self.copied:
                 self._copy_next()
@@ -144,16 +143,16 @@ class AsyncSave:
             chunk.wait_for_save()
 
     def copy_volatile(self) -> None:
-        """Want nothing but masters and states when this returns: the rest may be written to at any time."""
-        self._copy_wanted(lambda: self._next is not None and self._may_change(self._next[0]))
+        """Copy everything but master parameters and optimizer states: user code may write the rest at any time."""
+        self._copy_while(lambda: self._next is not None and self._is_volatile(self._next[0]))
         self._release_chunks()
 
     @staticmethod
-    def _may_change(piece: TensorShard) -> bool:
-        return piece.managed is None or not piece.managed.schema.trained
+    def _is_volatile(shard: TensorShard) -> bool:
+        return shard.managed is None or not shard.managed.schema.trained
 
     def finish(self) -> None:
-        """Wait until it is complete. Raises CheckpointError if it failed, and what PyTorch does for a lost process."""
+        """Wait for completion. Raises CheckpointError on failure, PyTorch's own error for a lost process."""
         self.copy_all()
         while not self.done:
             self._thread.join(POLL_S)
@@ -162,7 +161,7 @@ class AsyncSave:
 
     @defer_sigint
     def cancel(self, why: str) -> None:
-        """Nothing more is read of chunks; nothing comes of it, unless it was all there."""
+        """Stop reading chunks; discard the checkpoint unless all bytes were copied."""
         if not self.copied:
             self._end(CheckpointError(why))
         self._release_chunks()
@@ -171,25 +170,25 @@ class AsyncSave:
         while not self._ready.wait(POLL_S) and not self.done:
             pass
 
-    def _all_runs(self) -> Iterator[tuple[TensorShard, slice, bool]]:
-        for piece in self._pieces:
-            runs = runs_of(piece, self._page_bytes)
-            for number, run in enumerate(runs):
-                yield piece, run, number == len(runs) - 1
-            if not runs:
-                yield piece, slice(0, 0), True
+    def _all_slices(self) -> Iterator[tuple[TensorShard, slice, bool]]:
+        for shard in self._shards:
+            slices = page_slices(shard, self._page_bytes)
+            for number, part in enumerate(slices):
+                yield shard, part, number == len(slices) - 1
+            if not slices:
+                yield shard, slice(0, 0), True
 
     @defer_sigint
     def _copy_next(self) -> None:
-        if self._file is None:  # the other thread has ended before there was one
+        if self._file is None:  # the save thread failed before it created the file
             self._end(self.error)
             return
         assert self._next is not None
-        piece, run, last = self._next
+        shard, part, last = self._next
         try:
-            for part in values(piece, self.data, run) if piece.box.numel else ():
-                owner = self._owner(piece)
-                self._file.write(part, owner)
+            for values in read_slice(shard, self.data, part) if shard.box.numel else ():
+                owner = self._owner(shard)
+                self._file.write(values, owner)
                 if owner is not None:
                     owner.save_reader = self._file.file
         except BaseException as error:
@@ -197,27 +196,27 @@ class AsyncSave:
             if not isinstance(error, CheckpointError):
                 raise
             return
-        if last and piece.managed is not None:
-            self._left[piece.managed.location.chunk] -= 1
-        self._next = next(self._runs, None)
+        if last and shard.managed is not None:
+            self._remaining[shard.managed.location.chunk] -= 1
+        self._next = next(self._slices, None)
         if self._next is None:
             self._end(None)
 
-    def _owner(self, piece: TensorShard) -> Chunk | None:
-        """The chunk in whose memory a piece lies as it is written, from where a writer can take it."""
-        if piece.managed is None or not piece.managed.row_major:
+    def _owner(self, shard: TensorShard) -> Chunk | None:
+        """Return the chunk if the shard's bytes can be written directly from its host memory."""
+        if shard.managed is None or not shard.managed.row_major:
             return None
-        chunk = self.data.manager[list_kind(piece.managed, piece.kind), piece.managed.location.chunk]
+        chunk = self.data.manager[list_kind(shard.managed, shard.kind), shard.managed.location.chunk]
         on_gpu = chunk.device_valid and chunk.device.type != "cpu"
         return chunk if chunk.in_memory and not on_gpu else None
 
-    def _end(self, failed: BaseException | None) -> None:
-        self._next, self._failed = None, failed
-        self._left.clear()
-        self._memory_sample.set()
+    def _end(self, error: BaseException | None) -> None:
+        self._next, self._copy_error = None, error
+        self._remaining.clear()
+        self._all_copied.set()
 
 
 def _incomplete_error(target: Path, error: BaseException) -> CheckpointError:
-    told = CheckpointError(f"{target} could not be written: {type(error).__name__}: {error}")
-    told.__cause__ = error
-    return told
+    wrapped = CheckpointError(f"{target} could not be written: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

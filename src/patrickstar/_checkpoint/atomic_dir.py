@@ -1,4 +1,4 @@
-"""A folder that becomes a checkpoint as a whole or not at all, and folders of several checkpoints."""
+"""Atomic creation and deletion of checkpoint folders, and enumeration of the checkpoints in a folder."""
 
 import fcntl
 import os
@@ -9,46 +9,47 @@ from contextlib import suppress
 from pathlib import Path
 
 from patrickstar._checkpoint.direct_writer import write_error
-from patrickstar._checkpoint.manifest import Manifest, read_sequence, write_document
+from patrickstar._checkpoint.manifest import Manifest, read_sequence, write_manifest
 from patrickstar.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d+)(-\d+)?")
 _SUFFIX = ".patrickstar-partial"
 
-# [Note: whole or not at all]
-# A checkpoint is written into a hidden folder beside its place, whose lock is held meanwhile. When all files are on the
-# disk the document is written; when that is on the disk too, the folder gets its name, and the folder above is
-# synchronised. Whoever dies on the way leaves a hidden folder, which nobody reads, and whose lock is free: the next to
-# write there removes it. What is deleted is hidden first. A checkpoint never takes the place of another.
+# [Note: atomic checkpoints]
+# A checkpoint is written to a hidden folder next to its final path; the writer holds a lock on that folder. After all
+# files are synced to disk, the manifest is written and synced, the folder is renamed to its final name, and the parent
+# folder is synced. A process that dies earlier leaves a hidden folder that no reader considers and whose lock is free;
+# the next save in the same parent removes it. Deletion first renames to a hidden folder. A checkpoint never replaces
+# another one.
 
 
 class AtomicDir:
-    """A folder that is being written, to become `target`. Raises CheckpointError if that is there, or can't be.
+    """Hidden folder under construction that is renamed to `target`.
 
-    over_empty: an empty folder that is there makes way.
+    Raises CheckpointError if `target` exists or cannot be created; with `over_empty`, an empty folder may exist.
     """
 
     def __init__(self, target: Path, *, over_empty: bool = False) -> None:
         self.target = target
         try:
             if target.exists() and not (over_empty and target.is_dir() and not any(target.iterdir())):
-                raise CheckpointError(f"{target} exists, and is left as it is; save under another name")
+                raise CheckpointError(f"{target} already exists and was not changed; save under another name")
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(target.parent)
             self.path, self._lock = _locked_hidden_dir(target)
         except OSError as error:
             raise write_error(target, error, 0) from error
 
-    def publish(self, document: Manifest, sequence: int) -> None:
-        """Make a checkpoint of it. See [Note: whole or not at all]."""
+    def publish(self, manifest: Manifest, sequence: int) -> None:
+        """Write the manifest and rename the folder. See [Note: atomic checkpoints]."""
         try:
-            write_document(self.path, document, sequence)
+            write_manifest(self.path, manifest, sequence)
         except OSError as error:
             raise write_error(self.target, error, 0) from error
         self.rename_into_place()
 
     def rename_into_place(self) -> None:
-        """Give the folder its name, when all of its files are on the disk."""
+        """Rename the folder to `target`; all of its files must be synced to disk."""
         try:
             os.fsync(self._lock)
             self.path.rename(self.target)
@@ -58,27 +59,30 @@ class AtomicDir:
         os.close(self._lock)
 
     def abandon(self) -> None:
-        """Nothing comes of it."""
+        """Delete the folder."""
         os.close(self._lock)
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def _hidden_dir(path: Path) -> Path:
-    """A new folder beside a path, under a name that nobody looks for."""
-    made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_SUFFIX, dir=path.parent))
-    made.chmod(0o755)
-    return made
+    """Create a hidden folder next to a path."""
+    hidden = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_SUFFIX, dir=path.parent))
+    hidden.chmod(0o755)
+    return hidden
 
 
 def _locked_hidden_dir(target: Path) -> tuple[Path, int]:
-    """The same, and its lock, a descriptor. Whoever removes leftovers may take it for one before it is locked."""
+    """Create a hidden folder; return it and the descriptor of its lock.
+
+    Retries, since another process may remove the folder as a leftover before it is locked.
+    """
     while True:
         path = _hidden_dir(target)
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             continue
-        with suppress(OSError):  # some file systems of a network lock no folders, and leftovers stay there
+        with suppress(OSError):  # some network file systems cannot lock folders; leftovers are never removed there
             fcntl.flock(lock, fcntl.LOCK_SH)
         if path.exists():
             return path, lock
@@ -86,7 +90,7 @@ def _locked_hidden_dir(target: Path) -> tuple[Path, int]:
 
 
 def fsync_dir(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Sync the directory entries of a folder to disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -95,18 +99,18 @@ def fsync_dir(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what was being written or deleted by processes that have ended."""
+    """Remove hidden folders of saves and deletions whose processes have ended."""
     for path in folder.iterdir():
         if path.name.startswith(".") and path.name.endswith(_SUFFIX) and path.is_dir() and not _in_use(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _in_use(path: Path) -> bool:
-    """Whether a process that lives has the folder's lock."""
+    """Return whether a running process holds the folder's lock."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
-        return True  # or gone
+        return True  # or already removed
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -117,27 +121,27 @@ def _in_use(path: Path) -> bool:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint, which at no time is there in part. Raises OSError."""
+    """Delete a checkpoint; readers never see it in part. Raises OSError."""
     hidden = _hidden_dir(path)
-    path.rename(hidden)  # an empty folder makes way
+    path.rename(hidden)  # rename(2) replaces an empty folder
     shutil.rmtree(hidden)
 
 
-def complete(folder: Path) -> list[tuple[int, Path]]:
-    """The checkpoints in a folder, each with its number in the order in which they were written, the oldest first."""
-    found = []
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Return (sequence number, path) of the complete checkpoints in a folder, oldest first."""
+    checkpoints = []
     if folder.is_dir():
         for path in folder.iterdir():
             if _STEP.fullmatch(path.name):
-                with suppress(CheckpointError):  # what is none, or a newer version's
-                    found.append((read_sequence(path), path))
-    return sorted(found)
+                with suppress(CheckpointError):  # not a checkpoint, or of a newer version
+                    checkpoints.append((read_sequence(path), path))
+    return sorted(checkpoints)
 
 
 def free_name(folder: Path, step: int) -> Path:
-    """Where a checkpoint of a step can go: an earlier one of the same step stays."""
-    path, again = folder / f"step-{step}", 1
+    """Return an unused path for a checkpoint of a step; an earlier checkpoint of the step is kept."""
+    path, count = folder / f"step-{step}", 1
     while path.exists():
-        again += 1
-        path = folder / f"step-{step}-{again}"
+        count += 1
+        path = folder / f"step-{step}-{count}"
     return path

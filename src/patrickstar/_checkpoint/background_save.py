@@ -1,4 +1,4 @@
-"""The checkpoint that an engine writes while training goes on."""
+"""Lifecycle of an engine's asynchronous save."""
 
 import warnings
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from patrickstar.errors import CheckpointError
 
 
 class BackgroundSave:
-    """Waits for the checkpoint that `data.saving` writes, if there is one, and frees what it took.
+    """Waits for the save in `data.saving`, if any, and releases its host memory.
 
-    reserved_bytes: host memory that the save has reserved.
+    reserved_bytes: host memory reserved for the save.
     """
 
     def __init__(self, data: ModelData, world: World | None) -> None:
@@ -22,11 +22,11 @@ class BackgroundSave:
         self.reserved_bytes = 0
 
     def wait_or_raise(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one. Raises CheckpointError if it failed."""
+        """Wait for the save in progress, if any. Raises CheckpointError if it failed."""
         saving = self.data.saving
         if saving is not None:
             try:
-                with explaining(self.world):
+                with explain_peer_failure(self.world):
                     saving.finish()
             except KeyboardInterrupt:
                 saving.cancel("it was interrupted")
@@ -36,29 +36,29 @@ class BackgroundSave:
                 self.data.manager.host_tier.release_reservation(self.reserved_bytes)
 
     def poll(self) -> None:
-        """Take note of a checkpoint that has ended meanwhile: a failure is a warning, and training goes on."""
+        """Finish a save that has ended; a failure is a warning, and training continues."""
         saving = self.data.saving
         if saving is not None and saving.done:
             self.wait()
 
     def wait(self) -> bool:
-        """Wait for the checkpoint that is being written; a failure is a warning. Returns whether there was none."""
+        """Wait for the save in progress; warn if it failed. Return False if it failed."""
         try:
             self.wait_or_raise()
         except CheckpointError as error:
-            warnings.warn(f"no checkpoint was written, training goes on: {error}", stacklevel=3)
+            warnings.warn(f"no checkpoint was written, training continues: {error}", stacklevel=3)
             return False
         return True
 
     def copy_all(self) -> None:
-        """What is wanted of chunks is copied: they will change."""
+        """Copy what the save still needs of chunks that are about to change."""
         if (saving := self.data.saving) is not None:
             saving.copy_all()
 
 
 @contextmanager
-def explaining(world: World | None) -> Iterator[None]:
-    """What PyTorch raises when another process is gone names it."""
+def explain_peer_failure(world: World | None) -> Iterator[None]:
+    """Replace PyTorch's error for a lost process by one that names the process."""
     try:
         yield
     except (RuntimeError, dist.DistError) as error:

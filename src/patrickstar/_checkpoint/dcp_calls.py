@@ -1,4 +1,4 @@
-"""The calls by which torch.distributed.checkpoint has planners, writers and readers of all processes play together."""
+"""Calls into torch.distributed.checkpoint (DCP), with and without a process group."""
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -9,11 +9,11 @@ from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar._checkpoint.storage_writer import CheckpointWriter
 from patrickstar.errors import CheckpointError, PatrickStarError
 
-# With one process dcp.save and dcp.load warn that there is just one, so it is asked for the same here, without them.
+# For a single process dcp.save and dcp.load issue a warning, so their steps are called directly.
 
 
 def save(writer: CheckpointWriter, planner: SavePlanner, group: dist.ProcessGroup | None) -> None:
-    """Write what all processes of the group have, or this one. Raises CheckpointError if one can't."""
+    """Save, collectively if there is a group. Raises CheckpointError if any process fails."""
     try:
         if group is not None:
             state_dict_saver.save({}, storage_writer=writer, planner=planner, process_group=group)
@@ -30,7 +30,7 @@ def save(writer: CheckpointWriter, planner: SavePlanner, group: dist.ProcessGrou
 
 
 def load(reader: CheckpointReader, planner: LoadPlanner, group: dist.ProcessGroup | None) -> None:
-    """Read what all processes of the group need, or this one. Raises CheckpointError, in all of them, if one can't."""
+    """Load, collectively if there is a group. Raises CheckpointError in all processes if any process fails."""
     try:
         if group is not None:
             state_dict_loader.load({}, storage_reader=reader, planner=planner, process_group=group)
@@ -47,9 +47,9 @@ def load(reader: CheckpointReader, planner: LoadPlanner, group: dist.ProcessGrou
 
 
 def _wrapped_error(error: CheckpointException) -> str:
-    """What went wrong, in each process where something did."""
-    told = []
+    """Describe the failure of each process."""
+    messages = []
     for rank, (cause, _) in sorted(error.failures.items()):
         text = str(cause) if isinstance(cause, PatrickStarError) else f"{type(cause).__name__}: {cause}"
-        told.append(f"rank {rank}: {text}")
-    return "; ".join(dict.fromkeys(told))
+        messages.append(f"rank {rank}: {text}")
+    return "; ".join(dict.fromkeys(messages))

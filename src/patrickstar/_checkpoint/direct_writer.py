@@ -1,4 +1,4 @@
-"""A file that is written from front to back, a page at a time, while the next page is put together."""
+"""Sequential file writer with page checksums, parallel writes and zero-copy where possible."""
 
 import ctypes
 import errno
@@ -19,54 +19,54 @@ from patrickstar._memory.worker_pool import Transfer, WorkerPool
 from patrickstar.errors import CheckpointError, MoveError
 
 WRITERS = 4
-"""Threads that each have one page on its way to the disk."""
+"""Threads; each writes one page at a time."""
 PAGES = 2 * WRITERS + 1
-"""All the memory a file takes: each writer's own page, what was copied for each, and what is being put together."""
+"""Pages of memory per file: a stage and a copy buffer per thread, and the buffer that is being filled."""
 
-# [Note: bytes that stay where they are]
-# Who hands bytes in may leave them where they are, and say whose they are. A page that is one piece of memory, on
-# addresses that the disk can take, goes to it from there; others are put together by a writer when it comes to them.
-# Before bytes change, or move, their owner is released: what waits in a page that is not full is copied, and pages
-# under way are waited for. Bytes without an owner are copied at once.
+# [Note: zero-copy writes]
+# A caller may pass bytes with an owner instead of having them copied. A page that is one contiguous, aligned piece of
+# memory is written from there; a writer thread assembles other pages when it writes them. Before owned bytes change or
+# move, the owner must be released: bytes in the incomplete page are copied, and writes in flight are waited for. Bytes
+# without an owner are copied at once.
 
 
 @dataclass
 class _Part:
-    """Bytes of a page: where in it, where in memory, and whose they are; and what keeps that memory."""
+    """Bytes of a page: offset in the page, address in memory, owner, and a reference that keeps the memory alive."""
 
     begin: int
     address: int
     nbytes: int
     owner: Hashable
-    kept: torch.Tensor
+    keep_alive: torch.Tensor
 
     def memory(self) -> torch.Tensor:
-        """The bytes."""
+        """Return the bytes as a tensor, without a copy."""
         return torch.frombuffer((ctypes.c_char * self.nbytes).from_address(self.address), dtype=torch.uint8)
 
 
 class DirectWriter:
-    """A new file of exactly `nbytes`, which are reserved at once, past the page cache where the file system can.
+    """New file of exactly `nbytes`, reserved at once, written with O_DIRECT where the file system supports it.
 
-    It takes `PAGES` pages of `page_bytes` as memory. Every page has its checksum, XXH3 of 64 bits in hex. Raises
-    CheckpointError if the file can't be made, or the disk is full.
+    Allocates `PAGES` pages of `page_bytes`. Computes the checksum of every page: XXH3, 64 bits, in hex. Raises
+    CheckpointError if the file cannot be created or the disk is full.
     """
 
     def __init__(self, path: Path, nbytes: int, *, page_bytes: int = PAGE_BYTES) -> None:
-        assert page_bytes % BLOCK_BYTES == 0, f"a page of {page_bytes} bytes is no multiple of {BLOCK_BYTES}"
+        assert page_bytes % BLOCK_BYTES == 0, f"page_bytes={page_bytes} is not a multiple of {BLOCK_BYTES}"
         self.path, self.nbytes, self.page_bytes = path, nbytes, page_bytes
         self.sums = [""] * -(-nbytes // page_bytes)
-        self.taken = 0
-        """Bytes that were handed in."""
-        self._movers = WorkerPool(WRITERS, "save", page_bytes)
+        self.accepted_bytes = 0
+        """Bytes passed to `write` so far."""
+        self._workers = WorkerPool(WRITERS, "save", page_bytes)
         self._buffers = torch.frombuffer(private_memory((WRITERS + 1) * page_bytes), dtype=torch.uint8)
         self._buffers = self._buffers.view(-1, page_bytes)
-        self._buffers.zero_()  # what was never written is not there yet, and a meter would miss it
+        self._buffers.zero_()  # touch the pages now, so that the memory meter counts them
         self._parts: list[_Part] = []
-        """Of the page that is not full yet."""
-        self._under_way: deque[Transfer] = deque()
-        self._read_by: dict[Hashable, list[Transfer]] = {}
-        """Pages under way, by those whose bytes are in them."""
+        """Parts of the page that is not full yet."""
+        self._in_flight: deque[Transfer] = deque()
+        self._in_flight_by_owner: dict[Hashable, list[Transfer]] = {}
+        """Writes in flight, by owner of their bytes."""
         self._failed: OSError | MoveError | None = None
         self._fd = -1
         try:
@@ -80,41 +80,41 @@ class DirectWriter:
 
     @property
     def has_room(self) -> bool:
-        """Whether a page can be handed in without waiting for the disk."""
-        return sum(not transfer.done for transfer in self._under_way) < WRITERS
+        """True if a page can be submitted without waiting for the disk."""
+        return sum(not transfer.done for transfer in self._in_flight) < WRITERS
 
     def write(self, values: torch.Tensor, owner: Hashable = None) -> None:
-        """Hand in the next bytes: those of a contiguous tensor, on any device; with an `owner` in this one's memory.
+        """Append the bytes of a contiguous tensor on any device; with an `owner`, it must be in host memory.
 
-        See [Note: bytes that stay where they are]. Raises CheckpointError if the disk fails.
+        See [Note: zero-copy writes]. Raises CheckpointError if the disk fails.
         """
         source = values.detach().reshape(-1).view(torch.uint8)
         first = 0
         while first < source.numel():
-            number, begin = divmod(self.taken, self.page_bytes)
+            number, begin = divmod(self.accepted_bytes, self.page_bytes)
             length = min(source.numel() - first, self.page_bytes - begin)
             part = source[first : first + length]
             self._add(number, begin, part, owner)
-            self.taken += length
+            self.accepted_bytes += length
             first += length
-            if begin + length == self.page_bytes or self.taken == self.nbytes:
+            if begin + length == self.page_bytes or self.accepted_bytes == self.nbytes:
                 self._send(number, begin + length)
 
     def release(self, owner: Hashable) -> None:
-        """Read nothing more of an owner's memory when this returns; what goes wrong is told by the next call."""
-        number = self.taken // self.page_bytes
+        """Stop reading an owner's memory; the next call reports a failed write."""
+        number = self.accepted_bytes // self.page_bytes
         parts, self._parts = self._parts, []
-        for one in parts:
-            self._add(number, one.begin, one.memory(), None if one.owner == owner else one.owner)
-        for transfer in self._read_by.pop(owner, ()):
+        for part in parts:
+            self._add(number, part.begin, part.memory(), None if part.owner == owner else part.owner)
+        for transfer in self._in_flight_by_owner.pop(owner, ()):
             try:
                 transfer.wait()
             except (OSError, MoveError) as error:
                 self._failed = error
 
     def close(self) -> None:
-        """Have all of it on the disk when this returns. Raises CheckpointError if that failed."""
-        assert self.taken == self.nbytes, f"{self.path}: {self.taken} of {self.nbytes} bytes were written"
+        """Wait for all writes and sync the file to disk. Raises CheckpointError if that fails."""
+        assert self.accepted_bytes == self.nbytes, f"{self.path} lacks {self.nbytes - self.accepted_bytes} bytes"
         try:
             self._wait_for(0)
             os.ftruncate(self._fd, self.nbytes)
@@ -125,11 +125,11 @@ class DirectWriter:
             self._release_file()
 
     def abandon(self) -> None:
-        """Leave it as it is."""
+        """Close the file without completing it."""
         self._release_file()
 
     def _release_file(self) -> None:
-        self._movers.close()
+        self._workers.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -152,7 +152,7 @@ class DirectWriter:
         return True
 
     def _add(self, number: int, begin: int, part: torch.Tensor, owner: Hashable) -> None:
-        """Take a part of a page, which ends where the one before begins."""
+        """Add a part to the current page, directly after the previous part."""
         if owner is None:
             part = self._copied(number, begin, part)
         last = self._parts[-1] if self._parts else None
@@ -162,71 +162,72 @@ class DirectWriter:
             self._parts.append(_Part(begin, part.data_ptr(), part.numel(), owner, part))
 
     def _copied(self, number: int, begin: int, part: torch.Tensor) -> torch.Tensor:
-        """A part of a page, copied to where the page is put together; of the last page there, nothing is under way."""
-        place = self._buffers[number % (WRITERS + 1)][begin : begin + part.numel()]
+        """Copy a part into the page's buffer; the previous page in this buffer is written already."""
+        target = self._buffers[number % (WRITERS + 1)][begin : begin + part.numel()]
         if part.device.type != "cpu":
-            place.copy_(part)
+            target.copy_(part)
         else:
-            ctypes.memmove(place.data_ptr(), part.data_ptr(), part.numel())
-        return place
+            ctypes.memmove(target.data_ptr(), part.data_ptr(), part.numel())
+        return target
 
-    def _wait_for(self, most: int) -> None:
-        """Have at most so many pages under way."""
+    def _wait_for(self, limit: int) -> None:
+        """Wait until at most `limit` writes are in flight."""
         try:
-            while self._under_way and (len(self._under_way) > most or self._under_way[0].done):
-                self._under_way[0].wait()
-                self._under_way.popleft()
+            while self._in_flight and (len(self._in_flight) > limit or self._in_flight[0].done):
+                self._in_flight[0].wait()
+                self._in_flight.popleft()
             if self._failed is not None:
                 raise self._failed
         except OSError as error:
             raise self._failure(error) from error
-        except MoveError as error:  # no chunk is lost with it
+        except MoveError as error:  # a MoveError would report a lost chunk, and none is lost
             raise CheckpointError(f"{self.path} is incomplete: {error}") from error
 
     def _send(self, number: int, length: int) -> None:
-        """Begin to write the page that is full."""
+        """Start writing a full page."""
         self._wait_for(WRITERS - 1)
-        parts, fd, sums, at = self._parts, self._fd, self.sums, number * self.page_bytes
+        parts, fd, sums, offset = self._parts, self._fd, self.sums, number * self.page_bytes
         whole = -(-length // BLOCK_BYTES) * BLOCK_BYTES if self._direct else length
 
         def run(stage: torch.Tensor) -> None:
             address = parts[0].address
             if len(parts) > 1 or address % BLOCK_BYTES or parts[0].nbytes < whole:
                 address = stage.data_ptr()
-                for one in parts:
-                    ctypes.memmove(address + one.begin, one.address, one.nbytes)
+                for part in parts:
+                    ctypes.memmove(address + part.begin, part.address, part.nbytes)
             memory = memoryview((ctypes.c_char * whole).from_address(address)).cast("B")
             sums[number] = xxh3_64_hexdigest(memory[:length])
-            write_all(fd, memory, at)
+            write_all(fd, memory, offset)
 
-        transfer = self._movers.submit([run], f"page {number} of {self.path.name}")
-        self._under_way.append(transfer)
-        for owner in dict.fromkeys(one.owner for one in self._parts if one.owner is not None):
-            self._read_by[owner] = [*(one for one in self._read_by.get(owner, ()) if not one.done), transfer]
+        transfer = self._workers.submit([run], f"page {number} of {self.path.name}")
+        self._in_flight.append(transfer)
+        for owner in dict.fromkeys(part.owner for part in self._parts if part.owner is not None):
+            active = (read for read in self._in_flight_by_owner.get(owner, ()) if not read.done)
+            self._in_flight_by_owner[owner] = [*active, transfer]
         self._parts = []
 
     def _failure(self, error: OSError) -> CheckpointError:
         return write_error(self.path, error, self.nbytes)
 
 
-def write_all(fd: int, memory: memoryview, at: int) -> None:
-    """Write all these bytes at an offset; the system may do it in parts."""
+def write_all(fd: int, memory: memoryview, offset: int) -> None:
+    """Write all bytes at an offset; one pwrite may write only a part."""
     done = 0
     while done < len(memory):
-        moved = os.pwrite(fd, memory[done:], at + done)
-        if not moved:
+        written = os.pwrite(fd, memory[done:], offset + done)
+        if not written:
             raise OSError(errno.EIO, f"short write, {done} of {len(memory)} bytes")
-        done += moved
+        done += written
 
 
 def write_error(path: Path, error: OSError, nbytes: int) -> CheckpointError:
-    """The error for a file of a checkpoint that the system did not take."""
+    """Return the error for a checkpoint file that could not be written."""
     if error.errno in NO_SPACE:
         space = os.statvfs(path.parent)
         free = space.f_bavail * space.f_frsize
-        advice = f"{free} bytes ({format_size(free)}) are free there; free some, or use another directory"
+        advice = f"{free} bytes ({format_size(free)}) are free there; free more space or use another directory"
     else:
-        advice = "look at the directory's permissions and the system's log, or use another directory"
+        advice = "check the directory's permissions and the system log, or use another directory"
     return CheckpointError(
         f"can't write {path} of {nbytes} bytes ({format_size(nbytes)}): {error.strerror or error}; {advice}"
     )

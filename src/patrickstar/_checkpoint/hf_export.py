@@ -1,4 +1,4 @@
-"""A model folder that other programs load: safetensors in shards, and the model's own configuration."""
+"""Export of a model to a Hugging Face model folder: sharded safetensors and the model's configuration."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -20,90 +20,91 @@ from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar.errors import CheckpointError, ConfigError, ModelError
 
 _ROUNDED_NUMEL = 1 << 20
-"""Elements that are rounded at once."""
+"""Number of elements that are rounded at once."""
 
-# [Note: several processes write one folder]
-# Rank 0 writes, and all read: each parameter is put together from all processes' parts, one at a time, in one order. If
-# the disk fails, rank 0 goes on reading, since the others wait for its parts; then they are told. The folder gets its
-# name when all have told that they have read all: one whose disk tier failed has given NaN for what it lost, and does
-# not come to tell.
+# [Note: export from several processes]
+# Rank 0 writes, and all ranks read: parameters are all-gathered one at a time, in the same order on every rank. If
+# writing fails, rank 0 still reads the remaining parameters, since the other ranks wait for its shards; the error is
+# broadcast afterwards. The folder is renamed only after all ranks report that they read everything: a rank whose disk
+# tier failed contributed NaN for the lost data and does not report.
 
 
 @dataclass(frozen=True)
 class ExportItem:
-    """A tensor to be saved: the value of a parameter, or a buffer."""
+    """Tensor to save: a parameter or a buffer."""
 
     entry: TensorEntry
-    held: ManagedParam | torch.Tensor
+    source: ManagedParam | torch.Tensor
 
 
 class HFExport:
-    """A model on its way into a folder. Raises ConfigError or ModelError, before anything is read, if it can't be."""
+    """Export of one model. Raises ConfigError or ModelError, before anything is read, if it cannot be exported."""
 
     def __init__(self, state: ModelState, dtype: str | None, max_shard_bytes: int | str) -> None:
         if dtype is not None and dtype not in PRECISIONS:
             names = ", ".join(map(repr, PRECISIONS))
-            raise ConfigError(f"dtype {dtype!r} is none to save in; use one of {names}, or None")
+            raise ConfigError(f"dtype={dtype!r} is not supported; use one of {names}, or None")
         items = _items(state, None if dtype is None else PRECISIONS[dtype])
         self._state = state
-        self._held = {item.entry.name: item for item in items}
+        self._items = {item.entry.name: item for item in items}
         self._shards = shards_of([item.entry for item in items], parse_size(max_shard_bytes))
-        self._texts = _configurations(state, items)
+        self._texts = _config_files(state, items)
 
     def write(self, target: Path) -> CheckpointError | None:
-        """Write the folder, which all processes do together; returns what went wrong, of which all know then.
+        """Write the folder collectively; return the error, which is the same in all processes.
 
-        Nothing is left behind if it did. See [Note: several processes write one folder].
+        On failure no files remain. See [Note: export from several processes].
         """
         world = None if self._state.data.comm is None else self._state.data.comm.world
-        items = (self._held[entry.name] for shard in self._shards.values() for entry in shard)
+        items = (self._items[entry.name] for shard in self._shards.values() for entry in shard)
         values = (piece for item in items for piece in _values(self._state, item))
-        writes = world is None or world.rank == 0
-        partial, failed = None, None
+        is_writer = world is None or world.rank == 0
+        partial, failure = None, None
         try:
-            if writes:
+            if is_writer:
                 try:
                     partial = AtomicDir(target, over_empty=True)
                     write_model_folder(partial.path, self._shards, values, self._texts)
                 except CheckpointError as error:
-                    failed = error
+                    failure = error
             if world is not None:
                 for _ in values:
                     pass
-                failed = world.agree_on_error(failed, CheckpointError)
-            if partial is not None and failed is None:
+                failure = world.agree_on_error(failure, CheckpointError)
+            if partial is not None and failure is None:
                 try:
                     partial.rename_into_place()
                     partial = None
                 except CheckpointError as error:
-                    failed = error
-            return failed if world is None else world.agree_on_error(failed, CheckpointError)
+                    failure = error
+            return failure if world is None else world.agree_on_error(failure, CheckpointError)
         finally:
             if partial is not None:
                 partial.abandon()
 
 
 def _items(state: ModelState, dtype: torch.dtype | None) -> list[ExportItem]:
-    """Parameters, each once, under their first names, and persistent buffers."""
+    """Return persistent buffers and parameters, each parameter once, under its first name."""
     items: list[ExportItem] = []
     seen: set[ManagedParam] = set()
-    for name, held in state.entries().items():
-        if not isinstance(held, torch.Tensor):
-            raise ModelError(f"{name!r} is a module's extra state, which no safetensors file holds; use state_dict()")
-        managed, found = managed_param_of(held), held.dtype
+    for name, value in state.entries().items():
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(f"{name!r} is the extra state of a module; safetensors cannot store it, use state_dict()")
+        managed, saved_dtype = managed_param_of(value), value.dtype
         if managed is not None:
             if managed in seen:
                 continue
             seen.add(managed)
-            found = dtype if dtype is not None and managed.full_dtype.is_floating_point else managed.full_dtype
-        if found not in DTYPES:
-            raise ModelError(f"{name!r} is of {found}, which no safetensors file holds")
-        items.append(ExportItem(TensorEntry(name, found, tuple(held.shape)), managed if managed is not None else held))
+            saved_dtype = dtype if dtype is not None and managed.full_dtype.is_floating_point else managed.full_dtype
+        if saved_dtype not in DTYPES:
+            raise ModelError(f"{name!r} has dtype {saved_dtype}, which safetensors cannot store")
+        entry = TensorEntry(name, saved_dtype, tuple(value.shape))
+        items.append(ExportItem(entry, managed if managed is not None else value))
     return items
 
 
-def _configurations(state: ModelState, items: Sequence[ExportItem]) -> dict[str, str]:
-    """The model's configuration, if it is one of transformers', and how it generates, as text by file name."""
+def _config_files(state: ModelState, items: Sequence[ExportItem]) -> dict[str, str]:
+    """Return the configuration files of a transformers model as text by file name."""
     texts = {}
     config: Any = getattr(state.module, "config", None)
     generation: Any = getattr(state.module, "generation_config", None)
@@ -111,10 +112,12 @@ def _configurations(state: ModelState, items: Sequence[ExportItem]) -> dict[str,
         fields = json.loads(config.to_json_string())
         fields["architectures"] = [type(state.module).__name__]
         dtypes = [
-            one.entry.dtype for one in items if isinstance(one.held, ManagedParam) and one.entry.dtype.is_floating_point
+            item.entry.dtype
+            for item in items
+            if isinstance(item.source, ManagedParam) and item.entry.dtype.is_floating_point
         ]
         if dtypes:
-            # Of several the one that holds them all: transformers loads all parameters in it.
+            # transformers loads all parameters in this dtype; with mixed dtypes, take one that represents all of them.
             fields["dtype"] = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
         texts["config.json"] = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     if hasattr(generation, "to_json_string"):
@@ -123,10 +126,10 @@ def _configurations(state: ModelState, items: Sequence[ExportItem]) -> dict[str,
 
 
 def _values(state: ModelState, item: ExportItem) -> Iterator[torch.Tensor]:
-    """The elements of a tensor in the order of its shape, in pieces, in the dtype they are saved in."""
-    if isinstance(item.held, torch.Tensor):
-        yield item.held.detach().contiguous()
+    """Yield the elements of a tensor in row-major order, in pieces, in the saved dtype."""
+    if isinstance(item.source, torch.Tensor):
+        yield item.source.detach().contiguous()
         return
-    for piece in state.pieces(item.held):
+    for piece in state.pieces(item.source):
         for part in piece.split(_ROUNDED_NUMEL):
             yield rounded(part, item.entry.dtype)

@@ -1,4 +1,4 @@
-"""A checkpoint on its way into an engine: whoever wrote it, on however many processes, each takes its own parts."""
+"""Load planning: each process reads its own shards, whatever the number of processes that saved."""
 
 import io
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from patrickstar._checkpoint.save_planner import boxes_in, chunk_of, kinds_of, list_kind, name_of, unfolded
+from patrickstar._checkpoint.save_planner import boxes_in, chunk_of, list_kind, name_of, saved_kinds, unfolded
 from patrickstar._checkpoint.storage_reader import narrowed
 from patrickstar._layout.shard_geometry import Box, memory_order
 from patrickstar._memory.swap_file import PAGE_BYTES
@@ -21,7 +21,7 @@ from patrickstar.errors import CheckpointError
 
 @dataclass(frozen=True)
 class _Target:
-    """A box that this process has: elements `first` on of its part of a parameter in a list, or of a tensor at hand."""
+    """Box to load: elements from `first` of this process's shard of a parameter in a chunk list, or a plain tensor."""
 
     box: Box
     managed: ManagedParam | None
@@ -30,16 +30,16 @@ class _Target:
     value: torch.Tensor | None = None
 
     @property
-    def run(self) -> slice:
-        """Its elements in the part."""
+    def elements(self) -> slice:
+        """Range of its elements in the shard."""
         return slice(self.first, self.first + self.box.numel)
 
 
 class ShardLoadPlanner(LoadPlanner):
-    """Tells torch.distributed.checkpoint what this process needs, and puts it where it belongs.
+    """Requests this process's shards from torch.distributed.checkpoint and stores what was read.
 
-    tensors: those that are at hand, by name. Chunks in memory are filled where they lie; of what lies on disk, or in
-    another order than its shape's, a piece at a time is on its way.
+    tensors: plain tensors to fill, by name. Chunks in memory are filled in place. Data on disk, or not row-major, is
+    buffered piece by piece.
     """
 
     def __init__(self, data: ModelData, tensors: dict[str, torch.Tensor]) -> None:
@@ -49,20 +49,20 @@ class ShardLoadPlanner(LoadPlanner):
         self._metadata: dict[str, TensorStorageMetadata] = {}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Take note of what there is."""
+        """Record the tensors of the checkpoint."""
         assert metadata is not None
-        told = metadata.state_dict_metadata
-        self._metadata = {name: one for name, one in told.items() if isinstance(one, TensorStorageMetadata)}
+        entries = metadata.state_dict_metadata.items()
+        self._metadata = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
     def create_local_plan(self) -> LoadPlan:
-        """What this process needs, where the checkpoint has it."""
-        wanted: dict[str, list[_Target]] = {}
+        """Return read items for all targets that the checkpoint holds."""
+        targets_by_name: dict[str, list[_Target]] = {}
         for name, target in self._all_targets():
             if name in self._metadata:
-                wanted.setdefault(name, []).append(target)
+                targets_by_name.setdefault(name, []).append(target)
                 self._targets[name, target.box.offsets] = target
         items = []
-        for name, targets in wanted.items():
+        for name, targets in targets_by_name.items():
             chunks = [chunk_of(target.box) for target in targets]
             items += create_read_items_for_chunk_list(name, self._metadata[name], chunks)
         filled: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -71,23 +71,23 @@ class ShardLoadPlanner(LoadPlanner):
             filled[key] = filled.get(key, 0) + item.lengths.numel()
         for key, target in self._targets.items():
             if filled.get(key, 0) != target.box.numel:
-                raise CheckpointError(f"the checkpoint has not all elements of {key[0]}, or some of them twice")
+                raise CheckpointError(f"the checkpoint does not hold every element of {key[0]} exactly once")
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Return the plans unchanged."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """No plain data is asked for here."""
-        raise AssertionError(f"{read_item} was not asked for")
+        """Raise AssertionError: the plan requests no plain data."""
+        raise AssertionError(f"{read_item} was not requested")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Where elements go: into the chunk itself, if it is in memory and they lie there in their order."""
+        """Return the tensor to read into: a view of the chunk where possible, else a buffer."""
         target = self._targets[_key(read_item.dest_index)]
         whole = self._in_place(target)
         if whole is not None:
@@ -96,7 +96,7 @@ class ShardLoadPlanner(LoadPlanner):
         return torch.empty(read_item.lengths, dtype=dtype, device="cpu")
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Elements have come."""
+        """Store elements that were read into a buffer; mark the chunk as written."""
         target = self._targets[_key(read_item.dest_index)]
         managed = target.managed
         if managed is None:
@@ -108,23 +108,23 @@ class ShardLoadPlanner(LoadPlanner):
         kind = list_kind(managed, target.kind)
         if target.box.numel == tensor.numel():
             flat = _folded(tensor, managed)
-        else:  # a part of the box: the rest of it is what is there
+        else:  # a part of the box: keep its other elements
             flat = torch.empty(target.box.numel, dtype=tensor.dtype, device="cpu")
-            for where, part in self.data.parts(managed, kind, within=target.run):
-                flat[where.start - target.first : where.stop - target.first] = part
+            for span, part in self.data.parts(managed, kind, within=target.elements):
+                flat[span.start - target.first : span.stop - target.first] = part
             box = unfolded(flat, target.box, managed)
             narrowed(box, read_item.dest_offsets, read_item.lengths).copy_(tensor)
-        for where, part in self.data.parts(managed, kind, write=True, within=target.run):
-            part.copy_(flat[where.start - target.first : where.stop - target.first])
+        for span, part in self.data.parts(managed, kind, write=True, within=target.elements):
+            part.copy_(flat[span.start - target.first : span.stop - target.first])
 
-    # Inside
+    # Internals
 
     def _list(self, target: _Target) -> tuple[str, int]:
         assert target.managed is not None
         return list_kind(target.managed, target.kind), target.managed.location.chunk
 
     def _in_place(self, target: _Target) -> torch.Tensor | None:
-        """A target's memory as its box, if it is there and in order."""
+        """Return the target's memory, shaped as its box, if it is in memory and row-major."""
         if target.managed is None:
             return target.value
         chunk = self.data.manager[self._list(target)]
@@ -132,14 +132,14 @@ class ShardLoadPlanner(LoadPlanner):
         self.data.update_param_views()
         if not chunk.in_memory or not target.managed.row_major:
             return None
-        return target.managed.flat(chunk)[target.run].view(target.box.sizes)
+        return target.managed.flat(chunk)[target.elements].view(target.box.sizes)
 
     def _all_targets(self) -> Iterator[tuple[str, _Target]]:
         for managed_params in self.data.by_chunk.values():
             for managed in managed_params:
-                for kind in kinds_of(managed):
+                for kind in saved_kinds(managed):
                     chunk = self.data.manager[list_kind(managed, kind), managed.location.chunk]
-                    # A piece at a time of what does not lie in memory.
+                    # Read one page at a time if the chunk is not in memory.
                     length = managed.location.numel if chunk.in_memory else PAGE_BYTES // chunk.dtype.itemsize
                     for begin in range(0, managed.location.numel, max(1, length)):
                         part = slice(begin, min(begin + length, managed.location.numel))
@@ -154,5 +154,5 @@ def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
 
 
 def _folded(tensor: torch.Tensor, managed: ManagedParam) -> torch.Tensor:
-    """Elements of a box in the order of the parameter's memory."""
+    """Flatten a box in the memory order of the parameter."""
     return tensor.permute(memory_order(managed.shape, managed.region.strides)).reshape(-1)

@@ -1,8 +1,8 @@
-"""The document of a checkpoint: which tensors there are, in which file each part of them lies, and the checksums.
+"""Checkpoint manifest: tensors, the file location of each part, and checksums.
 
-It is two lines of JSON. The first one names the format and its version, and has the length and the checksum of the
-second, so that a reader of another version can say so, and damage shows before anything is believed. The format is
-described in docs/checkpoints.md.
+The manifest is two lines of JSON. The first line holds the format name, the version, and the length and checksum of
+the second line, so that a reader detects another version or damage before it parses the rest. docs/checkpoints.md
+describes the format.
 """
 
 import json
@@ -25,39 +25,39 @@ from patrickstar.errors import CheckpointError
 NAME = "checkpoint.jsonl"
 VERSION = 1
 LARGEST_BYTES = 256 * 1024**2
-"""No document, and no plain data in a file, is longer. One of a trillion parameters, on pages of 4 MiB, has 60 MB."""
+"""Limit for a manifest and for plain data. A manifest of a trillion parameters has 60 MB with pages of 4 MiB."""
 LARGEST_PAGE_BYTES = 64 * 1024**2
-"""What a reader has to take memory for before it can know better."""
+"""Limit for the page buffer that a reader allocates before it can verify anything."""
 
 ITEMSIZES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES}
 FILE_NAME = re.compile(r"rank-\d{5}\.safetensors")
-_SUM = re.compile(r"[0-9a-f]{16}")
+_CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
 
 class ValidatedModel(BaseModel):
-    """Data of a checkpoint, of which nothing is believed before it was looked at."""
+    """Base of checkpoint data models with strict validation."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class ManifestFile(ValidatedModel):
-    """A file of one process: its name, its length, and the checksum of each of its pages."""
+    """File of one process: name, length in bytes, and checksum of each page."""
 
     name: str
     nbytes: int = Field(ge=0)
     sums: list[str]
 
     @model_validator(mode="after")
-    def _names_a_file_here(self) -> "ManifestFile":
+    def _check_names(self) -> "ManifestFile":
         if not FILE_NAME.fullmatch(self.name):
-            raise ValueError(f"{self.name!r} is no name of a file here")
-        if not all(_SUM.fullmatch(one) for one in self.sums):
-            raise ValueError(f"a checksum of {self.name} is none")
+            raise ValueError(f"{self.name!r} is not a valid file name")
+        if not all(_CHECKSUM.fullmatch(checksum) for checksum in self.sums):
+            raise ValueError(f"a checksum of {self.name} is not valid")
         return self
 
 
 class StoredBox(ValidatedModel):
-    """A box of a tensor: where it begins in the tensor, its sizes, and where its bytes begin in which file."""
+    """Box of a tensor: offsets and sizes in the tensor, index of the file, and byte offset (`at`) in the file."""
 
     offsets: list[int]
     sizes: list[int]
@@ -66,24 +66,24 @@ class StoredBox(ValidatedModel):
 
 
 def _overlap(parts: Sequence[StoredBox]) -> bool:
-    """Whether two boxes have an element in common."""
+    """Return whether two boxes share an element."""
     boxes = sorted(
         [(begin, begin + size) for begin, size in zip(part.offsets, part.sizes, strict=True)]
         for part in parts
         if prod(part.sizes)
     )
-    live: list[list[tuple[int, int]]] = []
+    active: list[list[tuple[int, int]]] = []
     for box in boxes:
-        # Only those that reach beyond where this one begins can meet it, or any later one.
-        live = [other for other in live if not box or other[0][1] > box[0][0]]
-        if any(all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)) for other in live):
+        # Boxes are sorted by start: one that ends before this start overlaps neither this box nor a later one.
+        active = [other for other in active if not box or other[0][1] > box[0][0]]
+        if any(all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)) for other in active):
             return True
-        live.append(box)
+        active.append(box)
     return False
 
 
 class ManifestTensor(ValidatedModel):
-    """A tensor by its dtype and shape, and its boxes; or plain data, as so many bytes of JSON."""
+    """Tensor with dtype, shape and boxes; or plain data, stored as uint8 elements of JSON text."""
 
     dtype: str
     shape: list[int]
@@ -91,26 +91,26 @@ class ManifestTensor(ValidatedModel):
     plain: bool = False
 
     @model_validator(mode="after")
-    def _boxes_fill_it(self) -> "ManifestTensor":
+    def _check_boxes(self) -> "ManifestTensor":
         if self.dtype not in ITEMSIZES:
-            raise ValueError(f"there is no dtype {self.dtype!r}")
+            raise ValueError(f"unknown dtype {self.dtype!r}")
         if any(size < 0 for size in self.shape):
-            raise ValueError(f"{self.shape} is no shape")
+            raise ValueError(f"{self.shape} is not a shape")
         for part in self.parts:
             if not len(part.offsets) == len(part.sizes) == len(self.shape):
-                raise ValueError(f"a part at {part.offsets} is no box of a tensor {self.shape}")
+                raise ValueError(f"the part at {part.offsets} does not have the dimensions of a tensor {self.shape}")
             for begin, size, whole in zip(part.offsets, part.sizes, self.shape, strict=True):
                 if begin < 0 or size < 0 or begin + size > whole:
-                    raise ValueError(f"a part at {part.offsets} of {part.sizes} reaches beyond {self.shape}")
+                    raise ValueError(f"the part at {part.offsets} of {part.sizes} exceeds the shape {self.shape}")
         if _overlap(self.parts):
-            raise ValueError(f"parts of a tensor {self.shape} lie over one another")
+            raise ValueError(f"parts of a tensor {self.shape} overlap")
         if sum(prod(part.sizes) for part in self.parts) != prod(self.shape):
-            raise ValueError(f"its parts are not the {prod(self.shape)} elements of a tensor {self.shape}")
+            raise ValueError(f"the parts do not cover the {prod(self.shape)} elements of a tensor {self.shape}")
         return self
 
 
 class Manifest(ValidatedModel):
-    """What a checkpoint says of itself."""
+    """Contents of a checkpoint."""
 
     processes: int = Field(ge=1)
     written_by: str
@@ -119,28 +119,28 @@ class Manifest(ValidatedModel):
     tensors: dict[str, ManifestTensor]
 
     @model_validator(mode="after")
-    def _lies_within_files(self) -> "Manifest":
+    def _check_files(self) -> "Manifest":
         for file in self.files:
             if len(file.sums) != -(-file.nbytes // self.page_bytes):
                 raise ValueError(f"{file.name} of {file.nbytes} bytes has {len(file.sums)} checksums")
-        taken: list[tuple[int, int, int, str]] = []
+        extents: list[tuple[int, int, int, str]] = []
         for name, tensor in self.tensors.items():
             for part in tensor.parts:
                 nbytes = prod(part.sizes) * ITEMSIZES[tensor.dtype]
                 if part.file >= len(self.files) or part.at + nbytes > self.files[part.file].nbytes:
-                    raise ValueError(f"{name} reaches beyond its file")
+                    raise ValueError(f"{name} exceeds its file")
                 if nbytes:
-                    taken.append((part.file, part.at, part.at + nbytes, name))
+                    extents.append((part.file, part.at, part.at + nbytes, name))
             if tensor.plain and (tensor.dtype != "uint8" or prod(tensor.shape) > LARGEST_BYTES):
-                raise ValueError(f"{name} is no plain data")
-        for (number, _, end, one), (next_number, begin, _, other) in pairwise(sorted(taken)):
+                raise ValueError(f"{name} is not valid plain data")
+        for (number, _, end, name), (next_number, begin, _, next_name) in pairwise(sorted(extents)):
             if number == next_number and begin < end:
-                raise ValueError(f"{one} and {other} lie over one another")
+                raise ValueError(f"{name} and {next_name} overlap in the file")
         return self
 
 
 class ManifestHeader(ValidatedModel):
-    """The first line. `sequence` counts the checkpoints of a folder, so that the newest is known."""
+    """First line. `sequence` numbers the checkpoints of a folder in writing order."""
 
     format: Literal["patrickstar checkpoint"] = "patrickstar checkpoint"
     version: int
@@ -149,51 +149,51 @@ class ManifestHeader(ValidatedModel):
     xxh3: str
 
 
-def write_document(folder: Path, document: Manifest, sequence: int) -> None:
-    """Put it into the folder, and all of it on the disk. Raises OSError."""
-    text = document.model_dump_json().encode()
-    head = ManifestHeader(version=VERSION, sequence=sequence, nbytes=len(text), xxh3=xxh3_64_hexdigest(text))
+def write_manifest(folder: Path, manifest: Manifest, sequence: int) -> None:
+    """Write the manifest to the folder and sync it to disk. Raises OSError."""
+    text = manifest.model_dump_json().encode()
+    header = ManifestHeader(version=VERSION, sequence=sequence, nbytes=len(text), xxh3=xxh3_64_hexdigest(text))
     with (folder / NAME).open("xb") as file:
-        file.write(head.model_dump_json().encode() + b"\n" + text)
+        file.write(header.model_dump_json().encode() + b"\n" + text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_document(folder: Path) -> Manifest:
-    """What a checkpoint holds, every word of it checked.
+def read_manifest(folder: Path) -> Manifest:
+    """Read and validate the manifest of a checkpoint; check that its files exist.
 
-    Raises CheckpointError for what is no checkpoint, is damaged or incomplete, or is of a newer version.
+    Raises CheckpointError if the folder is not a checkpoint, is damaged or incomplete, or has a newer version.
     """
     path = folder / NAME
     try:
         nbytes = path.stat().st_size
         if nbytes > LARGEST_BYTES:
-            raise CheckpointError(f"{path} has {nbytes} bytes; no checkpoint's document has more than {LARGEST_BYTES}")
+            raise CheckpointError(f"{path} has {nbytes} bytes, more than the limit of {LARGEST_BYTES} for a manifest")
         content = path.read_bytes()
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{folder} is no checkpoint of PatrickStar: {_unreadable_error(folder, error)}"
+            f"{folder} is not a PatrickStar checkpoint: {_unreadable_error(folder, error)}"
         ) from error
     first, _, text = content.partition(b"\n")
-    head = _head(path, first)
+    header = _parse_header(path, first)
     try:
-        if len(text) != head.nbytes or xxh3_64_hexdigest(text) != head.xxh3:
+        if len(text) != header.nbytes or xxh3_64_hexdigest(text) != header.xxh3:
             raise CheckpointError(
-                f"{path} is damaged: it has {len(text)} bytes of {head.nbytes}, or others than were written; use an "
-                f"older checkpoint"
+                f"{path} is damaged: {len(text)} of {header.nbytes} bytes are there, or their checksum does not match; "
+                f"use an older checkpoint"
             )
-        document = Manifest.model_validate_json(text)
+        manifest = Manifest.model_validate_json(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not what a checkpoint holds: {first_error(error)}") from error
-    for file in document.files:
+        raise CheckpointError(f"{path} is not a valid manifest: {first_error(error)}") from error
+    for file in manifest.files:
         _check_file(folder / file.name, file.nbytes)
-    return document
+    return manifest
 
 
 def read_sequence(folder: Path) -> int:
-    """The number of a checkpoint among those of its folder; nothing else of it is looked at.
+    """Return the sequence number of a checkpoint; read only the header.
 
-    Raises CheckpointError for what is no checkpoint, or is of a newer version.
+    Raises CheckpointError if the folder is not a checkpoint or has a newer version.
     """
     path = folder / NAME
     try:
@@ -201,34 +201,34 @@ def read_sequence(folder: Path) -> int:
             first = file.readline(BLOCK_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{folder} is no checkpoint of PatrickStar: {_unreadable_error(folder, error)}"
+            f"{folder} is not a PatrickStar checkpoint: {_unreadable_error(folder, error)}"
         ) from error
-    return _head(path, first).sequence
+    return _parse_header(path, first).sequence
 
 
-def _head(path: Path, line: bytes) -> ManifestHeader:
+def _parse_header(path: Path, line: bytes) -> ManifestHeader:
     try:
-        told = json.loads(line)
-        if not isinstance(told, dict) or told.get("format") != "patrickstar checkpoint":
-            raise CheckpointError(f"{path} does not begin as a document of PatrickStar's checkpoints does")
-        if told.get("version") != VERSION:
+        fields = json.loads(line)
+        if not isinstance(fields, dict) or fields.get("format") != "patrickstar checkpoint":
+            raise CheckpointError(f"{path} does not begin with the header of a PatrickStar checkpoint")
+        if fields.get("version") != VERSION:
             raise CheckpointError(
-                f"{path} has version {told.get('version')!r} of the format, and this PatrickStar reads {VERSION}; use "
-                f"the version of PatrickStar that wrote it, or a newer one"
+                f"{path} has version {fields.get('version')!r} of the format, and this PatrickStar reads version "
+                f"{VERSION}; use the version of PatrickStar that wrote it, or a newer one"
             )
-        return ManifestHeader.model_validate(told)
+        return ManifestHeader.model_validate(fields)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not what a checkpoint holds: {first_error(error)}") from error
+        raise CheckpointError(f"{path} is not a valid manifest: {first_error(error)}") from error
 
 
 def _check_file(path: Path, nbytes: int) -> None:
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
-        raise CheckpointError(f"{path} of this checkpoint can't be found: {error.strerror}") from error
-    if not S_ISREG(found.st_mode) or found.st_size != nbytes:
+        raise CheckpointError(f"file {path} of the checkpoint is missing: {error.strerror}") from error
+    if not S_ISREG(status.st_mode) or status.st_size != nbytes:
         raise CheckpointError(
-            f"{path} is damaged: it has {found.st_size} bytes, and {nbytes} were written; use an older checkpoint"
+            f"{path} is damaged: it has {status.st_size} bytes, but {nbytes} were written; use an older checkpoint"
         )
 
 
@@ -239,17 +239,17 @@ def _unreadable_error(folder: Path, error: OSError | ValueError) -> str:
         return "there is no such folder"
     if (folder / ".metadata").exists():
         return (
-            "it was written by torch.distributed.checkpoint's own writer, whose metadata is a pickle, which can run "
-            "code when it is read; load it with PyTorch, and give the values to engine.load_state_dict"
+            "torch.distributed.checkpoint's own writer wrote it, with metadata as a pickle, which can run code when it "
+            "is read; load it with PyTorch and pass the values to engine.load_state_dict"
         )
     if (folder / "config.json").exists():
-        return "it is a model folder; give it as the model (--model), it has no state of training"
-    return f"it has no {NAME} that can be read ({error})"
+        return "it is a model folder without training state; pass it as the model (--model)"
+    return f"{NAME} can't be read ({error})"
 
 
 def first_error(error: Exception) -> str:
-    """The first thing that a check of data has found, for a message."""
+    """Describe the first validation failure, for a message."""
     if isinstance(error, ValidationError):
-        one = error.errors()[0]
-        return f"{'.'.join(str(place) for place in one['loc'])}: {one['msg']}"
+        first = error.errors()[0]
+        return f"{'.'.join(str(key) for key in first['loc'])}: {first['msg']}"
     return f"{type(error).__name__}: {error}"

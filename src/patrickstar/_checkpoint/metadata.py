@@ -1,4 +1,4 @@
-"""What a checkpoint tells in plain data, beside its tensors: of all processes together, and of each."""
+"""Plain data of a checkpoint: metadata common to all processes, and per rank."""
 
 from typing import Any, TypeVar
 
@@ -10,19 +10,19 @@ from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar.errors import CheckpointError
 
 COMMON = "patrickstar"
-"""The name of what is told of all processes together."""
+"""Name of the common metadata."""
 
 
 def rank_key(rank: int) -> str:
-    """The name of what is told of one process."""
+    """Return the name of one rank's metadata."""
     return f"patrickstar.rank-{rank:05d}"
 
 
-_Kind = TypeVar("_Kind", bound=ValidatedModel)
+_Model = TypeVar("_Model", bound=ValidatedModel)
 
 
 class CommonMetadata(ValidatedModel):
-    """Of all processes together. frozen: whether frozen parameters are there. steps, memory: by parameter name."""
+    """Metadata common to all processes. frozen: frozen parameters are included. steps, memory: by parameter name."""
 
     patrickstar: str
     precision: str
@@ -38,51 +38,51 @@ class CommonMetadata(ValidatedModel):
 
     @field_validator("loss_scale")
     @classmethod
-    def _all_or_nothing(cls, scale: dict[str, float]) -> dict[str, float]:
+    def _check_loss_scale(cls, scale: dict[str, float]) -> dict[str, float]:
         if scale and (scale.keys() != {"scale", "good_steps"} or not scale["scale"] > 0):
-            raise ValueError("it is no loss scale")
+            raise ValueError("it is not a loss scale")
         return scale
 
     @field_validator("groups")
     @classmethod
-    def _have_parameters(cls, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _check_groups(cls, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for group in groups:
             if not isinstance(names := group.get("params"), list) or not all(isinstance(name, str) for name in names):
-                raise ValueError("a param group has no names of parameters")
+                raise ValueError("a param group has no parameter names")
         return groups
 
 
 class RankMetadata(ValidatedModel):
-    """Of one process: its random generators, and what the user gave."""
+    """Metadata of one rank: random number generators and the user's state."""
 
     random: dict[str, Any]
     user: dict[str, Any]
 
 
 def read_common(reader: CheckpointReader) -> CommonMetadata:
-    """What is told of all. Raises CheckpointError if that is not what a checkpoint holds."""
+    """Read the common metadata. Raises CheckpointError if it is missing or not valid."""
     return _read(reader, COMMON, CommonMetadata)
 
 
 def read_rank(reader: CheckpointReader, rank: int) -> RankMetadata:
-    """The same of one process."""
+    """Read the metadata of one rank. Raises CheckpointError if it is missing or not valid."""
     return _read(reader, rank_key(rank), RankMetadata)
 
 
 def model_tensors(reader: CheckpointReader) -> dict[str, bool]:
-    """The model's tensors by its own names, and whether each is a parameter, not a buffer."""
+    """Return the names of the model's tensors; the value is True for a parameter, False for a buffer."""
     buffers = set(read_common(reader).buffers)
-    names = (name.removeprefix("model.") for name in reader.document.tensors if name.startswith("model."))
+    names = (name.removeprefix("model.") for name in reader.manifest.tensors if name.startswith("model."))
     return {name: name not in buffers for name in names}
 
 
-def _read(reader: CheckpointReader, name: str, kind: type[_Kind]) -> _Kind:
+def _read(reader: CheckpointReader, name: str, model: type[_Model]) -> _Model:
     text = reader.plain(name)
     if text is None:
-        raise CheckpointError(f"{reader.folder} has no {name}, so it is none of an engine")
+        raise CheckpointError(f"{reader.folder} has no {name}: an engine did not write this checkpoint")
     try:
-        return kind.model_validate(json_codec.loads(text, f"{name} in {reader.folder}"))
+        return model.model_validate(json_codec.loads(text, f"{name} in {reader.folder}"))
     except ValidationError as error:
         raise CheckpointError(
-            f"{name} in {reader.folder} is not what a checkpoint holds: {first_error(error)}"
+            f"{name} in {reader.folder} is not valid checkpoint data: {first_error(error)}"
         ) from error

@@ -1,4 +1,4 @@
-"""The states of the generators that training draws from: dropout, shuffling, whatever else."""
+"""Save and restore the random number generators that training uses."""
 
 import random
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """The states of Python's, numpy's and PyTorch's generators, PyTorch's on the CPU and on this device."""
+    """Return the generator states of Python, NumPy and PyTorch (CPU and this device)."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
@@ -20,7 +20,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Have the generators go on from there; one that there is no state of stays as it is."""
+    """Restore the generators; a missing CUDA state leaves that generator unchanged."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

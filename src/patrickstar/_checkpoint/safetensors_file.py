@@ -1,4 +1,4 @@
-"""Safetensors files, written from front to back: any tool that knows the format reads them."""
+"""Sequential writer of safetensors files."""
 
 import json
 from collections import deque
@@ -30,33 +30,32 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.bool: "BOOL",
 }
-"""The format's names of what tensors are made of."""
+"""Dtype names of the safetensors format."""
 PADDING = "padding."
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a file: its elements lie in a row, in the order of the shape."""
+    """Tensor of a file; its elements are contiguous and row-major."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     filler: bool = False
-    """Whether it means nothing, and is zeros that nobody hands in."""
+    """True for padding: zeros that the caller does not pass to `write`."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class SafetensorsFile:
-    """A new file with these tensors, one after the other; their bytes are handed in in this order, in any pieces.
+    """New file with the given tensors; `write` takes their bytes in this order, in pieces of any size.
 
-    `metadata` is text by text for the header. `addresses`: where in memory tensors lie that shall go to the disk from
-    there, by their places in `entries`; others, called `padding.N`, are put before them, so that they begin at the same
-    place of a block in the file. Memory is a few pages of `page_bytes`. Raises CheckpointError if the disk is full,
-    before anything is handed in, or if it fails.
+    `metadata` goes into the header. `addresses`: memory addresses, by index in `entries`, of tensors to be written
+    without a copy; tensors called `padding.N` precede them, so that address and file offset have the same alignment.
+    Buffers a few pages of `page_bytes`. Raises CheckpointError if the disk fails, or at once if it is full.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class SafetensorsFile:
         padded = list(_padded(entries, addresses or {}))
         header = _header(padded, metadata or {})
         self.starts: list[int] = []
-        """Where each tensor of `entries` begins in the file."""
+        """File offset of each tensor of `entries`, in bytes."""
         self._paddings: deque[tuple[int, int]] = deque()
         end = len(header)
         for entry in padded:
@@ -84,51 +83,51 @@ class SafetensorsFile:
         self.write(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
     def write(self, values: torch.Tensor, owner: Hashable = None) -> None:
-        """Hand in the next elements, contiguous. See [Note: bytes that stay where they are] for `owner`."""
-        if self._paddings and self._paddings[0][0] == self.file.taken and values.numel():
+        """Append contiguous elements. See [Note: zero-copy writes] for `owner`."""
+        if self._paddings and self._paddings[0][0] == self.file.accepted_bytes and values.numel():
             self.file.write(torch.zeros(self._paddings.popleft()[1], dtype=torch.uint8, device="cpu"))
         self.file.write(values, owner)
 
     def close(self) -> None:
-        """Have all of it on the disk when this returns."""
+        """Wait for all writes and sync the file to disk."""
         self.file.close()
 
     def abandon(self) -> None:
-        """Leave it as it is."""
+        """Close the file without completing it."""
         self.file.abandon()
 
 
 def _padded(entries: Sequence[TensorEntry], addresses: Mapping[int, int]) -> Iterator[TensorEntry]:
-    """The tensors, and what has to be between them. Data begin with a block of the disk."""
+    """Yield the tensors and the padding between them. The data section is aligned to a disk block."""
     names = {entry.name for entry in entries}
     end = 0
     for number, entry in enumerate(entries):
         gap = (addresses[number] - end) % BLOCK_BYTES if entry.nbytes and number in addresses else 0
         if gap:
-            yield TensorEntry(_unlike(f"{PADDING}{number}", names), torch.uint8, (gap,), filler=True)
+            yield TensorEntry(_unused_name(f"{PADDING}{number}", names), torch.uint8, (gap,), filler=True)
         yield entry
         end += gap + entry.nbytes
 
 
-def _unlike(name: str, names: Collection[str]) -> str:
-    """The name, or one like it that is not among these."""
+def _unused_name(name: str, names: Collection[str]) -> str:
+    """Return the name, extended until it is not in `names`."""
     while name in names:
         name += "_"
     return name
 
 
 def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
-    """The length of the header, and the header, filled up with spaces so that data begin with a block of the disk."""
-    described: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    """Return length and header, padded with spaces so that the data section is aligned to a disk block."""
+    fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for entry in entries:
-        assert entry.name not in described, f"{entry.name} is there twice"
-        described[entry.name] = {
+        assert entry.name not in fields, f"{entry.name} occurs twice"
+        fields[entry.name] = {
             "dtype": DTYPES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [end, end + entry.nbytes],
         }
         end += entry.nbytes
-    text = json.dumps(described, separators=(",", ":")).encode()
+    text = json.dumps(fields, separators=(",", ":")).encode()
     length = -(-(8 + len(text)) // BLOCK_BYTES) * BLOCK_BYTES - 8
     return length.to_bytes(8, "little") + text.ljust(length)

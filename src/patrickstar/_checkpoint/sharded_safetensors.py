@@ -1,4 +1,4 @@
-"""A model folder that other programs load: safetensors in shards, their index, and texts beside them."""
+"""Hugging Face model folder: sharded safetensors, their index, and text files."""
 
 import json
 import os
@@ -14,18 +14,18 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 
 
 def shards_of(entries: Sequence[TensorEntry], max_bytes: int) -> dict[str, list[TensorEntry]]:
-    """Files by their names, each of at most so many bytes, or of one tensor."""
+    """Group tensors into files of at most `max_bytes` (or one tensor); return them by file name."""
     shards: list[list[TensorEntry]] = [[]]
-    taken = 0
+    shard_bytes = 0
     for entry in entries:
-        if shards[-1] and taken + entry.nbytes > max_bytes:
+        if shards[-1] and shard_bytes + entry.nbytes > max_bytes:
             shards.append([])
-            taken = 0
+            shard_bytes = 0
         shards[-1].append(entry)
-        taken += entry.nbytes
+        shard_bytes += entry.nbytes
     count = len(shards)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    # Wide numbers first: then each lies at a multiple of its size.
+    # Wide dtypes first, so that each tensor is aligned to its item size.
     ordered = [sorted(shard, key=lambda entry: -entry.dtype.itemsize) for shard in shards]
     return dict(zip(names if count > 1 else ["model.safetensors"], ordered, strict=True))
 
@@ -33,18 +33,18 @@ def shards_of(entries: Sequence[TensorEntry], max_bytes: int) -> dict[str, list[
 def write_model_folder(
     folder: Path, shards: Mapping[str, Sequence[TensorEntry]], values: Iterator[torch.Tensor], texts: Mapping[str, str]
 ) -> None:
-    """Write the shards, with the elements that come one after the other, their index, and texts by file name.
+    """Write the shards from a stream of their elements, their index, and `texts` by file name.
 
     Raises CheckpointError if the disk is full or fails.
     """
     for name, shard in shards.items():
         file = SafetensorsFile(folder / name, shard, {"format": "pt"})
         try:
-            left = sum(entry.nbytes for entry in shard)
-            while left:
+            remaining = sum(entry.nbytes for entry in shard)
+            while remaining:
                 piece = next(values)
                 file.write(piece)
-                left -= piece.nbytes
+                remaining -= piece.nbytes
             file.close()
         except BaseException:
             file.abandon()
@@ -53,7 +53,7 @@ def write_model_folder(
         entries = [(entry, name) for name, shard in shards.items() for entry in shard]
         index = {
             "metadata": {"total_size": sum(entry.nbytes for entry, _ in entries)},
-            "weight_map": {entry.name: name for entry, name in sorted(entries, key=lambda one: one[0].name)},
+            "weight_map": {entry.name: name for entry, name in sorted(entries, key=lambda item: item[0].name)},
         }
         texts = {**texts, "model.safetensors.index.json": json.dumps(index, indent=2) + "\n"}
     for name, text in texts.items():

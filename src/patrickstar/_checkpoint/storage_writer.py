@@ -1,4 +1,4 @@
-"""Writes a checkpoint as torch.distributed.checkpoint asks for it: each process a file, one of them the document."""
+"""Storage writer for torch.distributed.checkpoint: one file per process and a manifest."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -13,22 +13,22 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from patrickstar._checkpoint.atomic_dir import AtomicDir, complete
+from patrickstar._checkpoint.atomic_dir import AtomicDir, list_checkpoints
 from patrickstar._checkpoint.manifest import Manifest, ManifestFile, ManifestTensor, StoredBox
 from patrickstar._checkpoint.safetensors_file import SafetensorsFile, TensorEntry
 
 
 @dataclass(frozen=True)
 class WrittenItem:
-    """Where an item's bytes begin, in which process's file."""
+    """Rank whose file holds an item, and the byte offset in it."""
 
     rank: int
-    at: int
+    offset: int
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A process's file: its bytes, and the checksums of its pages."""
+    """File of one process: size in bytes and page checksums."""
 
     rank: int
     nbytes: int
@@ -36,19 +36,19 @@ class WrittenFile:
 
 
 class DataSource(Protocol):
-    """Who has the bytes: they may come from another thread, when it has time for them."""
+    """Provider of the bytes, possibly from another thread."""
 
     def addresses(self, items: Sequence[WriteItem]) -> dict[int, int]:
-        """Where in memory items lie that shall go to the disk from there."""
+        """Return the memory addresses, by item number, of items to write without a copy."""
         ...
 
     def fill(self, file: SafetensorsFile, items: Sequence[WriteItem], planner: SavePlanner) -> None:
-        """Have all items in the file when this returns."""
+        """Write all items to the file."""
         ...
 
 
 def entry_of(item: WriteItem) -> TensorEntry:
-    """An item as a tensor of a safetensors file; a part of a tensor has its place in its name."""
+    """Return an item as a safetensors entry; the name of a partial tensor includes its index ranges."""
     if item.type is WriteItemType.BYTE_IO:
         assert item.bytes_io_data is not None
         return TensorEntry(item.index.fqn, torch.uint8, (item.bytes_io_data.nbytes,))
@@ -61,29 +61,29 @@ def entry_of(item: WriteItem) -> TensorEntry:
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes into a hidden folder, which becomes the checkpoint `target` when all processes have written.
+    """Writer into a hidden folder that is renamed to `target` once all processes have written.
 
-    Raises CheckpointError if `target` exists, or the disk is full or fails.
+    Raises CheckpointError if `target` exists or if the disk is full or fails.
     """
 
-    def __init__(self, target: Path, feed: DataSource, *, page_bytes: int) -> None:
+    def __init__(self, target: Path, source: DataSource, *, page_bytes: int) -> None:
         self.target = target
-        self.feed = feed
+        self.source = source
         self.page_bytes = page_bytes
         self._partial: AtomicDir | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept from one checkpoint to the next."""
+        """Do nothing: a writer writes one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Nothing is made before all processes have a plan."""
+        """Do nothing: the folder is created once all processes have a plan."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The coordinator makes the folder, and tells the others."""
+        """Create the folder and add its path to every plan. Called on the coordinator rank."""
         self._partial = AtomicDir(self.target)
         return [
             SavePlan(plan.items, (str(self._partial.path.absolute()), rank), plan.planner_data)
@@ -91,21 +91,21 @@ class CheckpointWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this process's file; it is on the disk when this returns."""
+        """Write this process's file and sync it to disk."""
         folder, rank = plan.storage_data
         entries = [entry_of(item) for item in plan.items]
         path = Path(folder) / file_name(rank)
-        addresses = self.feed.addresses(plan.items)
+        addresses = self.source.addresses(plan.items)
         file = SafetensorsFile(path, entries, addresses=addresses, page_bytes=self.page_bytes)
         try:
-            self.feed.fill(file, plan.items, planner)
+            self.source.fill(file, plan.items, planner)
             file.close()
         except BaseException:
             file.abandon()
             raise
         results = [
-            WriteResult(item.index, entry.nbytes, WrittenItem(rank, at))
-            for item, entry, at in zip(plan.items, entries, file.starts, strict=True)
+            WriteResult(item.index, entry.nbytes, WrittenItem(rank, offset))
+            for item, entry, offset in zip(plan.items, entries, file.starts, strict=True)
         ]
         written = WrittenFile(rank, file.file.nbytes, tuple(file.file.sums))
         results.append(WriteResult(MetadataIndex(path.name), written.nbytes, written))
@@ -114,58 +114,58 @@ class CheckpointWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make a checkpoint of what all processes have written."""
+        """Write the manifest of all processes' results and publish the checkpoint."""
         assert self._partial is not None
-        document = _document(metadata, [one for rank_key in results for one in rank_key], self.page_bytes)
-        before = max((number for number, _ in complete(self.target.parent)), default=0)
-        self._partial.publish(document, before + 1)
+        manifest = _manifest(metadata, [result for rank_results in results for result in rank_results], self.page_bytes)
+        newest = max((number for number, _ in list_checkpoints(self.target.parent)), default=0)
+        self._partial.publish(manifest, newest + 1)
         self._partial = None
 
     def abandon(self) -> None:
-        """Remove what is there of a checkpoint that did not come about."""
+        """Remove the hidden folder of a failed save."""
         if self._partial is not None:
             self._partial.abandon()
             self._partial = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never to be found by a name alone."""
+        """Return False: DCP must not choose this writer from a path."""
         return False
 
 
 def file_name(rank: int) -> str:
-    """The name of a process's file."""
+    """Return the file name of a process."""
     return f"rank-{rank:05d}.safetensors"
 
 
-def _document(metadata: Metadata, results: Sequence[WriteResult], page_bytes: int) -> Manifest:
-    files = [one.storage_data for one in results if isinstance(one.storage_data, WrittenFile)]
-    where = {one.index: one.storage_data for one in results if isinstance(one.storage_data, WrittenItem)}
-    sizes = {one.index: one.size_in_bytes for one in results}
+def _manifest(metadata: Metadata, results: Sequence[WriteResult], page_bytes: int) -> Manifest:
+    files = [result.storage_data for result in results if isinstance(result.storage_data, WrittenFile)]
+    items = {result.index: result.storage_data for result in results if isinstance(result.storage_data, WrittenItem)}
+    sizes = {result.index: result.size_in_bytes for result in results}
     tensors = {}
-    for name, told in metadata.state_dict_metadata.items():
-        if isinstance(told, TensorStorageMetadata):
+    for name, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
             parts = [
-                StoredBox(offsets=list(chunk.offsets), sizes=list(chunk.sizes), file=wrote.rank, at=wrote.at)
-                for chunk, wrote in _placed(name, told, where)
+                StoredBox(offsets=list(chunk.offsets), sizes=list(chunk.sizes), file=written.rank, at=written.offset)
+                for chunk, written in _stored_boxes(name, stored, items)
             ]
-            dtype = str(told.properties.dtype).removeprefix("torch.")
-            tensors[name] = ManifestTensor(dtype=dtype, shape=list(told.size), parts=parts)
+            dtype = str(stored.properties.dtype).removeprefix("torch.")
+            tensors[name] = ManifestTensor(dtype=dtype, shape=list(stored.size), parts=parts)
         else:
             index = MetadataIndex(name)
-            part = StoredBox(offsets=[0], sizes=[sizes[index]], file=where[index].rank, at=where[index].at)
+            part = StoredBox(offsets=[0], sizes=[sizes[index]], file=items[index].rank, at=items[index].offset)
             tensors[name] = ManifestTensor(dtype="uint8", shape=[sizes[index]], parts=[part], plain=True)
     return Manifest(
         processes=len(files),
         written_by=f"PatrickStar {version('patrickstar')}, PyTorch {torch.__version__}",
         page_bytes=page_bytes,
-        files=[ManifestFile(name=file_name(one.rank), nbytes=one.nbytes, sums=list(one.sums)) for one in files],
+        files=[ManifestFile(name=file_name(file.rank), nbytes=file.nbytes, sums=list(file.sums)) for file in files],
         tensors=tensors,
     )
 
 
-def _placed(
-    name: str, told: TensorStorageMetadata, where: dict[MetadataIndex, WrittenItem]
+def _stored_boxes(
+    name: str, stored: TensorStorageMetadata, items: dict[MetadataIndex, WrittenItem]
 ) -> Iterator[tuple[ChunkStorageMetadata, WrittenItem]]:
-    for chunk in told.chunks:
-        yield chunk, where[MetadataIndex(name, chunk.offsets)]
+    for chunk in stored.chunks:
+        yield chunk, items[MetadataIndex(name, chunk.offsets)]

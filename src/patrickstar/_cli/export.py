@@ -52,7 +52,7 @@ def export(
 
 
 def _entry(reader: CheckpointReader, name: str, dtype: torch.dtype | None) -> TensorEntry:
-    told = reader.document.tensors[f"model.{name}"]
+    told = reader.manifest.tensors[f"model.{name}"]
     own: torch.dtype = getattr(torch, told.dtype)
     return TensorEntry(name, dtype if dtype is not None and own.is_floating_point else own, tuple(told.shape))
 

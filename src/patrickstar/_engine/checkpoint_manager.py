@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from patrickstar._checkpoint.atomic_dir import complete, delete, free_name
+from patrickstar._checkpoint.atomic_dir import delete, free_name, list_checkpoints
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.engine_checkpoint import NOTHING
 from patrickstar.errors import ConfigError
@@ -25,7 +25,7 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Those that are complete, the oldest first."""
-        return [path for _, path in complete(self.directory)]
+        return [path for _, path in list_checkpoints(self.directory)]
 
     def newest(self) -> Path | None:
         """The one that was written last; None if there is none."""

@@ -12,7 +12,7 @@ from xxhash import xxh3_64_hexdigest
 
 from patrickstar._checkpoint import dcp_calls, json_codec
 from patrickstar._checkpoint.async_save import AsyncSave
-from patrickstar._checkpoint.background_save import explaining
+from patrickstar._checkpoint.background_save import explain_peer_failure
 from patrickstar._checkpoint.direct_writer import PAGES
 from patrickstar._checkpoint.load_planner import ShardLoadPlanner
 from patrickstar._checkpoint.metadata import COMMON, CommonMetadata, RankMetadata, rank_key, read_common, read_rank
@@ -20,10 +20,10 @@ from patrickstar._checkpoint.rng_state import random_states, restore_random_stat
 from patrickstar._checkpoint.save_planner import (
     TensorShard,
     json_item,
-    kinds_of,
     name_of,
-    pieces_of,
-    pieces_of_tensors,
+    param_shards,
+    saved_kinds,
+    whole_tensors,
 )
 from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
@@ -113,8 +113,8 @@ class EngineCheckpoint:
         found = [json_item(rank_key(rank), json_codec.dumps(dict(own), "the state"))]
         if rank == 0:
             found.append(json_item(COMMON, json_codec.dumps(dict(self._common(frozen)), "the optimizer's state")))
-            found += pieces_of_tensors({f"model.{name}": value for name, value in self._buffers().items()})
-        for piece in pieces_of(core.data, core.optimizer_step.order):
+            found += whole_tensors({f"model.{name}": value for name, value in self._buffers().items()})
+        for piece in param_shards(core.data, core.optimizer_step.order):
             if frozen or (piece.managed is not None and piece.managed.schema.trained):
                 found.append(piece)
         return found
@@ -158,7 +158,7 @@ class EngineCheckpoint:
         sums = {name: _checksum(value) for name, value in buffers.items()}
         first = world.all_gather_object(sums)[0]
         differ = {_rank_buffer_key(name, world.rank): buffers[name] for name in buffers if sums[name] != first[name]}
-        return pieces_of_tensors(differ) + pieces
+        return whole_tensors(differ) + pieces
 
     # Loading
 
@@ -188,7 +188,7 @@ class EngineCheckpoint:
                 core.gradients.drop()
                 group: dist.ProcessGroup | None = None if core.world is None else core.world.checkpoints
                 try:
-                    with explaining(self.core.world):
+                    with explain_peer_failure(self.core.world):
                         dcp_calls.load(reader, ShardLoadPlanner(data, self._targets(reader)), group)
                     self._restore(reader, common)
                 except CheckpointError as found:
@@ -204,7 +204,7 @@ class EngineCheckpoint:
     def _own(self, reader: CheckpointReader) -> RankMetadata:
         """What is told of this process, or of the first one if there were others."""
         rank, size = self._place
-        before = reader.document.processes
+        before = reader.manifest.processes
         own = read_rank(reader, rank if before == size else 0)
         if before != size and rank:
             # Its generators are where those of a process of this rank were, if there was one; else they go on.
@@ -215,7 +215,7 @@ class EngineCheckpoint:
     def _check(self, reader: CheckpointReader, common: CommonMetadata) -> None:
         """Raise CheckpointError if it is of another model or optimizer, all differences by name."""
         core = self.core
-        stored = {name: tensor for name, tensor in reader.document.tensors.items() if name.startswith("model.")}
+        stored = {name: tensor for name, tensor in reader.manifest.tensors.items() if name.startswith("model.")}
         shapes = {f"model.{managed.name}": list(managed.shape) for managed in core.data.managed_params}
         shapes |= {f"model.{name}": list(value.shape) for name, value in self._buffers().items()}
         missing, surplus = shapes.keys() - stored.keys(), stored.keys() - shapes.keys()
@@ -267,11 +267,11 @@ class EngineCheckpoint:
         They are this process's own, or the first one's if they were the same, or there was another number of processes.
         """
         rank, size = self._place
-        rank = rank if reader.document.processes == size else 0
+        rank = rank if reader.manifest.processes == size else 0
         found = {}
         for name, value in self._buffers().items():
             own = _rank_buffer_key(name, rank)
-            found[own if own in reader.document.tensors else f"model.{name}"] = value
+            found[own if own in reader.manifest.tensors else f"model.{name}"] = value
         return found
 
     def _restore(self, reader: CheckpointReader, common: CommonMetadata) -> None:
@@ -279,8 +279,8 @@ class EngineCheckpoint:
         core, data = self.core, self.core.data
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for managed in data.managed_params:
-                for kind in kinds_of(managed):
-                    if kind not in (PARAM16, PARAM32) and name_of(managed, kind) not in reader.document.tensors:
+                for kind in saved_kinds(managed):
+                    if kind not in (PARAM16, PARAM32) and name_of(managed, kind) not in reader.manifest.tensors:
                         core.model_state.write(managed, kind, torch.zeros((), device="cpu"))  # it was frozen then
                 managed.steps, managed.observed = int(common.steps.get(managed.name, 0)), False
                 managed.optimizer_extra.clear()

@@ -1,1 +1,1 @@
-"""What other libraries need to work with patrickstar; each package here is named after its library."""
+"""Integrations with other libraries; each package has the name of its library."""

@@ -1,4 +1,4 @@
-"""The transformers library on top of the engine: models from local folders of safetensors, and its Trainer."""
+"""Integration with Hugging Face transformers: loading of local model folders, and a Trainer."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ __all__ = ["Trainer", "from_pretrained"]
 
 
 def __getattr__(name: str) -> Any:
-    # The Trainer needs accelerate, which whoever reads model folders may not have.
+    # The Trainer needs accelerate, which from_pretrained does not: import it on first use.
     if name == "Trainer":
         from patrickstar.integrations.transformers._trainer import Trainer
 

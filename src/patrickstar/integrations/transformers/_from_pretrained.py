@@ -1,4 +1,4 @@
-"""A local model folder becomes a managed model, each parameter going straight from its file into its chunk."""
+"""Load a local model folder into an engine; each parameter is read directly into its chunk."""
 
 from pathlib import Path
 from typing import Any
@@ -16,29 +16,39 @@ from patrickstar.integrations.transformers._model_builder import build_model, pa
 def from_pretrained(
     folder: str | Path, config: Config | None = None, *, model_class: Any = AutoModelForCausalLM, **options: Any
 ) -> tuple[Engine, ChunkOptimizer]:
-    """A model from a local folder under management: the engine to call in its place, in training mode, and optimizer.
+    """Load a model from a local folder and put it under management.
 
-    folder: holds config.json and safetensors, in one file or in shards. config: budgets and the rest, as for
-    `patrickstar.initialize`. model_class: of transformers, an Auto class or a model's own. options: replace fields of
-    config.json; `attn_implementation` too. With several processes each reads what it owns, and all have to come here.
+    Each parameter is read directly into its chunk. Nothing is downloaded, unpickled, or executed from the folder. With
+    several processes, all of them must call this function; each process reads the shards that it owns.
 
-    Raises ModelError where the folder and the model don't fit, naming tensors; nothing is ever unpickled, downloaded,
-    or run from the folder. Raises what `patrickstar.initialize` does.
+    Args:
+        folder: Local folder with config.json and safetensors, in one file or in shards.
+        config: Memory budgets and other settings, as for `patrickstar.initialize`. Default: `Config()`.
+        model_class: Auto class or model class of transformers.
+        **options: Replacements for fields of config.json, and `attn_implementation`.
+
+    Returns:
+        The engine, to be called in place of the model, in training mode, and its optimizer.
+
+    Raises:
+        ModelError: The folder does not match the model; the message names tensors. Also as `patrickstar.initialize`.
+        ConfigError: The model's configuration has no such option. Also as `patrickstar.initialize`.
+        BudgetError: As `patrickstar.initialize`.
     """
-    place = Path(folder)
-    if not place.is_dir():
-        raise ModelError(f"{place} is no folder; give a local one with config.json and safetensors, nothing is fetched")
-    model_config = read_config(place / "config.json", **options)
+    path = Path(folder)
+    if not path.is_dir():
+        raise ModelError(f"{path} is not a folder; pass a local one with config.json and safetensors (no downloads)")
+    model_config = read_config(path / "config.json", **options)
     if getattr(model_config, "quantization_config", None) is not None:
-        raise ModelError(f"the weights in {place} are quantized, as its config.json says, and can't be trained")
+        raise ModelError(f"the weights in {path} are quantized, according to its config.json, and can't be trained")
     with parameters_on_meta():
         model = build_model(model_config, model_class)
-    _take_generation_config(model, place)
-    return initialize(model, config, FolderWeights(place, model))
+    _load_generation_config(model, path)
+    return initialize(model, config, FolderWeights(path, model))
 
 
-def _take_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """How the folder's model generates, which goes with it when it is saved."""
+def _load_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """Load generation_config.json, so that it is saved with the model."""
     if model.can_generate() and (folder / "generation_config.json").is_file():
         try:
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)

@@ -1,4 +1,4 @@
-"""Which tensors of a folder's files a model's parameters and buffers are, after transformers' rules."""
+"""Mapping from the tensors in a folder's files to a model's parameters and buffers, by transformers' rules."""
 
 import re
 from collections import defaultdict
@@ -23,31 +23,31 @@ from patrickstar.errors import ModelError
 from patrickstar.integrations.transformers._model_folder import listed
 from patrickstar.integrations.transformers._safetensors_reader import Source, TensorInFile
 
-# [Note: names in files]
-# Files hold names of their time: without the base model's prefix, LayerNorm.gamma, one tensor per expert. transformers
-# keeps rules for each kind of model that rename these as it loads, and operations that join or cut tensors. The rules
-# are applied here as there, by its own functions. Of the operations only those are done that put tensors one after the
-# other, element by element: then every stretch of a parameter's elements lies in a stretch of a file. These are the
-# stacks of experts, with gate and up projection side by side in each.
+# [Note: tensor names in files]
+# Files may hold names of older versions: without the base model's prefix, LayerNorm.gamma, one tensor per expert.
+# transformers has rules per model type that rename these while loading, and operations that join or split tensors. The
+# rules are applied here with the functions of transformers. Supported operations are those that only concatenate the
+# elements of tensors, so that each range of a parameter's elements is a range in a file: stacks of experts, each with
+# its gate and up projections concatenated.
 
 _ALWAYS_IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Buffers that older files hold; transformers passes these over in files of any model that computes them."""
+"""Buffers in older files; transformers ignores them if the model computes them."""
 
 _STACKED = [(MergeModulelist, 0)]
-_STACKED_SIDE_BY_SIDE = [(MergeModulelist, 0), (Concatenate, 1)]
-_IN_A_ROW = [(Concatenate, 0)]
+_STACKED_AND_CONCATENATED = [(MergeModulelist, 0), (Concatenate, 1)]
+_CONCATENATED = [(Concatenate, 0)]
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a model's names are in files. surplus: keys that are nothing of the model's, and not to be passed over."""
+class KeyMapping:
+    """Source of each tensor of the model. unexpected: keys in files that the model neither has nor ignores."""
 
     sources: dict[str, Source]
-    surplus: list[str]
+    unexpected: list[str]
 
 
-def find_sources(model: PreTrainedModel, stored: Mapping[str, TensorInFile]) -> Found:
-    """See [Note: names in files]. Raises ModelError for tensors that only transformers itself can join or cut."""
+def find_sources(model: PreTrainedModel, stored: Mapping[str, TensorInFile]) -> KeyMapping:
+    """Map names. See [Note: tensor names in files]. Raises ModelError if only transformers can convert a tensor."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -55,7 +55,7 @@ def find_sources(model: PreTrainedModel, stored: Mapping[str, TensorInFile]) -> 
     own = model.state_dict()
     sources: dict[str, Source] = {}
     parts: dict[str, dict[str, list[TensorInFile]]] = defaultdict(lambda: defaultdict(list))
-    surplus = []
+    unexpected = []
     ignored = _ignored(model)
     prefix = model.base_model_prefix
     for key in sorted(stored, key=dot_natural_key):
@@ -64,21 +64,21 @@ def find_sources(model: PreTrainedModel, stored: Mapping[str, TensorInFile]) -> 
             name, pattern = rename_source_key(key, [], [], prefix, own)
         if name not in own or name in sources:
             if not ignored.search(name):
-                surplus.append(key)
+                unexpected.append(key)
         elif pattern is None:
             sources[name] = Source((stored[key],), stored[key].shape)
         else:
             parts[name][pattern].append(stored[key])
-    for name, found in parts.items():
+    for name, by_source in parts.items():
         if name in sources:
-            surplus += [one.key for one in chain(*found.values())]
+            unexpected += [tensor.key for tensor in chain(*by_source.values())]
         else:
-            sources[name] = _joined(name, by_pattern[next(iter(found))], found, model)
-    return Found(sources, surplus)
+            sources[name] = _joined(name, by_pattern[next(iter(by_source))], by_source, model)
+    return KeyMapping(sources, unexpected)
 
 
 def _ignored(model: nn.Module) -> re.Pattern[str]:
-    """Names in files that the model's class declares to be of no use, or that it computes itself."""
+    """Return a pattern of names in files that the model class ignores or computes itself."""
     persistent = model.state_dict().keys()
     computed = [rf"^{re.escape(name)}$" for name, _ in model.named_buffers() if name not in persistent]
     declared = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -86,42 +86,42 @@ def _ignored(model: nn.Module) -> re.Pattern[str]:
 
 
 def _joined(
-    name: str, rule: WeightConverter, found: Mapping[str, list[TensorInFile]], model: PreTrainedModel
+    name: str, rule: WeightConverter, by_source: Mapping[str, list[TensorInFile]], model: PreTrainedModel
 ) -> Source:
-    """A parameter that files hold in several tensors, whose elements follow one another in it."""
-    stacks = [found[pattern] for pattern in rule.source_patterns if pattern in found]
+    """Return the source of a parameter that concatenates several tensors of the files."""
+    stacks = [by_source[pattern] for pattern in rule.source_patterns if pattern in by_source]
     tensors = [*chain(*stacks)]
     first = tensors[0]
     operations = [(type(operation), getattr(operation, "dim", None)) for operation in rule.operations]
-    what = f"parameter {name!r} lies in {first.file.parent} as {listed([one.key for one in tensors], 2)}"
-    if operations not in (_STACKED, _STACKED_SIDE_BY_SIDE, _IN_A_ROW) or len(rule.target_patterns) > 1:
-        # After a rule that keeps the name a folder is of the same look, whatever it holds.
+    label = f"parameter {name!r} is stored in {first.file.parent} as {listed([tensor.key for tensor in tensors], 2)}"
+    if operations not in (_STACKED, _STACKED_AND_CONCATENATED, _CONCATENATED) or len(rule.target_patterns) > 1:
+        # If the rule keeps the name, a converted folder would look the same, so conversion is no remedy.
         keeps_name = first.key.endswith(name) or name.endswith(first.key)
-        saved = (
+        conversion = (
             f"{type(model).__name__}.from_pretrained(folder).save_pretrained(new_folder, save_original_format=False)"
         )
         raise ModelError(
-            f"{what}, and only transformers can make it of that ({', '.join(kind.__name__ for kind, _ in operations)})"
-            + ("; " if keeps_name else f"; convert the folder once: {saved}; or ")
-            + "give patrickstar.initialize the model that transformers' own from_pretrained returns"
+            f"{label}, which only transformers can convert ({', '.join(kind.__name__ for kind, _ in operations)})"
+            + ("; " if keeps_name else f"; convert the folder once: {conversion}; or ")
+            + "pass the model that transformers' own from_pretrained returns to patrickstar.initialize"
         )
-    alike = all(one.dtype == first.dtype and one.shape and one.shape[1:] == first.shape[1:] for one in tensors)
+    alike = all(other.dtype == first.dtype and other.shape and other.shape[1:] == first.shape[1:] for other in tensors)
     even = len({len(stack) for stack in stacks}) == 1 and all(
-        one.shape == stack[0].shape for stack in stacks for one in stack
+        tensor.shape == stack[0].shape for stack in stacks for tensor in stack
     )
-    if not alike or not (even or operations == _IN_A_ROW):
-        raise ModelError(f"{what}, which do not fit each other: the folder is not complete, or not of this model")
-    rows = sum(one.shape[0] for one in tensors)
+    if not alike or not (even or operations == _CONCATENATED):
+        raise ModelError(f"{label}, which do not match each other: the folder is incomplete or of another model")
+    rows = sum(tensor.shape[0] for tensor in tensors)
     if operations == _STACKED:
         return Source(tuple(tensors), (len(tensors), *first.shape))
-    if operations == _STACKED_SIDE_BY_SIDE:
-        turns = chain(*zip(*stacks, strict=True))
-        return Source(tuple(turns), (len(stacks[0]), rows // len(stacks[0]), *first.shape[1:]))
+    if operations == _STACKED_AND_CONCATENATED:
+        interleaved = chain(*zip(*stacks, strict=True))
+        return Source(tuple(interleaved), (len(stacks[0]), rows // len(stacks[0]), *first.shape[1:]))
     return Source(tuple(tensors), (rows, *first.shape[1:]))
 
 
 def names_of_each(model: nn.Module) -> list[list[str]]:
-    """All names of each parameter and persistent buffer, the model's first one first."""
+    """Return all names of each parameter and persistent buffer, in the model's order."""
     names: dict[int, list[str]] = defaultdict(list)
     state = model.state_dict(keep_vars=True)
     for name, _ in chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):

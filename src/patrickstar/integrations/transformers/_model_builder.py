@@ -1,4 +1,4 @@
-"""Models of the transformers library from their configuration, without memory for their parameters if asked."""
+"""Construction of transformers models from their configuration, optionally with parameters on meta."""
 
 import json
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from patrickstar.errors import ConfigError, ModelError
 
 
 def read_config(path: Path, **options: Any) -> PreTrainedConfig:
-    """The model configuration in a JSON file, with `options` in place of what it says.
+    """Read a model configuration from a JSON file; `options` replace its fields.
 
-    Raises ModelError for a file that is none, ConfigError for options that it does not know.
+    Raises ModelError for an invalid file, ConfigError for unknown options.
     """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -30,7 +30,7 @@ def read_config(path: Path, **options: Any) -> PreTrainedConfig:
     config: PreTrainedConfig
     try:
         config, unused = CONFIG_MAPPING[model_type].from_dict(fields, return_unused_kwargs=True, **options)
-    except Exception as error:  # every configuration class has its own checks and its own errors
+    except Exception as error:  # each configuration class raises its own types
         raise ModelError(f"the model configuration {path} is not valid: {error}") from error
     if unused:
         raise ConfigError(f"the model configuration {path} of a {model_type} has no option {', '.join(sorted(unused))}")
@@ -38,9 +38,9 @@ def read_config(path: Path, **options: Any) -> PreTrainedConfig:
 
 
 def build_model(config: PreTrainedConfig, model_class: Any) -> PreTrainedModel:
-    """A model in fp32 and in training mode, as its class or an Auto class of transformers builds it.
+    """Build a model in fp32 and in training mode with its own class or an Auto class of transformers.
 
-    Raises ModelError where they do not belong together. Code that a folder brings along is never run.
+    Raises ModelError if class and configuration do not match. Never executes code from the folder.
     """
     try:
         if hasattr(model_class, "from_config"):
@@ -48,10 +48,10 @@ def build_model(config: PreTrainedConfig, model_class: Any) -> PreTrainedModel:
         elif issubclass(model_class, PreTrainedModel) and isinstance(config, model_class.config_class or ()):
             model = model_class._from_config(config, dtype=torch.float32)
         else:
-            raise ValueError(f"that takes another configuration than {type(config).__name__}")
+            raise ValueError(f"the class does not accept a {type(config).__name__}")
     except (ValueError, TypeError) as error:
-        why = str(error).partition("\n")[0]
-        raise ModelError(f"{model_class.__name__} can't build a {config.model_type}: {why}") from error
+        reason = str(error).partition("\n")[0]
+        raise ModelError(f"{model_class.__name__} can't build a {config.model_type}: {reason}") from error
     model.tie_weights()
     model.train()
     return model
@@ -59,8 +59,8 @@ def build_model(config: PreTrainedConfig, model_class: Any) -> PreTrainedModel:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules built inside get parameters without memory; buffers, which have computed values, stay real."""
-    # A parameter that is registered in two places before it is replaced stays one parameter.
+    """Create the parameters of modules on the meta device; buffers, which hold computed values, stay real."""
+    # Maps each parameter to one meta parameter, so that a parameter registered twice stays shared.
     replaced = WeakTensorKeyDictionary()
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -71,7 +71,7 @@ def parameters_on_meta() -> Iterator[None]:
         meta: nn.Parameter = replaced[parameter]
         return meta
 
-    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # it may return one
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # may return a parameter
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Tensors as they lie in a safetensors file, of which any stretch of elements can be read by itself."""
+"""Reader of safetensors files with access to any range of elements."""
 
 import json
 import os
@@ -15,15 +15,15 @@ from patrickstar.errors import ModelError
 DTYPES = {
     name: dtype for dtype, name in FORMAT.items() if not dtype.is_complex and (dtype.itemsize > 1 or name[0] != "F")
 }
-"""Those of plain numbers, by the format's names. The others mean nothing without their scales, or are complex."""
+"""Supported dtypes by the format's names: no complex numbers, and no 8-bit floats, which need scales."""
 
 _LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 @dataclass(frozen=True)
 class TensorInFile:
-    """One tensor of a file: its first byte there, and what it is. Elements lie in a row, the last dimension fastest."""
+    """Tensor of a file at a byte offset; its elements are contiguous and row-major."""
 
     key: str
     file: Path
@@ -33,98 +33,98 @@ class TensorInFile:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     def read_into(self, target: torch.Tensor, first: int) -> None:
-        """Fill a flat tensor of the file's dtype with elements from `first` on; nothing else is read.
+        """Fill a flat tensor of the file's dtype with elements from `first`; read nothing else.
 
-        Raises ModelError where the file ends before them, or can't be read.
+        Raises ModelError if the file is too short or cannot be read.
         """
-        left = target.view(torch.uint8).numpy().data
-        at = self.offset_bytes + first * target.itemsize
+        remaining = target.view(torch.uint8).numpy().data
+        offset = self.offset_bytes + first * target.itemsize
         try:
-            # Not mapped: pages of a mapping stay resident beside the copy.
+            # No mmap: its pages would stay resident in addition to the copy.
             with open(self.file, "rb", buffering=0) as file:
-                while left:
-                    count = os.preadv(file.fileno(), [left], at)
+                while remaining:
+                    count = os.preadv(file.fileno(), [remaining], offset)
                     if not count:
-                        raise ModelError(f"{self.file} ends at byte {at}, in the middle of {self.key}; fetch it again")
-                    left, at = left[count:], at + count
+                        raise ModelError(f"{self.file} ends at byte {offset}, within {self.key}; download it again")
+                    remaining, offset = remaining[count:], offset + count
         except OSError as error:
             raise ModelError(f"{self.file} can't be read: {error}") from error
 
 
 @dataclass(frozen=True)
 class Source:
-    """A value as files hold it: tensors of one dtype whose elements follow one another."""
+    """Concatenation of tensors of one dtype in files, as one value."""
 
     pieces: tuple[TensorInFile, ...]
     shape: tuple[int, ...]
 
     @property
     def dtype(self) -> str:
-        """Its dtype, as the format names it."""
+        """Dtype by the format's name."""
         return self.pieces[0].dtype
 
     def __str__(self) -> str:
         first, more = self.pieces[0], len(self.pieces) - 1
-        others = f" and {more} more" if more else ""
-        return f"{first.key}{others} ({self.dtype}, {list(self.shape)})"
+        rest = f" and {more} more" if more else ""
+        return f"{first.key}{rest} ({self.dtype}, {list(self.shape)})"
 
     def read(self, first: int, numel: int) -> torch.Tensor:
-        """`numel` of its elements from `first` on, in a row."""
-        found = torch.empty(numel, dtype=DTYPES[self.dtype], device="cpu")
-        at = 0  # where the piece begins
+        """Read `numel` elements from `first`, as a flat tensor."""
+        values = torch.empty(numel, dtype=DTYPES[self.dtype], device="cpu")
+        offset = 0  # first element of the piece
         for piece in self.pieces:
-            begin, end = max(first, at), min(first + numel, at + piece.numel)
+            begin, end = max(first, offset), min(first + numel, offset + piece.numel)
             if begin < end:
-                piece.read_into(found[begin - first : end - first], begin - at)
-            at += piece.numel
-        return found
+                piece.read_into(values[begin - first : end - first], begin - offset)
+            offset += piece.numel
+        return values
 
 
 def read_header(file: Path) -> dict[str, TensorInFile]:
-    """The tensors of a safetensors file, by key.
+    """Return the tensors of a safetensors file by key.
 
-    Nothing is believed: no more is read or made than the file is long, and every tensor has to lie inside it. Raises
-    ModelError, naming the file, where that is not so.
+    Validates all sizes: reads no more than the file's length. Raises ModelError, naming the file, if a size is invalid
+    or a tensor exceeds the file.
     """
     try:
         with open(file, "rb") as opened:
             length = os.fstat(opened.fileno()).st_size
             header_bytes = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
             begin = _LENGTH_BYTES + header_bytes
-            if length < _LENGTH_BYTES or header_bytes > _MOST_HEADER_BYTES or begin > length:
+            if length < _LENGTH_BYTES or header_bytes > _MAX_HEADER_BYTES or begin > length:
                 raise ModelError(
-                    f"{file} is no safetensors file, or is truncated: it has {length} bytes, and says that its header "
-                    f"has {header_bytes}; fetch it again"
+                    f"{file} is not a safetensors file, or is truncated: it has {length} bytes, and declares a header "
+                    f"of {header_bytes} bytes; download it again"
                 )
             header = json.loads(opened.read(header_bytes).decode())
         if not isinstance(header, dict):
-            raise ValueError("its header is no JSON object")
+            raise ValueError("the header is not a JSON object")
         header.pop("__metadata__", None)
-        return {key: _stored(file, key, entry, begin, length) for key, entry in header.items()}
+        return {key: _tensor_in_file(file, key, entry, begin, length) for key, entry in header.items()}
     except OSError as error:
         raise ModelError(f"{file} can't be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} can't be read as safetensors: {error}") from error
 
 
-def _stored(file: Path, key: str, entry: Any, begin: int, length: int) -> TensorInFile:
+def _tensor_in_file(file: Path, key: str, entry: Any, begin: int, length: int) -> TensorInFile:
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(first), int(end)]} if all(
             type(size) is int and size >= 0 for size in shape
         ):
             stored = TensorInFile(key, file, dtype, tuple(shape), begin + first)
         case _:
-            raise ValueError(f"it does not say what {key} is")
+            raise ValueError(f"the header entry of {key} is not valid")
     if not 0 <= first <= end:
         raise ValueError(f"{key} begins at byte {first} and ends at {end}")
     if begin + end > length:
         raise ModelError(
-            f"{file} is truncated: {key} ends at byte {begin + end}, and the file at {length}; fetch it again"
+            f"{file} is truncated: {key} ends at byte {begin + end}, and the file at {length}; download it again"
         )
     if dtype in DTYPES and end - first != stored.numel * DTYPES[dtype].itemsize:
-        raise ValueError(f"{key} has {end - first} bytes, which are not {dtype} of shape {list(shape)}")
+        raise ValueError(f"{key} has {end - first} bytes, which does not match {dtype} of shape {list(shape)}")
     return stored

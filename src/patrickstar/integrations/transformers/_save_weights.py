@@ -1,4 +1,4 @@
-"""Weights of a managed model as transformers and PEFT save them."""
+"""Save the weights of a managed model in the formats of transformers and PEFT."""
 
 import re
 import shutil
@@ -13,53 +13,53 @@ from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar.integrations.transformers._saved_weights import adapter_names, is_adapted
 
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-"""The files that transformers saves weights in."""
+"""Names of transformers' weight files."""
 
 
 def save_weights(engine: Engine, folder: Path, hidden: str = ".weights") -> None:
-    """All weights in full precision, one at a time, into a folder that may hold other things; all processes come.
+    """Save all weights in full precision to a folder that may hold other files. Collective.
 
-    They are written to a folder within it first. Raises CheckpointError where that can't be written.
+    Weights are written to a subfolder first. Raises CheckpointError if it cannot be written.
     """
-    fresh = folder / hidden
-    writes = engine.world is None or engine.world.rank == 0
-    if writes:
+    staging = folder / hidden
+    is_writer = engine.world is None or engine.world.rank == 0
+    if is_writer:
         folder.mkdir(parents=True, exist_ok=True)
-        if fresh.is_dir():
-            shutil.rmtree(fresh)
-    engine.save_pretrained(fresh)
-    if writes:
+        if staging.is_dir():
+            shutil.rmtree(staging)
+    engine.save_pretrained(staging)
+    if is_writer:
         for old in folder.iterdir():
             if WEIGHTS.fullmatch(old.name):
                 old.unlink()
-        for file in fresh.iterdir():
+        for file in staging.iterdir():
             file.replace(folder / file.name)
-        fresh.rmdir()
+        staging.rmdir()
 
 
 def adapter_state(engine: Engine) -> dict[str, torch.Tensor]:
-    """What PEFT saves of a model, in full precision, without a look at the rest of it; all processes come."""
+    """Return the tensors that PEFT saves, in full precision, without reading the rest of the model. Collective."""
     return engine.state_dict({name for names in adapter_names(engine.module).values() for name in names.values()})
 
 
 def make_savable(engine: Engine) -> None:
-    """Have the model's own `save_pretrained` find the parameters, which it reads past all that they announce."""
+    """Replace the model's `save_pretrained`, which would read the storage of parameters without fetching chunks."""
     model: Any = engine.module
-    plain = getattr(model, "save_pretrained", None)
-    if plain is None:
+    original = getattr(model, "save_pretrained", None)
+    if original is None:
         return
 
-    # The engine ends with its last user, and the model lives on as an ordinary one.
-    held = weakref.ref(engine)
+    # A weak reference: the engine closes with its last user, and the model remains usable without it.
+    engine_ref = weakref.ref(engine)
 
     def save_pretrained(save_directory: Any, **options: Any) -> Any:
-        managing = held() if any(managed_param_of(param) is not None for param in model.parameters()) else None
-        if managing is None or "state_dict" in options:
-            return plain(save_directory, **options)
+        active = engine_ref() if any(managed_param_of(param) is not None for param in model.parameters()) else None
+        if active is None or "state_dict" in options:
+            return original(save_directory, **options)
         if is_adapted(model):
-            return plain(save_directory, state_dict=adapter_state(managing), **options)
+            return original(save_directory, state_dict=adapter_state(active), **options)
         if options:
-            return plain(save_directory, state_dict=managing.state_dict(), **options)
-        return save_weights(managing, Path(save_directory))
+            return original(save_directory, state_dict=active.state_dict(), **options)
+        return save_weights(active, Path(save_directory))
 
     model.save_pretrained = save_pretrained

@@ -1,4 +1,4 @@
-"""Weights that a Trainer has saved, by the model's names, read one at a time."""
+"""Weights of a Trainer checkpoint, by the model's names, read one at a time."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -15,17 +15,17 @@ from patrickstar.integrations.transformers._safetensors_reader import DTYPES, Te
 ADAPTER_FILE = "adapter_model.safetensors"
 
 
-class Saved(Mapping[str, torch.Tensor]):
-    """Values by name, which lie in files until they are asked for."""
+class SavedWeights(Mapping[str, torch.Tensor]):
+    """Mapping from names to tensors that reads a tensor on access."""
 
     def __init__(self, locations: Mapping[str, TensorInFile]) -> None:
         self.locations = locations
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        place = self.locations[name]
-        found = torch.empty(place.numel, dtype=DTYPES[place.dtype], device="cpu")
-        place.read_into(found, 0)
-        return found.view(place.shape)
+        stored = self.locations[name]
+        values = torch.empty(stored.numel, dtype=DTYPES[stored.dtype], device="cpu")
+        stored.read_into(values, 0)
+        return values.view(stored.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.locations)
@@ -35,7 +35,7 @@ class Saved(Mapping[str, torch.Tensor]):
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether PEFT has added adapters, so that these are what is saved."""
+    """Return whether the model has PEFT adapters; then only these are saved."""
     if not is_peft_available():
         return False
     from peft import PeftModel
@@ -43,18 +43,18 @@ def is_adapted(model: nn.Module) -> bool:
     return isinstance(model, PeftModel)
 
 
-def saved_weights(folder: Path, model: nn.Module) -> Saved:
-    """What a checkpoint has of a model: all of it, or its adapters. Raises ModelError if there are no weights."""
-    return Saved(_adapters(folder, model) if is_adapted(model) else _whole(folder, model))
+def saved_weights(folder: Path, model: nn.Module) -> SavedWeights:
+    """Return a checkpoint's weights: the whole model or its adapters. Raises ModelError if there are none."""
+    return SavedWeights(_adapters(folder, model) if is_adapted(model) else _whole(folder, model))
 
 
 def _whole(folder: Path, model: nn.Module) -> dict[str, TensorInFile]:
     locations = tensors_of(folder)
     for names in names_of_each(model):
-        # Of tied names one was saved.
-        found = next((locations[name] for name in names if name in locations), None)
-        if found is not None:
-            locations.update({name: found for name in names if name not in locations})
+        # A tied parameter was saved under one of its names.
+        stored = next((locations[name] for name in names if name in locations), None)
+        if stored is not None:
+            locations.update({name: stored for name in names if name not in locations})
     return locations
 
 
@@ -63,26 +63,26 @@ def _adapters(folder: Path, model: nn.Module) -> dict[str, TensorInFile]:
     for adapter, names in adapter_names(model).items():
         path = (folder if adapter == "default" else folder / adapter) / ADAPTER_FILE
         if not path.is_file():
-            raise ModelError(f"there is no {path}, where PEFT saves the adapter {adapter!r}")
+            raise ModelError(f"{path}, the PEFT file of the adapter {adapter!r}, does not exist")
         stored = read_header(path)
         if missing := sorted(names.keys() - stored.keys()):
-            raise ModelError(f"{path} lacks {', '.join(missing)}, which the adapter {adapter!r} has here")
+            raise ModelError(f"{path} lacks {', '.join(missing)} of the adapter {adapter!r}")
         locations.update({name: stored[key] for key, name in names.items()})
     return locations
 
 
 def adapter_names(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Of each adapter the names of what PEFT saves: by the key in its file, the name in the model.
+    """Return, per adapter, the model's name of each key in the adapter's file.
 
-    PEFT is asked by giving it a number in place of each tensor.
+    Calls PEFT with numbered scalars in place of tensors to find out which key holds which tensor.
     """
     from peft import get_peft_model_state_dict
 
     adapters: Collection[str] = getattr(model, "peft_config")  # noqa: B009 (nn.Module types it as a tensor)
-    every = list(model.state_dict(keep_vars=True))
-    numbers = {name: torch.tensor(number, device="cpu") for number, name in enumerate(every)}
-    found = {}
+    names = list(model.state_dict(keep_vars=True))
+    numbers = {name: torch.tensor(number, device="cpu") for number, name in enumerate(names)}
+    keys = {}
     for adapter in adapters:
         picked = get_peft_model_state_dict(model, state_dict=dict(numbers), adapter_name=adapter)
-        found[adapter] = {key: every[int(number)] for key, number in picked.items()}
-    return found
+        keys[adapter] = {key: names[int(number)] for key, number in picked.items()}
+    return keys

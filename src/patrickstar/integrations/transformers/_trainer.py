@@ -1,4 +1,4 @@
-"""transformers' Trainer on top of the engine."""
+"""transformers' Trainer with the engine as backend."""
 
 import os
 import shutil
@@ -23,11 +23,11 @@ from patrickstar.integrations.transformers._saved_weights import is_adapted, sav
 from patrickstar.optim import Optimizer
 
 ENGINE_FOLDER = "patrickstar"
-"""What the engine saves of itself, within a checkpoint."""
-PARTIAL = "partial-"
-"""What the name of a checkpoint begins with until it is complete: nobody looks for such a name."""
-BEFORE = "-before"
-"""What the name of one ends with that makes way for another."""
+"""Subfolder of a checkpoint for the engine's state."""
+PARTIAL_PREFIX = "partial-"
+"""Prefix of incomplete checkpoints, which transformers does not recognize as checkpoints."""
+REPLACED_SUFFIX = "-before"
+"""Suffix of a checkpoint that is being replaced."""
 SCHEDULER_FILE = "scheduler.pt"
 OPTIMIZER_FILE = "optimizer.pt"
 STATE_FILE = "trainer_state.json"
@@ -36,139 +36,166 @@ SAVED_AT_INTERVALS = (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST)
 
 
 class Trainer(transformers.Trainer):
-    """`transformers.Trainer` for models larger than memory: takes all that one takes, and a `config`.
+    """`transformers.Trainer` for models larger than memory.
 
-    config: budgets (`device_memory`, `host_memory`, `disk`, `chunk_size`), and what has no argument of its own. Left
-    out, what the machine has. Precision, device and optimizer come from the arguments; an `optimizer` in the config
-    is used as it is. Raises ConfigError for arguments that ask for another way to hold the model.
+    Precision, device and optimizer follow the training arguments; an `optimizer` set in `config` takes precedence.
+
+    Args:
+        *args: Positional arguments of `transformers.Trainer`.
+        config: Memory budgets (`device_memory`, `host_memory`, `disk`, `chunk_size`; bytes, or text such as "4GiB")
+            and settings without a training argument. Default: the memory that the machine has.
+        **options: Keyword arguments of `transformers.Trainer`.
+
+    Raises:
+        ConfigError: An argument conflicts with the engine's management of the model, such as FSDP or DeepSpeed.
     """
 
-    # transformers has these as None or one of several classes, at any time.
+    # transformers assigns None or objects of several classes to these.
     model: Any
     optimizer: Any
     lr_scheduler: Any
 
     def __init__(self, *args: Any, config: Config | None = None, **options: Any) -> None:
-        self._given = config if config is not None else Config()
+        self._user_config = config if config is not None else Config()
         self._managed: Managed | None = None
-        self._asked_for: Any = None
+        self._user_optimizer: Any = None
         super().__init__(*args, **options)
 
     @property
     def engine(self) -> Engine:
-        """The engine, made when it is first asked for: the model's parameters lie in chunks from then on."""
+        """Engine, created on first access; from then on chunks store the model's parameters.
+
+        Raises:
+            BudgetError, ConfigError, ModelError: As `patrickstar.initialize`, on first access.
+        """
         return self._manage().engine
 
     def make_engine(self, model: nn.Module, config: Config) -> Engine:
-        """Put the model under management; override it to make the engine otherwise."""
+        """Create the engine. Override this method to customize the engine.
+
+        Args:
+            model: The model to train.
+            config: The configuration that results from the training arguments and the user's `config`.
+
+        Returns:
+            The engine that manages the model.
+
+        Raises:
+            BudgetError, ConfigError, ModelError: As `patrickstar.initialize`.
+        """
         return initialize(model, config)[0]
 
     def _manage(self) -> Managed:
         if self._managed is None or self._managed.module is not self.model:
             if self._managed is not None:
-                # `model_init` has made another model: nobody trains this one any more.
+                # `model_init` created a new model; the previous one is not trained any more.
                 self._managed.engine.close(keep=False)
             engine = self.make_engine(
-                self.model, training_args.complete(self._given, self.args, self._chosen_optimizer())
+                self.model, training_args.merge(self._user_config, self.args, self._chosen_optimizer())
             )
             self._managed = Managed(engine)
             self.accelerator.engine = engine
         return self._managed
 
-    # What is asked for
+    # Arguments
 
     def _validate_args(self) -> None:
         super()._validate_args()
         training_args.refuse(self.args)
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.is_distributed_loading_by_transformers:
             raise ConfigError(
-                "the model or accelerate's settings are made for FSDP, DeepSpeed or tensor parallelism; the engine "
-                "shares the model data itself: start the processes with torchrun"
+                "the model or accelerate's settings require FSDP, DeepSpeed or tensor parallelism; the engine shards "
+                "the model data itself: start the processes with torchrun"
             )
         if getattr(self.model, "is_quantized", False):
-            raise ConfigError("the model is quantized, which the engine does not manage; load it in 16 bits")
+            raise ConfigError("the model is quantized, which the engine does not support; load it in 16 bits")
         if self.lr_scheduler is not None:
             raise ConfigError(
-                "a scheduler can't be given before its optimizer is made, which the engine does: choose it by "
+                "a scheduler can't be passed, since the engine creates its optimizer later: choose it by "
                 "lr_scheduler_type, or override create_scheduler"
             )
-        self._asked_for, self.optimizer = self.optimizer, None
+        self._user_optimizer, self.optimizer = self.optimizer, None
 
     def _chosen_optimizer(self) -> Optimizer:
-        if "optimizer" in self._given.model_fields_set:
-            return self._given.optimizer
-        if self._asked_for is not None:
-            return training_args.of_argument(self._asked_for, self._param_groups)
+        if "optimizer" in self._user_config.model_fields_set:
+            return self._user_config.optimizer
+        if self._user_optimizer is not None:
+            return training_args.from_argument(self._user_optimizer, self._param_groups)
         if self.optimizer_cls_and_kwargs is not None:
             kind, options = self.optimizer_cls_and_kwargs
-            return training_args.of_class(kind, options, self._param_groups, f"optimizer_cls_and_kwargs of {kind!r}")
+            return training_args.from_class(kind, options, self._param_groups, f"optimizer_cls_and_kwargs={kind!r}")
         kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        return training_args.named(kind, options, self._param_groups, str(self.args.optim))
+        return training_args.from_optim(kind, options, self._param_groups, str(self.args.optim))
 
     @property
     def _param_groups(self) -> training_args.ParamGroups:
         return training_args.decay_groups(self.get_decay_parameter_names(self.model), self.args.weight_decay)
 
-    # In the Trainer's loops
+    # Training and evaluation loops
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
-        found: dict[str, Any] = super()._build_accelerator_args(**options)
-        return found | {"mixed_precision": "no"}  # operators run in the engine's precision, without autocast
+        accelerator_args: dict[str, Any] = super()._build_accelerator_args(**options)
+        return accelerator_args | {"mixed_precision": "no"}  # operators run in the engine's precision, without autocast
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, as one that leaves the model to the engine."""
+        """Create an accelerator that delegates the model to the engine."""
         super().create_accelerator_and_postprocess()
         engine = self._managed.engine if self._managed is not None else None
-        self.accelerator = EngineAccelerator.taking_over(self.accelerator, engine)
+        self.accelerator = EngineAccelerator.from_accelerator(self.accelerator, engine)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The engine brings parameters to the device when they are needed."""
+        """Do nothing: the engine fetches parameters when they are needed."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The engine's optimizer."""
+        """Return the engine's optimizer; `model` is ignored."""
         if self.optimizer is None:
             self.optimizer = self.engine.optimizer
-        found: torch.optim.Optimizer = self.optimizer
-        return found
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         managed = self._manage()
         if training and self.optimizer is not managed.engine.optimizer:
             raise ConfigError(
-                f"the optimizer is {type(self.optimizer).__name__}, made over parameters; the engine's is needed: "
-                f"choose it by optim, optimizer_cls_and_kwargs or ps.Config(optimizer=...), not in create_optimizer"
+                f"the optimizer is a {type(self.optimizer).__name__}, but the engine's optimizer is required: choose "
+                f"it by optim, optimizer_cls_and_kwargs or ps.Config(optimizer=...), not in create_optimizer"
             )
         return managed
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        return False  # they lie in chunks, where `p.grad` can't be asked whether it is a DTensor
+        return False  # chunks store gradients; `p.grad` cannot be tested for being a DTensor
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
-        """Forward and backward of a micro-batch, by the engine."""
+        """Run forward and backward of a micro-batch through the engine; see `transformers.Trainer.training_step`.
+
+        Raises:
+            BudgetError: The batch does not fit into the memory budgets.
+            RuntimeError: The same, if `auto_find_batch_size` is set: accelerate then retries with a smaller batch.
+        """
         try:
             loss: torch.Tensor = super().training_step(*args, **options)
         except BudgetError as error:
             if not self.args.auto_find_batch_size:
                 raise
-            # As accelerate knows that a smaller batch may help.
+            # accelerate recognizes this text and retries with a smaller batch.
             raise RuntimeError(f"{error} This batch is out of memory.") from error
         return loss
 
     def prediction_step(self, *args: Any, **options: Any) -> Any:
-        """Loss, logits and labels of a batch, by the engine."""
-        found = super().prediction_step(*args, **options)
-        self._meet()
-        return found
+        """Return loss, logits and labels of a batch; see `transformers.Trainer.prediction_step`."""
+        outputs = super().prediction_step(*args, **options)
+        self._synchronize()
+        return outputs
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if self.args.include_num_input_tokens_seen != "no":
-            self._meet()
+            self._synchronize()
         super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
 
-    def _meet(self) -> None:
-        """Wait for the other processes, and serve them meanwhile.
+    def _synchronize(self) -> None:
+        """Wait for the other processes and serve their requests meanwhile.
 
-        Who waits in a collective of accelerate's does not serve, and another may still need its part of a parameter.
+        A process in one of accelerate's collectives cannot serve requests for its shards of parameters.
         """
         if self._managed is not None and self._managed.engine.world is not None:
             self._managed.engine.average(0.0)
@@ -180,11 +207,11 @@ class Trainer(transformers.Trainer):
             self.store_flos()
         folder = Path(self._get_output_dir(trial=trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        partial, complete = folder / f"{PARTIAL}{name}", folder / name
+        partial, complete = folder / f"{PARTIAL_PREFIX}{name}", folder / name
         if self.args.should_save:
-            _tidy(folder)
+            _recover(folder)
             partial.mkdir(parents=True)
-        self._meet()
+        self._synchronize()
         self.save_model(str(partial), _internal_call=True)
         if not self.args.save_only_model:
             self._save_optimizer_and_scheduler(str(partial))
@@ -193,11 +220,11 @@ class Trainer(transformers.Trainer):
             best = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
             if best == complete or best.is_dir():
                 self.state.best_model_checkpoint = str(best)
-        self._meet()
+        self._synchronize()
         if self.args.should_save:
-            self._note_callbacks()
+            self._save_callback_states()
             self.state.save_to_json(str(partial / STATE_FILE))
-            _put_in_place(partial, complete)
+            _rename_into_place(partial, complete)
             if self.args.push_to_hub:
                 self._push_from_checkpoint(str(complete))
             rotate_checkpoints(
@@ -206,18 +233,18 @@ class Trainer(transformers.Trainer):
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=True,
             )
-        self._meet()
+        self._synchronize()
 
-    def _note_callbacks(self) -> None:
-        """Callbacks that have a state say it, for the next run."""
-        kept: Any = self.state.stateful_callbacks
+    def _save_callback_states(self) -> None:
+        """Copy the states of callbacks to the trainer state."""
+        states: Any = self.state.stateful_callbacks
         for callback in (*self.callback_handler.callbacks, self.control):
             if isinstance(callback, ExportableState):
                 name, state = type(callback).__name__, callback.state()
-                if isinstance(kept[name], list):
-                    kept[name].append(state)
+                if isinstance(states[name], list):
+                    states[name].append(state)
                 else:
-                    kept[name] = state
+                    states[name] = state
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self._managed is None:
@@ -230,28 +257,28 @@ class Trainer(transformers.Trainer):
             save_weights(self.engine, folder)
         if not self.args.should_save:
             return
-        for holder in (self.processing_class, getattr(self.data_collator, "tokenizer", None)):
-            if holder is not None:
-                holder.save_pretrained(str(folder))
+        for processor in (self.processing_class, getattr(self.data_collator, "tokenizer", None)):
+            if processor is not None:
+                processor.save_pretrained(str(folder))
                 break
         torch.save(self.args, folder / ARGUMENTS_FILE)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        # What PEFT does not train it does not save: the base model is there already.
+        # A PEFT checkpoint omits the frozen base model.
         self.engine.save(Path(output_dir) / ENGINE_FOLDER, frozen=not is_adapted(self.model))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_FILE)
 
-    # Going on
+    # Resuming
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
         if (folder / ENGINE_FOLDER).is_dir():
-            return  # parameters come back with the optimizer's states, once there is an engine
+            return  # _load_optimizer_and_scheduler loads the parameters too, once there is an engine
         if (folder / OPTIMIZER_FILE).is_file():
             raise TrainingError(
-                f"{folder} is a checkpoint of transformers' own Trainer, whose optimizer lies in a pickle; load the "
-                f"model from it with from_pretrained, and begin anew"
+                f"{folder} is a checkpoint of transformers' own Trainer, which saves the optimizer as a pickle; load "
+                f"the model from it with from_pretrained and start a new run"
             )
         self._load_weights(folder)
 
@@ -259,39 +286,39 @@ class Trainer(transformers.Trainer):
         if checkpoint is None or not (folder := Path(checkpoint) / ENGINE_FOLDER).is_dir():
             return
         self.engine.load(folder)
-        schedule = Path(checkpoint) / SCHEDULER_FILE
-        if schedule.is_file():
-            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+        path = Path(checkpoint) / SCHEDULER_FILE
+        if path.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
         else:
-            warnings.warn(f"{checkpoint} has no {SCHEDULER_FILE}: the learning rate begins anew", stacklevel=2)
+            warnings.warn(f"{checkpoint} has no {SCHEDULER_FILE}: the learning rate schedule restarts", stacklevel=2)
 
     def _load_best_model(self) -> None:
         self._load_weights(Path(str(self.state.best_model_checkpoint)))
 
     def _load_weights(self, folder: Path) -> None:
-        """Parameters alone: the optimizer goes on with its own states. Of a model with adapters, these."""
+        """Load parameters (with PEFT: adapters), and keep the optimizer states."""
         self.engine.load_state_dict(saved_weights(folder, self.model), strict=not is_adapted(self.model))
 
 
-def _put_in_place(partial: Path, complete: Path) -> None:
-    """Give a folder that is complete its name, in the place of an older one, when all of it is on the disk."""
+def _rename_into_place(partial: Path, complete: Path) -> None:
+    """Sync a complete folder to disk and rename it; replaces an older one."""
     for file in filter(Path.is_file, partial.iterdir()):
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
     fsync_dir(partial)
-    before = complete.with_name(f"{PARTIAL}{complete.name}{BEFORE}")
+    replaced = complete.with_name(f"{PARTIAL_PREFIX}{complete.name}{REPLACED_SUFFIX}")
     if complete.is_dir():
-        os.replace(complete, before)
+        os.replace(complete, replaced)
     os.replace(partial, complete)
     fsync_dir(complete.parent)
-    shutil.rmtree(before, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _tidy(folder: Path) -> None:
-    """Remove what a run has left that was killed while it saved; what was to be replaced then gets its name again."""
-    for left in folder.glob(f"{PARTIAL}{PREFIX_CHECKPOINT_DIR}-*"):
-        complete = folder / left.name.removeprefix(PARTIAL).removesuffix(BEFORE)
-        if left.name.endswith(BEFORE) and not complete.exists():
-            os.replace(left, complete)
+def _recover(folder: Path) -> None:
+    """Remove incomplete checkpoints of a killed run; restore one that was being replaced."""
+    for path in folder.glob(f"{PARTIAL_PREFIX}{PREFIX_CHECKPOINT_DIR}-*"):
+        complete = folder / path.name.removeprefix(PARTIAL_PREFIX).removesuffix(REPLACED_SUFFIX)
+        if path.name.endswith(REPLACED_SUFFIX) and not complete.exists():
+            os.replace(path, complete)
         else:
-            shutil.rmtree(left)
+            shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""What `TrainingArguments` ask for, as a `ps.Config`; and what of it is refused."""
+"""Conversion of `TrainingArguments` to a `ps.Config`, and rejection of unsupported arguments."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -14,14 +14,14 @@ from patrickstar.optim import SGD, AdamW, Optimizer, TorchOptimizer
 
 ParamGroups = Callable[[nn.Module], Iterable[dict[str, Any]]]
 
-OURS: dict[type, type[Optimizer]] = {torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
-"""What is used where `args.optim` names a class of torch for which there is a kernel."""
+NATIVE_OPTIMIZERS: dict[type, type[Optimizer]] = {torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
+"""Optimizers with kernels that replace classes of torch named by `args.optim`."""
 SPEED_ONLY = ("fused", "foreach")
-"""Options of torch's optimizers that say how, not what, is computed."""
+"""Options of torch's optimizers that select an implementation, not the update rule."""
 
 
 def decay_groups(decayed: Iterable[str], weight_decay: float) -> ParamGroups:
-    """Param groups with weight decay and without; it keeps names, since it lives as long as the engine."""
+    """Return a factory of param groups with and without weight decay. Holds names: it lives as long as the engine."""
     return partial(_groups, frozenset(decayed), weight_decay)
 
 
@@ -34,62 +34,66 @@ def _groups(decayed: frozenset[str], weight_decay: float, model: nn.Module) -> l
 
 
 def refuse(args: TrainingArguments) -> None:
-    """Raise ConfigError for arguments that ask for another way to hold the model than the engine's."""
-    precision = "the engine computes all in bf16=True's or fp16=True's precision, evaluation too"
-    asked = {
-        "fsdp": (args.fsdp, "the engine shares the model data itself, between processes started by torchrun"),
-        "deepspeed": (args.deepspeed, "the engine shares the model data itself, between processes started by torchrun"),
-        "parallelism_config": (args.parallelism_config, "there is data parallelism only"),
-        "torch_compile": (args.torch_compile, "compile the model's blocks before: block.compile()"),
+    """Raise ConfigError for arguments that conflict with the engine's management of the model."""
+    precision = "the engine uses the precision of bf16=True or fp16=True for evaluation too"
+    sharding = "the engine itself shards the model data over processes started by torchrun"
+    unsupported = {
+        "fsdp": (args.fsdp, sharding),
+        "deepspeed": (args.deepspeed, sharding),
+        "parallelism_config": (args.parallelism_config, "only data parallelism is supported"),
+        "torch_compile": (args.torch_compile, "compile the model's blocks first, with block.compile()"),
         "fp16_full_eval": (args.fp16_full_eval, precision),
         "bf16_full_eval": (args.bf16_full_eval, precision),
-        "save_on_each_node": (args.save_on_each_node, "a checkpoint is one folder that all processes can write to"),
+        "save_on_each_node": (
+            args.save_on_each_node,
+            "all processes write to one checkpoint folder",
+        ),
     }
-    for name, (value, why) in asked.items():
+    for name, (value, reason) in unsupported.items():
         if value:
-            raise ConfigError(f"TrainingArguments({name}={value!r}) is not offered: {why}; leave it out")
+            raise ConfigError(f"TrainingArguments({name}={value!r}) is not supported: {reason}; remove it")
     if args.n_gpu > 1:
         raise ConfigError(
-            f"there are {args.n_gpu} GPUs and one process, for which transformers would copy the model to each: start "
-            f"a process per GPU with torchrun, or show it one with CUDA_VISIBLE_DEVICES"
+            f"there are {args.n_gpu} GPUs and one process, so transformers would copy the model to each GPU: start one "
+            f"process per GPU with torchrun, or select one GPU with CUDA_VISIBLE_DEVICES"
         )
 
 
-def complete(given: Config, args: TrainingArguments, optimizer: Optimizer) -> Config:
-    """The budgets that were given, with precision, device and optimizer as the arguments have them.
+def merge(user_config: Config, args: TrainingArguments, optimizer: Optimizer) -> Config:
+    """Return the user's configuration with precision and device of the arguments, and the optimizer.
 
-    Raises ConfigError where both say something, and differ.
+    Raises ConfigError if the configuration contradicts the arguments.
     """
-    said = {name: getattr(given, name) for name in given.model_fields_set}
+    explicit = {name: getattr(user_config, name) for name in user_config.model_fields_set}
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-    if said.get("precision", precision) != precision:
+    if explicit.get("precision", precision) != precision:
         raise ConfigError(
-            f"the arguments' bf16 and fp16 ask for {precision}, and ps.Config for {given.precision}: leave precision "
-            f"out of ps.Config"
+            f"bf16 and fp16 of the arguments select {precision}, and ps.Config selects {user_config.precision}: leave "
+            f"precision out of ps.Config"
         )
     device = args.device
-    if said.get("device", "auto") != "auto" and torch.device(given.device).type != device.type:
+    if explicit.get("device", "auto") != "auto" and torch.device(user_config.device).type != device.type:
         raise ConfigError(
-            f"the arguments have the device {str(device)!r} (use_cpu={args.use_cpu}), and ps.Config has "
-            f"{given.device!r}: leave device out of ps.Config"
+            f"the arguments select the device {str(device)!r} (use_cpu={args.use_cpu}), and ps.Config selects "
+            f"{user_config.device!r}: leave device out of ps.Config"
         )
-    return Config(**said | {"precision": precision, "device": str(device), "optimizer": optimizer})
+    return Config(**explicit | {"precision": precision, "device": str(device), "optimizer": optimizer})
 
 
-def named(kind: Any, options: Mapping[str, Any], groups: ParamGroups, name: str) -> Optimizer:
-    """The optimizer that `args.optim` names, given the class and options that transformers has for it.
+def from_optim(kind: Any, options: Mapping[str, Any], groups: ParamGroups, name: str) -> Optimizer:
+    """Return the optimizer for `args.optim`, given transformers' class and options for it.
 
-    AdamW and SGD are this package's. Raises ConfigError for what is not element-wise.
+    Uses AdamW and SGD of this package. Raises ConfigError for optimizers that are not element-wise.
     """
-    ours = OURS.get(kind)
-    kept = {key: value for key, value in options.items() if key not in SPEED_ONLY}
-    if ours is not None and kept.keys() <= ours.model_fields.keys():
-        return ours(**kept, param_groups=groups)
-    return of_class(kind, options, groups, f"optim={name!r}")
+    native = NATIVE_OPTIMIZERS.get(kind)
+    used = {key: value for key, value in options.items() if key not in SPEED_ONLY}
+    if native is not None and used.keys() <= native.model_fields.keys():
+        return native(**used, param_groups=groups)
+    return from_class(kind, options, groups, f"optim={name!r}")
 
 
-def of_class(kind: Any, options: Mapping[str, Any], groups: ParamGroups, what: str) -> Optimizer:
-    """The optimizer of a class, torch's or this package's, with its options. Raises ConfigError for any other."""
+def from_class(kind: Any, options: Mapping[str, Any], groups: ParamGroups, label: str) -> Optimizer:
+    """Return the optimizer for a class of torch or of this package. Raises ConfigError for any other class."""
     own_groups = [key for key in ("params", "model", "optimizer_dict") if key in options]
     if isinstance(kind, type) and not own_groups:
         if issubclass(kind, Optimizer):
@@ -97,12 +101,12 @@ def of_class(kind: Any, options: Mapping[str, Any], groups: ParamGroups, what: s
         if issubclass(kind, torch.optim.Optimizer):
             return TorchOptimizer(kind=kind, options=dict(options), param_groups=groups)
     raise ConfigError(
-        f"{what} is not offered: chunks are updated element by element, by one rule. Use one of ps.AdamW, ps.SGD and "
-        f"ps.Lion, or an element-wise class of torch.optim"
+        f"{label} is not supported: chunks require an element-wise update rule. Use ps.AdamW, ps.SGD, ps.Lion, or an "
+        f"element-wise class of torch.optim"
     )
 
 
-def of_argument(value: Any, groups: ParamGroups) -> Optimizer:
-    """The optimizer given in `optimizers=(value, None)`. Raises ConfigError for one that holds parameters already."""
-    chosen: Optimizer = Config(optimizer=value).optimizer
-    return chosen if chosen.param_groups is not None else chosen.model_copy(update={"param_groups": groups})
+def from_argument(value: Any, groups: ParamGroups) -> Optimizer:
+    """Return the optimizer in `optimizers=(value, None)`. Raises ConfigError for one that already has parameters."""
+    optimizer: Optimizer = Config(optimizer=value).optimizer
+    return optimizer if optimizer.param_groups is not None else optimizer.model_copy(update={"param_groups": groups})
