@@ -83,8 +83,8 @@ def kernels():
 def test_the_c_plus_plus_kernel_takes_its_rules_over_masters_of_single_precision(rule, dtype, kernels):
     for param in (None, torch.bfloat16, torch.float16, torch.float32):
         one = span(rule, grad=dtype, param=param)
-        assert kernels.for_update(one) is kernels.native
-        assert kernels.for_grad_stats(one.grad) is kernels.native
+        assert kernels.for_update(one) is kernels.cpp
+        assert kernels.for_grad_stats(one.grad) is kernels.cpp
 
 
 @pytest.mark.parametrize(
@@ -113,20 +113,20 @@ def test_the_c_plus_plus_kernel_takes_its_rules_over_masters_of_single_precision
     ],
 )
 def test_the_rest_is_left_to_pytorchs_operators(one, kernels):
-    assert kernels.for_update(one) is kernels.listed
+    assert kernels.for_update(one) is kernels.eager
 
 
 def test_a_gradient_of_double_precision_is_surveyed_by_pytorchs_operators(kernels):
-    assert kernels.for_grad_stats(span(ADAM, grad=torch.float64).grad) is kernels.listed
-    assert kernels.for_grad_stats(span(ADAM, master=torch.float64).grad) is kernels.listed
-    assert kernels.for_grad_stats(span(SignRule(0.1)).grad) is kernels.native  # whatever the rule is
+    assert kernels.for_grad_stats(span(ADAM, grad=torch.float64).grad) is kernels.eager
+    assert kernels.for_grad_stats(span(ADAM, master=torch.float64).grad) is kernels.eager
+    assert kernels.for_grad_stats(span(SignRule(0.1)).grad) is kernels.cpp  # whatever the rule is
 
 
 def test_without_the_c_plus_plus_kernel_pytorchs_operators_do_everything():
     kernels = Kernels(None)
     for rule in (ADAM, SGD, LION, SignRule(0.1)):
-        assert kernels.for_update(span(rule)) is kernels.listed
-        assert kernels.for_grad_stats(span(rule).grad) is kernels.listed
+        assert kernels.for_update(span(rule)) is kernels.eager
+        assert kernels.for_grad_stats(span(rule).grad) is kernels.eager
 
 
 # With which bits
@@ -253,7 +253,7 @@ def test_an_installation_without_a_kernel_says_so_once(none_installed):
     assert ["C++ kernel" in message for message in messages] == [True, False]
     assert ["Triton kernel" in message for message in messages] == [False, True]
     assert all("same bits" in message and "\n" not in message for message in messages)
-    assert all(kernels.native is None and kernels.fused is None for kernels in found)
+    assert all(kernels.cpp is None and kernels.triton is None for kernels in found)
     assert all(isinstance(kernels.for_update(span(ADAM)), EagerBackend) for kernels in found)
 
 
@@ -262,4 +262,4 @@ def test_an_installation_with_the_kernel_says_nothing(kernels):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         best = Kernels.best(CPU)
-    assert best.native is not None and best.fused is None
+    assert best.cpp is not None and best.triton is None

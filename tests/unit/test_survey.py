@@ -242,10 +242,10 @@ def test_a_norm_of_tiny_gradients_does_not_vanish():
 
 def test_surveys_are_joined_in_their_order():
     one, two, three = GradStats((1.0, 2.0), 3), GradStats(), GradStats((0.5, math.inf, 4.0), 1)
-    assert GradStats.joined([one, two, three]) == GradStats((1.0, 2.0, 0.5, math.inf, 4.0), 4)
-    assert GradStats.joined([three, one]) == GradStats((0.5, math.inf, 4.0, 1.0, 2.0), 4)
-    assert GradStats.joined([]) == GradStats()
-    assert GradStats.joined(iter([one])) == one
+    assert GradStats.merge([one, two, three]) == GradStats((1.0, 2.0, 0.5, math.inf, 4.0), 4)
+    assert GradStats.merge([three, one]) == GradStats((0.5, math.inf, 4.0, 1.0, 2.0), 4)
+    assert GradStats.merge([]) == GradStats()
+    assert GradStats.merge(iter([one])) == one
 
 
 @pytest.mark.parametrize("implementation", implementations.ALL)
