@@ -14,7 +14,7 @@ from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, ParamSpec, build_layout
 from patrickstar._layout.schema import schema_for
-from patrickstar._schedule.feasibility import check_budgets, least, working_set_bytes
+from patrickstar._schedule.feasibility import check_budgets, smallest_accepted, working_set_bytes
 from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_bytes, initial_placement
 from patrickstar.errors import BudgetError
 from patrickstar.testing import NoMeter
@@ -191,7 +191,7 @@ def test_without_a_disk_a_refusal_says_that_one_helps():
 @quick
 @given(st.integers(0, 200), st.integers(0, 200))
 def test_the_least_number_that_works_is_found(threshold, upper):
-    assert least(lambda number: number >= threshold, upper) == min(threshold, upper)
+    assert smallest_accepted(lambda number: number >= threshold, upper) == min(threshold, upper)
 
 
 # What passes the check has to train, with nothing but model data on the tiers.
