@@ -84,7 +84,7 @@ def _with_disk(chunks: Sequence[ChunkSpec], budgets: Budgets) -> dict[int, Chunk
 
 
 def disk_bytes(chunks: Sequence[ChunkSpec], placement: Mapping[int, ChunkTiers]) -> int:
-    """Return the disk bytes of the optimizer chunks placed there and of `param16`, all of which may be evicted there."""
+    """Return the disk bytes of optimizer chunks placed there and of `param16`, all of which may be evicted there."""
     blocks = 0
     for chunk in chunks:
         lists = chunk.schema.lists if placement[chunk.index].optimizer is Tier.DISK else chunk.schema.lists[:1]
