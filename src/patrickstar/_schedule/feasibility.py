@@ -38,14 +38,8 @@ def check_budgets(
 ) -> None:
     """Raise BudgetError with the smallest sufficient budgets if the model data does not fit the tiers.
 
-    Activations are not counted.
-
-    Args:
-        layout: Chunks of the model.
-        operators: Names of the parameters that each operator reads.
-        budgets: Bytes per tier, without `staging_bytes` and `library_bytes`. The error message includes both.
-        staging_bytes: Host bytes of the staging buffers for disk transfers.
-        library_bytes: Device bytes of libraries such as cuBLAS.
+    `operators` holds the parameter names that each operator reads. `budgets` excludes `staging_bytes` (host, for disk
+    transfers) and `library_bytes` (device, for cuBLAS); the error includes both. Activations are not counted.
     """
     working_set = working_set_bytes(layout, operators)
 

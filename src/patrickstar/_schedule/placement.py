@@ -191,8 +191,7 @@ def home_tiers(
 def embedding_runs_on_host(chunk_bytes_moved: int, activation_bytes: int) -> bool:
     """Return True if running an embedding lookup on the host, where its weight is, transfers fewer bytes.
 
-    Args:
-        chunk_bytes_moved: Bytes of its chunk transferred in the traced iteration, in both directions.
-        activation_bytes: Bytes of its output. They count twice, because the gradient is transferred back.
+    `chunk_bytes_moved` counts its chunk's transfers of the traced iteration in both directions. `activation_bytes` is
+    the size of its output, which counts twice because the gradient is transferred back.
     """
     return 2 * activation_bytes < chunk_bytes_moved
