@@ -64,19 +64,19 @@ class Conservative(AggressivePrefetch):
         super().__init__(trace, nbytes, budget_bytes)
         self._narrow: LaterNarrowMoments = LaterNarrowMoments(self.chunkable)
 
-    def _leave_for(self, comes: int, short: int, narrowest: int, held: Collection[int]) -> tuple[int, ...] | None:
-        leave = self._leave_at(self._known, comes, short, held)
-        if leave is None and narrowest != self._known:
-            leave = self._leave_at(self._narrow.next_as_narrow(narrowest), comes, short, held)
-        return leave
+    def _evictions_for(self, fetched: int, short: int, narrowest: int, held: Collection[int]) -> tuple[int, ...] | None:
+        evicted = self._evictions_at(self._known, fetched, short, held)
+        if evicted is None and narrowest != self._known:
+            evicted = self._evictions_at(self._narrow.next_as_narrow(narrowest), fetched, short, held)
+        return evicted
 
-    def _leave_at(self, turn: int, comes: int, short: int, held: Collection[int]) -> tuple[int, ...] | None:
+    def _evictions_at(self, turn: int, fetched: int, short: int, held: Collection[int]) -> tuple[int, ...] | None:
         now, moments = self._now, self.trace.moments
         at = turn % len(moments)
         # What is missing at the turn itself; the last to leave has to be one whom that takes along.
-        short_then = self._there_bytes + self.nbytes[comes] - self.chunkable[at]
-        leave = []
-        for chunk in self.order({*self._there, comes}.difference(moments[at].chunks), at):
+        short_then = self._present_bytes + self.nbytes[fetched] - self.chunkable[at]
+        evicted = []
+        for chunk in self.order({*self._present, fetched}.difference(moments[at].chunks), at):
             if self.trace.next_use(chunk, now) <= turn or short_then <= 0:
                 return None
             if chunk in held:
@@ -84,11 +84,11 @@ class Conservative(AggressivePrefetch):
                 if chunk in moments[now].chunks:
                     return None
                 continue
-            leave.append(chunk)
+            evicted.append(chunk)
             short -= self.nbytes[chunk]
             short_then -= self.nbytes[chunk]
             if short <= 0:
-                return tuple(leave)
+                return tuple(evicted)
         return None
 
 

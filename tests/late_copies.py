@@ -166,7 +166,7 @@ class LateKernels(Kernels):
     """The kernels of a CPU, started as late as possible."""
 
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[LateUpdate]:
-        return [LateUpdate(lambda: Kernels.update(Kernels(self.native), spans, scales))] if spans else []
+        return [LateUpdate(lambda: Kernels.update(Kernels(self.cpp), spans, scales))] if spans else []
 
 
 class FragmentedBank(PagePool):

@@ -23,8 +23,8 @@ class Turns(Kernels):
         super().__init__(CppBackend.find())
         found = (
             []
-            if self.native is None
-            else [CppBackend.find(variant, threads) for variant in self.native.variants() for threads in (1, 3)]
+            if self.cpp is None
+            else [CppBackend.find(variant, threads) for variant in self.cpp.variants() for threads in (1, 3)]
         )
         self.implementations = [EagerBackend(), *found]
         self.random = random.Random(seed)

@@ -93,8 +93,8 @@ def test_with_a_disk_libraries_count_too(tmp_path):
     with pytest.raises(BudgetError) as refused:
         engine(device_memory=LIBRARY_BYTES, host_memory="64KiB", disk=tmp_path)
     text = str(refused.value)
-    (device,) = re.findall(r"device_memory=(\d+) bytes", text.partition("What works")[2])
-    (host,) = re.findall(r"host_memory=(\d+) bytes", text.partition("What works")[2])
+    (device,) = re.findall(r"device_memory=(\d+) bytes", text.partition("Required")[2])
+    (host,) = re.findall(r"host_memory=(\d+) bytes", text.partition("Required")[2])
     made = engine(device_memory=int(device), host_memory=int(host), disk=tmp_path)
     train(made)
     made.close()

@@ -1,5 +1,5 @@
-// Updates and surveys made-up spans and prints one digest per case: the same text from every compiler, processor,
-// instruction set and number of threads, or `test_portability.py` fails.
+// Updates generated spans, computes their gradient statistics and prints one digest per case. `test_portability.py`
+// requires the same output from every compiler, processor, instruction set and number of threads.
 
 #include <dlfcn.h>
 
@@ -17,7 +17,7 @@ using namespace patrickstar;
 // The library's functions, found in it by their names.
 int64_t (*start)(const Span*, int64_t, const double*, int64_t, int, const char*, void**);
 void (*finish)(void*);
-int64_t (*survey)(const Span*, int64_t, const double*, int64_t, int, const char*, double*, int64_t*);
+int64_t (*grad_stats)(const Span*, int64_t, const double*, int64_t, int, const char*, double*, int64_t*);
 const char* (*variant_name)(int);
 
 namespace {
@@ -64,7 +64,8 @@ void add(uint64_t& digest, const void* bytes, int64_t count) {
 void run(int rule, int mode, bool light, int dtype, int64_t numel, int threads, const char* variant) {
     state = 1 + rule * 1000 + mode * 100 + dtype * 10 + numel;
     std::vector<uint32_t> grad = gradients(numel);
-    std::vector<float> earlier = floats(numel), master = floats(numel), one = floats(numel), two = floats(numel, true);
+    std::vector<float> accumulated = floats(numel), master = floats(numel);
+    std::vector<float> one = floats(numel), two = floats(numel, true);
     const double scales[] = {0.5, 0.3};
     const double hyper[3][SCALARS] = {
         {0.99999, light ? 0.1 : -0.3, 0.999, 0.001, 0.2, 1e-8, -1e-3, light ? 1.0 : 0.0},
@@ -74,7 +75,7 @@ void run(int rule, int mode, bool light, int dtype, int64_t numel, int threads, 
     Span span{};
     span.param = grad.data();
     span.grad = grad.data();
-    span.earlier = mode % 2 ? earlier.data() : nullptr;
+    span.accumulated = mode % 2 ? accumulated.data() : nullptr;
     span.master = master.data();
     span.states[0] = one.data();
     span.states[1] = two.data();
@@ -86,7 +87,7 @@ void run(int rule, int mode, bool light, int dtype, int64_t numel, int threads, 
     double sum = 0;
     int64_t not_finite = 0;
     void* handle = nullptr;
-    survey(&span, 1, scales, dtype, threads, variant, &sum, &not_finite);
+    grad_stats(&span, 1, scales, dtype, threads, variant, &sum, &not_finite);
     start(&span, 1, scales, dtype, threads, variant, &handle);
     finish(handle);
     uint64_t digest = 14695981039346656037u;
@@ -108,7 +109,7 @@ int main(int argc, char** argv) {
     };
     find(start, "patrickstar_start");
     find(finish, "patrickstar_finish");
-    find(survey, "patrickstar_survey");
+    find(grad_stats, "patrickstar_grad_stats");
     find(variant_name, "patrickstar_variant");
     if (argc == 2) {
         for (int number = 0; variant_name(number) != nullptr; number++) std::puts(variant_name(number));

@@ -10,7 +10,7 @@ import patrickstar._kernels
 
 pytestmark = pytest.mark.slow
 
-SOURCES = Path(patrickstar._kernels.__file__).parent / "native"
+SOURCES = Path(patrickstar._kernels.__file__).parent / "cpp"
 
 BUILDS = {
     "g++": ("g++", []),

@@ -1,4 +1,4 @@
-"""Eviction by next use against the optimum over all choices, on traces small enough to try them all."""
+"""Eviction by next use compared with the optimum of an exhaustive search on small traces."""
 
 from itertools import combinations
 
@@ -16,23 +16,23 @@ Accesses = list[tuple[int, ...]]
 
 @st.composite
 def cases(draw, max_chunks=4):
-    """A capacity in chunks and accesses that each fit into it."""
+    """Draw a capacity in chunks and accesses that each fit into it."""
     capacity = draw(st.integers(1, max_chunks))
     access = st.sets(st.integers(0, 4), max_size=capacity).map(lambda drawn: tuple(sorted(drawn)))
     return capacity, draw(st.lists(access, min_size=1, max_size=10))
 
 
 def fetches(policy: EvictionPolicy, accesses: Accesses, capacity: int, iterations: int = 1) -> int:
-    """How many chunks a device of `capacity` chunks, empty at first, fetches."""
+    """Count the fetches of a device with room for `capacity` chunks that is empty at first."""
     resident: set[int] = set()
     count = 0
     for _ in range(iterations):
         for now, chunks in enumerate(accesses):
             missing = set(chunks) - resident
-            for leaving in policy.order(resident - set(chunks), now):
+            for evicted in policy.order(resident - set(chunks), now):
                 if len(resident) + len(missing) <= capacity:
                     break
-                resident.remove(leaving)
+                resident.remove(evicted)
             resident |= missing
             count += len(missing)
             assert len(resident) <= capacity
@@ -40,7 +40,7 @@ def fetches(policy: EvictionPolicy, accesses: Accesses, capacity: int, iteration
 
 
 def optimum(accesses: Accesses, capacity: int) -> int:
-    """The fewest fetches of any choices: the cheapest way to every set of resident chunks, moment by moment."""
+    """Return the fewest possible fetches, by dynamic programming over the sets of resident chunks."""
     cheapest = {frozenset[int](): 0}
     for chunks in accesses:
         following: dict[frozenset[int], int] = {}
@@ -101,7 +101,7 @@ def test_an_order_is_a_permutation_of_the_candidates(case, candidates, now):
     assert keys == sorted(keys)
 
 
-def test_what_is_never_used_leaves_first():
+def test_chunks_that_are_never_used_are_evicted_first():
     policy = next_use([(0,), (1,), (2,)])
     assert policy.trace.next_use(7, 0) == NEVER
     assert policy.order([0, 1, 2, 7], now=0) == [7, 0, 2, 1]

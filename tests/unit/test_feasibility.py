@@ -1,4 +1,4 @@
-"""Does it fit: what the error names works, one byte less does not, and what passes can be trained."""
+"""Budget check: the budgets named in the error suffice, one byte less does not, and accepted budgets can train."""
 
 import re
 from itertools import pairwise
@@ -14,14 +14,14 @@ from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, ParamSpec, build_layout
 from patrickstar._layout.schema import schema_for
-from patrickstar._schedule.feasibility import check_budgets, least, working_set_bytes
+from patrickstar._schedule.feasibility import check_budgets, smallest_accepted, working_set_bytes
 from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_bytes, initial_placement
 from patrickstar.errors import BudgetError
 from patrickstar.testing import NoMeter
 
 quick = settings(derandomize=True, deadline=None, max_examples=200)
 
-SCHEMES = [schema_for(dtype, trained) for dtype in ("bfloat16", "float32") for trained in (True, False)]
+SCHEMAS = [schema_for(dtype, trained) for dtype in ("bfloat16", "float32") for trained in (True, False)]
 AMPLE = 1 << 50
 
 shares = st.floats(0, 1.5)
@@ -29,16 +29,16 @@ shares = st.floats(0, 1.5)
 
 @st.composite
 def cases(draw):
-    """A layout, and sets of parameters that are read together: each alone, and some more."""
-    numels = draw(st.lists(st.tuples(st.integers(1, 1200), st.sampled_from(SCHEMES)), min_size=1, max_size=10))
+    """Draw a layout and the sets of parameters that operators read: each parameter alone, and some more sets."""
+    numels = draw(st.lists(st.tuples(st.integers(1, 1200), st.sampled_from(SCHEMAS)), min_size=1, max_size=10))
     params = [ParamSpec(f"p{i}", numel, schema) for i, (numel, schema) in enumerate(numels)]
     names = [param.name for param in params]
-    together = [{name} for name in names] + draw(st.lists(st.sets(st.sampled_from(names), max_size=3), max_size=3))
-    return build_layout(params, draw(st.integers(1, 1200))), together
+    operators = [{name} for name in names] + draw(st.lists(st.sets(st.sampled_from(names), max_size=3), max_size=3))
+    return build_layout(params, draw(st.integers(1, 1200))), operators
 
 
 def refusal(case, device_bytes: int, host_bytes: int, disk_bytes: int = 0, staging: int = 0) -> BudgetError | None:
-    """What `check_budgets` says against these budgets, None if nothing."""
+    """Return the error of `check_budgets` for these budgets, or None."""
     try:
         check_budgets(*case, Budgets(device_bytes, host_bytes, disk_bytes), staging)
     except BudgetError as error:
@@ -52,7 +52,7 @@ def budgets(case, device_share: float, host_share: float) -> tuple[int, int]:
 
 
 def named(error: BudgetError) -> tuple[int, tuple[int, int]]:
-    """The figures a refusal ends with: the device budget that works with this host, and a pair that works."""
+    """Return the budgets named in an error: the device budget for this host, and a sufficient pair."""
     alone = re.search(r"device_memory=(\d+) bytes .*with this host_memory", str(error))
     pair = re.search(r"device_memory=(\d+) with host_memory=(\d+) bytes", str(error))
     assert alone and pair, error
@@ -62,10 +62,10 @@ def named(error: BudgetError) -> tuple[int, tuple[int, int]]:
 @quick
 @given(cases())
 def test_the_working_set_is_that_of_the_most_demanding_operator(case):
-    layout, together = case
+    layout, operators = case
     chunks = {name: chunk for chunk in layout.chunks for name in chunk.params}
-    needs = [{chunks[name].index: chunks[name].compute_bytes for name in names} for names in together]
-    assert working_set_bytes(layout, together) == max(sum(need.values()) for need in needs)
+    needs = [{chunks[name].index: chunks[name].compute_bytes for name in names} for names in operators]
+    assert working_set_bytes(layout, operators) == max(sum(need.values()) for need in needs)
 
 
 @quick
@@ -98,8 +98,8 @@ def test_more_memory_is_never_refused_where_less_was_not(case, device_share, hos
 @quick
 @given(cases())
 def test_memory_for_everything_is_enough(case):
-    layout, together = case
-    working_set = working_set_bytes(layout, together)
+    layout, operators = case
+    working_set = working_set_bytes(layout, operators)
     everything = layout.model_data_bytes
     assert refusal(case, working_set, everything) is None
     assert refusal(case, everything + working_set, 0) is None
@@ -143,35 +143,35 @@ def test_a_refusal_with_a_disk_says_the_bytes_of_every_tier_and_what_suffices(
 ):
     device, host = budgets(case, device_share, host_share)
     device = min(device, 2 * working_set_bytes(*case))
-    host = lacks if host_share < 0.3 else host  # pages on their way take what is not there
+    host = lacks if host_share < 0.3 else host  # staging buffers may need more than the budget
     disk = 1 + int(disk_share * disk_for_everything(case))
     error = refusal(case, device, host, disk, staging)
     if error is None:
         return
     assert f"a device budget of {device} bytes" in str(error)
-    assert f"a host budget of {host + staging} bytes" in str(error), "what the user gave, pages included"
+    assert f"a host budget of {host + staging} bytes" in str(error), "the user's budget, with staging buffers"
     assert f"a disk of {disk} bytes ({format_size(disk)})" in str(error)
     assert f"needs {working_set_bytes(*case)} bytes at once" in str(error)
     raised, named_bytes = {"device_memory=": device, "host_memory=": host + staging, "a disk with ": disk}, []
-    for what, has in raised.items():
-        if found := re.search(rf"{what}(\d+) bytes", str(error)):
-            raised[what] = int(found[1])
-            named_bytes.append(raised[what] - has)
-    assert error.short_bytes == max(named_bytes) and min(named_bytes) > 0, "what is enough is not asked for"
+    for label, budget in raised.items():
+        if found := re.search(rf"{label}(\d+) bytes", str(error)):
+            raised[label] = int(found[1])
+            named_bytes.append(raised[label] - budget)
+    assert error.short_bytes == max(named_bytes) and min(named_bytes) > 0, "a sufficient budget must not be requested"
     with_device, with_host, with_disk = raised.values()
     assert refusal(case, with_device, with_host - staging, with_disk, staging) is None
 
 
 def test_a_disk_is_used_too_where_memory_holds_all_but_leaves_operators_no_room():
-    """Optimizer chunks that had to live on the device would leave too little for what is read together."""
+    """Optimizer chunks forced onto the device would leave too little room for the working set."""
     schema = schema_for("bfloat16", trained=True)
     params = [ParamSpec(f"p{i}", ALIGN_NUMEL, schema) for i in range(9)]
-    layout, together = build_layout(params, 1), [{"p0", "p1"}]
+    layout, operators = build_layout(params, 1), [{"p0", "p1"}]
     param16, states = 2 * ALIGN_NUMEL, 12 * ALIGN_NUMEL
     device, host, disk = states + param16, 8 * states + 9 * param16, 1 << 20
     assert initial_placement(layout.chunks, Budgets(device, host)) is not None
-    assert refusal((layout, together), device, host) is not None
-    assert refusal((layout, together), device, host, disk, 1) is None
+    assert refusal((layout, operators), device, host) is not None
+    assert refusal((layout, operators), device, host, disk, 1) is None
 
 
 @quick
@@ -185,16 +185,16 @@ def test_a_disk_never_makes_budgets_too_small_that_were_enough(case, device_shar
 def test_without_a_disk_a_refusal_says_that_one_helps():
     case = layers_as_case([8, 8])
     error = refusal(case, 1, 1)
-    assert "With less, give a disk: ps.Config(disk=ps.Disk(directory))" in str(error)
+    assert "With less, add a disk: ps.Config(disk=ps.Disk(directory))" in str(error)
 
 
 @quick
 @given(st.integers(0, 200), st.integers(0, 200))
-def test_the_least_number_that_works_is_found(threshold, upper):
-    assert least(lambda number: number >= threshold, upper) == min(threshold, upper)
+def test_the_smallest_accepted_number_is_found(threshold, upper):
+    assert smallest_accepted(lambda number: number >= threshold, upper) == min(threshold, upper)
 
 
-# What passes the check has to train, with nothing but model data on the tiers.
+# Budgets that pass the check must be sufficient for training if the tiers hold only model data.
 
 
 def chain(widths: list[int]) -> nn.Module:
@@ -202,7 +202,7 @@ def chain(widths: list[int]) -> nn.Module:
 
 
 def train_two_steps(widths: list[int], device_bytes: int, host_bytes: int) -> None:
-    """Train a chain of layers, each in a chunk of its own."""
+    """Train a chain of layers, each in its own chunk."""
     config = ps.Config(device="cpu", device_memory=device_bytes, host_memory=max(1, host_bytes), chunk_size=2)
     engine = Engine(chain(widths), config, meter=NoMeter())
     for _ in range(2):
@@ -222,7 +222,7 @@ def layers_as_case(widths: list[int]):
 @pytest.mark.parametrize("widths", [[16, 16], [16, 16, 16, 16], [8, 16, 32, 16, 8, 4], [32, 32, 4, 4]], ids=str)
 @pytest.mark.parametrize("sixteenths", [0, 1, 5, 8, 12, 15, 16, 17, 24, 40, 112, 200])
 def test_budgets_that_pass_the_check_can_be_trained_with(widths, sixteenths):
-    """The device budget in sixteenths of `param16`; the host budget the least that the check lets through."""
+    """Train with a device budget in sixteenths of `param16` and the smallest accepted host budget."""
     case = layers_as_case(widths)
     device = max(case[0].param16_bytes * sixteenths // 16, working_set_bytes(*case))
     error = refusal(case, device, 0)

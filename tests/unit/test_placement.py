@@ -1,4 +1,4 @@
-"""Where chunks begin, which optimizer chunks live in the margin space, where an embedding runs: all from bytes."""
+"""Placement by bytes: initial tiers of chunks, margin, tiers of optimizer chunks, and embedding lookups."""
 
 import pytest
 from hypothesis import given, settings
@@ -37,7 +37,7 @@ shares = st.floats(0, 1.5)
 
 
 def bytes_per_tier(chunks, placement):
-    """What lies where, as the placement says."""
+    """Return the bytes on each tier according to the placement."""
     taken = dict.fromkeys(Tier, 0)
     for c in chunks:
         taken[placement[c.index].compute] += c.compute_bytes
@@ -45,7 +45,7 @@ def bytes_per_tier(chunks, placement):
     return taken
 
 
-# Where chunks begin
+# Initial placement
 
 
 @quick
@@ -82,8 +82,8 @@ def test_the_disk_is_used_only_if_there_is_no_way_else_and_takes_no_more_than_it
         assert Tier.DEVICE not in {tiers.optimizer for tiers in placement.values()}
         taken = bytes_per_tier(chunks, placement)
         below = sum(c.compute_bytes for c in chunks) + taken[Tier.HOST]
-        assert below <= host or not taken[Tier.HOST], "param16 has no room beside what lives on the host"
-        blocks = [c.compute_bytes for c in chunks]  # all of it may go there
+        assert below <= host or not taken[Tier.HOST], "param16 does not fit beside the optimizer chunks on the host"
+        blocks = [c.compute_bytes for c in chunks]  # all of param16 may be evicted there
         for c in chunks:
             if placement[c.index].optimizer is Tier.DISK:
                 blocks += [c.nbytes(spec.itemsize) for spec in c.schema.optimizer_lists]
@@ -116,11 +116,11 @@ def test_with_a_host_for_everything_no_optimizer_chunk_begins_on_the_device(chun
     assert all(warm + nbytes > device * WARM_UP_PERCENT // 100 for nbytes in left_over)
 
 
-def test_no_place_to_begin_in():
+def test_no_initial_placement():
     chunks = [chunk(0, 64), chunk(1, 64)]
     assert initial_placement(chunks, Budgets(10_000, 0)) is not None
-    assert initial_placement(chunks, Budgets(0, 10_000)) is None, "nothing could be computed"
-    assert initial_placement(chunks, Budgets(0, 10_000, 1 << 30)) is None, "nor with a disk"
+    assert initial_placement(chunks, Budgets(0, 10_000)) is None, "no operator could run"
+    assert initial_placement(chunks, Budgets(0, 10_000, 1 << 30)) is None, "a disk does not help"
     assert initial_placement(chunks, Budgets(128, 1536)) is None, "no room to exchange two chunks"
 
 
@@ -139,16 +139,16 @@ def test_where_chunks_begin_by_hand_if_there_is_a_disk():
     chunks = [chunk(0, 64), chunk(1, 64, FROZEN), chunk(2, 64)]
     below, on_disk = ChunkTiers(Tier.DEVICE, Tier.HOST), ChunkTiers(Tier.DEVICE, Tier.DISK)
     assert initial_placement(chunks, Budgets(128, 0, 1 << 20)) == {0: on_disk, 1: on_disk, 2: on_disk}
-    room = 3 * 128 + 768  # param16 comes first; then the optimizer chunks of one
+    room = 3 * 128 + 768  # all of param16, then the optimizer chunks of one index
     assert initial_placement(chunks, Budgets(128, room, 1 << 20)) == {0: below, 1: on_disk, 2: on_disk}
     assert initial_placement(chunks, Budgets(128, room - 1, 1 << 20)) == {0: on_disk, 1: on_disk, 2: on_disk}
-    # A block for each of param16, and for each list of the last; and the file never grows beyond.
+    # One block per param16 chunk and per optimizer chunk of the last index; the swap file never grows beyond.
     assert disk_bytes(chunks, {0: below, 1: on_disk, 2: on_disk}) == (3 + 3) * 4096
     assert initial_placement(chunks, Budgets(128, room, 6 * 4096)) is not None
     assert initial_placement(chunks, Budgets(128, room, 6 * 4096 - 1)) is None
 
 
-# The margin space
+# Margin
 
 
 @quick
@@ -189,20 +189,18 @@ def test_the_margin_by_hand():
     param16 = 2 * (64 + 320 + 64 + 64)
     assert margin_chunks(chunks, param16 + 12 * 64) == [0]
     assert margin_chunks(chunks, param16 + 12 * 64 - 1) == []
-    assert margin_chunks(chunks, param16 + 12 * 128) == [0, 3], "the large one in between is passed over"
+    assert margin_chunks(chunks, param16 + 12 * 128) == [0, 3], "the large chunk in between is skipped"
     assert margin_chunks(chunks, param16 + 12 * 384) == [0, 1]
     assert margin_chunks(chunks, param16 + 16 * 64 - 1, accumulates=True) == []
     assert margin_chunks(chunks, param16 + 16 * 64, accumulates=True) == [0]
 
 
-# Homes
+# Tiers of optimizer chunks
 
 
 @quick
 @given(chunk_lists, nbytes, nbytes, st.booleans())
-def test_optimizer_chunks_live_in_the_margin_or_on_the_host_while_it_lasts_else_on_disk(
-    chunks, chunkable, host, accumulates
-):
+def test_optimizer_chunks_fill_the_margin_then_the_host_then_the_disk(chunks, chunkable, host, accumulates):
     above = margin_chunks(chunks, chunkable, accumulates=accumulates)
     found = home_tiers(chunks, above, host, accumulates=accumulates)
     assert list(found) == [c.index for c in chunks]
@@ -216,7 +214,7 @@ def test_optimizer_chunks_live_in_the_margin_or_on_the_host_while_it_lasts_else_
             assert needed > host, f"{c} would have fitted"
 
 
-def test_homes_by_hand():
+def test_tiers_of_optimizer_chunks_by_hand():
     chunks = [chunk(0, 64), chunk(1, 320), chunk(2, 64), chunk(3, 64)]
     device, host, disk = Tier.DEVICE, Tier.HOST, Tier.DISK
     assert home_tiers(chunks, [0], 768) == {0: device, 1: disk, 2: host, 3: disk}
@@ -239,7 +237,7 @@ def test_an_embedding_runs_where_fewer_bytes_move(moved, output, on_host):
 
 @quick
 @given(nbytes, nbytes)
-def test_the_choice_for_an_embedding_is_never_the_dearer_one(moved, output):
+def test_the_choice_for_an_embedding_transfers_the_fewest_bytes(moved, output):
     taken = 2 * output if embedding_runs_on_host(moved, output) else moved
     assert taken == min(2 * output, moved)
 

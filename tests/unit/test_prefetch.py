@@ -1,4 +1,4 @@
-"""Prefetching against brute force and against eviction on demand, where transfers take no time."""
+"""Prefetch policies compared with brute force and with on-demand fetching, with instantaneous transfers."""
 
 from functools import cache
 
@@ -20,7 +20,7 @@ ONE, SEVERAL = st.just(1), st.integers(1, 4)
 
 @st.composite
 def cases(draw, sizes=SEVERAL, most_non_model=4, most_moments=9):
-    """A trace, the sizes of its chunks, and a budget that every moment fits into."""
+    """Draw a trace, the sizes of its chunks, and a budget that every moment fits."""
     nbytes = dict(enumerate(draw(st.lists(sizes, min_size=2, max_size=5))))
     budget_bytes = draw(st.integers(max(nbytes.values()), sum(nbytes.values())))
     moments = []
@@ -38,7 +38,7 @@ limits = st.integers(0, 12)
 
 
 class Play:
-    """A device whose transfers take no time: checks every decision, counts the bytes that were used in the end."""
+    """Device with instantaneous transfers, which checks every decision and counts the fetched bytes."""
 
     def __init__(
         self, policy: PrefetchPolicy, nbytes: dict[int, int], budget_bytes: int, limit_bytes: int = 99
@@ -54,7 +54,7 @@ class Play:
         return sum(self.nbytes[chunk] for chunk in chunks)
 
     def run(self, iterations: int) -> int:
-        """Bytes fetched; what came for a use after the end doesn't count."""
+        """Run some iterations and return the bytes fetched, without chunks fetched for uses after the end."""
         for _ in range(iterations):
             for now in range(len(self.trace.moments)):
                 self.step(now)
@@ -89,17 +89,17 @@ class Play:
         use = self.policy.next_use(move.fetch, now)
         assert use < NEVER
         for chunk in move.evict:
-            assert chunk not in used, "held chunks never leave"
-            assert self.policy.next_use(chunk, now) > use, "do no harm"
+            assert chunk not in used, "a held chunk was evicted"
+            assert self.policy.next_use(chunk, now) > use, "a chunk with an earlier next use was evicted"
             self.drop(chunk)
         assert move.fetch not in self.present
         self.present.add(move.fetch)
         self.unused.add(move.fetch)
         self.fetched_bytes += self.nbytes[move.fetch]
-        there = self.bytes_of(self.present)
+        present_bytes = self.bytes_of(self.present)
         moments = self.trace.moments
         for moment in range(now, use + 1):
-            assert there <= self.budget_bytes - moments[moment % len(moments)].non_model_bytes
+            assert present_bytes <= self.budget_bytes - moments[moment % len(moments)].non_model_bytes
 
 
 def play(policy: type[PrefetchPolicy], case, limit_bytes: int = 99) -> Play:
@@ -108,20 +108,20 @@ def play(policy: type[PrefetchPolicy], case, limit_bytes: int = 99) -> Play:
 
 
 def optimum(case, iterations: int) -> int:
-    """The fewest bytes any choices can fetch, by trying all; nothing is there at first."""
+    """Return the fewest bytes that any policy can fetch, by exhaustive search; the device is empty at first."""
     trace, nbytes, budget_bytes = case
     moments = trace.moments * iterations
 
     @cache
-    def best(at: int, there: frozenset[int]) -> int:
-        if at == len(moments):
+    def best(now: int, present: frozenset[int]) -> int:
+        if now == len(moments):
             return 0
-        needed = frozenset(moments[at].chunks)
-        room = budget_bytes - moments[at].non_model_bytes - sum(nbytes[chunk] for chunk in needed)
-        others = sorted(there - needed)
+        needed = frozenset(moments[now].chunks)
+        room = budget_bytes - moments[now].non_model_bytes - sum(nbytes[chunk] for chunk in needed)
+        others = sorted(present - needed)
         caching = [{chunk for i, chunk in enumerate(others) if mask >> i & 1} for mask in range(1 << len(others))]
-        rest = min(best(at + 1, needed | keep) for keep in caching if sum(nbytes[chunk] for chunk in keep) <= room)
-        return sum(nbytes[chunk] for chunk in needed - there) + rest
+        rest = min(best(now + 1, needed | keep) for keep in caching if sum(nbytes[chunk] for chunk in keep) <= room)
+        return sum(nbytes[chunk] for chunk in needed - present) + rest
 
     return best(0, frozenset())
 
@@ -141,7 +141,7 @@ def test_conservative_fetches_the_optimum_where_non_model_data_comes_and_goes(ca
 @settings(quick, max_examples=1000)
 @given(cases(), limits)
 def test_conservative_fetches_what_is_fetched_on_demand_to_the_byte(case, limit_bytes):
-    """Of any sizes: early or not, the same chunks come and the same leave."""
+    """The same chunks are fetched and evicted, only earlier."""
     assert play(Conservative, case, limit_bytes).run(4) == play(DemandFetch, case).run(4)
 
 
@@ -154,7 +154,7 @@ def test_every_decision_is_within_the_rules(policy, case, limit_bytes):
 @quick
 @given(st.sampled_from(POLICIES), cases(), st.data())
 def test_answers_depend_on_the_arguments_alone(policy, case, data):
-    """Whatever was asked before, in whatever order, and whether or not it was then done."""
+    """Earlier calls in any order, executed or not, do not change the result."""
     trace, nbytes, budget_bytes = case
     asked = policy(trace, nbytes, budget_bytes)
     for _ in range(6):
@@ -180,7 +180,7 @@ def test_on_demand_is_eviction_by_next_use(case, now):
 
 
 def chain(layers: int, chunks_that_fit: int):
-    """Forward through the layers and back."""
+    """Return a case with one chunk per layer, for forward and backward."""
     moments = [Moment((chunk,)) for chunk in [*range(layers), *reversed(range(layers))]]
     return Trace(moments), dict.fromkeys(range(layers), 1), chunks_that_fit
 
@@ -194,7 +194,7 @@ def test_over_a_chain_the_same_bytes_come(drawn):
         played = play(policy, chain(layers, fit))
         per_step.append(played.run(3) - play(policy, chain(layers, fit)).run(2))
     assert per_step == [2 * (layers - fit)] * 3
-    # One iteration at a time, what could stay for the next one comes again.
+    # `LifeTime` plans single iterations and fetches again what could have stayed for the next one.
     alone = play(LifeTime, chain(layers, fit))
     assert alone.run(3) >= play(DemandFetch, chain(layers, fit)).run(3)
 
@@ -208,14 +208,14 @@ def test_over_a_chain_the_next_layer_is_always_there(policy):
         assert played.trace.moments[(now + 1) % 12].chunks[0] in played.present
 
 
-def test_what_is_never_used_leaves_first():
+def test_chunks_that_are_never_used_are_evicted_first():
     trace = Trace([Moment((0,)), Moment((1,)), Moment((2,))])
     for policy in AHEAD:
         assert policy(trace, {0: 1, 1: 1, 2: 1, 7: 1}, 3).prefetches(0, {0, 1, 7}, {0}, 9) == [PrefetchMove(2, (7,))]
 
 
 @pytest.mark.parametrize("kind", AHEAD)
-def test_what_is_in_use_is_waited_for_and_what_is_stuck_is_not(kind):
+def test_a_chunk_in_use_is_waited_for_and_a_held_chunk_is_not(kind):
     trace = Trace([Moment((0,)), Moment((1,)), Moment((2,)), Moment((1,))])
     policy = kind(trace, {0: 1, 1: 1, 2: 1}, 2)
     assert policy.prefetches(0, {0, 1}, {0}, 9) == []
@@ -225,8 +225,8 @@ def test_what_is_in_use_is_waited_for_and_what_is_stuck_is_not(kind):
     assert roomy.prefetches(0, {0, 7, 8}, {0, 7}, 1) == [PrefetchMove(1, (8,))]
 
 
-def test_nothing_is_sent_away_that_would_stay_on_demand():
-    """Room grows before the use: on demand nobody would leave, so the chunk waits for the room."""
+def test_nothing_is_evicted_that_would_stay_on_demand():
+    """Free space grows before the use: on demand nothing would be evicted, so the fetch waits."""
     trace = Trace([Moment((0,), 1), Moment((), 0), Moment((1,), 0), Moment((2,), 0), Moment((1, 2), 0)])
     policy = Conservative(trace, {0: 1, 1: 1, 2: 1}, 3)
     assert policy.prefetches(0, {0, 1}, {0}, 9) == []
@@ -234,7 +234,7 @@ def test_nothing_is_sent_away_that_would_stay_on_demand():
 
 
 class Counting(Trace):
-    """A trace that counts how often it is asked something."""
+    """Trace that counts the calls of `next_use`."""
 
     asked = 0
 
@@ -244,7 +244,7 @@ class Counting(Trace):
 
 
 class Visits(list):
-    """Moments that count how often one is looked at."""
+    """List of moments that counts accesses."""
 
     visits = 0
 
@@ -256,7 +256,7 @@ class Visits(list):
 @pytest.mark.parametrize("layers", [20, 200])
 @pytest.mark.parametrize("fit", [2, 10, 20, 200])
 def test_asking_again_costs_the_same_for_any_length(layers, fit):
-    """One operator per layer, and many moments at which nothing is accessed."""
+    """Use one operator per layer and many moments without accesses."""
     layers_trace, nbytes, budget_bytes = chain(layers, fit)
     moments = Visits(quiet for moment in layers_trace.moments for quiet in (moment, *[Moment(())] * 10))
     trace = Counting(moments)
@@ -266,6 +266,6 @@ def test_asking_again_costs_the_same_for_any_length(layers, fit):
         played.step(now)
         before = trace.asked, moments.visits
         assert played.policy.prefetches(now, played.present, set(moments[now].chunks), 99) == []
-        # Who is there may be looked through; how long the trace is makes no difference.
+        # The cost may depend on the number of present chunks, but not on the length of the trace.
         assert trace.asked - before[0] <= (2 * fit + 4 if moments[now].chunks else 4)
         assert moments.visits - before[1] <= 6

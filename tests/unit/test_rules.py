@@ -1,6 +1,6 @@
-"""Rules against their lists written a second time, in numpy: the same bits, whatever the numbers and whoever computes.
+"""Update rules of all backends, compared bit by bit with an independent implementation in NumPy.
 
-The lists, and what they are made of, are in `ieee.py` and below; nothing is taken from the rules but hyper-parameters.
+The reference is below and in `ieee.py`. It takes only the hyper-parameters from the rules.
 """
 
 import math
@@ -56,15 +56,15 @@ RULES = [
 SCALES = [(), (1 / 65536, 0.3), (1e-41, 3e38)]
 
 
-def spelt(rule):
+def rule_name(rule):
     return f"{type(rule).__name__}-{rule.mode}"
 
 
-# The lists, written a second time
+# Reference implementations
 
 
 def adam(rule, grad, master, exp_avg, exp_avg_sq, number):
-    """Algorithm 1 of Kingma and Ba, in the order of `torch.optim.AdamW`'s fused kernel."""
+    """Apply algorithm 1 of Kingma and Ba in the operation order of `torch.optim.AdamW`'s fused kernel."""
     if rule.weight_decay and rule.decoupled:
         master = ieee.multiply(master, number(1 - rule.lr * rule.weight_decay))
     elif rule.weight_decay:
@@ -74,7 +74,7 @@ def adam(rule, grad, master, exp_avg, exp_avg_sq, number):
     if weight < 0.5:
         exp_avg = ieee.add(exp_avg, ieee.multiply(change, weight))
     else:
-        # Not `1 - weight`, to be subtracted: where `beta1` is 0, that gives another zero.
+        # Subtracting `1 - weight` would give a zero of the other sign if `beta1` is 0.
         exp_avg = ieee.add(grad, ieee.multiply(change, ieee.subtract(weight, number(1))))
     square = ieee.multiply(ieee.multiply(grad, number(1 - rule.beta2)), grad)
     exp_avg_sq = ieee.add(ieee.multiply(exp_avg_sq, number(rule.beta2)), square)
@@ -86,7 +86,7 @@ def adam(rule, grad, master, exp_avg, exp_avg_sq, number):
 
 
 def sgd(rule, grad, master, *rest):
-    """As `torch.optim.SGD` documents it."""
+    """Apply SGD as documented by `torch.optim.SGD`."""
     *buffers, number = rest
     if rule.weight_decay:
         grad = ieee.add(grad, ieee.multiply(master, number(rule.weight_decay)))
@@ -103,7 +103,7 @@ def sgd(rule, grad, master, *rest):
 
 
 def lion(rule, grad, master, exp_avg, number):
-    """Program 1 of Chen et al.: a step in the direction of a sign, and a weight decay that is decoupled."""
+    """Apply program 1 of Chen et al.: a step in the direction of a sign, with decoupled weight decay."""
 
     def average(beta):
         return ieee.add(ieee.multiply(exp_avg, number(beta)), ieee.multiply(grad, number(1 - beta)))
@@ -122,31 +122,31 @@ def double(value):
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What an update reads, and by which rule. `param` is the dtype it writes; the gradient's is in the gradient."""
+    """Inputs of one update. `param` is the dtype of the updated parameter."""
 
     rule: Rule
-    last: torch.Tensor
-    earlier: torch.Tensor | None
+    latest: torch.Tensor
+    accumulated: torch.Tensor | None
     scales: tuple[float, ...]
     master: torch.Tensor
     states: tuple[torch.Tensor, ...]
     param: torch.dtype
 
     @classmethod
-    def drawn(cls, rule, numel, random, *, last, param, earlier=False, scales=()):
+    def drawn(cls, rule, numel, random, *, latest, param, accumulated=False, scales=()):
         """Random numbers, the special ones among them. `last`: the gradient, or its dtype."""
-        if isinstance(last, torch.dtype):
-            last = ieee.tensor(numel, last, random)
+        if isinstance(latest, torch.dtype):
+            latest = ieee.tensor(numel, latest, random)
         master, summed, *states = (torch.from_numpy(ieee.numbers(numel, random)) for _ in range(2 + len(rule.kinds)))
-        if len(states) == 2:  # a variance is not negative, or all that follows is NaN; now and then it is
+        if len(states) == 2:  # mostly not negative: the root of a negative variance is NaN
             states[1] = torch.where(torch.from_numpy(random.random(numel) < 0.9), states[1].abs(), states[1])
-        return cls(rule, last, summed if earlier else None, scales, master, tuple(states), param)
+        return cls(rule, latest, summed if accumulated else None, scales, master, tuple(states), param)
 
     def expected(self):
-        """The bits that the list leads to: of the parameter, of its master, of the states."""
-        grad = ieee.widened(self.last)
-        if self.earlier is not None:
-            grad = ieee.add(self.earlier.numpy(), grad)
+        """Return the expected bits of the parameter, its master and the states."""
+        grad = ieee.widened(self.latest)
+        if self.accumulated is not None:
+            grad = ieee.add(self.accumulated.numpy(), grad)
         for scale in self.scales:
             grad = ieee.multiply(grad, ieee.rounded(scale))
         state = [self.master.numpy(), *(state.numpy() for state in self.states)]
@@ -154,37 +154,37 @@ class OptimizerStep:
         return [ieee.stored(after[0], self.param), *(ieee.stored(values) for values in after)]
 
     def found(self, implementation):
-        """The bits that an implementation leaves."""
-        last, master = self.last.clone(), self.master.clone()
+        """Return the bits after an update by a backend."""
+        latest, master = self.latest.clone(), self.master.clone()
         states = tuple(state.clone() for state in self.states)
-        param = last if self.param == last.dtype else torch.empty_like(last, dtype=self.param)
-        earlier = None if self.earlier is None else self.earlier.clone()
-        implementation.update([Span(param, Gradient(last, earlier), master, states, self.rule)], self.scales)
-        if earlier is not None:
-            assert np.array_equal(ieee.bits_of(earlier), ieee.bits_of(self.earlier)), "gradients are only read"
+        param = latest if self.param == latest.dtype else torch.empty_like(latest, dtype=self.param)
+        accumulated = None if self.accumulated is None else self.accumulated.clone()
+        implementation.update([Span(param, Gradient(latest, accumulated), master, states, self.rule)], self.scales)
+        if accumulated is not None:
+            assert np.array_equal(ieee.bits_of(accumulated), ieee.bits_of(self.accumulated)), "gradients are only read"
         return [ieee.bits_of(tensor) for tensor in (param, master, *states)]
 
     def check(self, implementation, expected=None):
-        """Compare them."""
+        """Compare the bits of a backend with the expected ones."""
         found = self.found(implementation)
         expected = expected if expected is not None else self.expected()
         for name, bits, other in zip(("param", "master", *self.rule.kinds), expected, found, strict=True):
             wrong = np.flatnonzero(bits != other)
             assert not wrong.size, (
                 f"{self.rule}: {name} differs in {wrong.size} of {bits.size}, first in {wrong[0]}: "
-                f"{bits[wrong[0]]:#x} expected, {other[wrong[0]]:#x} found, of a gradient {self.last[wrong[0]]}, "
+                f"{bits[wrong[0]]:#x} expected, {other[wrong[0]]:#x} found, of a gradient {self.latest[wrong[0]]}, "
                 f"master {self.master[wrong[0]]}, states {[state[wrong[0]].item() for state in self.states]}"
             )
 
 
-# The reference itself
+# Tests of the reference
 
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def nearest(exact: Fraction) -> np.float32:
-    """The float32 nearest to a fraction, ties to even: by integers, with no rounding in between."""
+    """Round a fraction to float32, ties to even, by integer arithmetic without intermediate rounding."""
     if exact == 0:
         return np.float32(0)
     exponent = abs(exact.numerator).bit_length() - exact.denominator.bit_length()
@@ -208,11 +208,11 @@ def test_two_roundings_are_as_good_as_one(one, other):
 @quick
 @given(floats.map(abs))
 def test_two_roundings_of_a_square_root_are_as_good_as_one(value):
-    # Denormals too are squares of numbers that are not: 96 more binary digits are 48 more of the root.
+    # The roots of denormals are normal numbers: 96 more binary digits of the value are 48 more of the root.
     root = nearest(Fraction(math.isqrt(int(Fraction(value) * 2**298)), 2**149))
     below, above = (Fraction(float(np.nextafter(root, np.float32(to)))) for to in (0, np.inf))
     assert ieee.square_root(np.float32([value])) == root
-    # The integer root above is cut off; what it was rounded to is the nearest all the same.
+    # The integer root above is truncated; its rounding is nevertheless the nearest number.
     middle = (Fraction(float(root)) + above) / 2, (Fraction(float(root)) + below) / 2
     assert middle[1] ** 2 <= Fraction(value) <= middle[0] ** 2
 
@@ -232,16 +232,16 @@ def test_the_numbers_drawn_are_as_hard_as_they_should_be():
         assert all(int(kind.sum()) > 20 for kind in kinds.values()), (dtype, kinds)
 
 
-# Implementations against the list
+# Backends against the reference
 
 
 @cache
 def hard(rule: Rule, dtype: torch.dtype):
-    """Updates by a rule of gradients of a dtype, and what they lead to."""
+    """Return updates by a rule for a gradient dtype, with their expected bits."""
     random = np.random.default_rng(RULES.index(rule))
     updates = [
-        OptimizerStep.drawn(rule, 1500, random, last=dtype, param=param, earlier=earlier, scales=scales)
-        for param, (earlier, scales) in zip(
+        OptimizerStep.drawn(rule, 1500, random, latest=dtype, param=param, accumulated=accumulated, scales=scales)
+        for param, (accumulated, scales) in zip(
             [dtype, *ieee.DTYPES, *ieee.DTYPES], product((False, True), SCALES), strict=False
         )
     ]
@@ -250,7 +250,7 @@ def hard(rule: Rule, dtype: torch.dtype):
 
 @pytest.mark.parametrize("implementation", implementations.ALL)
 @pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
-@pytest.mark.parametrize("rule", RULES, ids=spelt)
+@pytest.mark.parametrize("rule", RULES, ids=rule_name)
 def test_updates_have_the_bits_of_the_written_list(rule, dtype, implementation):
     for update, expected in hard(rule, dtype):
         update.check(implementation, expected)
@@ -269,7 +269,7 @@ def test_every_gradient_of_16_bits(dtype, implementation):
     random = np.random.default_rng(1)
     every = ieee.from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
     for rule in (RULES[1], RULES[12], RULES[15]):
-        OptimizerStep.drawn(rule, 1 << 16, random, last=every, param=dtype, scales=(0.3,)).check(implementation)
+        OptimizerStep.drawn(rule, 1 << 16, random, latest=every, param=dtype, scales=(0.3,)).check(implementation)
 
 
 rates = st.sampled_from([0.0, 1e-42, 1e-8, 1.0, 1e30]) | st.floats(0, 10)
@@ -288,17 +288,17 @@ dtypes = st.sampled_from(ieee.DTYPES)
 @pytest.mark.parametrize("implementation", implementations.ALL)
 @quick
 @given(any_rule, dtypes, dtypes, st.booleans(), st.lists(rates, max_size=2).map(tuple), st.integers(0, 1 << 30))
-def test_any_hyper_parameters(implementation, rule, dtype, param, earlier, scales, seed):
+def test_any_hyper_parameters(implementation, rule, dtype, param, accumulated, scales, seed):
     random = np.random.default_rng(seed)
-    update = OptimizerStep.drawn(rule, 100, random, last=dtype, param=param, earlier=earlier, scales=scales)
+    update = OptimizerStep.drawn(rule, 100, random, latest=dtype, param=param, accumulated=accumulated, scales=scales)
     update.check(implementation)
 
 
 @pytest.mark.parametrize("implementation", implementations.ALL)
 @pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
-@pytest.mark.parametrize("rule", [RULES[1], RULES[12], RULES[14], RULES[15]], ids=spelt)
+@pytest.mark.parametrize("rule", [RULES[1], RULES[12], RULES[14], RULES[15]], ids=rule_name)
 def test_a_nan_is_stored_without_sign_and_payload(rule, dtype, implementation):
-    """Wherever it comes from, and whatever it was: the gradient, the master, a state, or an operation."""
+    """The NaN may come from the gradient, the master, a state or an operation."""
     nans = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF], dtype=np.uint32)
     if dtype == torch.float32:
         grads = ieee.from_bits(nans, dtype)
@@ -308,20 +308,20 @@ def test_a_nan_is_stored_without_sign_and_payload(rule, dtype, implementation):
     ones, poisoned = torch.ones(6), ieee.from_bits(nans, torch.float32)
     sources = [(grads, ones), (torch.ones(6, dtype=dtype), poisoned), (torch.full((6,), torch.inf, dtype=dtype), ones)]
     sources.append((torch.ones(6, dtype=dtype), torch.full((6,), -torch.inf)))
-    for last, state in sources:
+    for latest, state in sources:
         states = tuple(state.clone() for _ in rule.kinds)
-        update = OptimizerStep(rule, last, None, (0.5,), state.clone(), states, dtype)
+        update = OptimizerStep(rule, latest, None, (0.5,), state.clone(), states, dtype)
         update.check(implementation)
         for name, bits in zip(("param", "master", *rule.kinds), update.found(implementation), strict=True):
             kind = dtype if name == "param" else torch.float32
             is_nan = ieee.from_bits(bits, kind).isnan().numpy()
             assert (bits[is_nan] == ieee.CANONICAL_NAN[kind]).all()
-            assert is_nan.all() or last.isinf().any() or state.isinf().any()
+            assert is_nan.all() or latest.isinf().any() or state.isinf().any()
 
 
-@pytest.mark.parametrize("rule", RULES, ids=spelt)
+@pytest.mark.parametrize("rule", RULES, ids=rule_name)
 def test_a_master_of_double_precision_goes_through_the_same_list(rule):
-    """In double precision, where numpy's operations are correctly rounded as they are."""
+    """NumPy's float64 operations are correctly rounded."""
     random = np.random.default_rng(2)
     grad, master, *states = (random.standard_normal(5000) for _ in range(2 + len(rule.kinds)))
     states = [np.abs(state) for state in states]
@@ -334,7 +334,7 @@ def test_a_master_of_double_precision_goes_through_the_same_list(rule):
         assert not wrong.size, f"{wrong.size} of {expected.size} differ, first in {wrong[0]}"
 
 
-# PyTorch's own
+# PyTorch's optimizers
 
 
 x86_only = pytest.mark.skipif(
@@ -345,7 +345,7 @@ x86_only = pytest.mark.skipif(
 
 @x86_only
 def test_without_vector_instructions_pytorch_gives_these_bits():
-    # PyTorch reads the variable once in a process.
+    # PyTorch reads the variable once per process.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "unit/torch_without_avx.py"]
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
     tests = Path(__file__).parents[1]
@@ -355,18 +355,18 @@ def test_without_vector_instructions_pytorch_gives_these_bits():
 
 LR = 1e-3
 MOST_OF_LR = 5e-4
-"""How far a parameter may be from PyTorch's after 1,000 steps, in units of the learning rate. Measured: 3.0e-4."""
+"""Largest allowed difference from PyTorch after 1,000 steps, in learning rates. Measured: 3.0e-4."""
 MOST_ULPS = 40
-"""The same in units of its last place, where the parameter is not smaller than 10 learning rates. Measured: 22."""
+"""The difference in units in the last place, for parameters of at least 10 learning rates. Measured: 22."""
 MOST_OF_CHANGE = 1.5e-6
-"""The 2-norm of the difference, relative to that of what 1,000 steps have changed. Measured: 7.6e-7."""
+"""The 2-norm of the difference, relative to the change by 1,000 steps. Measured: 7.6e-7."""
 
 
 @x86_only
 @pytest.mark.parametrize("magnitude", [1.0, 1e-4])
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False, "fused": False}], ids=["fused", "plain"])
 def test_after_a_thousand_steps_pytorch_is_within_rounding_errors(options, magnitude):
-    """With vector instructions PyTorch contracts some operations; that is all that differs, and it stays small."""
+    """With vector instructions PyTorch contracts some operations; the resulting difference stays small."""
     generator = torch.Generator().manual_seed(2)
     start = 0.5 * torch.randn(4109, generator=generator)
     param, master = torch.nn.Parameter(start.clone()), start.clone()

@@ -1,4 +1,4 @@
-"""Triton's kernels without a GPU: what they compute, interpreted, and what they are compiled to."""
+"""Triton kernels without a GPU: their results in the interpreter, and the code they are compiled to."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import patrickstar._kernels
-from patrickstar._kernels import triton_backend as fused
+from patrickstar._kernels import triton_backend
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
 ARITHMETIC = re.compile(r"(add|sub|mul|div|sqrt|rsqrt|rcp|fma|mad)\..*f(16|32|64)")
@@ -25,7 +25,7 @@ needs_triton = pytest.mark.skipif(
 
 @needs_triton
 def test_interpreted_kernels_give_the_bits_of_the_list():
-    # Triton reads the variable while it is imported, and another test may have done that already.
+    # Triton reads the variable when it is imported, which may already have happened in this process.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "unit/interpreted_triton.py"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True)
@@ -33,7 +33,7 @@ def test_interpreted_kernels_give_the_bits_of_the_list():
 
 
 class NoDevice:
-    """Triton's driver of a GPU that isn't there: enough to compile for it."""
+    """Triton driver of an absent GPU, sufficient for compiling."""
 
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget
@@ -41,7 +41,7 @@ class NoDevice:
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self):
-        return -1  # so that no kernel is kept for a device that is there
+        return -1  # keeps kernels of real devices out of the cache
 
     def get_current_stream(self, device):
         return 0
@@ -49,23 +49,23 @@ class NoDevice:
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """What the kernels' launches are compiled to; none is launched."""
+    """Return the backend and the list of its compiled kernels; none is launched."""
     from triton.runtime import driver
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = fused.TritonBackend.find()
-    if "interpreted" in found.name:
-        pytest.skip("Triton is told to interpret: unset TRITON_INTERPRET")
+    backend = triton_backend.TritonBackend.find()
+    if "interpreted" in backend.name:
+        pytest.skip("Triton runs in the interpreter: unset TRITON_INTERPRET")
     results = []
     for name in ("update_kernel", "grad_stats_kernel", "fold_kernel"):
-        kernel = getattr(found._kernels, name)
+        kernel = getattr(backend._kernels, name)
 
         def compile_only(*args, run=kernel.run, **options):
             results.append(run(*args, **{**options, "warmup": True}))
 
         monkeypatch.setattr(kernel, "run", compile_only)
     monkeypatch.setattr(driver, "_active", NoDevice())
-    return found, results
+    return backend, results
 
 
 def span(rule: Rule, dtype: torch.dtype = torch.bfloat16, numel: int = 64) -> Span:
@@ -80,18 +80,18 @@ def operations(kernel) -> set[str]:
 
 @needs_triton
 def test_compiled_kernels_round_every_operation(compiled):
-    found, results = compiled
+    backend, results = compiled
     spans = [span(rule) for rule in kernel_cases.RULES]
     spans += [span(kernel_cases.RULES[0], dtype, numel) for dtype in kernel_cases.DTYPES for numel in (1, 33)]
-    found.update(spans, (0.5, 0.3))
-    found.update(spans[:1], ())
-    found.grad_stats([one.grad for one in spans[-4:]], (0.5, 0.3))
+    backend.update(spans, (0.5, 0.3))
+    backend.update(spans[:1], ())
+    backend.grad_stats([item.grad for item in spans[-4:]], (0.5, 0.3))
     assert len(results) == len(spans) + 1 + 2 * 4
     for kernel in results:
         arithmetic = {
             name for name in operations(kernel) if re.match(r"(add|sub|mul|div|sqrt|fma|mad)\..*f(32|64)", name)
         }
-        # Contracted, approximate and flushing operations have other names.
+        # Contracted, approximate and flushing operations have different names.
         rounded = {f"{name}.rn.f{bits}" for name in ("add", "sub", "mul", "div", "sqrt") for bits in (32, 64)}
         assert arithmetic and arithmetic <= rounded
     assert {"div.rn.f32", "sqrt.rn.f32"} <= operations(results[0])
@@ -99,10 +99,10 @@ def test_compiled_kernels_round_every_operation(compiled):
 
 @needs_triton
 def test_steps_are_not_compiled_again(compiled):
-    found, results = compiled
+    backend, results = compiled
     for step in range(1, 4):
         rule = kernel_cases.AdamRule(float(step), 0.9, 0.999, 1e-8, 0.1 / step, True, step)
-        found.update([span(rule)], (1 / step,))
+        backend.update([span(rule)], (1 / step,))
     assert len({kernel.hash for kernel in results}) == 1
 
 
@@ -110,9 +110,9 @@ def test_without_triton_there_are_no_kernels(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "patrickstar._kernels.triton_kernels", raising=False)
     monkeypatch.delattr(patrickstar._kernels, "triton_kernels", raising=False)
-    fused._kernels.cache_clear()
+    triton_backend._kernels.cache_clear()
     try:
-        assert fused.TritonBackend.find() is None
-        assert not fused.TritonBackend.supports(span(kernel_cases.RULES[0]))
+        assert triton_backend.TritonBackend.find() is None
+        assert not triton_backend.TritonBackend.supports(span(kernel_cases.RULES[0]))
     finally:
-        fused._kernels.cache_clear()
+        triton_backend._kernels.cache_clear()

@@ -1,1 +1,1 @@
-"""The arithmetic of the update."""
+"""Update rules, and the eager, C++ and Triton backends that apply them."""

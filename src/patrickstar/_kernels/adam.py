@@ -13,11 +13,11 @@ from patrickstar._layout.schema import EXP_AVG, EXP_AVG_SQ
 
 @dataclass(frozen=True)
 class AdamRule(Rule):
-    """One update of Adam. `step` counts from 1; `decoupled` is AdamW's weight decay, else L2.
+    """One Adam update. `step` counts from 1; `decoupled` selects AdamW's weight decay instead of L2.
 
-    The operations and their order are those of `torch.optim.AdamW` where PyTorch runs without fused multiply-adds:
-    with `ATEN_CPU_CAPABILITY=default`, its fused kernel gives these bits. With AVX2 or AVX-512 PyTorch contracts some
-    of them, and others at the end of a tensor.
+    The operations and their order are those of `torch.optim.AdamW` without fused multiply-adds: its fused kernel gives
+    the same bits with `ATEN_CPU_CAPABILITY=default`. With AVX2 or AVX-512, PyTorch contracts some of the operations,
+    and different ones at the end of a tensor.
     """
 
     lr: float
@@ -32,18 +32,18 @@ class AdamRule(Rule):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Momentum and variance."""
+        """Names of the momentum and variance states."""
         return (EXP_AVG, EXP_AVG_SQ)
 
     @property
     def mode(self) -> int:
-        """0: no weight decay, 1: L2, 2: decoupled."""
+        """Weight decay: 0 none, 1 L2, 2 decoupled."""
         return 0 if self.weight_decay == 0 else 2 if self.decoupled else 1
 
     def scalars(self, dtype: torch.dtype) -> tuple[float, ...]:
-        """Decay, weight of the change, beta2, 1 - beta2, bias correction of v, eps, -step size, light or heavy."""
+        """Return decay, interpolation weight, beta2, 1 - beta2, bias correction of v, eps, -step size, and `light`."""
         weight = rounded(1 - self.beta1, dtype)
-        light = weight < 0.5  # as `torch.lerp` does it: from the nearer end
+        light = weight < 0.5  # `torch.lerp` also interpolates from the nearer end
         decay = 1 - self.lr * self.weight_decay if self.decoupled else self.weight_decay
         step_size = self.lr / (1 - self.beta1**self.step)
         correction = (1 - self.beta2**self.step) ** 0.5
@@ -52,7 +52,7 @@ class AdamRule(Rule):
         return tuple(rounded(value, dtype) for value in values)
 
     def apply(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        """The list."""
+        """Apply the update in place."""
         exp_avg, exp_avg_sq = states
         decay, weight1, beta2, weight2, correction2, eps, minus_step_size, light = self.scalars(master.dtype)
         if self.mode == 1:
@@ -62,6 +62,6 @@ class AdamRule(Rule):
         change = (grad - exp_avg).mul_(weight1)
         torch.add(exp_avg if light else grad, change, out=exp_avg)
         exp_avg_sq.mul_(beta2).add_((grad * weight2).mul_(grad))
-        # A tensor, since CUDA divides by a number by multiplying with its reciprocal.
+        # A tensor, because on CUDA division by a scalar multiplies by its reciprocal.
         denominator = square_root(exp_avg_sq).div_(torch.full_like(exp_avg_sq, correction2)).add_(eps)
         master.add_((exp_avg * minus_step_size).div_(denominator))

@@ -1,6 +1,6 @@
-"""Rules by the C++ kernel: all in one pass over memory, on the process's pool of threads, without the GIL.
+"""C++ backend: one pass over host memory per update, on a thread pool of the process, without holding the GIL.
 
-The library has a C interface and knows nothing of PyTorch, so it works with any version of it: addresses go in.
+The library has a C interface that takes addresses and does not link PyTorch, so it works with any PyTorch version.
 """
 
 import ctypes
@@ -20,16 +20,16 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SCALARS = 8
 STATES = 2
 NO_VARIANT, NO_MEMORY = -1, -2
-"""What the library's functions return where they could not begin."""
+"""Error codes of the library's functions."""
 
 
 class _Span(ctypes.Structure):
-    """`Span` in cpp/spans.h."""
+    """Mirror of `Span` in cpp/spans.h."""
 
     _fields_ = [
         ("param", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),
-        ("earlier", ctypes.c_void_p),
+        ("accumulated", ctypes.c_void_p),
         ("master", ctypes.c_void_p),
         ("states", ctypes.c_void_p * STATES),
         ("scales", ctypes.c_void_p),
@@ -44,32 +44,33 @@ class _Span(ctypes.Structure):
 
 
 class Unavailable(Exception):
-    """A kernel can't be used here; the message says why, and what to do."""
+    """A compiled backend cannot be used here. The message gives the reason and the remedy."""
 
 
 class Running:
-    """An update that the pool is working on. The tensors it reads and writes are kept until it is finished."""
+    """An update that the thread pool is executing. It keeps references to the tensors until it is finished."""
 
-    def __init__(self, library: ctypes.CDLL, keep: object) -> None:
-        self._library, self._keep = library, keep
-        self.handle = ctypes.c_void_p()  # written by the library itself, so that no exception can come in between
+    def __init__(self, library: ctypes.CDLL, tensors: object) -> None:
+        self._library, self._tensors = library, tensors
+        self.handle = ctypes.c_void_p()  # the library writes it, so an exception can't occur between start and store
 
     def finish(self) -> None:
-        """Wait for it."""
+        """Wait for completion."""
         if self.handle:
             handle, self.handle = self.handle, ctypes.c_void_p()
             self._library.patrickstar_finish(handle)
-        self._keep = None
+        self._tensors = None
 
     def __del__(self) -> None:
-        # An exception may come between start and finish, and the tensors must outlive the update all the same.
+        # If an exception skips `finish`, the tensors must still outlive the update.
         self.finish()
 
 
 class CppBackend:
-    """The C++ kernel. `variant` names the instruction set, `threads` how many of the pool's may work at once.
+    """Updates and gradient statistics by the C++ library.
 
-    Left out, these are the fastest that the machine has, and as many threads as PyTorch uses.
+    `variant` names the instruction set (default: the fastest one here), `threads` limits the number of threads per call
+    (default: as many as PyTorch uses).
     """
 
     def __init__(self, library: ctypes.CDLL, variant: str | None = None, threads: int | None = None) -> None:
@@ -80,19 +81,19 @@ class CppBackend:
 
     @classmethod
     def load(cls) -> "CppBackend":
-        """The kernel. Raises Unavailable where the package was installed without it, or it can't be loaded."""
+        """Load the library. Raises Unavailable if it was not built or can't be loaded."""
         return cls(_library())
 
     @classmethod
     def find(cls, variant: str | None = None, threads: int | None = None) -> "CppBackend | None":
-        """The same, or None."""
+        """Load the library, or return None if that fails."""
         try:
             return cls(_library(), variant, threads)
         except Unavailable:
             return None
 
     def variants(self) -> list[str]:
-        """The instruction sets that this build has and this machine runs, the fastest first."""
+        """Return the instruction sets that this build contains and this machine supports, fastest first."""
         names: list[str] = []
         while (name := self._library.patrickstar_variant(len(names))) is not None:
             names.append(name.decode())
@@ -100,12 +101,12 @@ class CppBackend:
 
     @property
     def pool_size(self) -> int:
-        """How many threads the process's pool has started."""
+        """Number of threads that the pool of the process has started."""
         return int(self._library.patrickstar_pool_size())
 
     @staticmethod
     def supports(span: Span) -> bool:
-        """Whether the kernel has this rule for these dtypes, in memory that it can reach."""
+        """Return True if the library implements the rule for these dtypes and all tensors are in host memory."""
         return (
             span.rule.code is not None
             and CppBackend.supports_gradient(span.grad)
@@ -116,11 +117,11 @@ class CppBackend:
 
     @staticmethod
     def supports_gradient(grad: Gradient) -> bool:
-        """Whether the kernel can survey this gradient."""
+        """Return True if the library can read this gradient."""
         return grad.latest.device.type == "cpu" and grad.latest.dtype in DTYPES and grad.dtype == torch.float32
 
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> Running:
-        """Begin an update, to be waited for with `finish`."""
+        """Start an update. The caller must call `finish` on the result."""
         packed = self._pack([span.grad for span in spans])
         scalars: dict[Rule, tuple[float, ...]] = {}
         for target, span in zip(packed, spans, strict=True):
@@ -136,48 +137,50 @@ class CppBackend:
         running = Running(self._library, list(spans))
         self._check(
             self._library.patrickstar_start(
-                packed, len(spans), *_doubles(scales), *self._how(), ctypes.byref(running.handle)
+                packed, len(spans), *_doubles(scales), *self._execution(), ctypes.byref(running.handle)
             )
         )
         return running
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
-        """Update every span: gradients scaled, masters and states in place, parameters rounded."""
+        """Scale the gradients, update masters and states in place, and store the rounded parameters."""
         self.start(spans, scales).finish()
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
-        """Sums of squares and non-finite elements of the scaled gradients."""
+        """Return the statistics of the scaled gradients."""
         packed, sums, not_finite = self._pack(gradients), (ctypes.c_double * len(gradients))(), ctypes.c_int64()
         self._check(
-            self._library.patrickstar_survey(
-                packed, len(packed), *_doubles(scales), *self._how(), sums, ctypes.byref(not_finite)
+            self._library.patrickstar_grad_stats(
+                packed, len(packed), *_doubles(scales), *self._execution(), sums, ctypes.byref(not_finite)
             )
         )
         return GradStats(tuple(sums), not_finite.value)
 
     def read(self, words: torch.Tensor) -> None:
-        """Read a flat tensor of 8-byte words and do nothing with them: what memory gives at most, for benchmarks."""
-        self._library.patrickstar_read(words.data_ptr(), words.numel(), self._how()[0])
+        """Read a flat tensor of 8-byte words without using them, to measure memory bandwidth in benchmarks."""
+        self._library.patrickstar_read(words.data_ptr(), words.numel(), self._execution()[0])
 
     @staticmethod
     def _pack(gradients: Sequence[Gradient]) -> ctypes.Array[_Span]:
         packed = (_Span * len(gradients))()
         for target, grad in zip(packed, gradients, strict=True):
             target.grad, target.grad_dtype = grad.latest.data_ptr(), DTYPES[grad.latest.dtype]
-            target.earlier = None if grad.accumulated is None else grad.accumulated.data_ptr()
+            target.accumulated = None if grad.accumulated is None else grad.accumulated.data_ptr()
             target.numel = grad.numel
         return packed
 
-    def _how(self) -> tuple[int, bytes | None]:
-        """Threads and variant, as the library takes them."""
+    def _execution(self) -> tuple[int, bytes | None]:
+        """Return the number of threads and the variant as arguments of the library."""
         threads = self._threads if self._threads is not None else torch.get_num_threads()
         return threads, self._variant.encode() if self._variant is not None else None
 
     def _check(self, status: int) -> None:
         if status == NO_VARIANT:
-            raise ValueError(f"this machine runs the kernel's variants {self.variants()}, not {self._variant!r}")
+            raise ValueError(
+                f"this machine supports the C++ kernel's variants {self.variants()}, not {self._variant!r}"
+            )
         if status == NO_MEMORY:
-            raise MemoryError("the C++ kernel found no memory for its list of pages")
+            raise MemoryError("the C++ kernel could not allocate host memory for its list of pages")
 
 
 def _doubles(values: Sequence[float]) -> tuple[ctypes.Array[ctypes.c_double], int]:
@@ -186,18 +189,18 @@ def _doubles(values: Sequence[float]) -> tuple[ctypes.Array[ctypes.c_double], in
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The shared library, which lies beside this file, or where an editable install has put it."""
+    """Load the shared library from this package or from the folder of an editable install."""
     folders = [Path(folder) for folder in patrickstar._kernels.__path__]
-    found = [folder / LIBRARY for folder in folders if (folder / LIBRARY).exists()]
-    if not found:
+    paths = [folder / LIBRARY for folder in folders if (folder / LIBRARY).exists()]
+    if not paths:
         raise Unavailable(
-            "it was not built when the package was installed: that takes a C++ compiler (Debian, Ubuntu: "
-            "apt install g++). Install the package again, from where it came, with `pip install --no-cache-dir -v`"
+            "it was not built when the package was installed, because building it needs a C++ compiler (Debian, "
+            "Ubuntu: apt install g++). Install one, then reinstall the package with `pip install --no-cache-dir -v`"
         )
     try:
-        library = ctypes.CDLL(str(found[0]))
+        library = ctypes.CDLL(str(paths[0]))
     except OSError as error:
-        raise Unavailable(f"{found[0]} can't be loaded: {error}") from error
+        raise Unavailable(f"{paths[0]} can't be loaded: {error}") from error
     number, text, address, count = ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64
     call = [address, count, address, count, number, text]
     for name, result, arguments in (
@@ -207,7 +210,7 @@ def _library() -> ctypes.CDLL:
         ("pool_size", number, []),
         ("start", count, [*call, address]),
         ("finish", None, [address]),
-        ("survey", count, [*call, address, address]),
+        ("grad_stats", count, [*call, address, address]),
         ("read", ctypes.c_uint64, [address, count, number]),
     ):
         function = getattr(library, f"patrickstar_{name}")
@@ -215,12 +218,12 @@ def _library() -> ctypes.CDLL:
     sources = next((folder / "cpp" for folder in folders if (folder / "cpp").is_dir()), None)
     differs = sources is not None and library.patrickstar_sources().decode() != _digest(sources)
     if differs or library.patrickstar_span_bytes() != ctypes.sizeof(_Span):
-        raise Unavailable(f"{found[0]} was built from other sources than these: install the package again")
+        raise Unavailable(f"{paths[0]} was built from different sources: reinstall the package")
     return library
 
 
 def _digest(folder: Path) -> str:
-    """What the build puts into the library to say which sources it is made of."""
+    """Return the digest of the sources, computed as CMakeLists.txt does."""
     sources = sorted(
         path for path in folder.iterdir() if path.suffix in (".cpp", ".h") or path.name == "CMakeLists.txt"
     )

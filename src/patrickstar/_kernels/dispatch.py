@@ -1,4 +1,4 @@
-"""Which implementation updates what. All give the same bits: see [Note: the same bits everywhere]."""
+"""Choice of a backend for each update. All give the same bits: see [Note: bitwise-identical backends]."""
 
 import warnings
 from collections.abc import Sequence
@@ -16,99 +16,96 @@ from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
 
 class Backend(Protocol):
-    """What updates spans and surveys their gradients."""
+    """Implementation of updates and gradient statistics."""
 
     name: str
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
-        """Update every span: gradients scaled, masters and states in place, parameters rounded."""
+        """Scale the gradients, update masters and states in place, and store the rounded parameters."""
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
-        """Sums of squares, in the order of `gradients`, and non-finite elements of the scaled gradients."""
+        """Return the statistics of the scaled gradients, with sums of squares in the order of `gradients`."""
 
 
 class Kernels:
-    """The fastest implementation for each span: C++ on the host, Triton on a GPU, and the written list for the rest."""
+    """Dispatcher to the fastest backend for each span: C++ on the host, Triton on a GPU, eager otherwise."""
 
-    def __init__(self, native: CppBackend | None, fused: TritonBackend | None = None) -> None:
-        self.native = native
-        self.fused = fused
-        self.listed = EagerBackend()
+    def __init__(self, cpp: CppBackend | None, triton: TritonBackend | None = None) -> None:
+        self.cpp = cpp
+        self.triton = triton
+        self.eager = EagerBackend()
 
     @classmethod
     def best(cls, device: torch.device) -> "Kernels":
-        """What this installation offers where the compute device is this one; says so once where a kernel is missing.
+        """Load all backends that work here for this compute device, and warn once about each missing one.
 
-        With a GPU that is both: chunks are updated where they lie.
+        With a GPU both backends are used, because each chunk is updated on the tier that holds it.
         """
-        native, fused = None, None
+        cpp, triton = None, None
         try:
-            native = CppBackend.load()
+            cpp = CppBackend.load()
         except Unavailable as error:
             _warn_missing("C++ kernel", str(error))
         try:
-            fused = TritonBackend.load(device) if device.type == "cuda" else None
+            triton = TritonBackend.load(device) if device.type == "cuda" else None
         except Unavailable as error:
             _warn_missing("Triton kernel", str(error))
-        return cls(native, fused)
+        return cls(cpp, triton)
 
     def for_update(self, span: Span) -> Backend:
-        """What updates this span."""
-        for one in (self.native, self.fused):
-            if one is not None and one.supports(span):
-                return one
-        return self.listed
+        """Return the backend that updates this span."""
+        for backend in (self.cpp, self.triton):
+            if backend is not None and backend.supports(span):
+                return backend
+        return self.eager
 
     def for_grad_stats(self, grad: Gradient) -> Backend:
-        """What surveys this gradient."""
-        for one in (self.native, self.fused):
-            if one is not None and one.supports_gradient(grad):
-                return one
-        return self.listed
+        """Return the backend that computes the statistics of this gradient."""
+        for backend in (self.cpp, self.triton):
+            if backend is not None and backend.supports_gradient(grad):
+                return backend
+        return self.eager
 
     def has_kernel(self, device: torch.device) -> bool:
-        """Whether updates on a device have a kernel, and need no memory beside chunks."""
-        return (self.native if device.type == "cpu" else self.fused) is not None
+        """Return True if updates on a device run on a compiled backend, which needs no workspace."""
+        return (self.cpp if device.type == "cpu" else self.triton) is not None
 
     def workspace_bytes(self, rule: Rule, device: torch.device, dtype: torch.dtype, numel: int) -> int:
-        """What updating a parameter of `numel` elements takes beside chunks, on a device, for masters of a dtype."""
+        """Return the workspace bytes for updating a parameter of `numel` elements; `dtype` is the master's."""
         if self.has_kernel(device) and rule.code is not None and dtype == torch.float32:
             return 0
         return min(numel, PAGE_NUMEL if rule.by_pages else numel) * WORKSPACE_ITEMS * dtype.itemsize
 
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Running]:
-        """Update every span; what the C++ kernel does may still be running, and must be waited for."""
+        """Update every span. The returned C++ updates may still be running; the caller must call `finish`."""
         running: list[Running] = []
         try:
-            for implementation, some in groupby(spans, self.for_update):
-                if isinstance(implementation, CppBackend):
-                    running.append(implementation.start(list(some), scales))
+            for backend, group in groupby(spans, self.for_update):
+                if isinstance(backend, CppBackend):
+                    running.append(backend.start(list(group), scales))
                 else:
-                    implementation.update(list(some), scales)
+                    backend.update(list(group), scales)
         except BaseException:
-            for one in running:
-                one.finish()
+            for update in running:
+                update.finish()
             raise
         return running
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
-        """Update every span."""
+        """Update every span and wait for completion."""
         for running in self.start(spans, scales):
             running.finish()
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
-        """Look at all gradients."""
-        found = (
-            implementation.grad_stats(list(some), scales)
-            for implementation, some in groupby(gradients, self.for_grad_stats)
-        )
-        return GradStats.joined(found)
+        """Return the statistics of the scaled gradients, in their order."""
+        groups = groupby(gradients, self.for_grad_stats)
+        return GradStats.merge(backend.grad_stats(list(group), scales) for backend, group in groups)
 
 
 @cache
-def _warn_missing(what: str, why: str) -> None:
+def _warn_missing(kernel: str, reason: str) -> None:
     warnings.warn(
-        f"PatrickStar runs without its {what}: those updates run on PyTorch's operators, with the same bits but "
-        f"several times slower. {why[:1].upper()}{why[1:]}",
+        f"PatrickStar runs without its {kernel}: the affected updates use PyTorch's operators, which give the same "
+        f"bits but are several times slower. {reason[:1].upper()}{reason[1:]}",
         stacklevel=2,
     )

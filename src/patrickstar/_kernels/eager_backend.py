@@ -1,4 +1,4 @@
-"""Rules by PyTorch's operators, page by page: the written list itself, on any device."""
+"""Eager backend: applies update rules with PyTorch's operators, page by page, on any device."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,19 +9,19 @@ from patrickstar._kernels.rounding import canonical_nan_, round_into
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
 PAGE_NUMEL = 1 << 18
-"""Elements that are worked on at a time: no temporary is larger (1 MiB in fp32). A multiple of a survey's block."""
+"""Elements per page, which bounds every temporary (1 MiB in fp32). A multiple of `grad_norm.BLOCK_NUMEL`."""
 
 WORKSPACE_ITEMS = 6
-"""The most temporaries of a page's length that are alive at once, in numbers of the master's dtype (Lion's, 5.25)."""
+"""Upper bound on simultaneous page-sized temporaries, counted in the master's dtype (Lion needs 5.25)."""
 
 
 class EagerBackend:
-    """Runs `Rule.apply` as it is written."""
+    """Reference backend, which calls `Rule.apply` itself."""
 
     name = "PyTorch's operators"
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
-        """Update every span: gradients scaled, masters and states in place, parameters rounded."""
+        """Scale the gradients, update masters and states in place, and store the rounded parameters."""
         for span in spans:
             for page in pages(span.numel, span.rule):
                 part = span.page(page)
@@ -31,7 +31,7 @@ class EagerBackend:
                 round_into(part.param, part.master)
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
-        """Sums of squares and non-finite elements of the scaled gradients."""
+        """Return the statistics of the scaled gradients."""
         sums, not_finite = [], 0
         for gradient in gradients:
             blocks = [torch.zeros(0, dtype=torch.float64, device=gradient.latest.device)]
@@ -44,6 +44,6 @@ class EagerBackend:
 
 
 def pages(numel: int, rule: Rule | None = None) -> Iterator[slice]:
-    """So many elements, a page at a time, or all at once where a rule wants them so."""
+    """Yield slices of one page each, or a single slice if the rule does not allow pages."""
     step = PAGE_NUMEL if rule is None or rule.by_pages else max(1, numel)
     return (slice(first, first + step) for first in range(0, numel, step))

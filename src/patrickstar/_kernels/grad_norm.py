@@ -1,4 +1,4 @@
-"""A survey of gradients before the update: the sum of their squares, and how many elements are not finite."""
+"""Gradient statistics before the update: sums of squares and the number of non-finite elements."""
 
 import math
 from collections.abc import Iterable
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 # [Note: sums in fixed order]
-# A sum that any number of threads, or other hardware, may compute must say in which order it adds. Squares are taken in
-# double precision, where that of a float is exact. A block of 4096 elements is 128 rows of 32 lanes: lanes add up row
-# after row, each on its own, then halve: 16 to 16, 8 to 8, ... 1 to 1. The sums of a parameter's blocks are added as
-# the rows of one more block, of as many rows as it takes; so are the sums of parameters. What a last row lacks is zero.
+# Any number of threads and any hardware must get the same sum, so the order of additions is fixed. Squares are computed
+# in double precision, where the square of a float is exact. A block of 4096 elements is 128 rows of 32 lanes. Each lane
+# adds its elements row by row; then the lanes are halved: 16 are added to 16, 8 to 8, ... 1 to 1. The sums of a
+# parameter's blocks are added as the rows of one more block, with as many rows as needed, and so are the sums of the
+# parameters. An incomplete last row is padded with zeros.
 
 LANES = 32
 ROWS = 128
@@ -19,27 +20,27 @@ BLOCK_NUMEL = ROWS * LANES
 
 @dataclass(frozen=True)
 class GradStats:
-    """What a pass over gradients found: a sum of squares per parameter, and how many elements are NaN or infinite."""
+    """Sum of squares per parameter, and the number of elements that are NaN or infinite."""
 
     squares: tuple[float, ...] = ()
     not_finite: int = 0
 
     @classmethod
-    def joined(cls, surveys: Iterable["GradStats"]) -> "GradStats":
-        """One survey of what several found, in their order."""
-        surveys = list(surveys)
-        sums = tuple(one for grad_stats in surveys for one in grad_stats.squares)
-        return cls(sums, sum(grad_stats.not_finite for grad_stats in surveys))
+    def merge(cls, parts: Iterable["GradStats"]) -> "GradStats":
+        """Concatenate the statistics of several groups of parameters."""
+        parts = list(parts)
+        squares = tuple(square for part in parts for square in part.squares)
+        return cls(squares, sum(part.not_finite for part in parts))
 
     @property
     def norm(self) -> float:
-        """The global 2-norm."""
+        """Global 2-norm."""
         total = float(fold(torch.tensor(self.squares, dtype=torch.float64, device="cpu")))
         return math.nan if math.isnan(total) else math.sqrt(total)
 
 
 def block_sums(grad: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of each block of a flat tensor; float64."""
+    """Return the sum of squares of each block of a flat tensor, in float64."""
     squares = grad.to(torch.float64, copy=True).square_()
     whole = squares.numel() // BLOCK_NUMEL * BLOCK_NUMEL
     blocks = _add_rows(squares[:whole].view(-1, ROWS, LANES))
@@ -47,29 +48,29 @@ def block_sums(grad: torch.Tensor) -> torch.Tensor:
 
 
 def grad_stats_of_parts(parts: Iterable[torch.Tensor]) -> GradStats:
-    """The survey of one gradient that comes in parts of any length, flat and in order."""
+    """Return the statistics of one gradient, given as consecutive flat parts of any length."""
     blocks = [torch.zeros(0, dtype=torch.float64, device="cpu")]
-    rest, not_finite = torch.zeros(0, device="cpu"), 0
+    remainder, not_finite = torch.zeros(0, device="cpu"), 0
     for part in parts:
         not_finite += int((~part.isfinite()).sum())
-        rest = torch.cat([rest.to(part), part])
-        whole = rest.numel() // BLOCK_NUMEL * BLOCK_NUMEL
-        blocks.append(block_sums(rest[:whole]))
-        rest = rest[whole:].clone()
-    if rest.numel():
-        blocks.append(block_sums(rest))
+        remainder = torch.cat([remainder.to(part), part])
+        whole = remainder.numel() // BLOCK_NUMEL * BLOCK_NUMEL
+        blocks.append(block_sums(remainder[:whole]))
+        remainder = remainder[whole:].clone()
+    if remainder.numel():
+        blocks.append(block_sums(remainder))
     return GradStats((float(fold(torch.cat([block.cpu() for block in blocks]))),), not_finite)
 
 
 def fold(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a flat float64 tensor, as the rows of one block."""
+    """Return the sum of a flat float64 tensor, added as the rows of one block."""
     rows = -(-values.numel() // LANES)
     padded = torch.nn.functional.pad(values, (0, rows * LANES - values.numel()))
     return _add_rows(padded.view(1, rows, LANES))[0]
 
 
 def _add_rows(values: torch.Tensor) -> torch.Tensor:
-    """The sum of each block. `values`: blocks x rows x lanes."""
+    """Return the sum of each block. `values` has the shape (blocks, rows, lanes)."""
     lanes = torch.zeros(values.shape[0], LANES, dtype=torch.float64, device=values.device)
     for row in range(values.shape[1]):
         lanes += values[:, row]

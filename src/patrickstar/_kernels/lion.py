@@ -12,7 +12,7 @@ from patrickstar._layout.schema import EXP_AVG
 
 @dataclass(frozen=True)
 class LionRule(Rule):
-    """One update of Lion, with decoupled weight decay."""
+    """One Lion update with decoupled weight decay."""
 
     lr: float
     beta1: float
@@ -23,22 +23,22 @@ class LionRule(Rule):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Momentum."""
+        """Name of the momentum state."""
         return (EXP_AVG,)
 
     def scalars(self, dtype: torch.dtype) -> tuple[float, ...]:
-        """Decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr."""
+        """Return decay, beta1, 1 - beta1, beta2, 1 - beta2 and -lr."""
         decay = 1 - self.lr * self.weight_decay
         values = (decay, self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2, -self.lr)
         return tuple(rounded(value, dtype) for value in values)
 
     def apply(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        """The list."""
+        """Apply the update in place."""
         (exp_avg,) = states
         decay, beta1, weight1, beta2, weight2, minus_lr = self.scalars(master.dtype)
         direction = (exp_avg * beta1).add_(grad * weight1)
-        # `torch.sign` makes 0 of a NaN.
-        still = direction * 0
-        sign = torch.where(direction > 0, 1.0, torch.where(direction < 0, -1.0, still))
+        # `torch.sign` would turn a NaN into 0.
+        zero_or_nan = direction * 0
+        sign = torch.where(direction > 0, 1.0, torch.where(direction < 0, -1.0, zero_or_nan))
         master.mul_(decay).add_(sign.mul_(minus_lr))
         exp_avg.mul_(beta2).add_(grad.mul_(weight2))

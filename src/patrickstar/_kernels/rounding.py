@@ -1,38 +1,38 @@
-"""What is stored: one NaN, and 16 bits rounded to nearest, whatever the machine."""
+"""Rounding of stored values that gives the same bits on every machine."""
 
 import numpy as np
 import torch
 
 
 def canonical_nan_(values: torch.Tensor) -> torch.Tensor:
-    """Make every NaN the quiet one without payload, in place. See [Note: the same bits everywhere]."""
+    """Replace every NaN by the quiet NaN without payload, in place. See [Note: bitwise-identical backends]."""
     return values.masked_fill_(values.isnan(), float("nan"))
 
 
 def round_into(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Write `values` into `target` in its dtype, to nearest, ties to even."""
+    """Round `values` to the dtype of `target` (to nearest, ties to even) and store them there."""
     # PyTorch's own conversion of a NaN to bfloat16 depends on the instruction set.
     canonical_nan_(target.copy_(values))
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values in a dtype: these themselves, if they have it."""
+    """Return the values rounded to a dtype, or `values` itself if it already has that dtype."""
     if values.dtype is dtype:
         return values
-    found = torch.empty_like(values, dtype=dtype)
-    round_into(found, values)
-    return found
+    result = torch.empty_like(values, dtype=dtype)
+    round_into(result, values)
+    return result
 
 
 def square_root(values: torch.Tensor) -> torch.Tensor:
-    """The correctly rounded square root; `values` are not changed.
+    """Return the correctly rounded square root as a new tensor.
 
-    On a CPU, PyTorch's own is the vector math library's, which is one unit in the last place off for one number in six.
-    NumPy's is the processor's instruction.
+    On a CPU, PyTorch calls a vector math library, whose result is wrong by one unit in the last place for one number in
+    six. NumPy uses the processor's instruction.
     """
     if values.device.type != "cpu":
         return values.sqrt()
-    roots = values.detach().clone()  # a storage that NumPy has seen can't be resized any more, and a chunk's must be
+    roots = values.detach().clone()  # a storage shared with NumPy can't be resized, and a chunk's must be
     with np.errstate(invalid="ignore"):
         np.sqrt(roots.numpy(), out=roots.numpy())
     return roots

@@ -13,7 +13,7 @@ MOMENTUM_BUFFER = "momentum_buffer"
 
 @dataclass(frozen=True)
 class SGDRule(Rule):
-    """One update of SGD, as `torch.optim.SGD` orders it. `step` counts from 1: the first gradient fills the buffer."""
+    """One SGD update in the operation order of `torch.optim.SGD`. Step 1 copies the gradient to the momentum buffer."""
 
     lr: float
     momentum: float
@@ -26,23 +26,23 @@ class SGDRule(Rule):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The momentum buffer, if there is momentum."""
+        """Name of the momentum buffer, if momentum is used."""
         return (MOMENTUM_BUFFER,) if self.momentum else ()
 
     @property
     def mode(self) -> int:
-        """0: no momentum, 1: the first step, 2: a later one; 3 and 4: these two with Nesterov's momentum."""
+        """Variant: 0 no momentum, 1 first step, 2 later steps, 3 and 4 the same with Nesterov momentum."""
         if self.momentum == 0:
             return 0
         return (1 if self.step == 1 else 2) + (2 if self.nesterov else 0)
 
     def scalars(self, dtype: torch.dtype) -> tuple[float, ...]:
-        """Decay, momentum, weight of the gradient, -lr, whether there is decay."""
+        """Return decay, momentum, gradient weight, -lr, and 1 if there is weight decay."""
         values = (self.weight_decay, self.momentum, 1 - self.dampening, -self.lr, float(self.weight_decay != 0))
         return tuple(rounded(value, dtype) for value in values)
 
     def apply(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        """The list."""
+        """Apply the update in place."""
         decay, momentum, weight, minus_lr, decays = self.scalars(master.dtype)
         if decays:
             grad.add_(master * decay)

@@ -1,4 +1,4 @@
-"""Optimizers of `torch.optim`, and others of its kind, run over chunks where they are element-wise."""
+"""Adapter that runs element-wise `torch.optim.Optimizer` classes on chunks."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -10,24 +10,24 @@ import torch
 from patrickstar._kernels.update_rule import Rule
 from patrickstar.errors import ConfigError
 
-# [Note: what is element-wise]
-# Chunk lists hold states that are as long as the parameter, results may not depend on what else an update looks at, and
-# an optimizer lives for one update of one parameter here. Whether a class goes along with that can be seen: it updates
-# a matrix in the usual way, and each element of it in this way, with the same gradients. Where the two disagree (norms
-# of layers or of all parameters, factored moments, orthogonal updates, steps counted elsewhere than in the states), or
-# one can't be done at all, it is refused.
+# [Note: element-wise optimizers]
+# Chunk lists hold states of the parameter's length, a result must not depend on other elements or parameters, and an
+# optimizer object exists here for a single update of a single parameter. `probe` tests whether a class works this way:
+# one optimizer updates a matrix as usual, and the adapter updates each of its elements separately with the same
+# gradients. If the results differ (norms of layers or of all parameters, factored moments, orthogonal updates, a step
+# count kept outside the states), or if either update raises, the class is rejected.
 
 PROBE_SHAPE = (4, 6)
 PROBE_STEPS = 3
 
 
-ON_HOST = torch.device("cpu")
-"""Where optimizers keep their counts. PyTorch's make them on the default device, which a user may have changed."""
+COUNTER_DEVICE = torch.device("cpu")
+"""Device of optimizers' step counts. PyTorch creates them on the default device, which users may change."""
 
 
 @dataclass(frozen=True)
 class TorchOptimRule(Rule):
-    """One update by an optimizer class. `memory` holds what it keeps of a parameter beside the lists `names`."""
+    """One update by an optimizer class. `memory` holds its state entries other than the chunk lists `names`."""
 
     kind: type[torch.optim.Optimizer]
     options: Mapping[str, Any] = field(hash=False)
@@ -36,22 +36,22 @@ class TorchOptimRule(Rule):
     memory: dict[str, Any] = field(hash=False)
     step: int
 
-    by_pages: ClassVar = False  # PyTorch's vector code treats the end of a tensor in its own way
+    by_pages: ClassVar = False  # PyTorch's vector code computes the end of a tensor differently
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The states that are as long as the parameter."""
+        """Names of the states of the parameter's length."""
         return self.names
 
     def apply(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        """Let the optimizer update the master, on states that lie in chunks."""
+        """Update the master with a temporary optimizer whose states are views of chunks."""
         param = torch.nn.Parameter(master)
         param.grad = grad
         optimizer = self.kind([dict(self.group) | {"params": [param]}], **self.options)
         views = dict(zip(self.names, states, strict=True))
         if self.step > 1:
             optimizer.state[param] = self.memory | views
-        with ON_HOST:
+        with COUNTER_DEVICE:
             optimizer.step()
         after = dict(optimizer.state[param])
         for name, view in views.items():
@@ -61,15 +61,15 @@ class TorchOptimRule(Rule):
         for name, value in after.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1:
                 raise ConfigError(
-                    f"{self.kind.__name__} keeps {name!r} of {tuple(value.shape)}, which its first steps did not show; "
-                    f"give all param groups the options that make it, or none"
+                    f"{self.kind.__name__} created the state {name!r} of shape {tuple(value.shape)} after its first "
+                    f"steps; set the options that create it in all param groups, or in none"
                 )
         self.memory.clear()
         self.memory.update(after)
 
 
 def probe(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the states that are as long as the parameter. Raises ConfigError for what is not element-wise."""
+    """Return the names of the states of the parameter's length. Raises ConfigError unless `kind` is element-wise."""
     generator = torch.Generator().manual_seed(0)
     value, *grads = (
         torch.randn(PROBE_SHAPE, generator=generator, dtype=torch.float64, device="cpu") for _ in range(1 + PROBE_STEPS)
@@ -79,7 +79,7 @@ def probe(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tupl
         optimizer = kind([whole], **options)
         for grad in grads:
             whole.grad = grad.clone()
-            with ON_HOST:
+            with COUNTER_DEVICE:
                 optimizer.step()
         state = optimizer.state[whole]
         shaped = (name for name, item in state.items() if isinstance(item, torch.Tensor) and item.shape == PROBE_SHAPE)
@@ -87,20 +87,20 @@ def probe(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tupl
         elements = value.reshape(-1, 1).clone()
         for number, element in enumerate(elements):
             _update_alone(kind, options, names, element, [grad.reshape(-1, 1)[number] for grad in grads])
-    except _REFUSALS as error:
+    except _PROBE_ERRORS as error:
         raise ConfigError(
-            f"{kind.__name__}({_spelt(options)}) can't update a parameter by its elements: {error}"
+            f"{kind.__name__}({_format_options(options)}) can't update the elements of a parameter separately: {error}"
         ) from error
     if not torch.allclose(whole.detach().view(-1, 1), elements, rtol=1e-9, atol=0):
         raise ConfigError(
-            f"{kind.__name__} is not element-wise: it treats a matrix otherwise than its elements one by one, so "
-            f"chunks can't hold it; use one that is, such as ps.AdamW"
+            f"{kind.__name__} is not element-wise: it updates a matrix differently from its separate elements, so it "
+            f"can't run on chunks; use an element-wise optimizer such as ps.AdamW"
         )
     return names
 
 
-_REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError, ConfigError)
-"""What a class may raise for a parameter that it can't update."""
+_PROBE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, AssertionError, ConfigError)
+"""Errors that a class may raise for a parameter that it can't update."""
 
 
 def _update_alone(
@@ -117,16 +117,16 @@ def _update_alone(
 
 
 def defaults_of(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """What such an optimizer's param groups hold beside their parameters."""
+    """Return the default param group options of an optimizer class."""
     optimizer = kind([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **options)
     return {name: item for name, item in optimizer.param_groups[0].items() if name != "params"}
 
 
 def one_by_one(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, and `foreach` off unless it was asked for: it would hold temporaries for all parameters at once."""
-    known = inspect.signature(kind).parameters
-    return ({"foreach": False} if "foreach" in known and not options.get("fused") else {}) | dict(options)
+    """Return the options with `foreach` off unless requested: it needs temporaries for all parameters at once."""
+    accepted = inspect.signature(kind).parameters
+    return ({"foreach": False} if "foreach" in accepted and not options.get("fused") else {}) | dict(options)
 
 
-def _spelt(options: Mapping[str, Any]) -> str:
+def _format_options(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items())

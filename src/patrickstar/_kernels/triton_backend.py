@@ -1,4 +1,4 @@
-"""Rules by Triton's kernels: all in one pass over the device's memory."""
+"""Triton backend: one pass over device memory per update."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -13,15 +13,15 @@ from patrickstar._kernels.update_rule import Gradient, Rule, Span, rounded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAM_NUMEL = 1024
-"""Elements per program of an update: 8 for each thread of 4 warps, which is 16 bytes of 16-bit floats."""
+"""Elements per program of an update: 8 per thread of 4 warps, which is 16 bytes of 16-bit floats."""
 PROGRAM_BLOCKS = 4
-"""Blocks per program of a survey: a warp takes a row of one."""
+"""Blocks per program of the gradient statistics: each warp reads the rows of one block."""
 EXACT = {"num_warps": 4, "enable_fp_fusion": False}
-"""How every kernel is launched. See [Note: Triton's arithmetic]."""
+"""Launch options of every kernel. See [Note: Triton's arithmetic]."""
 
 
 class TritonBackend:
-    """The Triton kernels. With `TRITON_INTERPRET=1` they run on a CPU, slowly, to be tested."""
+    """Updates and gradient statistics by Triton kernels. For tests, `TRITON_INTERPRET=1` runs them slowly on a CPU."""
 
     def __init__(self, kernels: ModuleType) -> None:
         self._kernels = kernels
@@ -29,27 +29,27 @@ class TritonBackend:
 
     @classmethod
     def load(cls, device: torch.device) -> "TritonBackend":
-        """The kernels, tried out on one element of a device. Raises Unavailable where that fails, and says why."""
+        """Load the kernels and run one on a single element. Raises Unavailable with the reason if that fails."""
         if find_spec("triton") is None:
             raise Unavailable("triton is not installed: pip install triton")
         try:
             kernels = _kernels()
             assert kernels is not None, "triton can't be imported"
-            fused, one = cls(kernels), torch.zeros(1, device=device)
-            fused.grad_stats([Gradient(one)], ())
-        except Exception as error:  # whatever Triton, its compiler and the driver may raise
+            backend, element = cls(kernels), torch.zeros(1, device=device)
+            backend.grad_stats([Gradient(element)], ())
+        except Exception as error:  # Triton, its compiler and the driver raise many types
             raise Unavailable(f"Triton does not work here: {type(error).__name__}: {error}") from error
-        return fused
+        return backend
 
     @classmethod
     def find(cls) -> "TritonBackend | None":
-        """The kernels, or None where Triton isn't installed."""
+        """Load the kernels, or return None if Triton is not installed."""
         kernels = _kernels()
         return None if kernels is None else cls(kernels)
 
     @staticmethod
     def supports(span: Span) -> bool:
-        """Whether the kernels have this rule for these dtypes, in memory that they can reach."""
+        """Return True if the kernels implement the rule for these dtypes and all tensors are on one device."""
         return (
             span.rule.code is not None
             and TritonBackend.supports_gradient(span.grad)
@@ -59,7 +59,7 @@ class TritonBackend:
 
     @staticmethod
     def supports_gradient(grad: Gradient) -> bool:
-        """Whether the kernels can survey this gradient."""
+        """Return True if the kernels can read this gradient."""
         kernels = _kernels()
         return (
             kernels is not None
@@ -69,7 +69,7 @@ class TritonBackend:
         )
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
-        """Update every span: gradients scaled, masters and states in place, parameters rounded."""
+        """Scale the gradients, update masters and states in place, and store the rounded parameters."""
         factors = _factors(scales)
         scalars: dict[Rule, tuple[float, ...]] = {}
         for span in spans:
@@ -98,13 +98,13 @@ class TritonBackend:
                 )
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
-        """Sums of squares and non-finite elements of the scaled gradients, all of which lie on one device."""
+        """Return the statistics of the scaled gradients, all of which must be on one device."""
         if not gradients:
             return GradStats()
         factors = _factors(scales)
-        found = [self._grad_stats(grad, factors) for grad in gradients]
-        # The host waits for the device here, and nowhere before.
-        sums, counts = (torch.cat(values).tolist() for values in zip(*found, strict=True))
+        results = [self._grad_stats(grad, factors) for grad in gradients]
+        # The only synchronization of the host with the device.
+        sums, counts = (torch.cat(values).tolist() for values in zip(*results, strict=True))
         return GradStats(tuple(sums), sum(counts))
 
     def _grad_stats(self, grad: Gradient, factors: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,32 +1,32 @@
-"""The update rules and gradient norms as Triton kernels; only `triton_backend.py` imports them."""
+"""Triton kernels of the update rules and gradient statistics; only `triton_backend.py` imports them."""
 
-# Triton comes without types.
+# Triton has no type annotations.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from patrickstar._kernels import grad_norm as grad_stats
+from patrickstar._kernels import grad_norm
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.sgd import SGDRule
 
 # [Note: Triton's arithmetic]
-# Three of Triton's habits would break [Note: the same bits everywhere]. It contracts multiplications and additions
-# unless a launch says `enable_fp_fusion=False`. `/` and `tl.sqrt` of float32 are approximate: `tl.div_rn` and
-# `tl.sqrt_rn` are not. And what a cast makes of a NaN, a tie or a denormal differs between GPUs and the interpreter, so
-# bfloat16 is widened and rounded by integer operations on its bits; float16, which both cast as IEEE 754 says, only
-# gets its NaN that way. Nothing here is summed by `tl.sum`, whose order is nobody's promise.
+# Three properties of Triton would break [Note: bitwise-identical backends]. It contracts multiplications and additions
+# unless a launch sets `enable_fp_fusion=False`. `/` and `tl.sqrt` are approximate for float32; `tl.div_rn` and
+# `tl.sqrt_rn` are not. GPUs and the interpreter cast NaNs, ties and denormals differently, so bfloat16 is widened and
+# rounded by integer operations on its bits; both cast float16 as IEEE 754 requires, so only its NaN is set by bits.
+# Nothing is summed by `tl.sum`, whose order of additions is unspecified.
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether these kernels run in Triton's interpreter, on the CPU. Decided while this module is imported."""
+"""True if the kernels run in Triton's interpreter on the CPU. Fixed when this module is imported."""
 
 ADAM = tl.constexpr(AdamRule.code)
 SGD = tl.constexpr(SGDRule.code)
-LANES = tl.constexpr(grad_stats.LANES)
-ROWS = tl.constexpr(grad_stats.ROWS)
-BLOCK_NUMEL = tl.constexpr(grad_stats.BLOCK_NUMEL)
-# How many rows are asked for before the first is added: enough to hide how long memory takes. It divides `ROWS`.
-AHEAD = tl.constexpr(8)
+LANES = tl.constexpr(grad_norm.LANES)
+ROWS = tl.constexpr(grad_norm.ROWS)
+BLOCK_NUMEL = tl.constexpr(grad_norm.BLOCK_NUMEL)
+# Rows loaded before the first is added, enough to hide the memory latency. Must divide `ROWS`.
+UNROLLED_ROWS = tl.constexpr(8)
 
 
 @triton.jit
@@ -61,10 +61,10 @@ def _narrowed(values, dtype: tl.constexpr):
 
 
 @triton.jit
-def _gradient(grad, earlier, scales, at, inside):
-    grads = _widened(tl.load(grad + at, mask=inside, other=0.0))
-    if earlier is not None:
-        grads = tl.load(earlier + at, mask=inside, other=0.0) + grads
+def _gradient(grad, accumulated, scales, offsets, mask):
+    grads = _widened(tl.load(grad + offsets, mask=mask, other=0.0))
+    if accumulated is not None:
+        grads = tl.load(accumulated + offsets, mask=mask, other=0.0) + grads
     for index in tl.static_range(len(scales)):
         grads = grads * scales[index]
     return grads
@@ -86,7 +86,7 @@ def _adam(grad, master, exp_avg, exp_avg_sq, scalars, mode: tl.constexpr):
 
 
 @triton.jit
-def _sgd(grad, master, momentum_buffer, at, inside, scalars, mode: tl.constexpr):
+def _sgd(grad, master, momentum_buffer, offsets, mask, scalars, mode: tl.constexpr):
     decay, momentum, weight, minus_lr, decays = scalars
     grad = tl.where(decays != 0, grad + master * decay, grad)
     direction = grad
@@ -94,11 +94,11 @@ def _sgd(grad, master, momentum_buffer, at, inside, scalars, mode: tl.constexpr)
         if mode == 1 or mode == 3:
             buffer = grad
         else:
-            buffer = tl.load(momentum_buffer + at, mask=inside, other=0.0) * momentum + grad * weight
+            buffer = tl.load(momentum_buffer + offsets, mask=mask, other=0.0) * momentum + grad * weight
         direction = buffer
         if mode >= 3:
             direction = grad + buffer * momentum
-        tl.store(momentum_buffer + at, _canonical(buffer), mask=inside)
+        tl.store(momentum_buffer + offsets, _canonical(buffer), mask=mask)
     return master + direction * minus_lr
 
 
@@ -116,7 +116,7 @@ def _lion(grad, master, exp_avg, scalars):
 def update_kernel(
     param,
     grad,
-    earlier,
+    accumulated,
     master,
     first_state,
     second_state,
@@ -127,75 +127,75 @@ def update_kernel(
     mode: tl.constexpr,
     program_numel: tl.constexpr,
 ):
-    """Update `program_numel` elements of a span by `Rule.apply`'s list.
+    """Update `program_numel` elements of a span with the operations of `Rule.apply`.
 
-    `earlier` and states that the rule lacks are None; `scalars` are those of the rule in float32, and `scales` the
-    gradient's factors, each a tuple of numbers.
+    `accumulated` and missing states are None. `scalars` (of the rule) and `scales` (of the gradient) are tuples of
+    float32 numbers.
     """
-    at = tl.program_id(0).to(tl.int64) * program_numel + tl.arange(0, program_numel)
-    inside = at < numel
-    grads = _gradient(grad, earlier, scales, at, inside)
-    masters = tl.load(master + at, mask=inside, other=0.0)
+    offsets = tl.program_id(0).to(tl.int64) * program_numel + tl.arange(0, program_numel)
+    mask = offsets < numel
+    grads = _gradient(grad, accumulated, scales, offsets, mask)
+    masters = tl.load(master + offsets, mask=mask, other=0.0)
     if rule == ADAM:
-        exp_avgs = tl.load(first_state + at, mask=inside, other=0.0)
-        exp_avg_sqs = tl.load(second_state + at, mask=inside, other=0.0)
+        exp_avgs = tl.load(first_state + offsets, mask=mask, other=0.0)
+        exp_avg_sqs = tl.load(second_state + offsets, mask=mask, other=0.0)
         masters, exp_avgs, exp_avg_sqs = _adam(grads, masters, exp_avgs, exp_avg_sqs, scalars, mode)
-        tl.store(first_state + at, _canonical(exp_avgs), mask=inside)
-        tl.store(second_state + at, _canonical(exp_avg_sqs), mask=inside)
+        tl.store(first_state + offsets, _canonical(exp_avgs), mask=mask)
+        tl.store(second_state + offsets, _canonical(exp_avg_sqs), mask=mask)
     elif rule == SGD:
-        masters = _sgd(grads, masters, first_state, at, inside, scalars, mode)
+        masters = _sgd(grads, masters, first_state, offsets, mask, scalars, mode)
     else:
-        exp_avgs = tl.load(first_state + at, mask=inside, other=0.0)
+        exp_avgs = tl.load(first_state + offsets, mask=mask, other=0.0)
         masters, exp_avgs = _lion(grads, masters, exp_avgs, scalars)
-        tl.store(first_state + at, _canonical(exp_avgs), mask=inside)
+        tl.store(first_state + offsets, _canonical(exp_avgs), mask=mask)
     masters = _canonical(masters)
-    tl.store(master + at, masters, mask=inside)
-    tl.store(param + at, _narrowed(masters, param.dtype.element_ty), mask=inside)
+    tl.store(master + offsets, masters, mask=mask)
+    tl.store(param + offsets, _narrowed(masters, param.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _halved(lanes, blocks: tl.constexpr):
-    """What the lanes of each block add up to: 16 to 16, 8 to 8, and so on."""
+def _fold_lanes(lanes, blocks: tl.constexpr):
+    """Add the lanes of each block: 16 to 16, 8 to 8, and so on."""
     for step in tl.static_range(5):
         pairs = tl.permute(tl.reshape(lanes, (blocks, 2, LANES >> (step + 1))), (0, 2, 1))
-        one, other = tl.split(pairs)
-        lanes = one + other
+        lower, upper = tl.split(pairs)
+        lanes = lower + upper
     return tl.reshape(lanes, (blocks,))
 
 
 @triton.jit
-def grad_stats_kernel(grad, earlier, numel, scales, sums, not_finite, blocks: tl.constexpr):
-    """Write the sum of squares of each of `blocks` blocks, and its count of elements that are not finite.
+def grad_stats_kernel(grad, accumulated, numel, scales, sums, not_finite, blocks: tl.constexpr):
+    """Store the sum of squares and the number of non-finite elements of each of `blocks` blocks.
 
-    The order is that of [Note: sums in fixed order].
+    The order of additions follows [Note: sums in fixed order].
     """
     block = tl.program_id(0).to(tl.int64) * blocks + tl.arange(0, blocks)
     first = block[:, None] * BLOCK_NUMEL + tl.arange(0, LANES)[None, :]
     lanes = tl.full((blocks, LANES), 0.0, tl.float64)
-    found = tl.full((blocks, LANES), 0, tl.int32)
-    for rows in range(0, ROWS, AHEAD):
-        for row in tl.static_range(AHEAD):
-            at = first + (rows + row) * LANES
-            inside = at < numel
-            grads = _gradient(grad, earlier, scales, at, inside)
-            # What the last row lacks is zero, whatever the scales are.
-            grads = tl.where(inside, grads, 0.0)
+    counts = tl.full((blocks, LANES), 0, tl.int32)
+    for rows in range(0, ROWS, UNROLLED_ROWS):
+        for row in tl.static_range(UNROLLED_ROWS):
+            offsets = first + (rows + row) * LANES
+            mask = offsets < numel
+            grads = _gradient(grad, accumulated, scales, offsets, mask)
+            # Pad the last row with zeros even if a scale is not finite.
+            grads = tl.where(mask, grads, 0.0)
             exponents = grads.to(tl.uint32, bitcast=True) & 0x7F800000
-            found = found + tl.where(exponents == 0x7F800000, 1, 0)
+            counts = counts + tl.where(exponents == 0x7F800000, 1, 0)
             wide = grads.to(tl.float64)
             lanes = lanes + wide * wide
     is_block = block * BLOCK_NUMEL < numel
-    tl.store(sums + block, _halved(lanes, blocks), mask=is_block)
-    tl.store(not_finite + block, _halved(found, blocks), mask=is_block)
+    tl.store(sums + block, _fold_lanes(lanes, blocks), mask=is_block)
+    tl.store(not_finite + block, _fold_lanes(counts, blocks), mask=is_block)
 
 
 @triton.jit
 def fold_kernel(values, numel, total):
-    """Write the sum of a flat float64 tensor, as `grad_stats.fold` adds it."""
+    """Store the sum of a flat float64 tensor, added in the order of `grad_norm.fold`."""
     lane = tl.arange(0, LANES)[None, :]
     lanes = tl.full((1, LANES), 0.0, tl.float64)
-    for first in range(0, numel, LANES * AHEAD):
-        for row in tl.static_range(AHEAD):
-            at = first + row * LANES + lane
-            lanes = lanes + tl.load(values + at, mask=at < numel, other=0.0)
-    tl.store(total + tl.arange(0, 1), _halved(lanes, 1))
+    for first in range(0, numel, LANES * UNROLLED_ROWS):
+        for row in tl.static_range(UNROLLED_ROWS):
+            offsets = first + row * LANES + lane
+            lanes = lanes + tl.load(values + offsets, mask=offsets < numel, other=0.0)
+    tl.store(total + tl.arange(0, 1), _fold_lanes(lanes, 1))

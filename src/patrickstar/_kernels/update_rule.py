@@ -1,4 +1,4 @@
-"""A rule: how one gradient changes one parameter, element by element, as an ordered list of IEEE operations."""
+"""Base class of the update rules, and the tensors that one update reads and writes."""
 
 import ctypes
 import math
@@ -9,67 +9,83 @@ from typing import ClassVar
 
 import torch
 
-# [Note: the same bits everywhere]
+# [Note: bitwise-identical backends]
 # A chunk may be updated on the host in one step and on the device in the next, by 1 thread or by 16, in C++, in Triton
-# or by PyTorch's operators. So that nobody can tell, a rule is an ordered list of operations, each rounded correctly to
-# the master's dtype as IEEE 754 says: addition, subtraction, multiplication, division, square root. None may be
-# contracted with another (no fused multiply-add), approximated, or flushed where it is denormal. Rounding to 16 bits is
-# to nearest, ties to even. Which NaN an operation returns differs between machines, so what is stored is always the
-# quiet NaN without payload. Scalars are computed in double precision and rounded once to the master's dtype.
-# `Rule.apply` is the list, written in PyTorch's operators; where another implementation differs, that one is wrong.
+# or by PyTorch's operators. To make the result independent of that choice, a rule is an ordered list of additions,
+# subtractions, multiplications, divisions and square roots, each correctly rounded to the master's dtype (IEEE 754).
+# No two may be contracted (no fused multiply-add), none may be approximated, and denormals must not be flushed to zero.
+# Rounding to 16 bits is to nearest, ties to even. Machines differ in which NaN an operation returns, so every stored
+# NaN is replaced by the quiet NaN without payload. Scalars are computed in double precision and rounded once to the
+# master's dtype. `Rule.apply`, written with PyTorch's operators, is the reference: a backend that differs is wrong.
 
 
-SMALLEST, SMALLEST_NORMAL = 2.0**-149, 2.0**-126
-"""Of float32: what its denormal numbers are multiples of, and where they end."""
+SMALLEST_DENORMAL, SMALLEST_NORMAL = 2.0**-149, 2.0**-126
+"""Smallest positive denormal and normal number of float32."""
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """A Python number as the nearest number of a master's dtype."""
+    """Round a Python float to the nearest number of a master dtype."""
     if dtype == torch.float64:
         return value
-    if abs(value) < SMALLEST_NORMAL:  # which the processor would flush if the user told it to
-        return math.copysign(round(value / SMALLEST) * SMALLEST, value)
+    if abs(value) < SMALLEST_NORMAL:  # the processor would flush it if the user enabled that
+        return math.copysign(round(value / SMALLEST_DENORMAL) * SMALLEST_DENORMAL, value)
     return ctypes.c_float(value).value
 
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """The hyper-parameters of one update of one parameter, and what they do to it."""
+    """Hyper-parameters of one update of one parameter, and the element-wise arithmetic that applies it.
+
+    To write an optimizer of your own, derive a frozen dataclass from this class and implement `kinds` and `apply`.
+
+    Attributes:
+        code: Identifier of the rule in the C++ and Triton backends. None: the rule runs on PyTorch's operators.
+        by_pages: True if `apply` may be called on consecutive pieces of a parameter, False if it needs all elements.
+    """
 
     code: ClassVar[int | None] = None
-    """Its number in the C++ kernel, if it is there."""
-
     by_pages: ClassVar[bool] = True
-    """Whether `apply` may be given a parameter in pieces."""
 
     @property
     @abstractmethod
     def kinds(self) -> tuple[str, ...]:
-        """The chunk lists of its states, beyond the master, in the order `apply` takes them."""
+        """Names of the optimizer states besides the master parameter, in the order in which `apply` takes them."""
 
     @property
     def mode(self) -> int:
-        """Which of the rule's variants this is, for the C++ kernel."""
+        """Variant of the rule, as the C++ and Triton backends number them."""
         return 0
 
     def scalars(self, dtype: torch.dtype) -> tuple[float, ...]:
-        """What `apply` multiplies by and adds, rounded to the master's dtype, in the C++ kernel's order."""
+        """Return the scalar operands of `apply`.
+
+        Args:
+            dtype: Dtype of the master parameter.
+
+        Returns:
+            The scalars rounded to `dtype`, in the order that the C++ and Triton backends expect.
+        """
         return ()
 
     @abstractmethod
     def apply(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        """Update `master` and `states` in place; `grad`, of the same dtype, may be overwritten.
+        """Update `master` and `states` in place.
 
-        All are flat and of one length: some elements of one parameter. What `apply` does to an element may depend on
-        nothing but the element, or it could not be cut into pages.
+        All tensors are flat, have the same length and dtype, and hold the same elements of one parameter. The new value
+        of an element must depend on that element alone, because a parameter may be split into pages.
+
+        Args:
+            master: Master parameter (fp32; float64 for float64 parameters).
+            grad: Unscaled and clipped gradient. It may be overwritten.
+            states: Optimizer states, in the order of `kinds`.
         """
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """One parameter's gradient, flat: what came last, and what was summed before it, if anything was.
+    """Flat gradient of one parameter: the latest one and, if any, the sum of the earlier ones.
 
-    `dtype` is the master's, in which the two are added. Kernels take what lies on one device: see `together`.
+    `dtype` is the master's; the two are added in it. Backends need both parts on one device: see `together`.
     """
 
     latest: torch.Tensor
@@ -78,19 +94,19 @@ class Gradient:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.latest.numel()
 
     def together(self) -> "Gradient":
-        """The same on one device: the 16-bit part is copied to where the other lies, if that is elsewhere."""
+        """Return the gradient with `latest` copied to the device of `accumulated` if they differ."""
         return self if self.accumulated is None else replace(self, latest=self.latest.to(self.accumulated.device))
 
     def page(self, page: slice) -> "Gradient":
-        """Some elements of it."""
+        """Return a view of some elements."""
         return Gradient(self.latest[page], None if self.accumulated is None else self.accumulated[page], self.dtype)
 
     def scaled(self, scales: Sequence[float]) -> torch.Tensor:
-        """A new tensor: the sum in the master's dtype, multiplied by `scales` one after the other."""
+        """Return the sum of both parts, multiplied by `scales` one after the other, as a new tensor of `dtype`."""
         grad = self.latest.to(self.dtype, copy=True)
         if self.accumulated is not None:
             grad.add_(self.accumulated)
@@ -101,9 +117,9 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Span:
-    """A parameter's elements in the parallel lists: flat tensors of one length on one device.
+    """Elements of one parameter in the parallel chunk lists: flat tensors of one length on one device.
 
-    `param` receives the rounded master, and may be the memory of `grad.last`.
+    `param` receives the rounded master and may share the memory of `grad.latest`.
     """
 
     param: torch.Tensor
@@ -114,10 +130,10 @@ class Span:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.master.numel()
 
     def page(self, page: slice) -> "Span":
-        """Some elements of it."""
+        """Return a view of some elements."""
         states = tuple(state[page] for state in self.states)
         return Span(self.param[page], self.grad.page(page), self.master[page], states, self.rule)

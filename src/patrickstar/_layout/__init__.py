@@ -1,1 +1,1 @@
-"""Where each tensor sits: pure arithmetic on names, element counts and bytes. Imports no torch."""
+"""Memory layout of chunks: arithmetic on names, element counts and bytes. Does not import torch."""

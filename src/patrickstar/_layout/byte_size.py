@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them and as people read them."""
+"""Parsing and formatting of sizes in bytes."""
 
 import re
 from fractions import Fraction
@@ -14,24 +14,26 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes meant by a size such as ``"2GiB"`` (powers of 1024), ``"2GB"`` (powers of 1000) or a plain count.
+    """Return the number of bytes of a size such as ``"2GiB"`` (powers of 1024), ``"2GB"`` (powers of 1000) or a count.
 
-    Raises ConfigError where the text is no size.
+    Raises ConfigError if `text` is not a positive size.
     """
     if isinstance(text, int):
         nbytes = text
     else:
         match = _PATTERN.fullmatch(text)
         if match is None or match[2].lower() not in _UNITS:
-            raise ConfigError(f"{text!r} is not a size; write a number of bytes, or one with a unit such as '512MiB'")
+            raise ConfigError(
+                f"{text!r} is not a size; write a number of bytes, with or without a unit such as '512MiB'"
+            )
         nbytes = int(Fraction(match[1]) * _UNITS[match[2].lower()])
     if nbytes <= 0:
-        raise ConfigError(f"a size must be positive, and {text!r} is not")
+        raise ConfigError(f"a size must be positive, but {text!r} is not")
     return nbytes
 
 
 def format_size(nbytes: int) -> str:
-    """A size as people read it: ``"1.50 GiB"``."""
+    """Format a size with its largest binary unit, such as ``"1.50 GiB"``."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:

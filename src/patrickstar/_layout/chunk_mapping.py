@@ -1,6 +1,6 @@
-"""The mapping of parameters onto chunks (PatrickStar §6.1): creation order, no straddling, private chunks.
+"""Mapping of parameters onto chunks (PatrickStar §6.1): in creation order, never across a chunk boundary.
 
-All lists are parallel: a parameter has the same chunk index and the same element offset in each of them.
+All chunk lists are parallel: a parameter has the same chunk index and the same element offset in each of them.
 """
 
 from collections.abc import Sequence
@@ -9,31 +9,31 @@ from dataclasses import dataclass, field, replace
 from patrickstar._layout.schema import ParamSchema
 from patrickstar.errors import ModelError
 
-# [Note: chunks of several processes]
-# With p processes an index stands for a communication group of §7: p chunks in a row, chunk k owned by process k. On
-# the device they are one buffer, gathered by one collective, and what operators read. Of the other lists a process has
-# its own part alone. A parameter lies in one of the p chunks, so its owner updates it alone; one that is larger than a
-# chunk makes a group by itself and is shared out evenly. Where a whole group is more than the device holds, chunks are
-# not grouped: chunk i, owned by process i mod p, comes to the others from there.
+# [Note: chunk groups]
+# With p processes, an index denotes a communication group (PatrickStar §7): p consecutive chunks, of which rank k owns
+# chunk k. On the device they form one buffer, which one all-gather fills and operators read. Of the other lists each
+# rank stores only its own shard. A parameter lies within one of the p chunks, so its owner updates it alone; a
+# parameter larger than a chunk forms a group of its own and is sharded evenly. If the device can't hold a whole group,
+# chunks are not grouped: rank i mod p owns chunk i and sends it to the others.
 
 # [Note: alignment]
-# PyTorch tells cuBLASLt how the addresses of a matrix product's operands and of its bias are aligned, up to 256 bytes,
-# and cuBLASLt chooses the kernel by that. Tensors from PyTorch's own allocator always reach 256 bytes. A parameter that
-# did not could be multiplied by another kernel, which adds in another order: other bits than plain PyTorch's. On the
-# device chunks begin at multiples of 256 bytes or more, so it is enough that offsets are such multiples in the
-# narrowest floating dtype. One-byte integers, which no such kernel reads, get 128.
+# PyTorch passes the alignment of a matrix product's operands and bias, up to 256 bytes, to cuBLASLt, which selects the
+# kernel by it. Tensors from PyTorch's allocator are always aligned to 256 bytes. A parameter with a smaller alignment
+# could be multiplied by a kernel that adds in a different order, so the result would differ in bits from plain
+# PyTorch. Chunks begin at multiples of at least 256 bytes on the device, so it suffices that offsets are multiples of
+# 256 bytes in the narrowest floating dtype. One-byte integers, which no such kernel reads, are aligned to 128 bytes.
 ALIGN_NUMEL = 128
-"""Offsets and chunk sizes are multiples of this many elements: 256 bytes in 16 bits. See [Note: alignment]."""
+"""Unit of offsets and chunk sizes in elements: 256 bytes in 16 bits. See [Note: alignment]."""
 
 
 def align(numel: int) -> int:
-    """Return the element count rounded up to the alignment."""
+    """Round an element count up to the alignment."""
     return -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter as the layout sees it. `alone` asks for a private chunk whatever the size."""
+    """Name, size and schema of a parameter. `alone` requests a private chunk regardless of the size."""
 
     name: str
     numel: int
@@ -43,7 +43,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class ParamLocation:
-    """Where a parameter lies, in every list that it has: chunk index, first element, elements."""
+    """Location of a parameter in each of its chunk lists: chunk index, offset and length in elements."""
 
     chunk: int
     offset: int
@@ -52,9 +52,9 @@ class ParamLocation:
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """One index of the lists: its scheme, its capacity in elements, who lives there.
+    """Chunks of one index in all lists: schema, capacity and used elements, and names of the parameters.
 
-    cuts: where the parts of several processes begin, and the end. rank: whose part is spoken of.
+    `shard_bounds` holds the first element of each rank's shard and the end; `rank` is this process's rank.
     """
 
     index: int
@@ -68,53 +68,53 @@ class ChunkSpec:
 
     @property
     def sharded(self) -> bool:
-        """Whether it is the chunks of several processes."""
+        """True if several ranks own shards of it."""
         return len(self.shard_bounds) > 2
 
     @property
     def own(self) -> slice:
-        """The elements that this process owns."""
+        """Slice of the elements that this rank owns."""
         return slice(*self.shard_bounds[self.rank : self.rank + 2]) if self.sharded else slice(0, self.numel)
 
     @property
     def own_numel(self) -> int:
-        """How many these are."""
+        """Number of elements that this rank owns."""
         numel: int = self.own.stop - self.own.start
         return numel
 
     def nbytes(self, itemsize: int) -> int:
-        """Bytes of this process's part in a list of that item size."""
+        """Return the bytes of this rank's shard in a list with this item size."""
         return self.own_numel * itemsize
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of this process's part of what operators read, where that lies apart."""
+        """Bytes of this rank's shard of `param16`, if it is stored separately."""
         return self.own_numel * self.schema.compute.itemsize if self.sharded else 0
 
     @property
     def evictable_bytes(self) -> int:
-        """Bytes of the chunk that operators read which need a place below when they leave the device."""
+        """Bytes that evicting the `param16` chunk from the device takes on a lower tier."""
         return 0 if self.sharded else self.compute_bytes
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of the chunk that operators read, on the device."""
+        """Bytes of the `param16` chunk on the device."""
         return self.numel * self.schema.compute.itemsize
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of the chunks that only the update reads."""
+        """Bytes of the chunks that only the optimizer step reads."""
         return self.own_numel * sum(spec.itemsize for spec in self.schema.optimizer_lists)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all chunks of this index that the process owns."""
+        """Bytes of all chunks of this index that this rank owns."""
         return self.own_numel * self.schema.bytes_per_param
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Parameters on chunks; everything said in bytes follows from here."""
+    """Locations of all parameters, and the sizes that follow from them."""
 
     chunk_numel: int
     chunks: tuple[ChunkSpec, ...]
@@ -123,54 +123,54 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
-        return sum(place.numel for place in self.locations.values())
+        """Number of elements of all parameters."""
+        return sum(location.numel for location in self.locations.values())
 
     def local_location(self, name: str) -> tuple[ParamLocation, int]:
-        """Where this process's part of a parameter lies in its own lists, and its first element in the parameter."""
-        place = self.locations[name]
-        own = next(chunk for chunk in self.chunks if chunk.index == place.chunk).own
-        begin, end = max(place.offset, own.start), min(place.offset + place.numel, own.stop)
-        if begin >= end and not (place.numel == 0 and own.start <= place.offset < own.stop):
-            return ParamLocation(place.chunk, 0, 0), 0
-        return ParamLocation(place.chunk, begin - own.start, end - begin), begin - place.offset
+        """Return the location of this rank's shard of a parameter in its own lists, and its offset in the parameter."""
+        location = self.locations[name]
+        own = next(chunk for chunk in self.chunks if chunk.index == location.chunk).own
+        begin, end = max(location.offset, own.start), min(location.offset + location.numel, own.stop)
+        if begin >= end and not (location.numel == 0 and own.start <= location.offset < own.stop):
+            return ParamLocation(location.chunk, 0, 0), 0
+        return ParamLocation(location.chunk, begin - own.start, end - begin), begin - location.offset
 
     @property
     def param16_bytes(self) -> int:
-        """Bytes of the list that operators read, all of it on the device."""
+        """Bytes of the whole `param16` list on the device."""
         return sum(chunk.compute_bytes for chunk in self.chunks)
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of all lists that only the update reads."""
+        """Bytes of all lists that only the optimizer step reads."""
         return sum(chunk.optimizer_bytes for chunk in self.chunks)
 
     @property
     def model_data_bytes(self) -> int:
-        """Bytes of all lists that this process owns, padding included."""
+        """Bytes of all lists that this rank owns, including padding."""
         return sum(chunk.total_bytes for chunk in self.chunks)
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of all lists that hold no parameter: alignment and chunk ends."""
+        """Bytes of alignment gaps and unused chunk ends in all lists."""
         schema = {chunk.index: chunk.schema for chunk in self.chunks}
         own = (self.local_location(name)[0] for name in self.locations)
-        payload = sum(place.numel * schema[place.chunk].bytes_per_param for place in own)
+        payload = sum(location.numel * schema[location.chunk].bytes_per_param for location in own)
         return self.model_data_bytes - payload
 
     def extended(self, params: Sequence[ParamSpec]) -> "Layout":
-        """This layout with `params` moved to new chunks behind the last; chunks left empty are dropped."""
+        """Return this layout with `params` moved to new chunks after the last, and without chunks that became empty."""
         nproc, rank = max(1, len(self.chunks[0].shard_bounds) - 1), self.chunks[0].rank
         first = max(chunk.index for chunk in self.chunks) + 1
-        more = build_layout(params, self.chunk_numel, nproc, rank, grouped=self.grouped, first=first)
-        moved = set(more.locations)
-        kept = (replace(c, params=tuple(name for name in c.params if name not in moved)) for c in self.chunks)
-        chunks = (*(chunk for chunk in kept if chunk.params), *more.chunks)
-        return Layout(self.chunk_numel, chunks, self.locations | more.locations, self.grouped)
+        added = build_layout(params, self.chunk_numel, nproc, rank, grouped=self.grouped, first=first)
+        moved = set(added.locations)
+        remaining = (replace(c, params=tuple(name for name in c.params if name not in moved)) for c in self.chunks)
+        chunks = (*(chunk for chunk in remaining if chunk.params), *added.chunks)
+        return Layout(self.chunk_numel, chunks, self.locations | added.locations, self.grouped)
 
     @property
     def chunk_count(self) -> int:
-        """How many chunk indices there are; each has one chunk per list."""
+        """Number of chunk indices. Each has one chunk per list."""
         return len(self.chunks)
 
 
@@ -192,28 +192,27 @@ def build_layout(
     grouped: bool = True,
     first: int = 0,
 ) -> Layout:
-    """ParamLocation `params`, in the order given, into chunks of `chunk_numel` elements (rounded up to the alignment).
+    """Assign `params`, in the given order, to chunks of `chunk_numel` elements (rounded up to the alignment).
 
-    Parameters of one scheme share chunks. One larger than a chunk gets a private chunk of its own size, and so
-    does one that asks to be alone; the last chunk of a scheme ends with its last parameter. With `nproc` processes
-    chunks come in groups of as many, unless not `grouped`. See [Note: chunks of several processes]. Indices begin
-    with `first`.
+    Parameters of one schema share chunks. A parameter that is larger than a chunk or requests it (`alone`) gets a
+    private chunk. The last chunk of a schema is shrunk to its parameters. With `nproc` processes and `grouped`, each
+    index is a group of `nproc` chunks: see [Note: chunk groups]. Chunk indices begin at `first`.
     """
     chunk_numel = align(chunk_numel)
-    at_once = nproc if grouped else 1
+    group_size = nproc if grouped else 1
     chunks: list[_OpenChunk] = []
     open_chunks: dict[ParamSchema, _OpenChunk] = {}
     seen: set[str] = set()
     for param in params:
         if param.name in seen:
-            raise ModelError(f"parameter {param.name!r} was laid out twice")
+            raise ModelError(f"parameter {param.name!r} appears twice in the layout")
         seen.add(param.name)
         item = param.name, param.numel
         target = open_chunks.get(param.schema)
         if param.alone or align(param.numel) > chunk_numel:
             chunks.append(_OpenChunk(first + len(chunks), param.schema, True, params=[item]))
             continue
-        offset = None if target is None else _offset(target.end, param.numel, chunk_numel, at_once)
+        offset = None if target is None else _next_offset(target.end, param.numel, chunk_numel, group_size)
         if target is None or offset is None:
             target, offset = _OpenChunk(first + len(chunks), param.schema, False), 0
             chunks.append(target)
@@ -222,33 +221,35 @@ def build_layout(
         target.end = offset + align(param.numel)
     locations: dict[str, ParamLocation] = {}
     specs = []
-    for one in chunks:
-        used = sum(align(numel) for _, numel in one.params)
-        if one.private:
-            part = align(-(-used // at_once))
-            locations[one.params[0][0]] = ParamLocation(one.index, 0, one.params[0][1])
+    for chunk in chunks:
+        used = sum(align(numel) for _, numel in chunk.params)
+        if chunk.private:
+            part = align(-(-used // group_size))
+            locations[chunk.params[0][0]] = ParamLocation(chunk.index, 0, chunk.params[0][1])
         else:
-            part = chunk_numel if one is not open_chunks[one.schema] else _least_part(one.params, chunk_numel, at_once)
-            offsets = _pack(one.params, part, at_once)
-            assert offsets is not None, "what was put there fits"
+            is_last = chunk is open_chunks[chunk.schema]
+            part = _smallest_part(chunk.params, chunk_numel, group_size) if is_last else chunk_numel
+            offsets = _pack(chunk.params, part, group_size)
+            assert offsets is not None, "the parameters of a chunk must fit it"
             locations |= {
-                name: ParamLocation(one.index, offset, numel)
-                for (name, numel), offset in zip(one.params, offsets, strict=True)
+                name: ParamLocation(chunk.index, offset, numel)
+                for (name, numel), offset in zip(chunk.params, offsets, strict=True)
             }
         shard_bounds: tuple[int, ...] = ()
         if nproc > 1:
-            owner = one.index % nproc
+            owner = chunk.index % nproc
             shard_bounds = tuple(k * part if grouped else part * (k > owner) for k in range(nproc + 1))
-        names = tuple(name for name, _ in one.params)
-        specs.append(ChunkSpec(one.index, one.schema, part * at_once, used, names, one.private, shard_bounds, rank))
+        names = tuple(name for name, _ in chunk.params)
+        numel = part * group_size
+        specs.append(ChunkSpec(chunk.index, chunk.schema, numel, used, names, chunk.private, shard_bounds, rank))
     return Layout(chunk_numel, tuple(specs), {param.name: locations[param.name] for param in params}, grouped)
 
 
 def _pack(params: Sequence[tuple[str, int]], part: int, count: int) -> list[int] | None:
-    """Offsets of parameters that follow one another, none across the end of one of `count` parts; None if too many."""
+    """Return offsets of consecutive parameters, none across the end of one of `count` parts, or None if too many."""
     offsets, end = [], 0
     for _, numel in params:
-        offset = _offset(end, numel, part, count)
+        offset = _next_offset(end, numel, part, count)
         if offset is None:
             return None
         offsets.append(offset)
@@ -256,16 +257,16 @@ def _pack(params: Sequence[tuple[str, int]], part: int, count: int) -> list[int]
     return offsets
 
 
-def _offset(end: int, numel: int, part: int, count: int) -> int | None:
-    """Where the next parameter lies, the one before it ending at `end`; None if there is no room."""
+def _next_offset(end: int, numel: int, part: int, count: int) -> int | None:
+    """Return the offset of a parameter whose predecessor ends at `end`, or None if it does not fit."""
     numel = align(numel)
     if part and end % part + numel > part and end % part:
         end += part - end % part
     return None if numel > part or end + numel > part * count else end
 
 
-def _least_part(params: Sequence[tuple[str, int]], part: int, count: int) -> int:
-    """The smallest size of parts that `count` of hold these parameters; at most `part`."""
+def _smallest_part(params: Sequence[tuple[str, int]], part: int, count: int) -> int:
+    """Return the smallest part size, up to `part`, for which `count` parts hold these parameters."""
     lower, upper = 0, part // ALIGN_NUMEL
     while lower < upper:
         middle = (lower + upper) // 2

@@ -1,4 +1,4 @@
-"""Elements in a row, and the boxes of a tensor that they are: what a part of a parameter is, whoever cut it."""
+"""Geometry of shards: ranges of a flattened tensor expressed as boxes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,47 +7,47 @@ from math import prod
 
 @dataclass(frozen=True)
 class Box:
-    """A block of a tensor: where it begins, and how far it reaches, in each dimension."""
+    """Hyper-rectangle of a tensor: offset and size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
-        """All of a tensor."""
+        """Return the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         return prod(self.sizes)
 
 
 def boxes_of(shape: Sequence[int], first: int, end: int) -> list[tuple[int, Box]]:
-    """The boxes that elements `first` to `end` of a tensor make, counted in the order of its shape.
+    """Split elements `first` to `end` (exclusive) of a flattened tensor into boxes of contiguous elements.
 
-    Each comes with its first element, and its own elements lie in a row: a part of a row, whole rows, a part of a row.
+    Returns pairs of a box's first flat element and the box: part of a row, whole rows, part of a row.
     """
     if not shape:
         return [(0, Box((), ()))] if first < end else []
     stride = prod(shape[1:])
-    found: list[tuple[int, Box]] = []
-    at = first
-    while at < end:
-        row, within = divmod(at, stride)
-        if within == 0 and end - at >= stride:
-            rows = (end - at) // stride
+    boxes: list[tuple[int, Box]] = []
+    position = first
+    while position < end:
+        row, within = divmod(position, stride)
+        if within == 0 and end - position >= stride:
+            rows = (end - position) // stride
             rest = tuple(shape[1:])
-            found.append((at, Box((row, *(0 for _ in rest)), (rows, *rest))))
-            at += rows * stride
+            boxes.append((position, Box((row, *(0 for _ in rest)), (rows, *rest))))
+            position += rows * stride
             continue
         stop = min(end, (row + 1) * stride)
         for begin, box in boxes_of(shape[1:], within, stop - row * stride):
-            found.append((row * stride + begin, Box((row, *box.offsets), (1, *box.sizes))))
-        at = stop
-    return found
+            boxes.append((row * stride + begin, Box((row, *box.offsets), (1, *box.sizes))))
+        position = stop
+    return boxes
 
 
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of a dense tensor in the order in which its memory runs through them, the slowest first."""
+    """Return the dimensions of a dense tensor ordered by stride, slowest-varying first."""
     return tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1, dim)))

@@ -1,1 +1,1 @@
-"""When things move: a trace goes in, decisions come out. Pure Python, imports no torch."""
+"""Scheduling of transfers and placement, decided from a trace and budgets. Does not import torch."""

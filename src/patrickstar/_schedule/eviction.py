@@ -1,20 +1,20 @@
-"""Who leaves the device when room is needed (PatrickStar §8.3)."""
+"""Eviction policies, which choose the chunks to evict when the device is full (PatrickStar §8.3)."""
 
 from collections.abc import Iterable
 from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
-    """Orders the chunks that may leave."""
+    """Order in which chunks are evicted."""
 
     def order(self, candidates: Iterable[int], now: int) -> list[int]:
-        """The candidates, the first to leave first."""
+        """Return the candidates in the order of eviction."""
         ...
 
 
 class ListOrder:
-    """In the order of the list: what the warm-up does, before anything is known."""
+    """Eviction by chunk index, used during warm-up, before a trace exists."""
 
     def order(self, candidates: Iterable[int], now: int) -> list[int]:
-        """By chunk index."""
+        """Return the candidates sorted by chunk index."""
         return sorted(candidates)

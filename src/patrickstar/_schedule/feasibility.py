@@ -1,4 +1,4 @@
-"""Does it fit? Asked before training, answered in bytes per tier."""
+"""Check before training that the model fits the budgets of the tiers."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -9,24 +9,24 @@ from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_byte
 from patrickstar.errors import BudgetError
 
 
-def working_set_bytes(layout: Layout, together: Iterable[set[str]]) -> int:
-    """The most `param16` chunks that have to be on the device at once, for parameters that are read `together`."""
+def working_set_bytes(layout: Layout, operators: Iterable[set[str]]) -> int:
+    """Return the most `param16` bytes that one operator needs on the device. `operators`: parameter names of each."""
     nbytes = {chunk.index: chunk.compute_bytes for chunk in layout.chunks}
-    sets = ({layout.locations[name].chunk for name in names} for names in together)
+    sets = ({layout.locations[name].chunk for name in names} for names in operators)
     return max(sum(nbytes[index] for index in indices) for indices in sets)
 
 
 def fits(layout: Layout, working_set: int, budgets: Budgets) -> bool:
-    """Whether model data has a place to begin in, and operators have room beside what can't leave the device."""
+    """Return True if an initial placement exists that leaves room for the working set on the device."""
     return initial_placement(layout.chunks, budgets, working_set) is not None
 
 
-def least(works: Callable[[int], bool], upper: int) -> int:
-    """The smallest number up to `upper` that works, where all larger ones do too."""
+def smallest_accepted(accepts: Callable[[int], bool], upper: int) -> int:
+    """Return the smallest number up to `upper` that `accepts` accepts, if it accepts all larger ones."""
     lower = 0
     while lower < upper:
         middle = (lower + upper) // 2
-        if works(middle):
+        if accepts(middle):
             upper = middle
         else:
             lower = middle + 1
@@ -34,20 +34,19 @@ def least(works: Callable[[int], bool], upper: int) -> int:
 
 
 def check_budgets(
-    layout: Layout, together: Iterable[set[str]], budgets: Budgets, staging_bytes: int = 0, library_bytes: int = 0
+    layout: Layout, operators: Iterable[set[str]], budgets: Budgets, staging_bytes: int = 0, library_bytes: int = 0
 ) -> None:
-    """Raise BudgetError, with the smallest budgets that work, when the model data can't fit the tiers.
+    """Raise BudgetError with the smallest sufficient budgets if the model data does not fit the tiers.
 
-    together: names of parameters that one operator reads at once. staging_bytes: what pages on their way to the disk
-    take of the host. library_bytes: what the device's libraries keep of it. `budgets` are without both; the error
-    counts them. What activations take comes on top.
+    `operators` holds the parameter names that each operator reads. `budgets` excludes `staging_bytes` (host, for disk
+    transfers) and `library_bytes` (device, for cuBLAS); the error includes both. Activations are not counted.
     """
-    working_set = working_set_bytes(layout, together)
+    working_set = working_set_bytes(layout, operators)
 
-    def works(**changed: int) -> bool:
+    def accepts(**changed: int) -> bool:
         return fits(layout, working_set, replace(budgets, **changed))
 
-    if budgets.host >= 0 and works():
+    if budgets.host >= 0 and accepts():
         return
     total, given_device = layout.model_data_bytes, budgets.device + library_bytes
     given = (
@@ -62,34 +61,34 @@ def check_budgets(
             f"(cuBLAS workspaces)"
         )
     if staging_bytes:
-        plain = {chunk.index: ChunkTiers(Tier.DEVICE, Tier.DISK) for chunk in layout.chunks}
-        disk = disk_bytes(layout.chunks, plain)
+        all_on_disk = {chunk.index: ChunkTiers(Tier.DEVICE, Tier.DISK) for chunk in layout.chunks}
+        disk = disk_bytes(layout.chunks, all_on_disk)
         shards = sum(chunk.shard_bytes for chunk in layout.chunks)
-        least_host = staging_bytes + shards
-        parts = " and this process's part of what operators read" if shards else ""
-        least_device = working_set + library_bytes
-        short = {
-            f"device_memory={least_device} bytes ({format_size(least_device)})": working_set - budgets.device,
-            f"host_memory={least_host} bytes ({format_size(least_host)}), for pages on their way{parts}": (
+        min_host = staging_bytes + shards
+        purpose = " and this rank's shards of the parameters" if shards else ""
+        min_device = working_set + library_bytes
+        shortage = {
+            f"device_memory={min_device} bytes ({format_size(min_device)})": working_set - budgets.device,
+            f"host_memory={min_host} bytes ({format_size(min_host)}), for staging buffers{purpose}": (
                 shards - budgets.host
             ),
-            f"a disk with {disk} bytes ({format_size(disk)}) free, and a capacity of as many": disk - budgets.disk,
+            f"a disk with {disk} bytes ({format_size(disk)}) free and at least this capacity": disk - budgets.disk,
         }
         raise BudgetError(
-            f"{given} with a disk of {budgets.disk} bytes ({format_size(budgets.disk)}); {needs}. What works, "
+            f"{given} with a disk of {budgets.disk} bytes ({format_size(budgets.disk)}); {needs}. Required, "
             f"activations and accumulated gradients not counted: "
-            f"{'; '.join(what for what, nbytes in short.items() if nbytes > 0)}",
-            max(short.values()),
+            f"{'; '.join(option for option, nbytes in shortage.items() if nbytes > 0)}",
+            max(shortage.values()),
         )
-    plenty = 2 * total + working_set
-    device = least(lambda nbytes: works(device=nbytes), plenty)
-    at_all = max(budgets.device, least(lambda nbytes: works(device=nbytes, host=plenty), plenty))
-    host = least(lambda nbytes: works(device=at_all, host=nbytes), plenty)
-    device, device_at_all = device + library_bytes, at_all + library_bytes
+    ample = 2 * total + working_set
+    device = smallest_accepted(lambda nbytes: accepts(device=nbytes), ample)
+    min_device = max(budgets.device, smallest_accepted(lambda nbytes: accepts(device=nbytes, host=ample), ample))
+    host = smallest_accepted(lambda nbytes: accepts(device=min_device, host=nbytes), ample)
+    device, min_device = device + library_bytes, min_device + library_bytes
     raise BudgetError(
         f"{given}; {needs}. The smallest budgets that work, activations and accumulated gradients not counted: "
         f"device_memory={device} bytes ({format_size(device)}) with this host_memory, or "
-        f"device_memory={device_at_all} with host_memory={host} bytes ({format_size(host)}). With less, give a disk: "
+        f"device_memory={min_device} with host_memory={host} bytes ({format_size(host)}). With less, add a disk: "
         f"ps.Config(disk=ps.Disk(directory))",
         device - given_device,
     )

@@ -1,8 +1,8 @@
-"""What the bytes decide: which tier optimizer chunks live on, and where an embedding runs (§8.2; Angel-PTM §4).
+"""Placement by bytes: tiers of optimizer chunks and of embedding lookups (PatrickStar §8.2; Angel-PTM §4).
 
-Parameters come before optimizer states: a byte of 16-bit parameters kept on the device saves more traffic than a
-byte of optimizer states does. On the host it saves three bytes of a disk's traffic per step, since it is read twice and
-written once, and a byte of optimizer states two.
+Parameters take precedence over optimizer states: keeping a byte of 16-bit parameters on the device saves more traffic
+than a byte of optimizer states. On the host it saves three bytes of disk traffic per step (two reads and one write), a
+byte of optimizer states only two.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,15 +13,15 @@ from patrickstar._layout.chunk_mapping import ChunkSpec
 from patrickstar._layout.schema import ITEMSIZE
 
 WARM_UP_PERCENT = 80
-"""The share of the device budget that the warm-up may fill, since what an operator will allocate is not yet known
+"""Share of the device budget that chunks may fill during warm-up, when the operators' allocations are not yet known
 (the paper's own figure)."""
 
 DISK_BLOCK_BYTES = 4096
-"""What places on disk are multiples of."""
+"""Allocation unit of the swap file."""
 
 
 class Tier(Enum):
-    """Where bytes lie: on the device, on the host, or on disk."""
+    """Storage tier: device memory, host memory or disk."""
 
     DEVICE = "device"
     HOST = "host"
@@ -30,7 +30,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class ChunkTiers:
-    """Where the chunks of one index begin their life."""
+    """Initial tiers of the chunks of one index."""
 
     compute: Tier
     optimizer: Tier
@@ -38,7 +38,7 @@ class ChunkTiers:
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes that chunks may take on each tier; no disk is a disk of no bytes."""
+    """Bytes available to chunks on each tier; `disk` is 0 without a disk."""
 
     device: int
     host: int
@@ -51,40 +51,40 @@ HOST = ChunkTiers(compute=Tier.HOST, optimizer=Tier.HOST)
 def initial_placement(
     chunks: Sequence[ChunkSpec], budgets: Budgets, working_set: int = 0
 ) -> dict[int, ChunkTiers] | None:
-    """Where each index begins, on disk only if memory can't hold all; None if the tiers are too small together.
+    """Return the initial tiers of each index, using the disk only if memory is too small, or None if nothing fits.
 
-    working_set: bytes that operators must find on the device beside what can't leave it.
+    `working_set` is the number of device bytes that operators need besides chunks that must stay there.
     """
     in_memory = _in_memory(chunks, budgets.device, budgets.host)
     if in_memory is not None:
-        stays = sum(chunk.optimizer_bytes for chunk in chunks if in_memory[chunk.index].optimizer is Tier.DEVICE)
-        if stays + working_set <= budgets.device:
+        resident = sum(chunk.optimizer_bytes for chunk in chunks if in_memory[chunk.index].optimizer is Tier.DEVICE)
+        if resident + working_set <= budgets.device:
             return in_memory
     return _with_disk(chunks, budgets) if budgets.disk and working_set <= budgets.device else None
 
 
 def _with_disk(chunks: Sequence[ChunkSpec], budgets: Budgets) -> dict[int, ChunkTiers] | None:
-    """Where each index begins if the disk takes what memory can't.
+    """Return the initial tiers of each index if the disk stores what memory can't.
 
-    Every chunk of `param16` comes to the device when it is made, and leaves it for the host while that has room, else
-    for the disk. The host's room is all theirs at first: how much of it they need shows in the first step, and what
-    they leave goes to optimizer chunks then (`home_tiers`).
+    Every `param16` chunk is created on the device and evicted to the host while there is room, otherwise to the disk.
+    At first the whole host is reserved for them. The first step shows how much they need; the rest is then given to
+    optimizer chunks (`home_tiers`).
     """
     param16 = sum(chunk.evictable_bytes for chunk in chunks)
-    # What processes own of `param16` is read at every gather, and stays on the host.
+    # The ranks' shards of `param16` are read by every all-gather and stay on the host.
     shards = sum(chunk.shard_bytes for chunk in chunks)
     room = budgets.host - param16 - shards
     placement = {}
     for chunk in chunks:
-        fits = chunk.schema.trained and chunk.optimizer_bytes <= room
-        room -= chunk.optimizer_bytes if fits else 0
-        placement[chunk.index] = ChunkTiers(Tier.DEVICE, Tier.HOST if fits else Tier.DISK)
+        on_host = chunk.schema.trained and chunk.optimizer_bytes <= room
+        room -= chunk.optimizer_bytes if on_host else 0
+        placement[chunk.index] = ChunkTiers(Tier.DEVICE, Tier.HOST if on_host else Tier.DISK)
     enough = disk_bytes(chunks, placement) <= budgets.disk and shards <= budgets.host
     return placement if enough and max(chunk.compute_bytes for chunk in chunks) <= budgets.device else None
 
 
 def disk_bytes(chunks: Sequence[ChunkSpec], placement: Mapping[int, ChunkTiers]) -> int:
-    """What has to have room on disk: optimizer chunks that live there, and `param16`, all of which may go there."""
+    """Return the disk bytes of optimizer chunks placed there and of `param16`, all of which may be evicted there."""
     blocks = 0
     for chunk in chunks:
         lists = chunk.schema.lists if placement[chunk.index].optimizer is Tier.DISK else chunk.schema.lists[:1]
@@ -97,44 +97,43 @@ def disk_bytes(chunks: Sequence[ChunkSpec], placement: Mapping[int, ChunkTiers])
 def _in_memory(
     chunks: Sequence[ChunkSpec], device_budget_bytes: int, host_budget_bytes: int
 ) -> dict[int, ChunkTiers] | None:
-    """Where each index begins if device and host take all of it.
+    """Return the initial tiers of each index if device and host hold everything, or None if they can't.
 
-    Optimizer chunks begin on the host, as many as it has room for beside the part of `param16` that the device can't
-    hold and beside what changes places. The others live on the device, and `param16` has what they leave:
-    while the host can take the rest, no more than the warm-up may fill.
+    The host takes as many optimizer chunks as fit beside the part of `param16` that the device can't hold and the
+    exchange space. The other optimizer chunks stay on the device, and `param16` gets the rest of it: at most the
+    warm-up share if the host can hold the remaining `param16` chunks.
     """
     param16 = sum(chunk.evictable_bytes for chunk in chunks)
     largest = max(chunk.compute_bytes for chunk in chunks)
-    # What evicting whole chunks can overshoot by, and the chunk that comes: with both free somewhere, no order of
-    # evictions gets stuck. Nor does any where the host can take all of `param16`.
+    # Space for the excess of evicting whole chunks and for the chunk being fetched: if both are free on some tier, no
+    # order of evictions deadlocks. Neither does any if the host can hold all of `param16`.
     exchange = 2 * max(chunk.evictable_bytes for chunk in chunks)
-    below = sum(chunk.optimizer_bytes + chunk.shard_bytes for chunk in chunks)
-    above: set[int] = set()
-    forced = 0
-    waiting = [chunk for chunk in chunks if chunk.schema.trained]
+    on_host_bytes = sum(chunk.optimizer_bytes + chunk.shard_bytes for chunk in chunks)
+    bound_to_device: set[int] = set()
+    bound_bytes = 0
+    candidates = [chunk for chunk in chunks if chunk.schema.trained]
     while True:
-        spill = max(0, param16 - max(0, device_budget_bytes - forced))
-        if below + min(param16, spill + (exchange if below or spill else 0)) <= host_budget_bytes:
+        spill = max(0, param16 - max(0, device_budget_bytes - bound_bytes))
+        if on_host_bytes + min(param16, spill + (exchange if on_host_bytes or spill else 0)) <= host_budget_bytes:
             break
-        if not waiting:
+        if not candidates:
             return None
-        chunk = waiting.pop(0)
-        above.add(chunk.index)
-        forced += chunk.optimizer_bytes
-        below -= chunk.optimizer_bytes
-    if forced + largest > device_budget_bytes:
+        chunk = candidates.pop(0)
+        bound_to_device.add(chunk.index)
+        bound_bytes += chunk.optimizer_bytes
+        on_host_bytes -= chunk.optimizer_bytes
+    if bound_bytes + largest > device_budget_bytes:
         return None
     for share in (WARM_UP_PERCENT, 100):
-        room = device_budget_bytes * share // 100 - forced
+        room = device_budget_bytes * share // 100 - bound_bytes
         placement, spilled = {}, 0
         for chunk in chunks:
-            stays = chunk.compute_bytes <= room
-            room -= chunk.compute_bytes if stays else 0
-            spilled += 0 if stays else chunk.evictable_bytes
-            placement[chunk.index] = ChunkTiers(
-                Tier.DEVICE if stays else Tier.HOST, Tier.DEVICE if chunk.index in above else Tier.HOST
-            )
-        if below + min(param16, spilled + (exchange if below or spilled else 0)) <= host_budget_bytes:
+            on_device = chunk.compute_bytes <= room
+            room -= chunk.compute_bytes if on_device else 0
+            spilled += 0 if on_device else chunk.evictable_bytes
+            compute = Tier.DEVICE if on_device else Tier.HOST
+            placement[chunk.index] = ChunkTiers(compute, Tier.DEVICE if chunk.index in bound_to_device else Tier.HOST)
+        if on_host_bytes + min(param16, spilled + (exchange if on_host_bytes or spilled else 0)) <= host_budget_bytes:
             return placement
     return None
 
@@ -146,12 +145,11 @@ def margin_chunks(
     bound_to_device: Collection[int] = (),
     accumulates: bool = False,
 ) -> list[int]:
-    """The chunk indices whose optimizer chunks live on the device: those `bound_to_device` there, then others in
-    list order.
+    """Return the indices whose optimizer chunks are placed on the device: `bound_to_device`, then others in list order.
 
-    The margin space is what the peak of non-model data, and the update's workspace, leave of the budget
-    (`chunkable_bytes`) once all of `param16` is there. Where not even that fits there is no margin: every byte serves
-    parameters. With accumulation the gradient list lies beside the optimizer chunks.
+    The margin is the part of `chunkable_bytes` (budget minus peak non-model data and workspace of the update) that
+    remains when all of `param16` is on the device. If `param16` does not fit, there is no margin. With gradient
+    accumulation, the gradient list is placed with the optimizer chunks.
     """
     margin = chunkable_bytes - sum(chunk.compute_bytes for chunk in chunks)
     placed = []
@@ -168,32 +166,32 @@ def margin_chunks(
 def home_tiers(
     chunks: Sequence[ChunkSpec], on_device: Collection[int], host_bytes: int, *, accumulates: bool = False
 ) -> dict[int, Tier]:
-    """Where the optimizer chunks of each index live: in the margin, on the host while `host_bytes` last, else on disk.
+    """Return the tier of each index's optimizer chunks: margin, then host up to `host_bytes`, then disk.
 
-    In list order: the first to be used in forward are the last to be complete in backward, so their update has the
-    least time in which a disk could hide. What lives on the host is the same part in every step: a sweep over more
-    than it holds would find nothing of it the next time, unless it turned round, which saves the same bytes, but can't
-    when backward and forward say the order.
+    The host is filled in list order: chunks used first in forward are complete last in backward, so their update has
+    the least time to overlap disk transfers. The same chunks stay on the host in every step. Caching by recent use
+    would have no hits in a sweep over more chunks than the host holds. A sweep that reverses its direction would save
+    the same bytes, but backward and forward determine the order.
     """
-    found = {}
+    tiers = {}
     for chunk in chunks:
         nbytes = chunk.optimizer_bytes
         if accumulates and chunk.schema.trained:
             nbytes += chunk.nbytes(ITEMSIZE[chunk.schema.master_dtype])
         if chunk.index in on_device:
-            found[chunk.index] = Tier.DEVICE
+            tiers[chunk.index] = Tier.DEVICE
         elif nbytes <= host_bytes:
-            found[chunk.index] = Tier.HOST
+            tiers[chunk.index] = Tier.HOST
             host_bytes -= nbytes
         else:
-            found[chunk.index] = Tier.DISK
-    return found
+            tiers[chunk.index] = Tier.DISK
+    return tiers
 
 
 def embedding_runs_on_host(chunk_bytes_moved: int, activation_bytes: int) -> bool:
-    """Whether an embedding moves fewer bytes when its lookup runs where its weight lies, on the host.
+    """Return True if running an embedding lookup on the host, where its weight is, transfers fewer bytes.
 
-    `chunk_bytes_moved`: what the traced iteration moved of its chunk, both directions. `activation_bytes`: its output;
-    the gradient of the output goes the other way, hence twice.
+    `chunk_bytes_moved` counts its chunk's transfers of the traced iteration in both directions. `activation_bytes` is
+    the size of its output, which counts twice because the gradient is transferred back.
     """
     return 2 * activation_bytes < chunk_bytes_moved

@@ -1,4 +1,4 @@
-"""What comes to the device before it is needed, and who goes for it."""
+"""Prefetch policies, which choose the chunks to fetch early and to evict for them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
@@ -9,16 +9,16 @@ from patrickstar._schedule.trace import NEVER, Trace
 
 @dataclass(frozen=True)
 class PrefetchMove:
-    """One chunk comes early; those in `leave` go first."""
+    """One chunk to fetch early, after evicting the chunks in `evict`."""
 
     fetch: int
     evict: tuple[int, ...]
 
 
 class PrefetchPolicy(ABC):
-    """When chunks come and go, decided from a trace and a budget.
+    """Choice of early fetches and evictions, based on a trace and a budget.
 
-    Answers depend on the arguments alone, whatever was asked before.
+    Results depend only on the arguments, not on earlier calls.
     """
 
     def __init__(self, trace: Trace, nbytes: Mapping[int, int], budget_bytes: int) -> None:
@@ -26,70 +26,74 @@ class PrefetchPolicy(ABC):
         self.chunkable = [budget_bytes - moment.non_model_bytes for moment in trace.moments]
 
     def next_use(self, chunk: int, now: int) -> int:
-        """The first moment after `now` that needs `chunk`, as far as the policy looks."""
+        """Return the first moment after `now` that needs `chunk`, within the horizon of the policy."""
         return self.trace.next_use(chunk, now)
 
     def order(self, candidates: Iterable[int], now: int) -> list[int]:
-        """Who leaves when room is needed at once: by next use, furthest first; of equals, the lower index first."""
+        """Return the eviction order on demand: furthest next use first, then by lower index."""
         return sorted(candidates, key=lambda chunk: (-self.next_use(chunk, now), chunk))
 
     @abstractmethod
     def prefetches(
         self, now: int, present: Collection[int], held: Collection[int], limit_bytes: int
     ) -> list[PrefetchMove]:
-        """What shall come now, in this order, though nothing waits for it yet.
+        """Return the prefetches to issue at moment `now`, in order.
 
-        present: the chunks on the device or on their way there, without those that are leaving. held: those of them
-        that can't leave now. limit_bytes: the most that may be fetched.
+        Args:
+            now: Current moment.
+            present: Chunks on the device or being fetched, without those being evicted.
+            held: Chunks of `present` that can't be evicted now.
+            limit_bytes: Upper bound of the bytes to fetch.
         """
 
     def early_evictions(self, now: int, present: Collection[int], held: Collection[int]) -> tuple[int, ...]:
-        """Who shall leave now although nobody needs the room."""
+        """Return the chunks to evict at `now` although no fetch needs the space."""
         return ()
 
 
 class DemandFetch(PrefetchPolicy):
-    """Nothing comes before it is accessed."""
+    """Policy without prefetch: chunks are fetched when they are accessed."""
 
     def prefetches(
         self, now: int, present: Collection[int], held: Collection[int], limit_bytes: int
     ) -> list[PrefetchMove]:
-        """Nothing."""
+        """Return no prefetches."""
         return []
 
 
 class AggressivePrefetch(PrefetchPolicy):
-    """Integrated prefetching and caching (Cao, Felten, Karlin, Li 1995), by their strategy `aggressive`.
+    """Strategy `aggressive` of integrated prefetching and caching (Cao, Felten, Karlin, Li 1995).
 
-    What is needed soonest comes next, as soon as those whose next use is furthest make room, if that use is later than
-    its own. It waits least; what leaves early may be missed, so it can fetch more than `DemandFetch` does.
+    It fetches the missing chunk that is needed soonest as soon as evicting the chunks with the furthest next use makes
+    room, provided that these uses are later than its own. Waiting is minimal, but a chunk evicted early may be missed,
+    so it can fetch more bytes than `DemandFetch`.
     """
 
     def __init__(self, trace: Trace, nbytes: Mapping[int, int], budget_bytes: int) -> None:
         super().__init__(trace, nbytes, budget_bytes)
         self._narrow = NarrowestMoments(self.chunkable)
-        # What follows only saves work: what was present, its bytes, that up to moment `_known`, counted on into the
-        # next iteration, nothing is missing, and that nobody has a next use after `_horizon`.
-        self._there: set[int] = set()
-        self._there_bytes = 0
+        # A cache that only saves work: the chunks present and their bytes; no chunk is missing before moment `_known`
+        # (counting on into the next iteration); no present chunk has its next use after `_horizon`.
+        self._present: set[int] = set()
+        self._present_bytes = 0
         self._now = self._known = 0
         self._horizon = NEVER
 
     def prefetches(
         self, now: int, present: Collection[int], held: Collection[int], limit_bytes: int
     ) -> list[PrefetchMove]:
-        """Those needed soonest, up to the first that has to wait."""
+        """Return prefetches of the chunks needed soonest, up to the first one that has to wait."""
         self._catch_up(now, present)
         moves: list[PrefetchMove] = []
         while (chunk := self._missing()) is not None and (nbytes := self.nbytes[chunk]) <= limit_bytes:
             narrowest = self._narrow.last(now, self._known)
-            short = self._there_bytes + nbytes - self.chunkable[narrowest % len(self.chunkable)]
-            leave = self._leave_for(chunk, short, narrowest, held) if short > 0 else ()
-            if leave is None:
+            short = self._present_bytes + nbytes - self.chunkable[narrowest % len(self.chunkable)]
+            evicted = self._evictions_for(chunk, short, narrowest, held) if short > 0 else ()
+            if evicted is None:
                 break
-            moves.append(PrefetchMove(chunk, leave))
+            moves.append(PrefetchMove(chunk, evicted))
             limit_bytes -= nbytes
-            self._change({chunk}, leave)
+            self._change({chunk}, evicted)
         return moves
 
     def _catch_up(self, now: int, present: Collection[int]) -> None:
@@ -101,58 +105,58 @@ class AggressivePrefetch(PrefetchPolicy):
         else:
             self._horizon = NEVER
         self._now = now
-        there = set(present)
-        if there != self._there:
-            lost = self._there - there
+        current = set(present)
+        if current != self._present:
+            lost = self._present - current
             self._known = min((self._known, *(self.trace.next_use(chunk, now) for chunk in lost)))
-            self._change(there - self._there, lost)
+            self._change(current - self._present, lost)
         self._known = max(self._known, now + 1)
 
-    def _change(self, come: Collection[int], leave: Collection[int]) -> None:
-        self._there.difference_update(leave)
-        self._there.update(come)
-        self._there_bytes += sum(self.nbytes[chunk] for chunk in come) - sum(self.nbytes[chunk] for chunk in leave)
+    def _change(self, added: Collection[int], removed: Collection[int]) -> None:
+        self._present.difference_update(removed)
+        self._present.update(added)
+        self._present_bytes += sum(self.nbytes[chunk] for chunk in added) - sum(self.nbytes[chunk] for chunk in removed)
         self._horizon = NEVER
 
     def _missing(self) -> int | None:
-        """The chunk that is needed soonest of those not there, at moment `_known`; None if nothing is missing."""
+        """Return the missing chunk that is needed soonest and set `_known` to that moment, or return None."""
         moments = self.trace.moments
         while self._known <= self._now + len(moments):
             for chunk in moments[self._known % len(moments)].chunks:
-                if chunk not in self._there:
+                if chunk not in self._present:
                     return chunk
             self._known += 1
         return None
 
-    def _leave_for(self, comes: int, short: int, narrowest: int, held: Collection[int]) -> tuple[int, ...] | None:
-        """Who leaves so that this chunk has room until moment `_known`; None if it has to wait.
+    def _evictions_for(self, fetched: int, short: int, narrowest: int, held: Collection[int]) -> tuple[int, ...] | None:
+        """Return the evictions that make room for chunk `fetched` until moment `_known`, or None if it has to wait.
 
-        It is `short` of room by so many bytes, most of all at moment `narrowest`.
+        `short` is the number of missing bytes, which is largest at moment `narrowest`.
         """
         now, use = self._now, self._known
         if self._horizon <= use:
             return None
-        order = self.order(self._there, now)
+        order = self.order(self._present, now)
         self._horizon = self.trace.next_use(order[0], now) if order else -1
-        leave = []
+        evicted = []
         for chunk in order:
             if self.trace.next_use(chunk, now) <= use:
                 return None
             if chunk not in held:
-                leave.append(chunk)
+                evicted.append(chunk)
                 short -= self.nbytes[chunk]
             if short <= 0:
-                return tuple(leave)
+                return tuple(evicted)
         return None
 
 
 class NarrowestMoments:
-    """The narrowest moments of an iteration that repeats: moments are counted on into the iterations that follow."""
+    """Range-minimum table of the space for chunks over a repeating iteration; moments count on past its end."""
 
     def __init__(self, chunkable: list[int]) -> None:
         self._length = len(chunkable)
         self._bytes = chunkable * 2
-        # Row k has, for each moment, the last of the narrowest among the 2**k that begin there.
+        # Row k holds, for each moment, the last of the narrowest among the 2**k moments that start there.
         self._rows = [list(range(len(self._bytes)))]
         while 1 << len(self._rows) <= len(self._bytes):
             above, half = self._rows[-1], 1 << (len(self._rows) - 1)
@@ -162,7 +166,7 @@ class NarrowestMoments:
         return b if self._bytes[b] <= self._bytes[a] else a
 
     def last(self, begin: int, end: int) -> int:
-        """The last of the narrowest moments from `begin` to `end`, both included; at most one iteration apart."""
+        """Return the last of the narrowest moments from `begin` to `end` (inclusive), at most one iteration apart."""
         shift = begin - begin % self._length
         begin, end = begin - shift, end - shift
         k = (end - begin + 1).bit_length() - 1

@@ -1,4 +1,4 @@
-"""Tensor states and the chunk state that follows from them (PatrickStar §6.2, Table 1, Figure 7)."""
+"""Tensor states, and the chunk state derived from them (PatrickStar §6.2, Table 1, Figure 7)."""
 
 from collections.abc import Iterable
 from enum import Enum
@@ -7,7 +7,7 @@ from patrickstar.errors import TrainingError
 
 
 class TensorState(Enum):
-    """What a parameter's payload is being used for. The last three are hold-like: the payload matters, nobody reads."""
+    """Use of a parameter's payload. In the last three states (hold-like) it is needed but no operator reads it."""
 
     FREE = "free"
     COMPUTE = "compute"
@@ -21,26 +21,26 @@ HOLD_LIKE = frozenset({TensorState.HOLD, TensorState.HOLD_AFTER_FWD, TensorState
 _S = TensorState
 LEGAL = {
     _S.FREE: {_S.HOLD},
-    # A use ends in the hold state of its phase; in backward it may also end with the gradient in place.
+    # An access ends in the hold state of its phase; in backward the payload may then be the gradient.
     _S.COMPUTE: {_S.HOLD, _S.HOLD_AFTER_FWD, _S.HOLD_AFTER_BWD},
     _S.HOLD: {_S.COMPUTE, _S.HOLD_AFTER_BWD, _S.FREE},
     _S.HOLD_AFTER_FWD: {_S.COMPUTE, _S.HOLD, _S.HOLD_AFTER_BWD, _S.FREE},
-    # Only the update, or giving the gradient up, turns a gradient back into a parameter; no operator may read it.
+    # The payload is a gradient, which no operator may read, until the update or `zero_grad` ends this state.
     _S.HOLD_AFTER_BWD: {_S.HOLD, _S.FREE},
 }
 
 
 def check_transition(name: str, old: TensorState, new: TensorState) -> None:
-    """Raise TrainingError when parameter `name` may not go from `old` to `new`."""
+    """Raise TrainingError if parameter `name` may not change from state `old` to `new`."""
     if new not in LEGAL[old]:
-        raise TrainingError(f"parameter {name!r} can't go from state {old.name} to {new.name}")
+        raise TrainingError(f"parameter {name!r} can't change from state {old.name} to {new.name}")
 
 
 def chunk_state(states: Iterable[TensorState]) -> TensorState:
-    """The state of a chunk whose tensors have these states.
+    """Return the state of a chunk whose tensors have these states.
 
-    COMPUTE if any tensor is in use, FREE if all are free; HOLD_AFTER_FWD or HOLD_AFTER_BWD once all tensors that are
-    not free have got there; HOLD otherwise.
+    COMPUTE if any tensor is in use, FREE if all are free, HOLD_AFTER_FWD or HOLD_AFTER_BWD if all tensors that are not
+    free are in that state, HOLD otherwise.
     """
     seen = set(states)
     if TensorState.COMPUTE in seen:

@@ -1,19 +1,19 @@
-"""The trace of one iteration (PatrickStar §8.1): what was accessed at which moment, beside how much non-model data."""
+"""Trace of one iteration (PatrickStar §8.1): chunk accesses and non-model data at each moment."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
 
 NEVER = 1 << 62
-"""A moment after every other."""
+"""Moment later than any other."""
 
 
 @dataclass
 class Moment:
-    """The stretch from one operator boundary to the next.
+    """Interval between two operator boundaries.
 
-    `chunks` are accessed as it begins (empty when an operator ends there); `non_model_bytes` is the largest amount of
-    non-model data on the device until the next moment begins, `entered_bytes` what was there as it began.
+    `chunks` are accessed at its start (none if an operator ends there). `non_model_bytes` is the peak of non-model data
+    on the device during the moment, `entered_bytes` the amount at its start.
     """
 
     chunks: tuple[int, ...]
@@ -22,46 +22,46 @@ class Moment:
 
     @property
     def growth_bytes(self) -> int:
-        """What comes to the non-model data, at most, after the moment has begun."""
+        """Largest increase of non-model data during the moment."""
         return max(0, self.non_model_bytes - self.entered_bytes)
 
 
 @dataclass
 class Trace:
-    """The moments of one iteration, in order. Chunks are named by index: only `param16` is accessed by operators."""
+    """Moments of one iteration in order. Accesses are indices of `param16` chunks, the only ones operators read."""
 
     moments: list[Moment] = field(default_factory=list)
     checked: bool = field(default=False, compare=False)
-    """Whether a second iteration was seen to need no more."""
+    """True if a second iteration confirmed the memory figures."""
 
     def settle(self) -> None:
-        """A second iteration was seen, and is reckoned with."""
+        """Mark the trace as confirmed after a second iteration has updated it."""
         self.checked = True
         self.__dict__.pop("peak_non_model_bytes", None)
 
     @cached_property
     def uses(self) -> dict[int, list[int]]:
-        """For each chunk the sorted moments it is accessed at. Read it once the trace is complete."""
-        found: dict[int, list[int]] = {}
+        """Sorted access moments of each chunk. Valid only once the trace is complete."""
+        uses: dict[int, list[int]] = {}
         for now, moment in enumerate(self.moments):
             for chunk in moment.chunks:
-                found.setdefault(chunk, []).append(now)
-        return found
+                uses.setdefault(chunk, []).append(now)
+        return uses
 
     @cached_property
     def peak_non_model_bytes(self) -> int:
-        """The most non-model data at any moment."""
+        """Peak of non-model data over all moments."""
         return max((moment.non_model_bytes for moment in self.moments), default=0)
 
     def first_use(self, chunk: int) -> int:
-        """The first moment that accesses `chunk`; NEVER if none does."""
+        """Return the first moment that accesses `chunk`, or NEVER."""
         uses = self.uses.get(chunk)
         return uses[0] if uses else NEVER
 
     def next_use(self, chunk: int, now: int) -> int:
-        """The first moment after `now` that accesses `chunk`, counted on into the next iteration; O(log moments)."""
+        """Return the first access of `chunk` after `now`, counting on into the next iteration, in O(log moments)."""
         uses = self.uses.get(chunk)
         if not uses:
             return NEVER
-        at = bisect_right(uses, now)
-        return uses[at] if at < len(uses) else len(self.moments) + uses[0]
+        index = bisect_right(uses, now)
+        return uses[index] if index < len(uses) else len(self.moments) + uses[0]

@@ -1,5 +1,5 @@
-// Numbers of 16 bits: widened, which is exact, and rounded to nearest, ties to even, by integer operations that every
-// instruction set has. Part of `loops.cpp`, which compiles it once per instruction set.
+// Conversion of 16-bit floats: exact widening, and rounding to nearest, ties to even, by integer operations that every
+// instruction set has. Included by `loops.cpp`, which is compiled once per instruction set.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ inline To bits(From value) {
     return result;
 }
 
-// Hardware differs in which NaN an operation returns; what is stored is always the same one.
+// Machines differ in which NaN an operation returns; every stored NaN is replaced by this one.
 inline float canonical(float value) { return value != value ? bits<float>(0x7fc00000u) : value; }
 
 inline float from_bfloat16(uint16_t half) { return bits<float>(uint32_t{half} << 16); }
@@ -43,7 +43,7 @@ inline float from_float16(uint16_t half) {
 inline uint16_t to_float16(float value) {
     const uint32_t sign = bits<uint32_t>(value) & 0x80000000u;
     const uint32_t word = bits<uint32_t>(value) ^ sign;
-    const uint32_t magic = ((127 - 15) + (23 - 10) + 1) << 23;  // adding it leaves a denormal's digits in place
+    const uint32_t magic = ((127 - 15) + (23 - 10) + 1) << 23;  // adding it shifts the digits of a denormal into place
     const uint32_t denormal = bits<uint32_t>(bits<float>(word) + bits<float>(magic)) - magic;
     const uint32_t normal = (word - ((127u - 15u) << 23) + 0xfffu + ((word >> 13) & 1u)) >> 13;
     const uint32_t large = word > 0x7f800000u ? 0x7e00u : 0x7c00u;

@@ -1,7 +1,7 @@
-// The arithmetic, as plain loops that the compiler turns into vector code: compiled once per instruction set, with
-// PATRICKSTAR_LOOPS as the variant's name. The operations and their order are those of `_kernels/adam.py`, `sgd.py` and
-// `lion.py`. Every one is a correctly rounded IEEE operation, and the build forbids to contract two into one, so all
-// variants, and PyTorch's operators one by one, give the same bits.
+// The arithmetic as plain loops, which the compiler vectorizes. This file is compiled once per instruction set, with
+// PATRICKSTAR_LOOPS defined as the name of the variant. The operations and their order are those of `_kernels/adam.py`,
+// `sgd.py` and `lion.py`. Each operation is correctly rounded (IEEE 754) and the build disables contraction, so all
+// variants give the same bits as PyTorch's operators.
 
 #include "formats.h"
 #include "rules.h"
@@ -16,16 +16,16 @@
 namespace patrickstar {
 namespace {
 
-// Elements that are taken through all stages of an update while they lie in the first-level cache.
+// Elements that pass through all stages of an update while they are in the first-level cache.
 constexpr int64_t STRIP = 512;
-// How far ahead of the strip memory is asked for, in elements.
-constexpr int64_t AHEAD = 4 * STRIP;
+// Distance between the current strip and the memory being prefetched, in elements.
+constexpr int64_t PREFETCH_DISTANCE = 4 * STRIP;
 
 void load_gradient(const Span& span, int64_t first, int64_t count, float* __restrict grad) {
     widen(span.grad, span.grad_dtype, first, count, grad);
-    if (span.earlier != nullptr) {
-        const float* __restrict earlier = span.earlier + first;
-        for (int64_t i = 0; i < count; i++) grad[i] = earlier[i] + grad[i];
+    if (span.accumulated != nullptr) {
+        const float* __restrict accumulated = span.accumulated + first;
+        for (int64_t i = 0; i < count; i++) grad[i] = accumulated[i] + grad[i];
     }
     for (int64_t scale = 0; scale < span.scale_count; scale++) {
         const float factor = static_cast<float>(span.scales[scale]);
@@ -33,39 +33,39 @@ void load_gradient(const Span& span, int64_t first, int64_t count, float* __rest
     }
 }
 
-int64_t size_of(int32_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
+int64_t itemsize_of(int32_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
-void fetch(const void* list, int64_t itemsize, int64_t first, int64_t count) {
+void prefetch_list(const void* list, int64_t itemsize, int64_t first, int64_t count) {
     const char* bytes = static_cast<const char*>(list) + first * itemsize;
-    for (int64_t at = 0; at < count * itemsize; at += CACHE_LINE_BYTES) __builtin_prefetch(bytes + at, 1);
+    for (int64_t i = 0; i < count * itemsize; i += CACHE_LINE_BYTES) __builtin_prefetch(bytes + i, 1);
 }
 
 void prefetch(const Span& span, int64_t first, int64_t count) {
-    fetch(span.grad, size_of(span.grad_dtype), first, count);
-    fetch(span.master, sizeof(float), first, count);
+    prefetch_list(span.grad, itemsize_of(span.grad_dtype), first, count);
+    prefetch_list(span.master, sizeof(float), first, count);
     for (const float* state : span.states)
-        if (state != nullptr) fetch(state, sizeof(float), first, count);
+        if (state != nullptr) prefetch_list(state, sizeof(float), first, count);
 }
 
 void update(const Span& span, int64_t first, int64_t count) {
     alignas(64) float grads[STRIP];
     const int64_t end = first + count;
-    for (int64_t at = first; at < end; at += STRIP) {
-        const int64_t ahead = at + AHEAD;
-        if (ahead < span.numel) prefetch(span, ahead, span.numel - ahead < STRIP ? span.numel - ahead : STRIP);
-        const int64_t strip = end - at < STRIP ? end - at : STRIP;
-        load_gradient(span, at, strip, grads);
-        apply(span, at, strip, grads);
-        round_into(span.param, span.param_dtype, at, strip, span.master + at);
+    for (int64_t start = first; start < end; start += STRIP) {
+        const int64_t next = start + PREFETCH_DISTANCE;
+        if (next < span.numel) prefetch(span, next, span.numel - next < STRIP ? span.numel - next : STRIP);
+        const int64_t strip = end - start < STRIP ? end - start : STRIP;
+        load_gradient(span, start, strip, grads);
+        apply(span, start, strip, grads);
+        round_into(span.param, span.param_dtype, start, strip, span.master + start);
     }
 }
 
-// Any number of elements, the last row filled up with zeros.
-void square_some(const Span& span, int64_t first, int64_t count, Lanes& lanes) {
+// Adds the squares of any number of elements, with the last row padded with zeros.
+void square_elements(const Span& span, int64_t first, int64_t count, Lanes& lanes) {
     alignas(64) float grads[STRIP];
-    for (int64_t at = 0; at < count; at += STRIP) {
-        const int64_t strip = count - at < STRIP ? count - at : STRIP;
-        load_gradient(span, first + at, strip, grads);
+    for (int64_t start = 0; start < count; start += STRIP) {
+        const int64_t strip = count - start < STRIP ? count - start : STRIP;
+        load_gradient(span, first + start, strip, grads);
         int64_t padded = strip;
         while (padded % LANES != 0) grads[padded++] = 0;
         Span scaled = span;
@@ -76,34 +76,34 @@ void square_some(const Span& span, int64_t first, int64_t count, Lanes& lanes) {
 
 int64_t count_not_finite(const Span& span, int64_t first, int64_t count) {
     alignas(64) float grads[STRIP];
-    int64_t found = 0;
-    for (int64_t at = 0; at < count; at += STRIP) {
-        const int64_t strip = count - at < STRIP ? count - at : STRIP;
-        load_gradient(span, first + at, strip, grads);
-        for (int64_t i = 0; i < strip; i++) found += !__builtin_isfinite(grads[i]);
+    int64_t not_finite = 0;
+    for (int64_t start = 0; start < count; start += STRIP) {
+        const int64_t strip = count - start < STRIP ? count - start : STRIP;
+        load_gradient(span, first + start, strip, grads);
+        for (int64_t i = 0; i < strip; i++) not_finite += !__builtin_isfinite(grads[i]);
     }
-    return found;
+    return not_finite;
 }
 
-int64_t survey(const Span& span, int64_t first, int64_t count, double* sums) {
+int64_t grad_stats(const Span& span, int64_t first, int64_t count, double* sums) {
     int64_t not_finite = 0;
     const int64_t end = first + count;
-    for (int64_t at = first; at < end; at += BLOCK) {
-        const int64_t block = end - at < BLOCK ? end - at : BLOCK;
-        const bool direct = block == BLOCK && span.earlier == nullptr;
+    for (int64_t start = first; start < end; start += BLOCK) {
+        const int64_t block = end - start < BLOCK ? end - start : BLOCK;
+        const bool direct = block == BLOCK && span.accumulated == nullptr;
         Lanes lanes{{}, direct && span.grad_dtype == BFLOAT16};
         if (!direct)
-            square_some(span, at, block, lanes);
+            square_elements(span, start, block, lanes);
         else if (span.grad_dtype == BFLOAT16)
-            square_block<BFLOAT16>(span, at, lanes);
+            square_block<BFLOAT16>(span, start, lanes);
         else if (span.grad_dtype == FLOAT16)
-            square_block<FLOAT16>(span, at, lanes);
+            square_block<FLOAT16>(span, start, lanes);
         else
-            square_block<FLOAT32>(span, at, lanes);
+            square_block<FLOAT32>(span, start, lanes);
         const double sum = lanes.halve();
         *sums++ = canonical_sum(sum);
-        // Squares of floats never overflow a double: a sum is infinite or NaN where an element is.
-        if (!__builtin_isfinite(sum)) not_finite += count_not_finite(span, at, block);
+        // Squares of floats never overflow a double, so the sum is infinite or NaN only if an element is.
+        if (!__builtin_isfinite(sum)) not_finite += count_not_finite(span, start, block);
     }
     return not_finite;
 }
@@ -115,9 +115,9 @@ double fold(const double* values, int64_t count) {
 }
 
 uint64_t read(const uint64_t* words, int64_t count) {
-    uint64_t seen = 0;
-    for (int64_t i = 0; i < count; i++) seen ^= words[i];
-    return seen;
+    uint64_t combined = 0;
+    for (int64_t i = 0; i < count; i++) combined ^= words[i];
+    return combined;
 }
 
 bool runs_here() {
@@ -125,7 +125,7 @@ bool runs_here() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #elif defined(__AVX2__)
-    return __builtin_cpu_supports("avx2");  // whoever has it has F16C, which clang can't ask for
+    return __builtin_cpu_supports("avx2");  // implies F16C, which clang can't query
 #else
     return true;
 #endif
@@ -134,6 +134,6 @@ bool runs_here() {
 }  // namespace
 
 extern const Loops NAME(loops_, PATRICKSTAR_LOOPS);
-const Loops NAME(loops_, PATRICKSTAR_LOOPS) = {TEXT_OF(PATRICKSTAR_LOOPS), runs_here, update, survey, fold, read};
+const Loops NAME(loops_, PATRICKSTAR_LOOPS) = {TEXT_OF(PATRICKSTAR_LOOPS), runs_here, update, grad_stats, fold, read};
 
 }  // namespace patrickstar

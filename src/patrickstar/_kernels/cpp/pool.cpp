@@ -38,7 +38,7 @@ class Job {
     const int64_t pages;
     const int threads;
     const std::function<void(int64_t)> work;
-    Pool* pool = nullptr;  // null where the caller did all the work
+    Pool* pool = nullptr;  // null if the caller did all the work
     int64_t next = 0;
     int64_t done = 0;
     int running = 0;
@@ -52,7 +52,7 @@ class Job {
 
 class Pool {
   public:
-    // False if there is no thread to do it.
+    // Returns false if the pool has no thread.
     bool add(const std::shared_ptr<Job>& job) {
         const std::lock_guard<std::mutex> lock(mutex_);
         grow(job->threads);
@@ -78,7 +78,7 @@ class Pool {
         try {
             for (; size_ < threads; size_++) std::thread([this] { serve(); }).detach();
         } catch (const std::system_error&) {
-            // The system has no thread left to give: go on with those there are.
+            // The system can create no more threads: continue with the existing ones.
         }
     }
 
@@ -86,7 +86,7 @@ class Pool {
         std::unique_lock<std::mutex> lock(mutex_);
         while (true) {
             std::shared_ptr<Job> job;
-            // Whoever stops working looks for more before it sleeps, so only a new job has to wake anybody.
+            // Threads look for another job before they sleep, so only a new job needs to wake them.
             wake_.wait(lock, [&] { return (job = first_open()) != nullptr; });
             job->running++;
             running_++;
@@ -104,32 +104,32 @@ class Pool {
     }
 
     std::shared_ptr<Job> first_open() {
-        int most = 0;
-        for (const auto& job : jobs_) most = std::max(most, job->threads);
-        if (running_ >= most) return nullptr;
+        int limit = 0;
+        for (const auto& job : jobs_) limit = std::max(limit, job->threads);
+        if (running_ >= limit) return nullptr;
         const auto open = [](const auto& job) { return job->running < job->threads; };
-        const auto found = std::find_if(jobs_.begin(), jobs_.end(), open);
-        return found == jobs_.end() ? nullptr : *found;
+        const auto first = std::find_if(jobs_.begin(), jobs_.end(), open);
+        return first == jobs_.end() ? nullptr : *first;
     }
 
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::deque<std::shared_ptr<Job>> jobs_;  // those with pages that nobody has taken yet
+    std::deque<std::shared_ptr<Job>> jobs_;  // jobs with pages that no thread has started yet
     int size_ = 0;
     int running_ = 0;
 };
 
 namespace {
 
-// Never destroyed: its threads live as long as the process. After a fork the child has none of them, and a new pool.
+// Never destroyed, because its threads live as long as the process. A forked child has no threads and gets a new pool.
 Pool* pool_of_process = nullptr;
 
-void forget_pool() { pool_of_process = new Pool; }
+void replace_pool() { pool_of_process = new Pool; }
 
 Pool& pool() {
     static const bool once = [] {
-        forget_pool();
-        pthread_atfork(nullptr, nullptr, forget_pool);
+        replace_pool();
+        pthread_atfork(nullptr, nullptr, replace_pool);
         return true;
     }();
     (void)once;
@@ -140,7 +140,7 @@ Pool& pool() {
 
 std::shared_ptr<Job> start(int64_t pages, int threads, std::function<void(int64_t)> work) {
     auto job = std::make_shared<Job>(pages, std::max(1, threads), std::move(work));
-    // One page is sooner done than handed over.
+    // Running a single page here is faster than handing it to another thread.
     if (pages <= 1 || !pool().add(job)) {
         for (int64_t page = 0; page < pages; page++) job->run(page);
         job->done = pages;

@@ -1,4 +1,4 @@
-// One pool of threads for the process, whoever asks: two engines share it, so they never run more threads than one.
+// One thread pool per process. Engines share it, so several engines run no more threads than one.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@ namespace patrickstar {
 
 class Job;
 
-// While it lives, this thread rounds to nearest and keeps denormal numbers, whatever it did before: threads inherit that
-// from whoever starts them, users may change it (`torch.set_flush_denormal`), and results must not depend on it.
+// During its lifetime this thread rounds to nearest and keeps denormals. Threads inherit these settings from the thread
+// that starts them, users may change them (`torch.set_flush_denormal`), and results must not depend on them.
 class DefaultArithmetic {
   public:
     DefaultArithmetic();
@@ -20,15 +20,15 @@ class DefaultArithmetic {
     uint64_t before_;
 };
 
-// Starts `work(0) ... work(pages - 1)`, in any order, on up to `threads` threads of the pool. All jobs together have as
-// many threads as the one that asks for most. Where no thread can be had, it is done when this returns.
+// Starts `work(0) ... work(pages - 1)`, in any order, on up to `threads` threads of the pool. All jobs together use at
+// most the largest number of threads that one of them requests. If no thread can be created, runs the work itself.
 std::shared_ptr<Job> start(int64_t pages, int threads, std::function<void(int64_t)> work);
 
-// Sleeps until all pages of the job are done. In a process that was forked from the one that started it, returns at once:
-// nobody works there.
+// Sleeps until all pages of the job are done. In a child forked after the start, returns at once, because the child has
+// none of the threads.
 void finish(Job& job);
 
-// How many threads the pool has started.
+// Number of threads that the pool has started.
 int pool_size();
 
 }  // namespace patrickstar

@@ -1,5 +1,5 @@
-// What the rules do to a strip of elements: the operations of `_kernels/adam.py`, `sgd.py` and `lion.py`, in their order.
-// Part of `loops.cpp`, which compiles it once per instruction set.
+// The update rules for a strip of elements: the operations of `_kernels/adam.py`, `sgd.py` and `lion.py`, in the same
+// order. Included by `loops.cpp`, which is compiled once per instruction set.
 #pragma once
 
 #include "formats.h"
@@ -27,7 +27,7 @@ void adam(const float* scalars, int64_t count, float* __restrict grads, float* _
     }
 }
 
-// mode: 0 no momentum, 1 the first gradient becomes the buffer, 2 momentum, 3 and 4 the same with Nesterov's.
+// mode: 0 no momentum, 1 the first gradient initializes the buffer, 2 momentum, 3 and 4 like 1 and 2 with Nesterov.
 template <int mode>
 void sgd(const float* scalars, int64_t count, float* __restrict grads, float* __restrict masters,
          float* __restrict buffers) {
@@ -60,24 +60,24 @@ void lion(const float* scalars, int64_t count, float* __restrict grads, float* _
 
 void apply(const Span& span, int64_t first, int64_t count, float* grads) {
     float* masters = span.master + first;
-    float* one = span.states[0] != nullptr ? span.states[0] + first : nullptr;
-    float* two = span.states[1] != nullptr ? span.states[1] + first : nullptr;
+    float* state0 = span.states[0] != nullptr ? span.states[0] + first : nullptr;
+    float* state1 = span.states[1] != nullptr ? span.states[1] + first : nullptr;
     float scalars[SCALARS];
     for (int i = 0; i < SCALARS; i++) scalars[i] = static_cast<float>(span.scalars[i]);
     const int mode = span.mode;
     if (span.rule == ADAM) {
         const bool light = scalars[7] != 0;
-        if (mode == 0) (light ? adam<0, true> : adam<0, false>)(scalars, count, grads, masters, one, two);
-        if (mode == 1) (light ? adam<1, true> : adam<1, false>)(scalars, count, grads, masters, one, two);
-        if (mode == 2) (light ? adam<2, true> : adam<2, false>)(scalars, count, grads, masters, one, two);
+        if (mode == 0) (light ? adam<0, true> : adam<0, false>)(scalars, count, grads, masters, state0, state1);
+        if (mode == 1) (light ? adam<1, true> : adam<1, false>)(scalars, count, grads, masters, state0, state1);
+        if (mode == 2) (light ? adam<2, true> : adam<2, false>)(scalars, count, grads, masters, state0, state1);
     } else if (span.rule == SGD) {
-        if (mode == 0) sgd<0>(scalars, count, grads, masters, one);
-        if (mode == 1) sgd<1>(scalars, count, grads, masters, one);
-        if (mode == 2) sgd<2>(scalars, count, grads, masters, one);
-        if (mode == 3) sgd<3>(scalars, count, grads, masters, one);
-        if (mode == 4) sgd<4>(scalars, count, grads, masters, one);
+        if (mode == 0) sgd<0>(scalars, count, grads, masters, state0);
+        if (mode == 1) sgd<1>(scalars, count, grads, masters, state0);
+        if (mode == 2) sgd<2>(scalars, count, grads, masters, state0);
+        if (mode == 3) sgd<3>(scalars, count, grads, masters, state0);
+        if (mode == 4) sgd<4>(scalars, count, grads, masters, state0);
     } else {
-        lion(scalars, count, grads, masters, one);
+        lion(scalars, count, grads, masters, state0);
     }
 }
 

@@ -1,4 +1,4 @@
-// What crosses from Python: addresses and numbers, nothing of PyTorch. `_kernels/cpp_backend.py` mirrors these structs.
+// Data passed from Python: addresses and numbers, no PyTorch objects. `_kernels/cpp_backend.py` mirrors these structs.
 #pragma once
 
 #include <cstdint>
@@ -11,21 +11,21 @@ enum Rule : int32_t { ADAM, SGD, LION };
 constexpr int SCALARS = 8;
 constexpr int64_t CACHE_LINE_BYTES = 64;
 
-// One parameter's run of elements in the parallel lists. `param` may be the memory of `grad`.
+// Consecutive elements of one parameter in the parallel chunk lists. `param` may be the same memory as `grad`.
 struct Span {
     void* param;
     const void* grad;
-    const float* earlier;  // gradients summed before `grad`, or null
+    const float* accumulated;  // sum of the gradients before `grad`, or null
     float* master;
     float* states[2];
-    const double* scales;  // factors of the gradient, one after the other, each rounded to float here; set by the call
+    const double* scales;  // factors of the gradient, applied in order, each rounded to float by C++; set by the call
     int64_t scale_count;
     int64_t numel;
     int32_t param_dtype;
     int32_t grad_dtype;
     int32_t rule;
     int32_t mode;
-    double scalars[SCALARS];  // rounded to float here, where denormal numbers are not flushed
+    double scalars[SCALARS];  // rounded to float by C++, where denormals are not flushed
 };
 
 // Sums in fixed order: the elements of a BLOCK are rows of LANES; see `_kernels/grad_norm.py`.
@@ -33,17 +33,17 @@ constexpr int LANES = 32;
 constexpr int ROWS = 128;
 constexpr int64_t BLOCK = int64_t{LANES} * ROWS;
 
-// The unit of work that one thread takes at a time, in elements. A multiple of BLOCK.
+// Unit of work of a thread, in elements. A multiple of BLOCK.
 constexpr int64_t PAGE = int64_t{1} << 20;
 
-// The loops, once per instruction set. All give the same bits.
+// The loops of one instruction set. All variants give the same bits.
 struct Loops {
     const char* name;
     bool (*runs_here)();
     void (*update)(const Span& span, int64_t first, int64_t count);
-    // Writes one sum of squares per BLOCK and returns how many elements are not finite.
-    int64_t (*survey)(const Span& span, int64_t first, int64_t count, double* sums);
-    // Adds the sums of a span's BLOCKs, as rows of LANES.
+    // Stores one sum of squares per BLOCK and returns the number of non-finite elements.
+    int64_t (*grad_stats)(const Span& span, int64_t first, int64_t count, double* sums);
+    // Adds the sums of a span's BLOCKs as rows of LANES.
     double (*fold)(const double* values, int64_t count);
     uint64_t (*read)(const uint64_t* words, int64_t count);
 };

@@ -1,5 +1,5 @@
-// Sums of squares in fixed order: see [Note: sums in fixed order] in `_kernels/grad_norm.py`. Part of `loops.cpp`, which
-// compiles it once per instruction set.
+// Sums of squares in fixed order: see [Note: sums in fixed order] in `_kernels/grad_norm.py`. Included by `loops.cpp`,
+// which is compiled once per instruction set.
 #pragma once
 
 #include "formats.h"
@@ -11,7 +11,7 @@
 namespace patrickstar {
 namespace {
 
-// Sums of LANES in registers: as many parts as it takes, each as wide as the machine's registers for doubles.
+// The sums of LANES are held in PARTS registers of WIDTH doubles each.
 #if defined(__AVX512F__)
 constexpr int WIDTH = 8;
 #else
@@ -22,7 +22,7 @@ typedef double Doubles __attribute__((vector_size(WIDTH * sizeof(double))));
 typedef float Floats __attribute__((vector_size(WIDTH * sizeof(float))));
 typedef uint32_t Words __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
 
-// Adds the squares. That of a float is exact in a double: fusing it with the addition changes nothing.
+// Adds the squares. The square of a float is exact in double, so fusing it with the addition changes no bit.
 inline void add_squares(Doubles& sums, const Floats& values) {
 #if defined(__AVX512F__)
     const __m512d wide = _mm512_cvtps_pd((__m256)values);
@@ -33,12 +33,12 @@ inline void add_squares(Doubles& sums, const Floats& values) {
 #endif
 }
 
-// Parts of a row in order, or `by_parity`: the even elements of each two parts, then the odd ones.
+// Parts of a row in order or, if `by_parity`, the even elements of each two parts followed by the odd ones.
 struct Lanes {
     Doubles parts[PARTS] = {};
     bool by_parity;
 
-    // The sum of all lanes, halving: 16 to 16, 8 to 8, and so on, whichever way they lie.
+    // Returns the sum of all lanes by halving (16 to 16, 8 to 8, and so on), in the same order for both arrangements.
     double halve() const {
         Doubles sums[PARTS];
         std::memcpy(sums, parts, sizeof sums);
@@ -57,18 +57,19 @@ struct Lanes {
     }
 };
 
-// How far ahead of a row memory is asked for. Hardware looks ahead less far than one core needs to use all of it.
-constexpr int64_t SURVEY_AHEAD_BYTES = 16384;
+// Distance between the current row and the memory being prefetched. The hardware prefetcher does not look far enough
+// ahead for one core to use the full memory bandwidth.
+constexpr int64_t ROW_PREFETCH_BYTES = 16384;
 
 template <int32_t dtype>
-inline void load_row(const void* grads, int64_t at, Floats (&row)[PARTS]) {
-    const char* bytes = static_cast<const char*>(grads) + at * (dtype == FLOAT32 ? 4 : 2);
-    __builtin_prefetch(bytes + SURVEY_AHEAD_BYTES);
+inline void load_row(const void* grads, int64_t first, Floats (&row)[PARTS]) {
+    const char* bytes = static_cast<const char*>(grads) + first * (dtype == FLOAT32 ? 4 : 2);
+    __builtin_prefetch(bytes + ROW_PREFETCH_BYTES);
     if constexpr (dtype == FLOAT32) {
-        __builtin_prefetch(bytes + SURVEY_AHEAD_BYTES + CACHE_LINE_BYTES);
+        __builtin_prefetch(bytes + ROW_PREFETCH_BYTES + CACHE_LINE_BYTES);
         std::memcpy(row, bytes, sizeof row);
     } else if constexpr (dtype == BFLOAT16) {
-        for (int part = 0; part < PARTS; part += 2) {  // two halves to a word: the even elements are the low ones
+        for (int part = 0; part < PARTS; part += 2) {  // two elements per word: the even ones are the low halves
             Words words;
             std::memcpy(&words, bytes + part * sizeof words / 2, sizeof words);
             row[part] = (Floats)(words << 16);
@@ -90,7 +91,7 @@ inline void load_row(const void* grads, int64_t at, Floats (&row)[PARTS]) {
 }
 
 template <int32_t dtype, bool scaled>
-void square_rows(const Span& span, int64_t at, int64_t rows, Lanes& lanes) {
+void square_rows(const Span& span, int64_t first, int64_t rows, Lanes& lanes) {
     const void* const grads = span.grad;
     const double* const scales = span.scales;
     const int64_t scale_count = span.scale_count;
@@ -98,7 +99,7 @@ void square_rows(const Span& span, int64_t at, int64_t rows, Lanes& lanes) {
     std::memcpy(sums, lanes.parts, sizeof sums);
     for (int64_t row = 0; row < rows; row++) {
         Floats values[PARTS];
-        load_row<dtype>(grads, at + row * LANES, values);
+        load_row<dtype>(grads, first + row * LANES, values);
         if constexpr (scaled)
             for (int64_t scale = 0; scale < scale_count; scale++)
                 for (Floats& part : values) part *= static_cast<float>(scales[scale]);
@@ -108,8 +109,8 @@ void square_rows(const Span& span, int64_t at, int64_t rows, Lanes& lanes) {
 }
 
 template <int32_t dtype>
-void square_block(const Span& span, int64_t at, Lanes& lanes) {
-    (span.scale_count > 0 ? square_rows<dtype, true> : square_rows<dtype, false>)(span, at, ROWS, lanes);
+void square_block(const Span& span, int64_t first, Lanes& lanes) {
+    (span.scale_count > 0 ? square_rows<dtype, true> : square_rows<dtype, false>)(span, first, ROWS, lanes);
 }
 
 double canonical_sum(double sum) { return sum == sum ? sum : bits<double>(uint64_t{0x7ff8000000000000}); }

@@ -1,4 +1,4 @@
-"""Sums of squares in the order that [Note: sums in fixed order] prescribes, whoever adds; and what is not finite."""
+"""Gradient statistics: all backends add in the order of [Note: sums in fixed order] and count non-finite elements."""
 
 import math
 from itertools import product
@@ -24,11 +24,11 @@ LANES, BLOCK, PAGE = 32, 4096, 1 << 20
 SCALES = [(), (1 / 65536,), (0.3, 1e-3)]
 
 
-# The note, in plain Python
+# Reference implementation of the note in Python
 
 
-def added_up(values: list[float]) -> float:
-    """Rows of 32 lanes: each lane by itself from above, then 16 to 16, 8 to 8, 4 to 4, 2 to 2, 1 to 1."""
+def sum_of_rows(values: list[float]) -> float:
+    """Add rows of 32 lanes: each lane row by row, then 16 to 16, 8 to 8, 4 to 4, 2 to 2, 1 to 1."""
     lanes = [0.0] * LANES
     for first in range(0, len(values), LANES):
         row = values[first : first + LANES]
@@ -40,14 +40,14 @@ def added_up(values: list[float]) -> float:
 
 
 def sum_of_squares(values: np.ndarray) -> float:
-    """Blocks of 4096, then their sums."""
+    """Add blocks of 4096 squares, then the sums of the blocks."""
     with np.errstate(all="ignore"):
         squares = [value * value for value in values.astype(np.float64).tolist()]
-    return added_up([added_up(squares[first : first + BLOCK]) for first in range(0, len(squares), BLOCK)])
+    return sum_of_rows([sum_of_rows(squares[first : first + BLOCK]) for first in range(0, len(squares), BLOCK)])
 
 
-def seen_by_the_update(grad: Gradient, scales) -> np.ndarray:
-    """A gradient as the update takes it: summed with earlier ones and scaled, in float32."""
+def gradient_of_the_update(grad: Gradient, scales) -> np.ndarray:
+    """Return the gradient that the update uses: accumulated and scaled, in float32."""
     values = ieee.widened(grad.latest)
     if grad.accumulated is not None:
         values = ieee.add(grad.accumulated.numpy(), values)
@@ -57,27 +57,27 @@ def seen_by_the_update(grad: Gradient, scales) -> np.ndarray:
 
 
 def expected(gradients, scales):
-    """The bits of the sums, and the count."""
-    values = [seen_by_the_update(grad, scales) for grad in gradients]
-    return [hexed(sum_of_squares(each)) for each in values], sum(int((~np.isfinite(each)).sum()) for each in values)
+    """Return the expected sums as hexadecimal strings, and the expected count."""
+    values = [gradient_of_the_update(grad, scales) for grad in gradients]
+    return [to_hex(sum_of_squares(each)) for each in values], sum(int((~np.isfinite(each)).sum()) for each in values)
 
 
-def hexed(value):
+def to_hex(value):
     return float(value).hex()
 
 
 def check(implementation, gradients, scales=()):
-    """Compare with the note."""
+    """Compare the statistics with the reference implementation."""
     grad_stats = implementation.grad_stats(gradients, scales)
-    assert ([hexed(each) for each in grad_stats.sums], grad_stats.not_finite) == expected(gradients, scales)
+    assert ([to_hex(each) for each in grad_stats.squares], grad_stats.not_finite) == expected(gradients, scales)
     return grad_stats
 
 
-def finite(numel, dtype, random, earlier=False):
-    """A gradient whose sum shows in which order it was added.
+def finite(numel, dtype, random, accumulated=False):
+    """Return a gradient whose sum of squares depends on the order of additions.
 
-    Beside the square of a large number, that of a small one is a unit in the last place or so: what is left of it
-    depends on which comes first.
+    The square of a small number is about one unit in the last place of the square of a large one, so the rounding
+    depends on the order.
     """
 
     def values(kind):
@@ -85,7 +85,7 @@ def finite(numel, dtype, random, earlier=False):
         magnitudes = np.where(random.random(numel) < 0.01, 2.0**14, small) * (0.5 + random.random(numel))
         return torch.from_numpy(ieee.rounded(magnitudes * random.choice([-1, 1], numel))).to(kind)
 
-    return Gradient(values(dtype), values(torch.float32) if earlier else None)
+    return Gradient(values(dtype), values(torch.float32) if accumulated else None)
 
 
 # The same bits
@@ -98,8 +98,8 @@ SIZES = [0, 1, 2, 31, 32, 33, 511, 513, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 33,
 @pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
 def test_any_size(dtype, implementation):
     random = np.random.default_rng(0)
-    for scales, earlier in product(SCALES, (False, True)):
-        check(implementation, [finite(numel, dtype, random, earlier) for numel in SIZES[:-1]], scales)
+    for scales, accumulated in product(SCALES, (False, True)):
+        check(implementation, [finite(numel, dtype, random, accumulated) for numel in SIZES[:-1]], scales)
     check(implementation, [finite(numel, dtype, random) for numel in SIZES])
 
 
@@ -128,7 +128,7 @@ def test_any_number_of_threads(variant, threads):
 )
 def test_any_gradients_from_any_start(implementation, shapes, scales, first, seed):
     random = np.random.default_rng(seed)
-    gradients = [finite(first + numel, dtype, random, earlier) for numel, dtype, earlier in shapes]
+    gradients = [finite(first + numel, dtype, random, accumulated) for numel, dtype, accumulated in shapes]
     gradients = [grad.page(slice(first, None)) for grad in gradients]
     check(implementation, gradients, scales)
 
@@ -136,7 +136,7 @@ def test_any_gradients_from_any_start(implementation, shapes, scales, first, see
 @pytest.mark.parametrize("implementation", implementations.ALL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_number_of_16_bits(dtype, implementation):
-    """Denormals are squared as they are, each in a sum of its own as well."""
+    """Denormals are not flushed, also when each is in a sum of its own."""
     bits = np.arange(1 << 16, dtype=np.uint16)
     every = ieee.from_bits(bits, dtype)
     finite_ones = every[every.isfinite()]
@@ -146,25 +146,25 @@ def test_every_number_of_16_bits(dtype, implementation):
 
 @pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
 def test_the_order_shows(dtype):
-    """Added in another order, some of these sums have other bits, so that comparing them means something."""
+    """Other orders of addition give different bits for some sums, so the comparison is meaningful."""
     differ = dict.fromkeys(("pairwise", "exactly", "backwards", "without blocks", "halved otherwise"), 0)
     for seed in range(20):
-        values = finite(BLOCK + 33, dtype, np.random.default_rng(seed)).last.double().numpy()
+        values = finite(BLOCK + 33, dtype, np.random.default_rng(seed)).latest.double().numpy()
         squares, lanes = values**2, np.arange(LANES).reshape(2, -1).T.flatten()
         shuffled = values[: BLOCK // LANES * LANES].reshape(-1, LANES)[:, lanes].flatten()
         others = [
             float(np.sum(squares)),
             math.fsum(squares),
             sum_of_squares(values[::-1]),
-            added_up(squares.tolist()),
+            sum_of_rows(squares.tolist()),
             sum_of_squares(np.concatenate([shuffled, values[BLOCK:]])),
         ]
         for name, other in zip(differ, others, strict=True):
-            differ[name] += hexed(other) != hexed(sum_of_squares(values))
+            differ[name] += to_hex(other) != to_hex(sum_of_squares(values))
     assert min(differ.values()) >= 3, differ
 
 
-# What is not finite
+# Non-finite elements
 
 
 @pytest.mark.parametrize("implementation", implementations.ALL)
@@ -172,12 +172,12 @@ def test_the_order_shows(dtype):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_counted_wherever_it_is(value, dtype, implementation):
     for numel, locations in ((1, [0]), (40, [39]), (BLOCK, [0, 17, BLOCK - 1]), (BLOCK + 50, [BLOCK, BLOCK + 49])):
-        for earlier, scales in product((False, True), ((), (0.5,))):
-            grad = finite(numel, dtype, np.random.default_rng(numel), earlier)
-            grad.last[locations] = value
+        for accumulated, scales in product((False, True), ((), (0.5,))):
+            grad = finite(numel, dtype, np.random.default_rng(numel), accumulated)
+            grad.latest[locations] = value
             grad_stats = check(implementation, [grad], scales)
             assert grad_stats.not_finite == len(locations)
-            assert not math.isfinite(grad_stats.sums[0])
+            assert not math.isfinite(grad_stats.squares[0])
             assert math.isnan(grad_stats.norm) == math.isnan(value)
 
 
@@ -191,8 +191,8 @@ def test_a_number_that_is_not_finite_is_counted_wherever_it_is(value, dtype, imp
 def test_numbers_of_all_kinds(implementation, shapes, scales, seed):
     random = np.random.default_rng(seed)
     gradients = [
-        Gradient(ieee.tensor(numel, dtype, random), ieee.tensor(numel, torch.float32, random) if earlier else None)
-        for numel, dtype, earlier in shapes
+        Gradient(ieee.tensor(numel, dtype, random), ieee.tensor(numel, torch.float32, random) if accumulated else None)
+        for numel, dtype, accumulated in shapes
     ]
     check(implementation, gradients, scales)
 
@@ -222,13 +222,15 @@ def test_any_nan_is_one(implementation):
 def test_the_norm_is_as_good_as_an_exact_sum(numels, implementation):
     random = np.random.default_rng(3)
     gradients = [finite(numel, torch.float16, random) for numel in numels]
-    exact = math.sqrt(math.fsum(float(value) ** 2 for grad in gradients for value in seen_by_the_update(grad, (0.3,))))
+    exact = math.sqrt(
+        math.fsum(float(value) ** 2 for grad in gradients for value in gradient_of_the_update(grad, (0.3,)))
+    )
     assert implementation.grad_stats(gradients, (0.3,)).norm == pytest.approx(exact, rel=1e-12)
 
 
 def test_a_norm_is_the_root_of_sums_added_as_a_block():
     sums = tuple(np.random.default_rng(4).random(5 * LANES + 3).tolist())
-    assert hexed(GradStats(sums).norm) == hexed(math.sqrt(added_up(list(sums))))
+    assert to_hex(GradStats(sums).norm) == to_hex(math.sqrt(sum_of_rows(list(sums))))
     assert GradStats().norm == 0.0
     assert GradStats((1.0, math.inf)).norm == math.inf
     for sums in ((math.nan,), (1.0, math.nan), (math.inf, math.nan), (-math.nan,)):
@@ -236,22 +238,22 @@ def test_a_norm_is_the_root_of_sums_added_as_a_block():
 
 
 def test_a_norm_of_tiny_gradients_does_not_vanish():
-    """Squares of float32's denormals are numbers of float64."""
+    """The squares of float32 denormals are representable in float64."""
     assert EagerBackend().grad_stats([Gradient(torch.full((4,), 1e-45))], ()).norm == 2 * 2.0**-149
 
 
-def test_surveys_are_joined_in_their_order():
+def test_statistics_are_merged_in_their_order():
     one, two, three = GradStats((1.0, 2.0), 3), GradStats(), GradStats((0.5, math.inf, 4.0), 1)
-    assert GradStats.joined([one, two, three]) == GradStats((1.0, 2.0, 0.5, math.inf, 4.0), 4)
-    assert GradStats.joined([three, one]) == GradStats((0.5, math.inf, 4.0, 1.0, 2.0), 4)
-    assert GradStats.joined([]) == GradStats()
-    assert GradStats.joined(iter([one])) == one
+    assert GradStats.merge([one, two, three]) == GradStats((1.0, 2.0, 0.5, math.inf, 4.0), 4)
+    assert GradStats.merge([three, one]) == GradStats((0.5, math.inf, 4.0, 1.0, 2.0), 4)
+    assert GradStats.merge([]) == GradStats()
+    assert GradStats.merge(iter([one])) == one
 
 
 @pytest.mark.parametrize("implementation", implementations.ALL)
 def test_gradients_are_only_read(implementation):
-    grad = finite(BLOCK + 5, torch.bfloat16, np.random.default_rng(5), earlier=True)
-    before = [ieee.bits_of(tensor) for tensor in (grad.last, grad.earlier)]
+    grad = finite(BLOCK + 5, torch.bfloat16, np.random.default_rng(5), accumulated=True)
+    before = [ieee.bits_of(tensor) for tensor in (grad.latest, grad.accumulated)]
     implementation.grad_stats([grad], (0.3,))
-    after = [ieee.bits_of(tensor) for tensor in (grad.last, grad.earlier)]
+    after = [ieee.bits_of(tensor) for tensor in (grad.latest, grad.accumulated)]
     assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))

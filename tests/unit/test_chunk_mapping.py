@@ -1,4 +1,4 @@
-"""Parameters on chunks: what holds for every layout, whatever the parameters and the chunk size."""
+"""Invariants of every layout, for arbitrary parameters and chunk sizes."""
 
 from itertools import pairwise
 
@@ -15,38 +15,38 @@ quick = settings(derandomize=True, deadline=None, max_examples=200)
 TRAINED16 = schema_for("bfloat16", trained=True)
 FROZEN16 = schema_for("float16", trained=False)
 TRAINED32 = schema_for("float32", trained=True)
-SCHEMES = [TRAINED16, FROZEN16, TRAINED32]
+SCHEMAS = [TRAINED16, FROZEN16, TRAINED32]
 
 chunk_numels = st.integers(1, 1200)
 
 
-def parameters(schemes=SCHEMES, alone=None):
-    one = st.tuples(st.integers(0, 1600), st.sampled_from(schemes), st.booleans() if alone is None else st.just(alone))
+def parameters(schemas=SCHEMAS, alone=None):
+    one = st.tuples(st.integers(0, 1600), st.sampled_from(schemas), st.booleans() if alone is None else st.just(alone))
     return st.lists(one, max_size=25).map(
         lambda drawn: [ParamSpec(f"p{i}", numel, schema, alone) for i, (numel, schema, alone) in enumerate(drawn)]
     )
 
 
 def check_sound(layout: Layout, params: list[ParamSpec]) -> None:
-    """Every parameter lies inside one chunk of its own scheme, aligned, and on nobody else's elements."""
+    """Check that each parameter is aligned, inside one chunk of its schema, and overlaps no other."""
     chunks = {chunk.index: chunk for chunk in layout.chunks}
     assert len(chunks) == len(layout.chunks) == layout.chunk_count
     assert {name for chunk in layout.chunks for name in chunk.params} == {param.name for param in params}
     assert sum(len(chunk.params) for chunk in layout.chunks) == len(params)
     for param in params:
-        place = layout.locations[param.name]
-        chunk = chunks[place.chunk]
+        location = layout.locations[param.name]
+        chunk = chunks[location.chunk]
         assert param.name in chunk.params
         assert chunk.schema == param.schema
-        assert place.numel == param.numel
-        assert place.offset % ALIGN_NUMEL == 0
-        assert place.offset >= 0 and place.offset + place.numel <= chunk.numel
+        assert location.numel == param.numel
+        assert location.offset % ALIGN_NUMEL == 0
+        assert location.offset >= 0 and location.offset + location.numel <= chunk.numel
     for chunk in layout.chunks:
         assert chunk.numel % ALIGN_NUMEL == 0
         ends = 0
-        for place in (layout.locations[name] for name in chunk.params):
-            assert place.offset >= ends, "two parameters overlap, or a chunk's are not in order"
-            ends = place.offset + place.numel
+        for location in (layout.locations[name] for name in chunk.params):
+            assert location.offset >= ends, "two parameters overlap, or a chunk's are not in order"
+            ends = location.offset + location.numel
 
 
 @pytest.mark.parametrize(("numel", "aligned"), [(0, 0), (1, 128), (127, 128), (128, 128), (129, 256), (1000, 1024)])
@@ -62,28 +62,28 @@ def test_no_parameter_straddles_or_overlaps(params, chunk_numel):
 
 @quick
 @given(parameters(), chunk_numels, st.integers(2, 4), st.booleans())
-def test_parts_of_several_processes_begin_aligned_too(params, chunk_numel, nproc, grouped):
+def test_shards_of_several_ranks_are_aligned_too(params, chunk_numel, nproc, grouped):
     for rank in range(nproc):
         layout = build_layout(params, chunk_numel, nproc, rank, grouped=grouped)
         for chunk in layout.chunks:
-            assert all(cut % ALIGN_NUMEL == 0 for cut in chunk.shard_bounds)
-        for name, place in layout.locations.items():
+            assert all(bound % ALIGN_NUMEL == 0 for bound in chunk.shard_bounds)
+        for name, location in layout.locations.items():
             own, first = layout.local_location(name)
-            assert place.offset % ALIGN_NUMEL == own.offset % ALIGN_NUMEL == 0
-            assert first % ALIGN_NUMEL == 0, "a process's part of a parameter begins in the middle of a unit"
+            assert location.offset % ALIGN_NUMEL == own.offset % ALIGN_NUMEL == 0
+            assert first % ALIGN_NUMEL == 0, "a rank's shard of a parameter is not aligned"
 
 
 @quick
 @given(parameters(), chunk_numels)
-def test_creation_order_inside_a_scheme(params, chunk_numel):
+def test_creation_order_inside_a_schema(params, chunk_numel):
     layout = build_layout(params, chunk_numel)
     private = {chunk.index for chunk in layout.chunks if chunk.private}
-    for schema in SCHEMES:
+    for schema in SCHEMAS:
         locations = [layout.locations[param.name] for param in params if param.schema == schema]
-        shared = [(place.chunk, place.offset) for place in locations if place.chunk not in private]
+        shared = [(location.chunk, location.offset) for location in locations if location.chunk not in private]
         assert shared == sorted(shared)
     opened = [layout.locations[chunk.params[0]] for chunk in layout.chunks]
-    assert [place.chunk for place in opened] == list(range(len(layout.chunks)))
+    assert [location.chunk for location in opened] == list(range(len(layout.chunks)))
 
 
 @quick
@@ -105,7 +105,7 @@ def test_private_chunks_are_for_the_oversize_and_for_those_that_ask(params, chun
 @given(parameters(), chunk_numels)
 def test_shared_chunks_are_full_but_the_last_which_is_trimmed(params, chunk_numel):
     layout = build_layout(params, chunk_numel)
-    for schema in SCHEMES:
+    for schema in SCHEMAS:
         shared = [chunk for chunk in layout.chunks if chunk.schema == schema and not chunk.private]
         for chunk in shared:
             assert chunk.used == sum(align(layout.locations[name].numel) for name in chunk.params)
@@ -134,7 +134,7 @@ def test_bytes_are_a_closed_formula(schema, nbytes, compute, data, chunk_numel):
 
 @quick
 @given(parameters(alone=False), chunk_numels)
-def test_bytes_of_mixed_schemes_add_up(params, chunk_numel):
+def test_bytes_of_mixed_schemas_add_up(params, chunk_numel):
     layout = build_layout(params, chunk_numel)
     payload = sum(param.numel * param.schema.bytes_per_param for param in params)
     assert layout.model_data_bytes - layout.padding_bytes == payload
@@ -162,7 +162,7 @@ def test_a_small_case_by_hand():
     assert layout.padding_bytes == layout.model_data_bytes - 14 * (160 + 256 + 800 + 128 + 4) - 2 * 40
 
 
-def test_a_name_laid_out_twice_is_refused():
+def test_a_duplicate_name_is_refused():
     with pytest.raises(ModelError, match=r"'net\.weight'"):
         build_layout([ParamSpec("net.weight", 8, TRAINED16), ParamSpec("net.weight", 8, FROZEN16)], 64)
 

@@ -1,4 +1,4 @@
-"""Tensor states: the legal transitions, all others refused, and the chunk state of Table 1."""
+"""Tensor states: legal and illegal transitions, and the chunk state of Table 1."""
 
 from itertools import combinations_with_replacement, product
 
@@ -11,19 +11,19 @@ FREE, COMPUTE, HOLD = TensorState.FREE, TensorState.COMPUTE, TensorState.HOLD
 AFTER_FWD, AFTER_BWD = TensorState.HOLD_AFTER_FWD, TensorState.HOLD_AFTER_BWD
 
 LEGAL = {
-    (FREE, HOLD): "a payload is put in place",
+    (FREE, HOLD): "the payload is stored",
     (HOLD, COMPUTE): "an operator reads it",
-    (AFTER_FWD, COMPUTE): "the next one does before the forward is over",
+    (AFTER_FWD, COMPUTE): "the next operator reads it during forward",
     (COMPUTE, HOLD): "released outside an iteration",
     (COMPUTE, AFTER_FWD): "released in forward",
-    (COMPUTE, AFTER_BWD): "released in backward, its gradient over it",
+    (COMPUTE, AFTER_BWD): "released in backward, overwritten by its gradient",
     (AFTER_FWD, HOLD): "the forward is over",
-    (HOLD, AFTER_BWD): "its gradient comes while nobody reads it",
-    (AFTER_FWD, AFTER_BWD): "the same, in a backward inside the forward",
-    (AFTER_BWD, HOLD): "updated, or its gradient given up",
-    (HOLD, FREE): "given back",
-    (AFTER_FWD, FREE): "given back",
-    (AFTER_BWD, FREE): "given back",
+    (HOLD, AFTER_BWD): "its gradient is stored while no operator reads it",
+    (AFTER_FWD, AFTER_BWD): "the same in a backward during forward",
+    (AFTER_BWD, HOLD): "updated, or its gradient dropped",
+    (HOLD, FREE): "freed",
+    (AFTER_FWD, FREE): "freed",
+    (AFTER_BWD, FREE): "freed",
 }
 PAIRS = list(product(TensorState, repeat=2))
 
@@ -44,12 +44,12 @@ def test_no_operator_reads_a_gradient_and_nothing_in_use_is_freed():
     assert (COMPUTE, FREE) not in LEGAL
 
 
-def test_hold_like_states_are_the_three_whose_payload_matters_while_nobody_reads():
+def test_hold_like_states_are_the_three_whose_payload_is_needed_but_not_read():
     assert set(TensorState) - {FREE, COMPUTE} == HOLD_LIKE
 
 
 def table_1(states: tuple[TensorState, ...]) -> TensorState:
-    """The chunk state, written as conditions on counts of tensors."""
+    """Return the chunk state according to Table 1, from counts of tensors."""
     count = {state: states.count(state) for state in TensorState}
     holding = len(states) - count[FREE] - count[COMPUTE]
     if count[COMPUTE] > 0:

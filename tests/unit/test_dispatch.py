@@ -1,4 +1,4 @@
-"""Which implementation updates what, what that takes, and that nobody can tell from the bits."""
+"""Choice of the backend, its workspace, and identical bits whichever backend is chosen."""
 
 import warnings
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ import implementations
 import pytest
 import torch
 
-from patrickstar._kernels import dispatch as choice
+from patrickstar._kernels import dispatch
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.dispatch import Kernels
@@ -31,29 +31,29 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @dataclass(frozen=True)
 class SignRule(Rule):
-    """A user's own."""
+    """Rule of a user."""
 
     lr: float
 
     @property
     def kinds(self):
-        """None."""
+        """No states."""
         return ()
 
     def apply(self, master, grad, states):
-        """A step by the sign."""
+        """Move by the sign of the gradient."""
         master.add_(grad.sign_().mul_(-self.lr))
 
 
 @dataclass(frozen=True)
 class WholeRule(SignRule):
-    """One that wants its parameter whole."""
+    """Rule that needs the whole parameter."""
 
     by_pages: ClassVar = False
 
 
 def span(rule, numel=40, *, grad=torch.bfloat16, param=None, master=torch.float32, device="cpu", seed=0):
-    """A parameter of random numbers."""
+    """Return a span of random numbers."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(dtype):
@@ -75,7 +75,7 @@ def kernels():
     return Kernels(implementations.native)
 
 
-# Who updates
+# Choice
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -83,8 +83,8 @@ def kernels():
 def test_the_c_plus_plus_kernel_takes_its_rules_over_masters_of_single_precision(rule, dtype, kernels):
     for param in (None, torch.bfloat16, torch.float16, torch.float32):
         one = span(rule, grad=dtype, param=param)
-        assert kernels.for_update(one) is kernels.native
-        assert kernels.for_grad_stats(one.grad) is kernels.native
+        assert kernels.for_update(one) is kernels.cpp
+        assert kernels.for_grad_stats(one.grad) is kernels.cpp
 
 
 @pytest.mark.parametrize(
@@ -113,27 +113,27 @@ def test_the_c_plus_plus_kernel_takes_its_rules_over_masters_of_single_precision
     ],
 )
 def test_the_rest_is_left_to_pytorchs_operators(one, kernels):
-    assert kernels.for_update(one) is kernels.listed
+    assert kernels.for_update(one) is kernels.eager
 
 
 def test_a_gradient_of_double_precision_is_surveyed_by_pytorchs_operators(kernels):
-    assert kernels.for_grad_stats(span(ADAM, grad=torch.float64).grad) is kernels.listed
-    assert kernels.for_grad_stats(span(ADAM, master=torch.float64).grad) is kernels.listed
-    assert kernels.for_grad_stats(span(SignRule(0.1)).grad) is kernels.native  # whatever the rule is
+    assert kernels.for_grad_stats(span(ADAM, grad=torch.float64).grad) is kernels.eager
+    assert kernels.for_grad_stats(span(ADAM, master=torch.float64).grad) is kernels.eager
+    assert kernels.for_grad_stats(span(SignRule(0.1)).grad) is kernels.cpp  # whatever the rule is
 
 
 def test_without_the_c_plus_plus_kernel_pytorchs_operators_do_everything():
     kernels = Kernels(None)
     for rule in (ADAM, SGD, LION, SignRule(0.1)):
-        assert kernels.for_update(span(rule)) is kernels.listed
-        assert kernels.for_grad_stats(span(rule).grad) is kernels.listed
+        assert kernels.for_update(span(rule)) is kernels.eager
+        assert kernels.for_grad_stats(span(rule).grad) is kernels.eager
 
 
-# With which bits
+# Bits
 
 
 def mixed():
-    """Spans that several implementations share, in turns."""
+    """Return spans for several backends in alternating order."""
     rules = [ADAM, SignRule(0.1), LION, SGD, WholeRule(0.2), ADAM, SignRule(0.3)]
     spans = [span(rule, 30 + 7 * seed, seed=seed) for seed, rule in enumerate(rules)]
     doubles = [span(ADAM, 33, grad=torch.float64, master=torch.float64, seed=9), span(SGD, 5, master=torch.float64)]
@@ -147,9 +147,9 @@ def test_with_or_without_the_bits_are_the_same(kernels):
         grad_stats = each.grad_stats([one.grad for one in spans], (0.3,))
         each.update(spans, (0.3, 0.5))
         found.append((grad_stats, spans))
-    (one_survey, one), (other_survey, other) = found
-    assert one_survey == other_survey
-    assert len(one_survey.squares) == len(one)
+    (one_stats, one), (other_stats, other) = found
+    assert one_stats == other_stats
+    assert len(one_stats.squares) == len(one)
     for ours, theirs in zip(one, other, strict=True):
         assert_same_bits(tensors(theirs), tensors(ours), str(ours.rule))
 
@@ -176,7 +176,7 @@ def test_what_the_c_plus_plus_kernel_began_is_waited_for_later(kernels):
         assert_same_bits(tensors(theirs), tensors(ours), str(ours.rule))
 
 
-# What it takes
+# Workspace
 
 
 def test_updating_takes_room_only_where_pytorchs_operators_do_it(kernels):
@@ -197,11 +197,11 @@ def test_pytorchs_operators_take_room_for_a_page_or_for_all(dtype, itemsize):
 
 
 class Allocations(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts bytes of the storages that operators see beside those of a span, as long as they are alive, at most."""
+    """Record the peak bytes of the live storages that operators use besides those of a span."""
 
     def __init__(self, one):
         super().__init__()
-        self.given = {tensor.untyped_storage()._cdata for tensor in (*tensors(one), one.grad.last)}
+        self.given = {tensor.untyped_storage()._cdata for tensor in (*tensors(one), one.grad.latest)}
         self.alive, self.peak_bytes = {}, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -225,25 +225,25 @@ def test_updating_takes_no_more_room_than_was_said(rule, dtype):
     one = span(rule, 3 * PAGE_NUMEL, master=dtype)
     with Allocations(one) as allocations:
         EagerBackend().update([one], (0.3, 0.5))
-    said = Kernels(None).workspace_bytes(rule, CPU, dtype, one.numel)
-    assert PAGE_NUMEL < allocations.peak_bytes <= said
+    announced = Kernels(None).workspace_bytes(rule, CPU, dtype, one.numel)
+    assert PAGE_NUMEL < allocations.peak_bytes <= announced
 
 
-# What is said
+# Warnings
 
 
 @pytest.fixture
 def none_installed(monkeypatch):
-    """No kernel is found, and nothing was said yet."""
+    """Simulate an installation without kernels, before any warning."""
 
     def load(*_):
         raise Unavailable("it was not built")
 
     for kind in (CppBackend, TritonBackend):
         monkeypatch.setattr(kind, "load", load)
-    choice._warn_missing.cache_clear()
+    dispatch._warn_missing.cache_clear()
     yield
-    choice._warn_missing.cache_clear()
+    dispatch._warn_missing.cache_clear()
 
 
 def test_an_installation_without_a_kernel_says_so_once(none_installed):
@@ -253,13 +253,13 @@ def test_an_installation_without_a_kernel_says_so_once(none_installed):
     assert ["C++ kernel" in message for message in messages] == [True, False]
     assert ["Triton kernel" in message for message in messages] == [False, True]
     assert all("same bits" in message and "\n" not in message for message in messages)
-    assert all(kernels.native is None and kernels.fused is None for kernels in found)
+    assert all(kernels.cpp is None and kernels.triton is None for kernels in found)
     assert all(isinstance(kernels.for_update(span(ADAM)), EagerBackend) for kernels in found)
 
 
 def test_an_installation_with_the_kernel_says_nothing(kernels):
-    choice._warn_missing.cache_clear()
+    dispatch._warn_missing.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         best = Kernels.best(CPU)
-    assert best.native is not None and best.fused is None
+    assert best.cpp is not None and best.triton is None

@@ -1,4 +1,4 @@
-"""The chunk-size search against all sizes of its range."""
+"""Chunk-size search compared with an exhaustive search of its range."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,12 +14,12 @@ from patrickstar._layout.schema import schema_for
 
 quick = settings(derandomize=True, deadline=None, max_examples=100)
 
-SCHEMES = [schema_for(dtype, trained) for dtype in ("bfloat16", "float32") for trained in (True, False)]
+SCHEMAS = [schema_for(dtype, trained) for dtype in ("bfloat16", "float32") for trained in (True, False)]
 BUDGET = 1 << 40
 
 
 def parameters(largest_numel, max_size):
-    one = st.tuples(st.integers(1, largest_numel), st.sampled_from(SCHEMES), st.booleans())
+    one = st.tuples(st.integers(1, largest_numel), st.sampled_from(SCHEMAS), st.booleans())
     return st.lists(one, min_size=1, max_size=max_size).map(
         lambda drawn: [ParamSpec(f"p{i}", numel, schema, alone) for i, (numel, schema, alone) in enumerate(drawn)]
     )
@@ -29,21 +29,21 @@ def parameters(largest_numel, max_size):
 @given(parameters(1600, 12), st.integers(1, 1 << 17))
 def test_no_size_of_the_range_wastes_less_and_no_larger_one_as_little(params, budget_bytes):
     upper = largest_useful_numel(params, budget_bytes)
-    found = search_layout(params, budget_bytes)
+    layout = search_layout(params, budget_bytes)
     sizes = range(ALIGN_NUMEL, upper + 1, ALIGN_NUMEL)
     padding = {size: build_layout(params, size).padding_bytes for size in sizes if 2 * size >= upper}
-    least = min(padding.values())
-    assert found.padding_bytes == least
-    assert found.chunk_numel == max(size for size, nbytes in padding.items() if nbytes == least)
+    smallest = min(padding.values())
+    assert layout.padding_bytes == smallest
+    assert layout.chunk_numel == max(size for size, nbytes in padding.items() if nbytes == smallest)
 
 
 @quick
 @given(parameters(1 << 22, 30), st.integers(1 << 10, 1 << 32))
 def test_large_sizes_stay_in_the_range_and_waste_no_more_than_its_upper_end(params, budget_bytes):
     upper = largest_useful_numel(params, budget_bytes)
-    found = search_layout(params, budget_bytes)
-    assert upper <= 2 * found.chunk_numel <= 2 * upper
-    assert found.padding_bytes <= build_layout(params, upper).padding_bytes
+    layout = search_layout(params, budget_bytes)
+    assert upper <= 2 * layout.chunk_numel <= 2 * upper
+    assert layout.padding_bytes <= build_layout(params, upper).padding_bytes
 
 
 @quick

@@ -1,4 +1,4 @@
-"""Classes of `torch.optim`, and others of their kind: which states they show, which are refused, and their bits."""
+"""Adapter for `torch.optim` classes: detected states, rejected classes, and the bits of updates on chunks."""
 
 import pytest
 import torch
@@ -31,12 +31,12 @@ STATES = [
 ]
 
 
-def spelt(value):
+def class_name(value):
     return value.__name__ if isinstance(value, type) else None
 
 
 class Simple(torch.optim.Optimizer):
-    """What home-made optimizers below have in common: a learning rate, and a loop over parameters."""
+    """Base class of the optimizers below: a learning rate and a loop over parameters."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -50,10 +50,10 @@ class Simple(torch.optim.Optimizer):
 
 
 class Signs(Simple):
-    """Element-wise, with a state of a name of its own, and a count that is a Python number."""
+    """Element-wise, with a state of an unusual name and a step count that is a Python number."""
 
     def update(self, param, grad, group, state):
-        """A step by the sign of the sum of all gradients."""
+        """Move by the sign of the sum of all gradients."""
         state["count"] = state.get("count", 0) + 1
         state["so_far"] = state.get("so_far", torch.zeros_like(param)).add_(grad)
         param.sub_(state["so_far"].sign(), alpha=group["lr"] / state["count"])
@@ -63,7 +63,7 @@ class Lamb(Simple):
     """Scales its step by the ratio of two norms of a layer."""
 
     def update(self, param, grad, group, state):
-        """A step as long as the parameter."""
+        """Move by the norm of the parameter."""
         param.sub_(grad * (param.norm() / grad.norm()), alpha=group["lr"])
 
 
@@ -71,25 +71,25 @@ class Factored(Simple):
     """Keeps a second moment per row and one per column."""
 
     def update(self, param, grad, group, state):
-        """A step by their product."""
+        """Scale the gradient by the product of both moments."""
         rows, columns = grad.pow(2).mean(-1, keepdim=True), grad.pow(2).mean(0, keepdim=True)
         param.sub_(grad / (rows * columns / rows.mean()).sqrt(), alpha=group["lr"])
 
 
 class Noisy(Simple):
-    """Adds noise, which is drawn for a parameter at a time."""
+    """Adds noise drawn per parameter."""
 
     def update(self, param, grad, group, state):
-        """A step of Langevin dynamics."""
+        """Make a step of Langevin dynamics."""
         param.sub_(grad + torch.randn_like(grad), alpha=group["lr"])
 
 
 class ByGlobalNorm(Simple):
-    """Looks at all gradients before it updates any, as Prodigy and D-Adaptation do."""
+    """Reads all gradients before it updates any parameter, as Prodigy and D-Adaptation do."""
 
     @torch.no_grad()
     def step(self, closure=None):
-        """A step whose length is the same whatever the gradients are."""
+        """Make a step of constant length."""
         params = [param for group in self.param_groups for param in group["params"]]
         norm = torch.stack([param.grad.pow(2).sum() for param in params]).sum().sqrt()
         for param in params:
@@ -97,38 +97,38 @@ class ByGlobalNorm(Simple):
 
 
 class CountsInItsGroup(Simple):
-    """Keeps the number of the step in the param group, as Apex's optimizers do."""
+    """Stores the step count in the param group, as Apex's optimizers do."""
 
     def step(self, closure=None):
-        """One more."""
+        """Count the step."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
         super().step()
 
     def update(self, param, grad, group, state):
-        """A step that gets shorter."""
+        """Make a step that shrinks over time."""
         param.sub_(grad, alpha=group["lr"] / group["step"])
 
 
 class CountsInItself(Simple):
-    """Keeps the number of the step in an attribute."""
+    """Stores the step count in an attribute."""
 
     count = 0
 
     def step(self, closure=None):
-        """One more."""
+        """Count the step."""
         self.count += 1
         super().step()
 
     def update(self, param, grad, group, state):
-        """A step that gets shorter."""
+        """Make a step that shrinks over time."""
         param.sub_(grad, alpha=group["lr"] / self.count)
 
 
 # States
 
 
-@pytest.mark.parametrize(("kind", "options", "names"), STATES, ids=spelt)
+@pytest.mark.parametrize(("kind", "options", "names"), STATES, ids=class_name)
 def test_the_states_that_a_class_shows(kind, options, names):
     assert probe(kind, one_by_one(kind, options)) == names
     assert probe(kind, options) == names
@@ -146,7 +146,7 @@ def test_probing_leaves_the_callers_random_numbers_alone():
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-# Refusals
+# Rejected classes
 
 
 @pytest.mark.parametrize(
@@ -162,13 +162,13 @@ def test_what_is_not_element_wise_is_refused_by_name(name):
     check_refused(getattr(TORCH, name), {}, name)
 
 
-@pytest.mark.parametrize("kind", [Lamb, Factored, Noisy], ids=spelt)
+@pytest.mark.parametrize("kind", [Lamb, Factored, Noisy], ids=class_name)
 def test_what_is_home_made_and_not_element_wise_is_refused_by_name(kind):
     check_refused(kind, {}, f"{kind.__name__} is not element-wise", "ps.AdamW")
 
 
 def test_what_looks_at_several_parameters_at_once_is_refused_by_name():
-    """Chunks give it one parameter at a time, which would be another algorithm."""
+    """The adapter passes one parameter at a time, which would be a different algorithm."""
     check_refused(ByGlobalNorm, {}, "ByGlobalNorm")
 
 
@@ -212,13 +212,13 @@ SHAPES = [(1,), (5, 7), (3, 4, 5), (1000,)]
 
 
 class Chunks:
-    """Parameters one after the other in lists of chunks, NaN between them, updated by a `TorchOptimRule`."""
+    """Parameters in chunk lists, separated by NaN, and updated by a `TorchOptimRule`."""
 
     def __init__(self, kind, options, values, dtype=torch.float32):
         self.kind, self.options = kind, one_by_one(kind, options)
         self.group, self.names = defaults_of(kind, self.options), probe(kind, self.options)
         self.masters, *states = (
-            [self._in_a_chunk(value, number) for number, value in enumerate(values)] for _ in range(1 + len(self.names))
+            [self._in_chunk(value, number) for number, value in enumerate(values)] for _ in range(1 + len(self.names))
         )
         self.views = dict(zip(self.names, states, strict=True))
         self.params = [master.to(dtype) for master in self.masters]
@@ -228,12 +228,12 @@ class Chunks:
         self.steps = 0
 
     @staticmethod
-    def _in_a_chunk(value, number):
+    def _in_chunk(value, number):
         chunk = torch.full((64 + 32 * number + value.numel(),), float("nan"))
         return chunk[32 * number :][: value.numel()]
 
     def step(self, grads):
-        """One update of every parameter."""
+        """Update every parameter once."""
         self.steps += 1
         spans = []
         for number, grad in enumerate(grads):
@@ -245,7 +245,7 @@ class Chunks:
 
 
 def check_bits(kind, options, steps=5, dtype=torch.float32):
-    """Steps by the class, over tensors of their own, and by the rule."""
+    """Compare steps of the optimizer class on separate tensors with steps of the rule."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) for shape in SHAPES]
     params = [torch.nn.Parameter(value.clone()) for value in values]
@@ -266,7 +266,7 @@ def check_bits(kind, options, steps=5, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("kind", "options", "names"), STATES, ids=spelt)
+@pytest.mark.parametrize(("kind", "options", "names"), STATES, ids=class_name)
 def test_over_chunks_a_class_gives_its_own_bits(kind, options, names, dtype):
     check_bits(kind, options, dtype=dtype)
 
@@ -275,7 +275,7 @@ def test_over_chunks_a_home_made_class_gives_its_own_bits():
     check_bits(Signs, {"lr": 0.3})
 
 
-@pytest.mark.parametrize("kind", [CountsInItsGroup, CountsInItself], ids=spelt)
+@pytest.mark.parametrize("kind", [CountsInItsGroup, CountsInItself], ids=class_name)
 def test_what_counts_elsewhere_than_in_states_is_right_or_refused(kind):
     try:
         check_bits(kind, {})
@@ -299,7 +299,9 @@ def test_a_learning_rate_that_changes_is_followed():
 def test_a_state_that_only_one_group_has_is_refused_by_name():
     ours = Chunks(TORCH.SGD, {}, [torch.ones(40)])
     ours.group = ours.group | {"momentum": 0.9}
-    with pytest.raises(ConfigError, match=r"SGD keeps 'momentum_buffer' of \(40,\).*all param groups"):
+    with pytest.raises(
+        ConfigError, match=r"SGD created the state 'momentum_buffer' of shape \(40,\).*all param groups"
+    ):
         ours.step([torch.ones(40)])
 
 
@@ -314,7 +316,7 @@ def test_a_group_may_do_without_a_state_that_others_have():
 
 
 def test_a_class_gets_its_parameter_whole():
-    """PyTorch's loops treat the end of a tensor in their own way, so where pages end would show."""
+    """PyTorch's vector code computes the end of a tensor differently, so page boundaries would change bits."""
     lengths = []
 
     class Watched(Signs):

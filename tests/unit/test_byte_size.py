@@ -1,4 +1,4 @@
-"""Sizes as text: exact on the way in, readable on the way out."""
+"""Sizes in bytes: exact parsing and readable formatting."""
 
 from fractions import Fraction
 

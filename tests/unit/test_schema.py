@@ -1,4 +1,4 @@
-"""Chunk lists as data."""
+"""Parameter schemas: dtypes, item sizes and chunk lists."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ def test_bytes_per_parameter(dtype, trained_bytes, frozen_bytes, master):
     assert frozen.master_dtype == dtype
 
 
-def test_a_trained_parameter_has_adams_four_lists_and_a_frozen_one_has_what_operators_read():
+def test_a_trained_parameter_has_adams_four_lists_and_a_frozen_one_has_param16():
     trained, frozen = schema_for("bfloat16", trained=True), schema_for("bfloat16", trained=False)
     assert [spec.kind for spec in trained.lists] == [PARAM16, PARAM32, EXP_AVG, EXP_AVG_SQ]
     assert [spec.dtype for spec in trained.lists] == ["bfloat16", "float32", "float32", "float32"]
@@ -51,14 +51,14 @@ def test_a_trained_parameter_has_adams_four_lists_and_a_frozen_one_has_what_oper
     assert not frozen.trained
 
 
-def test_schemes_are_values():
+def test_schemas_are_values():
     assert schema_for("bfloat16", trained=True) == schema_for("bfloat16", trained=True)
     assert len({schema_for(dtype, trained) for dtype in ITEMSIZE for trained in (True, False)}) == 2 * len(ITEMSIZE)
     with pytest.raises(dataclasses.FrozenInstanceError):
         schema_for("bfloat16", trained=True).lists = ()
 
 
-def test_another_scheme_is_a_table_entry():
+def test_a_schema_with_other_states():
     momentum_only = ParamSchema(
         (ListSpec(PARAM16, "bfloat16"), ListSpec(PARAM32, "float32"), ListSpec(EXP_AVG, "float32"))
     )

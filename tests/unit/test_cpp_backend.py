@@ -1,0 +1,208 @@
+"""C++ backend: sizes, offsets, span boundaries, numbers of threads and variants give the bits of the eager backend."""
+
+from dataclasses import replace
+from functools import cache
+
+import implementations
+import pytest
+import torch
+from cpp_backend_cases import (
+    ADAM,
+    AROUND,
+    BLOCK,
+    DTYPES,
+    FP16,
+    LION,
+    MOMENTUM,
+    PAGE,
+    PLAIN,
+    RULES,
+    SCALES,
+    STRIP,
+    Lists,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patrickstar._kernels.cpp_backend import CppBackend
+from patrickstar._kernels.eager_backend import EagerBackend
+from patrickstar.testing import assert_same_bits
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), implementations.needs_native]
+
+quick = settings(derandomize=True, deadline=None, max_examples=60)
+
+# Sizes and offsets
+
+SIZES = [0, 1, 2, 7, 15, 31, 33, STRIP - 1, STRIP, STRIP + 1, 3 * STRIP + 5, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3]
+
+
+@pytest.mark.parametrize("variant", implementations.NATIVE)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{type(rule).__name__}-{rule.mode}")
+def test_any_size(rule, variant):
+    for number, numel in enumerate(SIZES):
+        grad, accumulated = DTYPES[number % 3], number % 2 == 0
+        Lists.drawn(rule, numel, grad=grad, accumulated=accumulated).check(CppBackend.find(variant, 2))
+
+
+@pytest.mark.parametrize("numel", [PAGE - 1, PAGE, PAGE + 1, 2 * PAGE + STRIP + 1])
+@pytest.mark.parametrize("variant", implementations.NATIVE)
+def test_sizes_about_a_page(variant, numel):
+    Lists.drawn(ADAM, numel).check(CppBackend.find(variant, 2))
+
+
+@pytest.mark.parametrize("variant", implementations.NATIVE)
+@quick
+@given(
+    st.sampled_from(RULES),
+    st.integers(0, 1200),
+    st.sampled_from(DTYPES),
+    st.sampled_from([None, *DTYPES]),
+    st.booleans(),
+    st.lists(st.integers(0, 70), min_size=1, max_size=6),
+)
+def test_any_start(variant, rule, numel, grad, param, accumulated, firsts):
+    """Each list has its own offset, and the surrounding memory is not changed."""
+    lists = Lists.drawn(rule, numel, grad=grad, param=param, accumulated=accumulated, firsts=firsts)
+    lists.check(CppBackend.find(variant, 2))
+    chunks = lists.after(CppBackend.find(variant, 2))
+    for name, first in lists.firsts.items():
+        assert (chunks[name][:first] == AROUND).all() and (chunks[name][first + numel :] == AROUND).all()
+
+
+@pytest.mark.parametrize("variant", implementations.NATIVE)
+@pytest.mark.parametrize("param", DTYPES, ids=str)
+@pytest.mark.parametrize("grad", DTYPES, ids=str)
+def test_a_parameter_apart_from_its_gradient_leaves_that_as_it_was(grad, param, variant):
+    lists = Lists.drawn(ADAM, 1000, grad=grad, param=param, accumulated=True, firsts=(5, 2))
+    lists.check(CppBackend.find(variant, 1))
+    chunks = lists.after(CppBackend.find(variant, 1))
+    for name in ("grad", "accumulated"):
+        assert_same_bits([lists.chunks[name]], [chunks[name]], name)
+    if grad == param:
+        in_place = replace(lists, firsts={name: first for name, first in lists.firsts.items() if name != "param"})
+        assert_same_bits(
+            [in_place.after(CppBackend.find(variant, 1))["grad"][5:1005]],
+            [chunks["param"][2:1002]],
+            "in place and apart",
+        )
+
+
+def test_only_what_the_rule_has_is_written():
+    for rule in RULES:
+        lists = Lists.drawn(rule, 700, param=FP16, accumulated=True)
+        after = lists.after(CppBackend.find())
+        changed = {name for name in after if not torch.equal(after[name], lists.chunks[name])}
+        assert changed == {"param", "master", *rule.kinds}
+
+
+# Threads and cuts
+
+
+@cache
+def five_pages():
+    """Return lists that several threads share, and their expected update."""
+    lists = Lists.drawn(ADAM, 4 * PAGE + 77)
+    return lists, lists.after(EagerBackend())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("variant", implementations.NATIVE)
+def test_any_number_of_threads(variant, threads):
+    lists, expected = five_pages()
+    assert_same_bits(expected, lists.after(CppBackend.find(variant, threads)), f"{threads} threads")
+
+
+@pytest.mark.parametrize("variant", implementations.NATIVE)
+@quick
+@given(
+    st.sampled_from(RULES),
+    st.integers(1, 3000).flatmap(lambda numel: st.tuples(st.just(numel), st.lists(st.integers(0, numel), max_size=5))),
+    st.sampled_from(DTYPES),
+    st.integers(1, 4),
+)
+def test_a_cut_anywhere_changes_nothing(variant, rule, size_and_cuts, grad, threads):
+    numel, shard_bounds = size_and_cuts
+    Lists.drawn(rule, numel, grad=grad, accumulated=True, firsts=(1, 2, 3)).check(
+        CppBackend.find(variant, threads), shard_bounds=shard_bounds
+    )
+
+
+@pytest.mark.parametrize("variant", implementations.NATIVE)
+def test_cuts_about_a_page(variant):
+    lists = Lists.drawn(LION, PAGE + 900, grad=FP16)
+    for shard_bounds in ([1], [PAGE - 1], [PAGE], [PAGE + 1], [33, PAGE // 2 + 1, PAGE + 899]):
+        lists.check(CppBackend.find(variant, 2), shard_bounds=shard_bounds)
+
+
+@pytest.mark.parametrize("variant", implementations.NATIVE)
+def test_spans_of_one_call_have_their_own_sizes_dtypes_and_hyper_parameters(variant):
+    rules = [replace(ADAM, lr=10.0**-n, step=n + 1, weight_decay=0.1 * (n % 2), decoupled=n % 3 > 0) for n in range(12)]
+    rules += [replace(ADAM, beta1=0.3), MOMENTUM, replace(MOMENTUM, nesterov=True), PLAIN, LION, ADAM, ADAM]
+    for scales in ((), (0.3,), SCALES):
+        both = [
+            [
+                Lists.drawn(
+                    rule, 37 * n, grad=DTYPES[n % 3], param=(None, *DTYPES)[n % 4], accumulated=n % 2 == 0, seed=n
+                )
+                for n, rule in enumerate(rules)
+            ]
+            for _ in range(2)
+        ]
+        for lists, implementation in zip(both, (EagerBackend(), CppBackend.find(variant, 3)), strict=True):
+            implementation.update([one.span() for one in lists], scales)
+        for one, other in zip(*both, strict=True):
+            assert_same_bits(one.chunks, other.chunks, str(one.rule))
+
+
+@pytest.mark.parametrize("spans", [[], [Lists.drawn(ADAM, 0).span()]], ids=["no span", "an empty span"])
+def test_nothing_to_do(spans):
+    CppBackend.find().update(spans, ())
+    assert CppBackend.find().grad_stats([span.grad for span in spans], ()).squares == (0.0,) * len(spans)
+
+
+# Variants
+
+
+def test_an_unknown_variant_is_refused_with_those_that_run():
+    kernel, lists = CppBackend.find("avx1024"), Lists.drawn(ADAM, 10)
+    for refused in (
+        lambda: kernel.update([lists.span()], ()),
+        lambda: kernel.start([lists.span()], ()),
+        lambda: kernel.grad_stats([lists.span().grad], ()),
+    ):
+        with pytest.raises(ValueError) as caught:
+            refused()
+        assert str(kernel.variants()) in str(caught.value)
+        assert "avx1024" in str(caught.value)
+    assert_same_bits(lists.chunks, Lists.drawn(ADAM, 10).chunks, "lists after a refusal")
+
+
+def test_the_fastest_variant_is_taken():
+    native = CppBackend.find()
+    order = [variant for variant in implementations.VARIANTS if variant in native.variants()]
+    assert native.variants() == order
+    assert order[-1] == "baseline"
+    assert native.name == f"C++ ({order[0]})"
+    assert CppBackend.find("baseline").name == "C++ (baseline)"
+
+
+# Slow
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", implementations.NATIVE)
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    st.sampled_from(RULES),
+    st.integers(PAGE - 5000, 3 * PAGE + 5000),
+    st.sampled_from(DTYPES),
+    st.sampled_from([None, *DTYPES]),
+    st.lists(st.integers(0, 70), min_size=1, max_size=6),
+    st.integers(1, 4),
+    st.data(),
+)
+def test_pages_in_any_number(variant, rule, numel, grad, param, firsts, threads, data):
+    shard_bounds = data.draw(st.lists(st.integers(0, numel), max_size=4))
+    lists = Lists.drawn(rule, numel, grad=grad, param=param, firsts=firsts)
+    lists.check(CppBackend.find(variant, threads), shard_bounds=shard_bounds)
