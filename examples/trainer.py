@@ -3,8 +3,8 @@
 python examples/trainer.py [--output runs/trainer] [--device-memory 56MiB] [--steps 60] [--lora] [--resume]
 Several processes: torchrun --nproc-per-node 2 examples/trainer.py
 
-A script for transformers' own Trainer differs in two lines: the import of `Trainer`, and `config` with the budget. Model
-data take 164 MiB in fp32, of which the device budget holds a part: chunks are evicted in every step.
+A script for transformers' own Trainer differs in two lines: the import of `Trainer`, and `config` with the budget.
+Model data take 164 MiB in fp32; the device budget holds a part of them, so chunks are evicted in every step.
 """
 
 import argparse
