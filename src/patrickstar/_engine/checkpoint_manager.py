@@ -7,7 +7,7 @@ from typing import Any
 
 from patrickstar._checkpoint.atomic_dir import complete, delete, free_name
 from patrickstar._engine.engine import Engine
-from patrickstar._engine.engine_checkpoint import NOTHING
+from patrickstar._engine.engine_checkpoint import EMPTY_STATE
 from patrickstar.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ class Checkpoints:
         """The one that was written last; None if there is none."""
         return next(reversed(self.all()), None)
 
-    def save(self, engine: Engine, step: int, state: Mapping[str, Any] = NOTHING, *, wait: bool = True) -> bool:
+    def save(self, engine: Engine, step: int, state: Mapping[str, Any] = EMPTY_STATE, *, wait: bool = True) -> bool:
         """Write one for a step; see `Engine.save`. All processes have to come.
 
         Where the disk is full, or fails, that is a warning: what was there stays, training goes on, and it returns
@@ -39,9 +39,9 @@ class Checkpoints:
         """
         engine.finish_saving()  # or its name would not be taken yet
         first = engine.world is None or engine.world.rank == 0
-        return engine._save(free_name(self.directory, step), state, self._delete_old if first else None, wait)
+        return engine._save_or_warn(free_name(self.directory, step), state, self._delete_old if first else None, wait)
 
-    def load(self, engine: Engine, state: Mapping[str, Any] = NOTHING) -> dict[str, Any] | None:
+    def load(self, engine: Engine, state: Mapping[str, Any] = EMPTY_STATE) -> dict[str, Any] | None:
         """Take the newest one back, and return its state; see `Engine.load`. None, and nothing changes, without one."""
         newest = engine._checkpoint.broadcast(None if (found := self.newest()) is None else str(found))
         return None if newest is None else engine.load(newest, state)

@@ -54,7 +54,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim` writes it: states by position, full precision, param groups with positions."""
         self._core.check_open()
-        with self._core.stopping_on_loss():
+        with self._core.close_on_data_loss():
             self._core.complete()
             self._core.data.synchronize_processes(Request.STATE)
             with self._core.data.collective_section():
@@ -94,7 +94,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         asked = {key for packed in saved for key in self._switched_on(packed)}
         if asked:
             raise ModelError(f"the saved optimizer used {sorted(asked)}, which is not offered here; nothing was loaded")
-        with self._core.stopping_on_loss():
+        with self._core.close_on_data_loss():
             self._load(state_dict, saved)
 
     def _load(self, state_dict: dict[str, Any], saved: list[dict[str, Any]]) -> None:

@@ -153,7 +153,7 @@ class EngineCore:
             self.optimizer_placement.replan(self.layout)
         manager = self.manager
         manager.device_tier.soft_limit_bytes = manager.device_tier.budget_bytes
-        with self.at_work():
+        with self.internal_computation():
             self.optimizer_in_backward.finish(groups)
             self.data.synchronize_gradients(Request.STEP)
             overflow = self.gradients.overflowed()
@@ -172,16 +172,16 @@ class EngineCore:
     def drop_gradients(self) -> None:
         self.check_open()
         self.optimizer_in_backward.check_inactive("dropping gradients")
-        with self.stopping_on_loss():
+        with self.close_on_data_loss():
             self.data.synchronize_to_drop()
             self.gradients.drop()
 
     def complete(self) -> None:
         """What a step has begun is done."""
-        with self.at_work():
+        with self.internal_computation():
             self.optimizer_step.complete()
 
-    def notice_changes(self) -> None:
+    def adopt_changes(self) -> None:
         """Parameters replaced since the last call are refused; those no longer frozen get the lists of trained ones."""
         self.module_hooks.notice(self.module)
         with torch._C.DisableTorchFunctionSubclass():
@@ -214,13 +214,13 @@ class EngineCore:
         return shapes, self.module.training
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def internal_computation(self) -> Iterator[None]:
         """While the engine computes on parameters by itself: nothing is recorded or intercepted."""
-        with self.stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with self.close_on_data_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             yield
 
     @contextmanager
-    def stopping_on_loss(self) -> Iterator[None]:
+    def close_on_data_loss(self) -> Iterator[None]:
         """When a disk or a thread has failed, and bytes of chunks are lost, give all back and close the engine."""
         grad = torch.is_grad_enabled()
         try:
@@ -233,10 +233,10 @@ class EngineCore:
             raise
 
     @contextmanager
-    def unwound_on_error(self) -> Iterator[None]:
+    def cleanup_on_error(self) -> Iterator[None]:
         """After an exception nothing is pinned and no window is open; the engine goes on."""
         try:
-            with self.stopping_on_loss():
+            with self.close_on_data_loss():
                 yield
         except (DiskError, MoveError):
             raise

@@ -35,7 +35,7 @@ from patrickstar._schedule.coordination import Request
 from patrickstar.errors import CheckpointError, PatrickStarError, TrainingError
 from patrickstar.optim import Optimizer, TorchOptimizer
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+EMPTY_STATE: Mapping[str, Any] = MappingProxyType({})
 
 
 class EngineCheckpoint:
