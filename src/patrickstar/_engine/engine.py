@@ -103,7 +103,7 @@ class Engine:
         self._core.check_open()
         self._core.optimizer_in_backward.check_inactive("a forward")
         self._core.interceptor.abandon()
-        self._core.adopt_changes()
+        self._core.sync_module_changes()
         args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
         if not torch.is_grad_enabled():
             with self._core.cleanup_on_error():
