@@ -160,7 +160,7 @@ def test_what_was_frozen_then_and_is_not_now_has_fresh_states(saved):
 def test_a_wait_for_nothing_is_no_checkpoint(tmp_path):
     engine = engine_of()
     engine.backward(engine(IDS))
-    with pytest.raises(TrainingError, match="gradients that were not used"):
+    with pytest.raises(TrainingError, match="gradient that no step has used"):
         engine.save(tmp_path / "one")
     engine.optimizer.zero_grad()
     engine.save(tmp_path / "one")

@@ -64,7 +64,7 @@ class EngineCore:
         poison: For tests: fill freed memory with NaN.
         policy: Prefetch policy.
         page_bytes: Unit of disk transfers.
-        hardware: Device and memory that the plan use.
+        hardware: Device and memory that the tiers use.
         world: Processes that share the model.
     """
 
@@ -278,6 +278,6 @@ class EngineCore:
         if os.getpid() != self.model_state.process:
             raise TrainingError(
                 f"this engine's chunks are in the memory of process {self.model_state.process}, and process "
-                f"{os.getpid()}, its child made by fork(), has no access to it: use the engine in the process that created "
-                f"it, and pass copies to the child (engine.state_dict())"
+                f"{os.getpid()}, its child made by fork(), has no access to it: use the engine in the process that "
+                f"created it, and pass copies to the child (engine.state_dict())"
             )
