@@ -3,7 +3,8 @@
 from patrickstar import errors, testing
 from patrickstar._engine.checkpoint_manager import Checkpoints
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
-from patrickstar._engine.engine import Engine, initialize
+from patrickstar._engine.engine import Engine
+from patrickstar._engine.initialize import initialize
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._step.stats import StepStats
 from patrickstar.config import Config, Disk

@@ -1,10 +1,10 @@
-"""``python -m patrickstar`` and the ``patrickstar`` command."""
+"""Entry point of ``python -m patrickstar`` and of the ``patrickstar`` command."""
 
 import sys
 
 
 def main() -> None:
-    """Run the command line, or say how to install what it needs."""
+    """Run the command line, or print how to install its dependencies."""
     try:
         from patrickstar._cli.main import app
     except ModuleNotFoundError as error:

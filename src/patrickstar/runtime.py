@@ -5,7 +5,8 @@ from collections.abc import Callable
 from torch import nn
 
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
-from patrickstar._engine.engine import Engine, initialize
+from patrickstar._engine.engine import Engine
+from patrickstar._engine.initialize import initialize
 from patrickstar.config import Config
 
 

@@ -18,7 +18,7 @@ from patrickstar.errors import CheckpointError, ConfigError, TrainingError
 def test_failed_saves_leave_no_files(tmp_path):
     engine = engine_of()
     engine.backward(engine(IDS))
-    with pytest.raises(TrainingError, match="gradients that were not used"):
+    with pytest.raises(TrainingError, match="gradient that no step has used"):
         engine.save(tmp_path / "one")
     engine.optimizer.zero_grad()
     engine.save(tmp_path / "one")

@@ -45,7 +45,7 @@ def refuse(why):
 def test_without_the_kernel_it_says_why_and_what_to_do(monkeypatch):
     monkeypatch.setattr(doctor.CppBackend, "load", refuse("it was not built: install it again"))
     text = report()
-    assert "not there. Updates on the host run on PyTorch's operators" in text
+    assert "not available. Updates on the host use PyTorch's operators" in text
     assert "-> it was not built: install it again" in text
     assert f"by {EagerBackend.name}" in text
 

@@ -27,7 +27,7 @@ def test_a_plan_says_what_fits_how_fast_and_why():
         "TFLOPS",
         "where the time goes",
         "memory",
-        "moving is free",
+        "hidden behind computation",
     ):
         assert words in result.output
 

@@ -221,7 +221,7 @@ def test_quiet_progress_shows_nothing() -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--disk-capacity", "1GiB"], "--disk-capacity 1GiB is given without --disk"),
+        (["--disk-capacity", "1GiB"], "--disk-capacity 1GiB requires --disk"),
         (["--disk", "nowhere"], "directory nowhere can't be used: No such file or directory; create it"),
         (["--disk", ".", "--disk-capacity", "much"], "Disk: capacity: 'much' is not a size"),
     ],

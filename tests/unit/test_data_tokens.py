@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from patrickstar._cli.corpus import Corpus, open_corpus
-from patrickstar._cli.sampler import Batches
-from patrickstar._cli.tokenizer import END, Vocabulary, cache_folder, load_tokens, train_tokenizer
+from patrickstar._cli.sampler import BatchSampler
+from patrickstar._cli.tokenizer import END_TOKEN, Vocabulary, cache_folder, load_tokens, train_tokenizer
 from patrickstar.errors import ConfigError, DataError, ModelError
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(40))
@@ -35,7 +35,7 @@ def corpus(tmp_path: Path) -> Corpus:
 def test_the_stream_is_every_document_with_an_end_marker(corpus: Corpus, cache: Path) -> None:
     tokens = load_tokens(corpus, Vocabulary(300))
     tokenizer = Tokenizer.from_file(str(next(cache.glob("*.tokenizer.json"))))
-    end = tokenizer.token_to_id(END)
+    end = tokenizer.token_to_id(END_TOKEN)
     assert end == 0
     documents = np.split(tokens, np.flatnonzero(tokens == end) + 1)
     decoded = [tokenizer.decode(document[:-1].tolist()) for document in documents[:-1]]
@@ -136,7 +136,7 @@ def test_a_given_tokenizer_must_be_readable_and_fit_the_model(corpus: Corpus, tm
 )
 def test_every_pass_takes_each_block_once(blocks: int, rest: int, sequence: int, batch: int, seed: int) -> None:
     tokens = np.arange(blocks * sequence + rest, dtype=np.uint16)
-    stream = iter(Batches(tokens, sequence, batch, seed))
+    stream = iter(BatchSampler(tokens, sequence, batch, seed))
     drawn = [next(stream) for _ in range(2 * blocks)]  # two passes and more
     assert all(ids.shape == (batch, sequence) and ids.dtype == torch.int64 for ids in drawn)
     rows = torch.cat(drawn)
@@ -149,7 +149,7 @@ def test_the_seed_fixes_the_order() -> None:
     tokens = np.arange(400, dtype=np.uint16)
 
     def first(seed: int) -> list[list[int]]:
-        return next(iter(Batches(tokens, 4, 50, seed))).tolist()
+        return next(iter(BatchSampler(tokens, 4, 50, seed))).tolist()
 
     assert first(1) == first(1)
     assert first(1) != first(2)
@@ -157,4 +157,4 @@ def test_the_seed_fixes_the_order() -> None:
 
 def test_too_little_data_says_how_much_there_is() -> None:
     with pytest.raises(DataError, match=r"3 tokens.*one sequence of 4"):
-        Batches(np.arange(3, dtype=np.uint16), 4, 1, 0)
+        BatchSampler(np.arange(3, dtype=np.uint16), 4, 1, 0)

@@ -1,1 +1,1 @@
-"""The command line: trains a causal language model on text, under byte budgets."""
+"""Command line: train, plan, export and examine the installation."""

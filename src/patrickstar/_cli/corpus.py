@@ -1,4 +1,4 @@
-"""Text to train on: files and folders, read in one fixed order."""
+"""Training text from files and folders, in a fixed order."""
 
 import hashlib
 import os
@@ -9,26 +9,26 @@ from pathlib import Path
 
 from patrickstar.errors import DataError
 
-# Not the standard library's own text: what was installed beside it, and its tests' data.
+# Folders in the standard library's folder that are not its own sources: installed packages and tests.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-# A file whose first bytes hold a zero byte is taken for binary, as version control systems do.
+# A file with a zero byte among its first bytes counts as binary, as in version control systems.
 _PROBE_BYTES = 8192
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text files in a fixed order; every file is one document."""
+    """Text files in a fixed order; each file is one document."""
 
     name: str
     paths: tuple[Path, ...]
 
     def texts(self) -> Iterator[str]:
-        """Each file's text, bytes that are not UTF-8 replaced. Raises DataError where a file can't be read."""
+        """Yield the text of each file, with invalid UTF-8 replaced. Raise DataError for an unreadable file."""
         for path in self.paths:
             yield _read(path).decode("utf-8", errors="replace")
 
     def digest(self) -> str:
-        """A hash of the contents: equal texts have equal digests, wherever they lie."""
+        """Return a hash of the contents, independent of paths."""
         total = hashlib.sha256()
         for path in self.paths:
             total.update(hashlib.sha256(_read(path)).digest())
@@ -36,49 +36,48 @@ class Corpus:
 
 
 def standard_library() -> Corpus:
-    """The ``.py`` sources of the running Python's standard library, without its tests."""
+    """Return the ``.py`` sources of this Python's standard library, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = tuple(path for path in _walk(root, skipped=_NOT_LIBRARY) if path.suffix == ".py")
     if not paths:
-        raise DataError(f"this Python has no library sources in {root}; give text with --data PATH")
+        raise DataError(f"this Python has no library sources in {root}; provide text with --data PATH")
     return Corpus(f"the Python standard library in {root}", paths)
 
 
 def open_corpus(locations: Sequence[Path]) -> Corpus:
-    """The text files among ``locations``: files as they are given, folders with all below them, hidden ones left out.
+    """Collect the given files, and all text files below the given folders except hidden ones.
 
-    Without a place it is the standard library. Raises DataError, naming the path, for one that is missing, empty or
-    not text.
+    Without locations, return the standard library. Raise DataError for a location that is missing, empty or not text.
     """
     if not locations:
         return standard_library()
-    paths: dict[Path, None] = {}  # a set that keeps its order: a file given twice is read once
-    for place in locations:
-        found = _text_files(place)
-        if not any(path.stat().st_size for path in found):
-            raise DataError(f"{place} holds no text; give --data a text file, or a folder with text files")
-        paths.update(dict.fromkeys(found))
-    return Corpus(", ".join(str(place) for place in locations), tuple(paths))
+    paths: dict[Path, None] = {}  # an ordered set: a file given twice is read once
+    for location in locations:
+        files = _text_files(location)
+        if not any(path.stat().st_size for path in files):
+            raise DataError(f"{location} holds no text; pass --data a text file or a folder with text files")
+        paths.update(dict.fromkeys(files))
+    return Corpus(", ".join(str(location) for location in locations), tuple(paths))
 
 
-def _text_files(place: Path) -> list[Path]:
-    if place.is_dir():
-        return [path for path in _walk(place) if _is_text(path)]
-    if not place.exists():
-        raise DataError(f"there is no file or folder {place}; check --data")
-    if not _is_text(place):
-        raise DataError(f"{place} is not a text file; give --data text, or a folder with text files")
-    return [place]
+def _text_files(location: Path) -> list[Path]:
+    if location.is_dir():
+        return [path for path in _walk(location) if _is_text(path)]
+    if not location.exists():
+        raise DataError(f"there is no file or folder {location}; check --data")
+    if not _is_text(location):
+        raise DataError(f"{location} is not a text file; pass --data a text file or a folder with text files")
+    return [location]
 
 
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
-    """Regular files below ``root``, sorted; hidden files and folders, and folders named in ``skipped``, left out."""
+    """Return the regular files below ``root``, sorted, except hidden ones and those in ``skipped`` folders."""
 
-    def refuse(error: OSError) -> None:
+    def raise_data_error(error: OSError) -> None:
         raise DataError(f"the folder {error.filename} can't be read: {error.strerror}") from error
 
     paths = []
-    for folder, subfolders, names in os.walk(root, onerror=refuse):
+    for folder, subfolders, names in os.walk(root, onerror=raise_data_error):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped]
         paths += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(path for path in paths if path.is_file())

@@ -1,4 +1,4 @@
-"""What this machine and this installation offer, and what to do about what is missing."""
+"""The command ``patrickstar doctor``: capabilities of the machine and the installation, with advice."""
 
 import shutil
 import time
@@ -25,14 +25,14 @@ from patrickstar._memory.memory_meter import default_meter, installed_bytes
 from patrickstar._perf_model.workload import STATE_BYTES, UPDATE_BYTES
 
 TRIAL_NUMEL = 16_000_000
-"""Parameters of the trial: 224 MB, more than caches hold, done in a blink."""
+"""Parameters of the trial update: 224 MB, more than caches hold, and fast to update."""
 
 ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report, and what to do if it isn't as good as it could be."""
+    """Line of the report, with advice if something can be improved."""
 
     name: str
     text: str
@@ -40,11 +40,16 @@ class Finding:
 
 
 def examine(trial_numel: int = TRIAL_NUMEL, disk: Path | None = None) -> list[Finding]:
-    """Look at everything that training depends on; `disk` is a directory for the disk tier.
+    """Examine everything that training depends on.
 
-    Raises DiskError if that can't be used.
+    Args:
+        trial_numel: Parameters of the trial update.
+        disk: Directory of a disk tier, to be measured too.
+
+    Raises:
+        DiskError: The directory cannot be used.
     """
-    kernel, implementation = _kernel()
+    kernel, backend = _kernel()
     return [
         Finding("patrickstar", f"{patrickstar.__version__}, PyTorch {torch.__version__}"),
         Finding("processor", f"{machine_name(torch.device('cpu'))}, {torch.get_num_threads()} threads in use"),
@@ -53,7 +58,7 @@ def examine(trial_numel: int = TRIAL_NUMEL, disk: Path | None = None) -> list[Fi
         Finding("non-model data", f"measured by: {default_meter(torch.device('cpu')).source}"),
         kernel,
         _triton(),
-        *_speed(implementation, trial_numel),
+        *_speed(backend, trial_numel),
         *(_disk(disk) if disk is not None else []),
     ]
 
@@ -61,21 +66,21 @@ def examine(trial_numel: int = TRIAL_NUMEL, disk: Path | None = None) -> list[Fi
 def _disk(directory: Path) -> list[Finding]:
     rates = measure(directory)
     space = shutil.disk_usage(directory).free
-    billion = 10**9 * STATE_BYTES
+    state_bytes = 10**9 * STATE_BYTES
     return [
         Finding(
             "disk",
             f"{directory}: {format_size(space)} free, reads {rates.read / 1e9:.2f} GB/s, writes "
-            f"{rates.write / 1e9:.2f} GB/s with checksums; the optimizer states of 10^9 parameters take a step "
-            f"{billion / rates.read:.0f} s to read and {billion / rates.write:.0f} s to write",
+            f"{rates.write / 1e9:.2f} GB/s with checksums; per step, the optimizer states of 10^9 parameters take "
+            f"{state_bytes / rates.read:.0f} s to read and {state_bytes / rates.write:.0f} s to write",
         )
     ]
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:
-    """Print them, advice below what it is about."""
+    """Print the findings, each followed by its advice."""
     for finding in findings:
-        # Wrapped by the terminal alone: a file has no width.
+        # Only the terminal wraps lines: a file has no width.
         console.print(Text.assemble((f"{finding.name:<16}", "bold"), finding.text), soft_wrap=True)
         if finding.advice is not None:
             console.print(Text.assemble(" " * 16, ("-> ", "yellow"), finding.advice), soft_wrap=True)
@@ -83,7 +88,7 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
 
 def _gpus() -> list[Finding]:
     if not torch.cuda.is_available():
-        return [Finding("gpu", "none that PyTorch can use; device='cpu' trains under a budget in RAM")]
+        return [Finding("gpu", "none that PyTorch can use; training runs on the CPU, under a budget in RAM")]
     devices = (CudaDevice(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
     return [_gpu(device, device.free_bytes()) for device in devices]
 
@@ -93,19 +98,19 @@ def _gpu(device: CudaDevice, free_bytes: int) -> Finding:
     return Finding(
         f"gpu {device.index}",
         f"{torch.cuda.get_device_name(device.device)}, {format_size(free_bytes)} free; device_memory is "
-        f"{format_size(budget)} ({budget} bytes) unless you give one: {FREE_PERCENT} % of what is free, or all but "
-        f"{format_size(OUTSIDE_BYTES)} if that is less, since kernels and handles are loaded later and free memory is "
-        f"in pieces ({format_size(NCCL_BYTES)} less with several processes)",
+        f"{format_size(budget)} ({budget} bytes) unless you set it: {FREE_PERCENT} % of the free memory, or all but "
+        f"{format_size(OUTSIDE_BYTES)} if that is less, because kernels and handles are loaded later and free memory "
+        f"is fragmented ({format_size(NCCL_BYTES)} less with several processes)",
     )
 
 
 def _kernel() -> tuple[Finding, Backend]:
     try:
-        native = CppBackend.load()
+        backend = CppBackend.load()
     except Unavailable as error:
-        text = "not there. Updates on the host run on PyTorch's operators, with the same bits"
+        text = "not available. Updates on the host use PyTorch's operators, with bit-identical results"
         return Finding("C++ kernel", text, str(error)), EagerBackend()
-    return Finding("C++ kernel", f"built for {', '.join(native.variants())}; the first is used"), native
+    return Finding("C++ kernel", f"built for {', '.join(backend.variants())}; the first one is used"), backend
 
 
 def _triton() -> Finding:
@@ -114,30 +119,30 @@ def _triton() -> Finding:
     try:
         TritonBackend.load(torch.device("cuda"))
     except Unavailable as error:
-        text = "not there. Updates on the GPU run on PyTorch's operators, with the same bits"
+        text = "not available. Updates on the GPU use PyTorch's operators, with bit-identical results"
         return Finding("Triton kernel", text, str(error))
-    return Finding("Triton kernel", "there, tried out on the first GPU")
+    return Finding("Triton kernel", "available, tested on the first GPU")
 
 
-def _speed(implementation: Backend, numel: int) -> list[Finding]:
-    """One update beside one copy: what of the memory's speed an update on the host reaches."""
-    span, copied = benchmark_span(numel), torch.zeros(numel, device="cpu")
+def _speed(backend: Backend, numel: int) -> list[Finding]:
+    """Time an update and a copy on the host, and report which share of the memory bandwidth the update reaches."""
+    span, target = benchmark_span(numel), torch.zeros(numel, device="cpu")
     copies, updates = [], []
     for _ in range(ROUNDS):
-        copies.append(_gb_per_s(lambda: copied.copy_(span.master), 8 * numel))
-        updates.append(_gb_per_s(lambda: implementation.update([span], ()), UPDATE_BYTES * numel))
+        copies.append(_gb_per_s(lambda: target.copy_(span.master), 8 * numel))
+        updates.append(_gb_per_s(lambda: backend.update([span], ()), UPDATE_BYTES * numel))
     update, copy = median(updates), median(copies)
     return [
-        Finding("memory speed", f"{copy:.1f} GB/s copying (read and written)"),
+        Finding("memory speed", f"{copy:.1f} GB/s for a copy (bytes read and written)"),
         Finding(
             "update speed",
-            f"{update:.1f} GB/s, {update / copy:.2f} of copying, by {implementation.name}: "
-            f"{update / UPDATE_BYTES:.2f} billion parameters a second with Adam, {UPDATE_BYTES} bytes each",
+            f"{update:.1f} GB/s, {update / copy:.2f} of the copy speed, by {backend.name}: "
+            f"{update / UPDATE_BYTES:.2f} billion parameters per second with Adam, {UPDATE_BYTES} bytes each",
         ),
     ]
 
 
-def _gb_per_s(act: Callable[[], object], nbytes: int) -> float:
+def _gb_per_s(run: Callable[[], object], nbytes: int) -> float:
     start = time.perf_counter()
-    act()
+    run()
     return nbytes / (time.perf_counter() - start) / 1e9

@@ -1,4 +1,4 @@
-"""The name of the machine, for figures that mean nothing without it."""
+"""Name of the machine, to be reported with measurements."""
 
 import os
 import platform
@@ -8,18 +8,18 @@ import torch
 
 
 def machine_name(device: torch.device) -> str:
-    """The processor and how many of its cores this process may use; for a CUDA device the GPU before them."""
+    """Return the processor and the number of usable cores; for a CUDA device, the GPU first."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cpu = f"{_cpu_model()}, {cores} {'core' if cores == 1 else 'cores'}"
     return f"{torch.cuda.get_device_name(device)}, {cpu}" if device.type == "cuda" else cpu
 
 
 def _cpu_model() -> str:
-    table = Path("/proc/cpuinfo")
-    if table.is_file():
-        for line in table.read_text(encoding="utf-8", errors="replace").splitlines():
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
             if key.strip() == "model name":
                 return value.strip()
-    # Elsewhere than on Linux, or on a processor that the table gives no name.
+    # Not on Linux, or the table has no processor name.
     return platform.processor() or platform.machine() or "unknown processor"

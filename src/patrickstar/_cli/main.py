@@ -1,4 +1,4 @@
-"""The command line's commands and their options, and how errors are told."""
+"""Commands and options of the command line, and error reporting."""
 
 import traceback
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ import patrickstar
 from patrickstar.errors import PatrickStarError
 
 _USAGE_ERROR = 2
-_INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
+_INTERRUPTED = 130  # the exit code that shells use for a command ended by Ctrl-C
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"patrickstar {patrickstar.__version__}")
         raise typer.Exit
 
@@ -30,7 +30,7 @@ def patrickstar_command(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Train PyTorch models that are larger than the memory they are given."""
+    """Train PyTorch models that are larger than the memory available to them."""
 
 
 @app.command()
@@ -38,81 +38,89 @@ def train(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A text file, or a folder with text files; may be given again. "
+            help="Text file, or folder with text files; may be repeated. "
             "Default: the sources of this Python's standard library."
         ),
     ] = None,
     model: Annotated[
-        str, typer.Option(help="A preset such as gpt-40m, a config .json file, or a local model folder.")
+        str, typer.Option(help="Preset such as gpt-40m, config .json file, or local model folder.")
     ] = "gpt-10m",
     vocab_size: Annotated[
-        int | None, typer.Option(min=257, help="Tokens of the vocabulary. Default: the model's.")
+        int | None, typer.Option(min=257, help="Vocabulary size in tokens. Default: that of the model.")
     ] = None,
-    sequence: Annotated[int, typer.Option(min=2, help="Tokens in a sample.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 4,
-    accumulation: Annotated[int, typer.Option(min=1, help="Batches in a step.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
-    lr: Annotated[float, typer.Option(min=0, help="Highest learning rate.")] = 3e-4,
+    sequence: Annotated[int, typer.Option(min=2, help="Sequence length in tokens.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch and process.")] = 4,
+    accumulation: Annotated[int, typer.Option(min=1, help="Batches per optimizer step (gradient accumulation).")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps.")] = 100,
+    lr: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 3e-4,
     warmup_steps: Annotated[
-        int, typer.Option(min=0, help="Steps in which the learning rate rises; then it falls along a cosine.")
+        int, typer.Option(min=0, help="Steps of linear learning rate warm-up; a cosine decay follows.")
     ] = 10,
-    weight_decay: Annotated[float, typer.Option(min=0, help="AdamW's weight decay.")] = 0.01,
-    max_norm: Annotated[float, typer.Option(min=0, help="Clip gradients to this global norm; 0 for never.")] = 1.0,
-    precision: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="What operators compute in.")] = "bf16",
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="The compute device.")] = "auto",
+    weight_decay: Annotated[float, typer.Option(min=0, help="Weight decay of AdamW.")] = 0.01,
+    max_norm: Annotated[
+        float, typer.Option(min=0, help="Clip gradients to this global norm; 0 disables clipping.")
+    ] = 1.0,
+    precision: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Compute precision.")] = "bf16",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Compute device.")] = "auto",
     device_memory: Annotated[
-        str | None, typer.Option(help="Budget on the compute device, such as 2GiB. Default: what the machine has.")
+        str | None,
+        typer.Option(help="Memory budget on the compute device, such as 2GiB. Default: the free memory."),
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(help="Budget in the host's RAM. Default: what the machine has.")
+        str | None, typer.Option(help="Memory budget on the host (RAM). Default: the free memory.")
     ] = None,
     disk: Annotated[
-        Path | None, typer.Option(help="A directory on a local disk, for what memory can't hold. Default: none.")
+        Path | None, typer.Option(help="Directory on a local disk, for model data that exceeds memory. Default: none.")
     ] = None,
     disk_capacity: Annotated[
-        str | None, typer.Option(help="The most that may lie there, such as 200GiB. Default: what is free.")
+        str | None, typer.Option(help="Largest size of the swap file, such as 200GiB. Default: the free space.")
     ] = None,
-    chunk_size: Annotated[str, typer.Option(help="Size of a chunk of parameters, or auto.")] = "auto",
+    chunk_size: Annotated[
+        str, typer.Option(help="Size of a parameter chunk in bytes or such as 64MiB, or auto.")
+    ] = "auto",
     activation_checkpointing: Annotated[
         bool,
         typer.Option(
             "--activation-checkpointing/--no-activation-checkpointing",
-            help="Compute activations again in backward instead of keeping them.",
+            help="Recompute activations in backward instead of keeping them.",
         ),
     ] = False,
     activation_offload: Annotated[
         bool,
-        typer.Option("--activation-offload", help="Keep activations on the host between forward and backward."),
+        typer.Option("--activation-offload", help="Move activations to the host between forward and backward."),
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Fixes the initial values and the order of the batches.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the initial values and the order of batches.")] = 0,
     log: Annotated[
         Path | None,
-        typer.Option("--log", "--log-file", help="Write one JSON line for each step, and one at the end."),
+        typer.Option("--log", "--log-file", help="Write a JSON line per step, and a summary line, to this file."),
     ] = None,
     save_every: Annotated[
-        int, typer.Option(min=0, help="Write a checkpoint after every so many steps and after the last; 0 for never.")
+        int,
+        typer.Option(min=0, help="Write a checkpoint every N steps and after the last one; 0 disables checkpoints."),
     ] = 0,
     save_to: Annotated[
-        Path | None, typer.Option(help="The folder for checkpoints. Default: that of --resume, or runs/checkpoints.")
+        Path | None, typer.Option(help="Folder for checkpoints. Default: that of --resume, or runs/checkpoints.")
     ] = None,
-    keep: Annotated[int, typer.Option(min=1, help="How many checkpoints stay there.")] = 3,
+    keep: Annotated[int, typer.Option(min=1, help="Number of checkpoints to keep.")] = 3,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on from a checkpoint, or from the newest in a folder of them.")
+        Path | None, typer.Option(help="Resume from a checkpoint, or from the newest one in a folder.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the summary.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only the summary.")] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Train nothing; say whether it fits, and what a step takes."),
+        typer.Option(
+            "--dry-run", help="Do not train; simulate a step and report whether it fits, its time and its memory."
+        ),
     ] = False,
     machine: Annotated[
         str | None,
-        typer.Option(help="With --dry-run: on this machine instead of here, as `patrickstar plan` knows machines."),
+        typer.Option(help="With --dry-run: machine to simulate instead of this one; see `patrickstar plan --machine`."),
     ] = None,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the program an error arose.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")] = False,
 ) -> None:
-    """Train a causal language model on text, its model data within memory budgets."""
-    with _told_errors(traceback):
-        # Imported when it is needed: the libraries behind it take seconds, and --help shouldn't.
+    """Train a causal language model on text within memory budgets."""
+    with _reported_errors(traceback):
+        # Imported here because its libraries take seconds to load, and --help should not.
         from patrickstar._cli.train import dry_run_training
         from patrickstar._cli.train import train as run
         from patrickstar._cli.train_options import TrainOptions
@@ -151,7 +159,7 @@ def train(
             dry_run_training(options, Console(), machine)
             return
         if machine is not None:
-            raise ConfigError(f"--machine {machine} is for --dry-run: a run takes the machine that it is on")
+            raise ConfigError(f"--machine {machine} requires --dry-run: training runs on this machine")
         summary = run(options, Console())
     if summary.interrupted:
         raise typer.Exit(_INTERRUPTED)
@@ -159,31 +167,29 @@ def train(
 
 @app.command()
 def plan(
-    model: Annotated[
-        str, typer.Option(help="A preset such as gpt-12b, a config.json, or a local model folder.")
-    ] = "gpt-12b",
+    model: Annotated[str, typer.Option(help="Preset such as gpt-12b, config.json, or local model folder.")] = "gpt-12b",
     machine: Annotated[
-        str, typer.Option(help="One that comes with the package, such as 8xV100-32GB, a TOML file, or here.")
+        str, typer.Option(help="Built-in machine such as 8xV100-32GB, TOML file, or 'here' to measure this one.")
     ] = "8xV100-32GB",
-    gpus: Annotated[int | None, typer.Option(min=1, help="How many of its GPUs. Default: all.")] = None,
-    device_memory: Annotated[str | None, typer.Option(help="Of each GPU, instead of what it has.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Of the host, instead of what it has.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples per GPU. Default: what is fastest.")] = None,
-    sequence: Annotated[int, typer.Option(min=2, help="Tokens in a sample.")] = 1024,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of its GPUs to use. Default: all.")] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Memory budget of each GPU. Default: its memory.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Memory budget of the host. Default: its memory.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per GPU. Default: whichever is fastest.")] = None,
+    sequence: Annotated[int, typer.Option(min=2, help="Sequence length in tokens.")] = 1024,
     activation_checkpointing: Annotated[
         bool | None,
         typer.Option(
             "--activation-checkpointing/--no-activation-checkpointing",
-            help="Compute activations again in backward instead of keeping them. Default: what is faster.",
+            help="Recompute activations in backward instead of keeping them. Default: whichever is faster.",
         ),
     ] = None,
     largest: Annotated[bool, typer.Option("--largest", help="Find the largest GPT that fits.")] = False,
-    least_tflops: Annotated[float, typer.Option(min=0, help="With --largest: at this speed per GPU, at least.")] = 0.0,
+    least_tflops: Annotated[float, typer.Option(min=0, help="With --largest: minimum speed per GPU.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the program an error arose.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")] = False,
 ) -> None:
-    """Say whether a model fits a machine, how fast it would be, and where the time would go; nothing is run."""
-    with _told_errors(traceback):
+    """Predict whether a model fits a machine, how fast it trains, and what limits the speed. Nothing is run."""
+    with _reported_errors(traceback):
         from patrickstar._cli.plan import PlanOptions
         from patrickstar._cli.plan import plan as run
 
@@ -205,14 +211,16 @@ def plan(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of patrickstar train, or a folder of them.")],
-    folder: Annotated[Path, typer.Argument(help="The model folder to be written: a new or an empty one.")],
-    dtype: Annotated[Literal["bf16", "fp16", "fp32"], typer.Option(help="Of its parameters.")] = "fp32",
-    max_shard: Annotated[str, typer.Option(help="The largest file, such as 5GB.")] = "5GB",
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the program an error arose.")] = False,
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint of patrickstar train, or folder of checkpoints.")],
+    folder: Annotated[Path, typer.Argument(help="Model folder to write: new or empty.")],
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"], typer.Option(help="Precision of the exported parameters.")
+    ] = "fp32",
+    max_shard: Annotated[str, typer.Option(help="Largest size of a file, such as 5GB.")] = "5GB",
+    traceback: Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")] = False,
 ) -> None:
-    """Make a model folder of a checkpoint: safetensors, config.json and the tokenizer, for any program."""
-    with _told_errors(traceback):
+    """Convert a checkpoint to a model folder for other programs: safetensors, config.json and tokenizer."""
+    with _reported_errors(traceback):
         from patrickstar._cli.export import export as run
 
         run(checkpoint, folder, dtype, max_shard, Console())
@@ -221,20 +229,20 @@ def export(
 @app.command()
 def doctor(
     disk: Annotated[
-        Path | None, typer.Option(help="A directory for the disk tier, whose disk is to be measured too.")
+        Path | None, typer.Option(help="Directory for the disk tier; its read and write speed is measured.")
     ] = None,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the program an error arose.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")] = False,
 ) -> None:
-    """Say what this machine and this installation offer, and what to do about what is missing."""
-    with _told_errors(traceback):
+    """Report what this machine and this installation support, with advice on what is missing."""
+    with _reported_errors(traceback):
         from patrickstar._cli.doctor import examine, print_findings
 
         print_findings(Console(), examine(disk=disk))
 
 
 @contextmanager
-def _told_errors(show_traceback: bool) -> Iterator[None]:
-    """One line for whatever goes wrong: exit code 2 for what the user can change, 1 for what only we can."""
+def _reported_errors(show_traceback: bool) -> Iterator[None]:
+    """Report an error in one line and exit: with code 2 if the user can fix it, 1 for a bug, 130 for Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
@@ -243,10 +251,10 @@ def _told_errors(show_traceback: bool) -> Iterator[None]:
     except Exception as error:
         if show_traceback:
             traceback.print_exc()
-        expected = isinstance(error, PatrickStarError)
-        if expected:
+        user_error = isinstance(error, PatrickStarError)
+        if user_error:
             message = f"error: {error}"
         else:
             message = f"internal error: {type(error).__name__}: {error}; this is a bug, --traceback shows where"
         typer.echo(message, err=True)
-        raise typer.Exit(_USAGE_ERROR if expected else 1) from None
+        raise typer.Exit(_USAGE_ERROR if user_error else 1) from None

@@ -1,4 +1,4 @@
-"""The causal language model to train: a preset, a configuration file or a local model folder."""
+"""Causal language model to train: a preset, a configuration file or a local model folder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from patrickstar.integrations.transformers._model_builder import build_model, pa
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A causal language model that is yet to be built; with a ``folder``, its parameters' values come from there."""
+    """Causal language model that is not built yet. Its parameters are read from ``folder``, if that is set."""
 
     name: str
     config: PreTrainedConfig
@@ -32,15 +32,16 @@ class ModelSource:
 
     @property
     def max_sequence(self) -> int | None:
-        """The most tokens a sample may have, None for a model without a limit."""
+        """Longest sequence in tokens; None for a model without a limit."""
         limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return limit if isinstance(limit, int) else None
 
     def open(
         self, activation_checkpointing: bool
     ) -> tuple[nn.Module | Callable[[], nn.Module], Callable[[str], torch.Tensor] | None]:
-        """What ``patrickstar.initialize`` takes: a function that builds the model; or for a folder the model with its
-        parameters on the meta device, and a callable that reads the tensor of a parameter by its name.
+        """Return `model` and `weights` for ``patrickstar.initialize``.
+
+        For a folder, the model has its parameters on the meta device; otherwise it is a function that builds it.
         """
         if self.folder is None:
             return lambda: self._build(activation_checkpointing), None
@@ -51,55 +52,60 @@ class ModelSource:
     def _build(self, activation_checkpointing: bool) -> PreTrainedModel:
         model = build_model(self.config, AutoModelForCausalLM)
         if model.loss_type is None:
-            # What the library takes by itself where it finds no name, but not without a warning.
+            # The library's own default, set here because it would warn.
             model.loss_type = "ForCausalLM"
         if activation_checkpointing:
-            # Its name before transformers 5.23.
+            # Renamed in transformers 5.23.
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
         return model
 
 
-def find_model(place: str, vocab_size: int | None = None) -> ModelSource:
-    """The model that ``place`` means: a preset's name, a ``.json`` configuration file, or a folder with safetensors.
+def find_model(name: str, vocab_size: int | None = None) -> ModelSource:
+    """Find a model by preset name, ``.json`` configuration file, or folder with safetensors.
 
-    ``vocab_size`` replaces the model's own; a folder's weights fix it. Raises ModelError for a place or a configuration
-    that is no causal language model, ConfigError for a ``vocab_size`` that the weights don't have.
+    Args:
+        name: Preset name or path.
+        vocab_size: Replaces the vocabulary size of the model; must match the weights of a folder.
+
+    Raises:
+        ModelError: The name or configuration is not a causal language model.
+        ConfigError: ``vocab_size`` differs from that of the weights.
     """
-    path = Path(place)
-    if place in PRESETS:
-        config: PreTrainedConfig = PRESETS[place].config()
+    path = Path(name)
+    if name in PRESETS:
+        config: PreTrainedConfig = PRESETS[name].config()
     elif path.is_dir():
         config = _causal_config(path / "config.json")
     elif path.is_file():
         config = _causal_config(path)
     else:
-        raise ModelError(_unknown(place))
-    # Training reads each token once: there is nothing to keep for the next one.
+        raise ModelError(_unknown(name))
+    # Training reads each token once; a key-value cache would only take memory.
     config.use_cache = False
     size = getattr(config.get_text_config(), "vocab_size", None)
     if not isinstance(size, int):
-        raise ModelError(f"the configuration of {place} has no vocab_size; is it a language model's?")
-    if place not in PRESETS and path.is_dir():
+        raise ModelError(f"the configuration of {name} has no vocab_size; is it the configuration of a language model?")
+    if name not in PRESETS and path.is_dir():
         if vocab_size not in (None, size):
-            raise ConfigError(f"the model in {place} has a vocabulary of {size}; leave out --vocab-size {vocab_size}")
-        return ModelSource(place, config, _folder_vocabulary(path, config, size), folder=path)
+            raise ConfigError(f"the model in {name} has a vocabulary of {size}; leave out --vocab-size {vocab_size}")
+        return ModelSource(name, config, _folder_vocabulary(path, config, size), folder=path)
     if vocab_size is not None:
         config.get_text_config().vocab_size = size = vocab_size
-    return ModelSource(place, config, Vocabulary(size))
+    return ModelSource(name, config, Vocabulary(size))
 
 
-def _unknown(place: str) -> str:
-    near = get_close_matches(place, PRESETS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"the presets are {', '.join(PRESETS)}"
-    return f"there is no model {place!r}: it is neither a preset's name, nor a config file, nor a model folder; {hint}"
+def _unknown(name: str) -> str:
+    matches = get_close_matches(name, PRESETS, n=1)
+    hint = f"did you mean {matches[0]}?" if matches else f"the presets are {', '.join(PRESETS)}"
+    return f"there is no model {name!r}: it is neither a preset nor a config file nor a model folder; {hint}"
 
 
 def _causal_config(path: Path) -> PreTrainedConfig:
     config = read_config(path)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
-            f"the model configuration {path} is of a {config.model_type}, which is no causal language model"
+            f"the model configuration {path} is for {config.model_type}, which is no causal language model"
         )
     return config
 

@@ -1,4 +1,4 @@
-"""The job of ``patrickstar plan``: does a model fit a machine, how fast will it be, and where will the time go."""
+"""The command ``patrickstar plan``: predict whether a model fits a machine, its speed, and what limits it."""
 
 import json
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ from patrickstar._perf_model.text_tables import ChannelRow, TierRow, channels_ta
 from patrickstar._perf_model.workload import Workloads, gpt_workload
 from patrickstar.errors import BudgetError, ConfigError
 
-FAMILY = (
+GPT_FAMILY = (
     (2048, (20, 40)),
     (2304, (64,)),
     (3072, (53, 72)),
     (4096, (50, 60, 78, 90, 110, 130)),
     (8192, range(40, 241, 10)),
 )
-"""Hidden sizes and layers of ever larger GPTs: those of the paper, then wider ones."""
+"""Hidden sizes and numbers of layers of increasingly large GPTs: those of the paper, then wider ones."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of ``patrickstar plan``, under the names they have there."""
+    """Options of ``patrickstar plan``, by their names on the command line."""
 
     model: str
     machine: str
@@ -46,123 +46,124 @@ class PlanOptions:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A model to plan for: what it is called, and the work of its steps."""
+class PlannedModel:
+    """Model to plan for, with the workload of its steps."""
 
     name: str
     sequence: int
-    work_of: Workloads
+    workloads: Workloads
 
 
 def plan(options: PlanOptions, console: Console) -> None:
-    """Print the plan. Raises ConfigError for names that mean nothing, BudgetError where nothing fits."""
-    machine = adjusted(_machine(options.machine), options.device_memory, options.host_memory)
+    """Print the plan. Raise ConfigError for unknown names, BudgetError if nothing fits."""
+    machine = with_budgets(_machine(options.machine), options.device_memory, options.host_memory)
     processes = process_count(machine, options.gpus)
     if options.largest:
-        found = largest(machine, processes, options)
-        if found is None:
+        fitting = largest(machine, processes, options)
+        if fitting is None:
             raise BudgetError(f"no GPT of the family fits {machine.name} at {options.least_tflops:g} TFLOPS per GPU")
-        model, best = found
+        model, best = fitting
     else:
-        model = find_planned(options.model, options.sequence, machine)
+        model = find_planned_model(options.model, options.sequence, machine)
         try:
             best = _best(model, machine, processes, options)
         except BudgetError as error:
             hint = _smaller_batch(model, machine, processes, options)
             raise BudgetError(f"{error}{hint}", error.short_bytes) from None
-    most = largest_batch(model.work_of, machine, processes, best.workload.checkpointing)
+    max_batch = largest_batch(model.workloads, machine, processes, best.workload.checkpointing)
     if options.as_json:
-        console.print_json(json.dumps(as_dict(model, machine, best, most)))
+        console.print_json(json.dumps(plan_as_dict(model, machine, best, max_batch)))
         return
-    print_plan(console, model, machine, best, most)
+    print_plan(console, model, machine, best, max_batch)
 
 
-def _machine(place: str) -> Machine:
-    """`here` is this machine, measured."""
-    if place != "here":
-        return find_machine(place)
-    # Imported when it is needed: PyTorch takes seconds, and nothing else here needs it.
+def _machine(name: str) -> Machine:
+    """Return the machine of a name or file; `here` is this machine, measured."""
+    if name != "here":
+        return find_machine(name)
+    # Imported here because PyTorch takes seconds to load, and nothing else in this command needs it.
     from patrickstar._dry_run.machine_profile import profile_machine
     from patrickstar.config import Config
 
     return profile_machine(Config().find_device())
 
 
-def adjusted(machine: Machine, device_memory: str | None, host_memory: str | None) -> Machine:
-    """The machine with other budgets."""
+def with_budgets(machine: Machine, device_memory: str | None, host_memory: str | None) -> Machine:
+    """Return the machine with the given memory budgets."""
     changes: dict[str, object] = {}
     if host_memory is not None:
         changes["host"] = machine.host.model_copy(update={"memory": parse_size(host_memory)})
     if device_memory is not None:
         if machine.gpu is None:
-            raise ConfigError(f"--device-memory: {machine.name} has no GPU; its memory is --host-memory")
+            raise ConfigError(f"--device-memory: {machine.name} has no GPU; use --host-memory for its memory")
         changes["gpu"] = machine.gpu.model_copy(update={"memory": parse_size(device_memory)})
     return machine.model_copy(update=changes)
 
 
 def process_count(machine: Machine, gpus: int | None) -> int:
-    """One process per GPU."""
-    there = machine.gpu.count if machine.gpu is not None else 1
-    if gpus is not None and not 1 <= gpus <= there:
-        raise ConfigError(f"--gpus {gpus}: {machine.name} has {there}")
-    return gpus if gpus is not None else there
+    """Return the number of processes, one per GPU."""
+    available = machine.gpu.count if machine.gpu is not None else 1
+    if gpus is not None and not 1 <= gpus <= available:
+        raise ConfigError(f"--gpus {gpus}: {machine.name} has {available}")
+    return gpus if gpus is not None else available
 
 
-def find_planned(place: str, sequence: int, machine: Machine) -> Planned:
-    """The model that `place` means: a preset, whose work is known by counting, or a configuration, which is traced.
+def find_planned_model(name: str, sequence: int, machine: Machine) -> PlannedModel:
+    """Find a model by preset, whose workload is computed by formulas, or configuration, which is traced in a dry run.
 
-    Raises ConfigError, with the nearest names, for a name that is neither.
+    Raises:
+        ConfigError: The name is neither; the message suggests the nearest names.
     """
-    if place in PRESETS:
-        return _planned_gpt(place, _gpt(PRESETS[place], sequence))
-    if not Path(place).exists():
-        nearest = get_close_matches(place, PRESETS, n=3, cutoff=0.3) or list(PRESETS)
-        raise ConfigError(f"{place!r} is no model known here, and no file; did you mean {', '.join(nearest)}?")
-    # Imported when it is needed, as above.
+    if name in PRESETS:
+        return _planned_gpt(name, _gpt(PRESETS[name], sequence))
+    if not Path(name).exists():
+        nearest = get_close_matches(name, PRESETS, n=3, cutoff=0.3) or list(PRESETS)
+        raise ConfigError(f"{name!r} is neither a known model nor a file; did you mean {', '.join(nearest)}?")
+    # Imported here because PyTorch takes seconds to load.
     from patrickstar._cli.model_source import find_model
     from patrickstar._cli.train import check_sequence, language_model_workloads
 
-    source = find_model(place)
+    source = find_model(name)
     check_sequence(sequence, source)
-    return Planned(source.name, sequence, language_model_workloads(source, sequence, machine))
+    return PlannedModel(source.name, sequence, language_model_workloads(source, sequence, machine))
 
 
 def _gpt(preset: Preset, sequence: int) -> Gpt:
     return Gpt(preset.layers, preset.hidden, preset.heads, preset.vocab_size, sequence)
 
 
-def _planned_gpt(name: str, gpt: Gpt) -> Planned:
-    return Planned(f"{name}, {gpt.layers} layers x {gpt.hidden}", gpt.sequence, partial(gpt_workload, gpt))
+def _planned_gpt(name: str, gpt: Gpt) -> PlannedModel:
+    return PlannedModel(f"{name}, {gpt.layers} layers x {gpt.hidden}", gpt.sequence, partial(gpt_workload, gpt))
 
 
-def _tried(options: PlanOptions) -> tuple[Sequence[bool], Sequence[int]]:
-    """With and without checkpointing, and batches."""
-    again = options.activation_checkpointing
-    return (True, False) if again is None else (again,), BATCHES if options.batch is None else (options.batch,)
+def _candidates(options: PlanOptions) -> tuple[Sequence[bool], Sequence[int]]:
+    """Return the choices of activation checkpointing and the batch sizes to compare."""
+    recompute = options.activation_checkpointing
+    return (True, False) if recompute is None else (recompute,), BATCHES if options.batch is None else (options.batch,)
 
 
-def _best(model: Planned, machine: Machine, processes: int, options: PlanOptions) -> Estimate:
-    checkpointing, batches = _tried(options)
-    return best_estimate(model.work_of, machine, processes, checkpointing, batches)
+def _best(model: PlannedModel, machine: Machine, processes: int, options: PlanOptions) -> Estimate:
+    checkpointing, batches = _candidates(options)
+    return best_estimate(model.workloads, machine, processes, checkpointing, batches)
 
 
-def _smaller_batch(model: Planned, machine: Machine, processes: int, options: PlanOptions) -> str:
-    """What to say of batches that do fit, if there are any."""
-    checkpointing, batches = _tried(options)
+def _smaller_batch(model: PlannedModel, machine: Machine, processes: int, options: PlanOptions) -> str:
+    """Return a hint with the batches that fit, empty if there are none."""
+    checkpointing, batches = _candidates(options)
     batch, hints = min(batches), []
-    # What was asked for and does not fit may do so if activations are computed again.
-    for again in sorted({*checkpointing, True}):
-        limit = batch if again in checkpointing else batch + 1
-        most = largest_batch(model.work_of, machine, processes, again, limit)
-        if most:
-            hints.append(f"--batch {most}" + (" --activation-checkpointing" if again else ""))
+    # A batch that does not fit may fit with activation checkpointing.
+    for recompute in sorted({*checkpointing, True}):
+        limit = batch if recompute in checkpointing else batch + 1
+        max_batch = largest_batch(model.workloads, machine, processes, recompute, limit)
+        if max_batch:
+            hints.append(f"--batch {max_batch}" + (" --activation-checkpointing" if recompute else ""))
     return f"; {' or '.join(hints)} fits" if hints else ""
 
 
-def largest(machine: Machine, processes: int, options: PlanOptions) -> tuple[Planned, Estimate] | None:
-    """The largest GPT of the family that fits and reaches the bar."""
-    found = None
-    for hidden, depths in FAMILY:
+def largest(machine: Machine, processes: int, options: PlanOptions) -> tuple[PlannedModel, Estimate] | None:
+    """Return the largest GPT of the family that fits and reaches the minimum speed, with its estimate."""
+    largest_fitting = None
+    for hidden, depths in GPT_FAMILY:
         for layers in depths:
             gpt = Gpt(layers, hidden, 16, 50257, options.sequence)
             model = _planned_gpt("a GPT", gpt)
@@ -170,26 +171,28 @@ def largest(machine: Machine, processes: int, options: PlanOptions) -> tuple[Pla
                 best = _best(model, machine, processes, options)
             except BudgetError:
                 continue
-            if best.tflops >= options.least_tflops and (found is None or gpt.numel > found[1].workload.params):
-                found = model, best
-    return found
+            if best.tflops >= options.least_tflops and (
+                largest_fitting is None or gpt.numel > largest_fitting[1].workload.params
+            ):
+                largest_fitting = model, best
+    return largest_fitting
 
 
-def as_dict(model: Planned, machine: Machine, best: Estimate, most: int) -> dict[str, object]:
-    """The plan as plain data; bytes, seconds and operations."""
+def plan_as_dict(model: PlannedModel, machine: Machine, best: Estimate, max_batch: int) -> dict[str, object]:
+    """Return the plan as plain data, in bytes, seconds and operations."""
     return {
         "model": {"name": model.name, "params": best.workload.params, "sequence": model.sequence},
         "machine": machine.model_dump(),
         "processes": best.processes,
         "batch": best.workload.batch,
-        "largest_batch": most,
+        "largest_batch": max_batch,
         "activation_checkpointing": best.workload.checkpointing,
         "step_s": best.seconds,
         "bound_s": best.bound_s,
         "tflops_per_process": best.tflops,
         "free_tokens": best.free_tokens,
         "shares": asdict(best.shares),
-        "lanes": [asdict(lane) | {"idle_s": best.seconds - lane.seconds} for lane in best.channels],
+        "lanes": [asdict(channel) | {"idle_s": best.seconds - channel.seconds} for channel in best.channels],
         "non_model_bytes": best.workload.non_model_bytes,
         "device_bytes": best.device_bytes,
         "host_bytes": best.host_bytes,
@@ -197,26 +200,29 @@ def as_dict(model: Planned, machine: Machine, best: Estimate, most: int) -> dict
     }
 
 
-def print_plan(console: Console, model: Planned, machine: Machine, best: Estimate, most: int) -> None:
-    """Print it as people read it."""
+def print_plan(console: Console, model: PlannedModel, machine: Machine, best: Estimate, max_batch: int) -> None:
+    """Print the plan as text."""
     work = best.workload
-    who = f"{best.processes} GPUs" if best.processes > 1 else "one device"
-    again = "computed again in backward" if work.checkpointing else "kept for backward"
-    said = (
+    devices = f"{best.processes} GPUs" if best.processes > 1 else "one device"
+    activations = "recomputed in backward" if work.checkpointing else "kept for backward"
+    summary = (
         ("model", f"{model.name}, {work.params / 1e9:.2f} billion parameters: it fits"),
-        ("machine", f"{machine.name}, {who}"),
-        ("batch", f"{work.batch} x {model.sequence} tokens per process, activations {again}; at most {most} fit"),
+        ("machine", f"{machine.name}, {devices}"),
+        (
+            "batch",
+            f"{work.batch} x {model.sequence} tokens per process, activations {activations}; at most {max_batch} fit",
+        ),
         ("step", f"{best.seconds:.2f} s, of which the busiest resource alone takes {best.bound_s:.2f} s"),
         ("speed", f"{best.tflops:.1f} TFLOPS per process, {best.processes * work.tokens / best.seconds:,.0f} tokens/s"),
-        ("moving is free", f"from {best.free_tokens:,} tokens per process and step"),
+        ("transfers", f"hidden behind computation from {best.free_tokens:,} tokens per process and step"),
     )
     parts = (
-        rows(said),
+        rows(summary),
         channels_table(_channels(best), best.seconds),
         memory_table(_tiers(machine, best)),
         _choices(best),
     )
-    # Wrapped by the terminal alone: a file has no width.
+    # Only the terminal wraps lines: a file has no width.
     console.print("\n".join(parts), soft_wrap=True, markup=False, highlight=False)
 
 
@@ -224,7 +230,9 @@ def _channels(best: Estimate) -> list[ChannelRow]:
     def amount(name: str, value: float) -> str:
         return f"{value / 1e12:,.1f}e12 op." if name == "compute" else format_size(int(value))
 
-    return [ChannelRow(lane.name, lane.seconds, amount(lane.name, lane.amount)) for lane in best.channels]
+    return [
+        ChannelRow(channel.name, channel.seconds, amount(channel.name, channel.amount)) for channel in best.channels
+    ]
 
 
 def _tiers(machine: Machine, best: Estimate) -> list[TierRow]:
@@ -248,12 +256,12 @@ def _tiers(machine: Machine, best: Estimate) -> list[TierRow]:
 def _choices(best: Estimate) -> str:
     shares = best.shares
     streamed = max(0.0, 1 - shares.resident - shares.on_host)
-    in_ram = f"; of those that are not there, {shares.in_ram:.0%} lie in RAM" if shares.in_ram < 1 else ""
-    paged = f", {shares.paged:.0%} lie on disk" if shares.paged else ""
-    slowest = max(best.channels, key=lambda lane: lane.seconds)
+    in_ram = f"; of those outside the device, {shares.in_ram:.0%} are stored in RAM" if shares.in_ram < 1 else ""
+    paged = f", {shares.paged:.0%} are stored on disk" if shares.paged else ""
+    slowest = max(best.channels, key=lambda channel: channel.seconds)
     return (
-        f"of the optimizer states {shares.resident:.0%} live on the device, {shares.on_host:.0%} are updated on the "
-        f"host and {streamed:.0%} come to the device for their update{in_ram}; {shares.kept:.0%} of the parameters "
-        f"stay there from forward to backward{paged}. With these shares the busiest resource, {slowest.name}, is done "
-        f"first (a linear program); the batch is the one with the most tokens per second."
+        f"of the optimizer states {shares.resident:.0%} stay on the device, {shares.on_host:.0%} are updated on the "
+        f"host and {streamed:.0%} are copied to the device for their update{in_ram}; of the parameters "
+        f"{shares.kept:.0%} stay on the device from forward to backward{paged}. These shares minimize the time of the "
+        f"busiest resource, {slowest.name} (a linear program); the batch maximizes tokens per second."
     )

@@ -1,4 +1,4 @@
-"""GPT shapes by name."""
+"""Named GPT shapes."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import GPT2Config
 
-# GPT-2's vocabulary and context, which the paper's models have too.
+# GPT-2's vocabulary and context length, which the paper's models use too.
 _GPT2_VOCAB = 50257
 _GPT2_POSITIONS = 1024
 
 
 @dataclass(frozen=True)
 class Preset:
-    """The shape of a GPT-2-like model."""
+    """Shape of a GPT-2-like model."""
 
     layers: int
     hidden: int
@@ -21,15 +21,15 @@ class Preset:
     vocab_size: int = _GPT2_VOCAB
 
     def numel(self) -> int:
-        """Trainable elements, with the head tied to the embedding."""
+        """Return the number of trainable elements, with the head tied to the embedding."""
         matrices = 12 * self.hidden**2
         biases_and_norms = 13 * self.hidden
         embeddings = (self.vocab_size + _GPT2_POSITIONS) * self.hidden
         return self.layers * (matrices + biases_and_norms) + embeddings + 2 * self.hidden
 
     def config(self) -> "GPT2Config":
-        """The Hugging Face configuration; no dropout, as usual where text is seen once."""
-        # Imported when it is needed: it takes seconds, and plans need shapes alone.
+        """Return the Hugging Face configuration, without dropout because training sees each text once."""
+        # Imported here because it takes seconds to load, and plans only need the shape.
         from transformers import GPT2Config
 
         return GPT2Config(
@@ -38,12 +38,12 @@ class Preset:
             n_head=self.heads,
             vocab_size=self.vocab_size,
             n_positions=_GPT2_POSITIONS,
-            # GPT-2's function in one operator; the library's default is a chain, each of which saves a tensor.
+            # GPT-2's function as one operator; the library's default is a chain of operators that each save a tensor.
             activation_function="gelu_pytorch_tanh",
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
-            # The end marker is the first token of the vocabularies trained here, whatever their size.
+            # Vocabularies trained by this package begin with the end marker.
             bos_token_id=0,
             eos_token_id=0,
         )
@@ -55,7 +55,7 @@ PRESETS = {
     "gpt-40m": Preset(layers=12, hidden=512, heads=8, vocab_size=8192),
     "gpt2-124m": Preset(layers=12, hidden=768, heads=12),
     # PatrickStar, Tables 1 and 2. The names count the layers' matrices, 12 x layers x hidden^2, without embeddings.
-    # The 0.7B's shape is derived from that: 24 x 1536 with the other models' 16 heads comes to 0.68e9.
+    # The shape of the 0.7B model is derived from that: 24 x 1536, with 16 heads as the others, has 0.68e9 elements.
     "gpt-0.7b": Preset(layers=24, hidden=1536, heads=16),
     "gpt-1b": Preset(layers=20, hidden=2048, heads=16),
     "gpt-2b": Preset(layers=40, hidden=2048, heads=16),

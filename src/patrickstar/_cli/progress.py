@@ -1,4 +1,4 @@
-"""The line that shows how a run is going."""
+"""Progress line of a training run."""
 
 from types import TracebackType
 from typing import Self
@@ -10,28 +10,28 @@ from rich.text import Text
 from patrickstar._cli.run_log import StepRecord
 from patrickstar._layout.byte_size import format_size
 
-# Said once, so that the line itself stays short enough for a terminal.
-LEGEND = "device: peaks of model data + non-model data, of the budget; moved: both ways, in the step"
+# Printed once, so that the progress line fits a terminal.
+LEGEND = "device: peak model data + peak non-model data of the budget; moved: bytes to and from the device in the step"
 
 
 class Progress:
-    """One live line in a terminal, a plain line for each step anywhere else, nothing when ``quiet``."""
+    """Progress display: one live line in a terminal, else one plain line per step; nothing if ``quiet``."""
 
     def __init__(self, console: Console, steps: int, device_budget_bytes: int, quiet: bool = False) -> None:
         self._console = console
         self._steps = steps
         self._device_budget_bytes = device_budget_bytes
         self._quiet = quiet
-        # Refreshed by hand, once a step: no thread that draws while the step computes.
+        # Refreshed manually once per step, so that no thread draws while the step computes.
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal and not quiet else None
 
     def show(self, record: StepRecord) -> None:
-        """Replace the live line, or print the next one."""
+        """Update the live line, or print a new line."""
         line = Text(self._line(record), no_wrap=True, overflow="ellipsis")
         if self._live is not None:
             self._live.update(line, refresh=True)
         elif not self._quiet:
-            # Not wrapped and not cut where the output is a file.
+            # Neither wrapped nor cut if the output is a file.
             self._console.print(line.plain, soft_wrap=True, highlight=False)
 
     def __enter__(self) -> Self:

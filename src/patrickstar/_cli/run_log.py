@@ -1,4 +1,4 @@
-"""What a run says about its steps and about itself: plain data, and the JSON lines it is written as."""
+"""Records of training steps and of a whole run, and the JSON lines file that stores them."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from patrickstar.errors import ConfigError
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step; ``step`` counts from 1, ``gradient_norm`` is None where gradients are not clipped."""
+    """Record of a step. ``step`` counts from 1; ``gradient_norm`` is None without gradient clipping."""
 
     step: int
     loss: float
@@ -26,10 +26,10 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Summary:
-    """A whole run, or what there was of it when it was interrupted.
+    """Record of a run, complete or interrupted.
 
-    ``loss_first`` and ``loss_last`` are means over up to three steps. ``tokens_per_s`` leaves the first step out, in
-    which the trace is taken, unless there was no other.
+    ``loss_first`` and ``loss_last`` are means over up to three steps. ``tokens_per_s`` excludes the first step, which
+    is traced, unless it is the only one.
     """
 
     model: str
@@ -54,36 +54,40 @@ class Summary:
 
 
 class RunLog:
-    """A file of JSON lines, one for each step and one for the summary; without a path it writes nothing.
+    """File of JSON lines, one per step and one for the summary. Numbers that are not finite are written as null.
 
-    Of what is there, the first `steps` steps stay. A number that is not finite is written as null. Raises ConfigError
-    for a path that can't be written.
+    Args:
+        path: File; None writes nothing.
+        steps: Number of steps to retain of an existing file.
+
+    Raises:
+        ConfigError: The file cannot be written.
     """
 
     def __init__(self, path: Path | None, steps: int = 0) -> None:
         self._file = None
-        self._kept: list[str] | None = None
-        """What stays, until the first record is written: a run that does not come to that leaves the log as it is."""
+        self._retained: list[str] | None = None
+        """Retained lines, until the first record is written: a run that fails earlier leaves the log unchanged."""
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._kept = _steps_in(path, steps)
+                self._retained = _steps_in(path, steps)
                 self._file = path.open("a", encoding="utf-8")
             except OSError as error:
                 raise ConfigError(f"the log {path} can't be written: {error.strerror}; check --log") from error
 
     def write(self, record: StepRecord | Summary) -> None:
-        """Append one record and hand it to the system, so that a run that dies leaves its steps behind."""
+        """Append a record and flush the file, so that a killed run leaves its steps in the log."""
         if self._file is not None:
             kind = "step" if isinstance(record, StepRecord) else "summary"
             fields = {"kind": kind, **asdict(record)}
             fields |= {name: value for name, value in fields.pop("stats").items() if name != "steps"}
-            if self._kept is not None:
+            if self._retained is not None:
                 self._file.truncate(0)
-                self._file.writelines(self._kept)
-                self._kept = None
-            finite = {name: _json_number(value) for name, value in fields.items()}
-            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+                self._file.writelines(self._retained)
+                self._retained = None
+            json_fields = {name: _json_number(value) for name, value in fields.items()}
+            self._file.write(json.dumps(json_fields, allow_nan=False) + "\n")
             self._file.flush()
 
     def __enter__(self) -> Self:
@@ -97,18 +101,18 @@ class RunLog:
 
 
 def _steps_in(path: Path, steps: int) -> list[str]:
-    """The lines of a log that are of the first so many steps."""
+    """Return the lines of a log that belong to the first `steps` steps."""
     if not steps or not path.exists():
         return []
-    kept = []
+    retained = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
             record = json.loads(line)
         except ValueError:
-            continue  # the run was killed while it wrote
+            continue  # the run was killed while writing
         if isinstance(record, dict) and record.get("kind") == "step" and record.get("step", 0) <= steps:
-            kept.append(line)
-    return kept
+            retained.append(line)
+    return retained
 
 
 def _json_number(value: object) -> object:

@@ -1,4 +1,4 @@
-"""What the checkpoints of a run say of it: how far it was, and what it takes to make a model of its kind again."""
+"""Metadata in the checkpoints of a run: its progress, and what is needed to rebuild the model."""
 
 import json
 from typing import Any
@@ -16,36 +16,36 @@ from patrickstar._cli.train_options import TrainOptions
 from patrickstar.errors import CheckpointError
 
 
-class About(ValidatedModel):
-    """Plain data."""
+class RunMetadata(ValidatedModel):
+    """Metadata of a run, as plain data."""
 
     step: NonNegativeInt = 0
-    """The last one that is done."""
+    """Number of completed steps."""
     lr: float
     weight_decay: float
     architecture: str
-    """The model's class, in transformers."""
+    """Class of the model in transformers."""
     config: str
-    """The model's configuration, in JSON."""
+    """Configuration of the model as JSON."""
     tokenizer: str
-    """In JSON, as the tokenizers library has it."""
+    """Tokenizer as JSON of the tokenizers library."""
     trained: bool
-    """Whether the tokenizer was trained by the run, and so has no other files."""
+    """True if the run trained the tokenizer, which then has no other files."""
 
     @field_validator("config")
     @classmethod
     def _is_an_object(cls, text: str) -> str:
         try:
-            found = json.loads(text)
+            parsed = json.loads(text)
         except RecursionError:
-            found = None
-        if not isinstance(found, dict):
-            raise ValueError("the configuration is no JSON object")
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise ValueError("the configuration is not a JSON object")
         return text
 
     @classmethod
-    def of(cls, options: TrainOptions, source: ModelSource, module: nn.Module, corpus: Corpus) -> "About":
-        """A run that begins."""
+    def of(cls, options: TrainOptions, source: ModelSource, module: nn.Module, corpus: Corpus) -> "RunMetadata":
+        """Return the metadata of a new run."""
         return cls(
             lr=options.lr,
             weight_decay=options.weight_decay,
@@ -56,22 +56,22 @@ class About(ValidatedModel):
         )
 
     @classmethod
-    def read(cls, reader: CheckpointReader) -> "About":
-        """The run that wrote a checkpoint. Raises CheckpointError if that was another program."""
+    def read(cls, reader: CheckpointReader) -> "RunMetadata":
+        """Read the metadata in a checkpoint. Raise CheckpointError if another program wrote it."""
         try:
-            return _State.model_validate(read_rank(reader, 0).user).run
+            return _UserState.model_validate(read_rank(reader, 0).user).run
         except ValidationError as error:
             raise CheckpointError(
-                f"{reader.folder} was not written by patrickstar train, and says neither how to go on nor what model "
-                f"it is of ({first_error(error)}); load it into an engine with engine.load"
+                f"{reader.folder} was not written by patrickstar train and lacks the metadata to resume or export it "
+                f"({first_error(error)}); load it into an engine with engine.load"
             ) from None
 
     def after(self, step: int) -> dict[str, Any]:
-        """As a checkpoint has it."""
+        """Return the metadata to save after a step."""
         return self.model_copy(update={"step": step}).model_dump()
 
 
-class _State(BaseModel):
-    """What a run gives to be kept, as far as that is of interest."""
+class _UserState(BaseModel):
+    """User state of a checkpoint, as far as it is needed here."""
 
-    run: About
+    run: RunMetadata

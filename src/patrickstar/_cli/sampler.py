@@ -1,4 +1,4 @@
-"""Batches of token blocks, in an order that the seed fixes."""
+"""Batches of token blocks, in an order determined by the seed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 from patrickstar.errors import CheckpointError, DataError
 
 
-class Batches:
-    """An endless stream of batches, int64 of shape ``(batch, sequence)``.
+class BatchSampler:
+    """Endless stream of batches: int64 tensors of shape ``(batch, sequence)``.
 
-    The tokens are cut into blocks of ``sequence``; each pass over the blocks takes them in a new order drawn from
-    ``seed``. Of ``processes`` each supports every so many-th batch, beginning with its ``rank``. Raises DataError where
-    the tokens don't fill one block.
+    The tokens are cut into blocks of ``sequence``, which each pass visits in a new order drawn from ``seed``. Of
+    ``processes`` consecutive batches, each process receives the one at its ``rank``.
+
+    Raises:
+        DataError: The tokens do not fill one block.
     """
 
     def __init__(
@@ -31,7 +33,7 @@ class Batches:
         if self._blocks == 0:
             raise DataError(
                 f"the data has {len(tokens)} tokens, less than one sequence of {sequence}; "
-                "give more text with --data, or a shorter --sequence"
+                "provide more text with --data, or use a shorter --sequence"
             )
         self._tokens = tokens
         self._sequence = sequence
@@ -40,7 +42,7 @@ class Batches:
         self._rank = rank
         self._processes = processes
         self._taken = 0
-        """Blocks that all processes together have had."""
+        """Number of blocks that all processes together have consumed."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         order = self._order(self._taken)
@@ -51,30 +53,30 @@ class Batches:
             yield torch.from_numpy(np.stack([self._block(index) for index in indices[mine]]))
 
     def state_dict(self) -> dict[str, Any]:
-        """How far they have come, and in what."""
-        return {"taken": self._taken, "order": self._kind}
+        """Return the position in the stream, and the properties that determine the stream."""
+        return {"taken": self._taken, "order": self._source}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, in batches of any size. Raises CheckpointError if these are blocks of something else."""
-        if state["order"] != self._kind:
+        """Continue from a saved position, with any batch size. Raise CheckpointError if the stream differs."""
+        if state["order"] != self._source:
             raise CheckpointError(
-                f"the checkpoint's run has had blocks of {state['order']}, and these are of {self._kind}; give the "
-                f"same text, --sequence and --seed, or begin a new run with --model and what was exported"
+                f"the checkpoint belongs to a run over {state['order']}, and this run is over {self._source}; use the "
+                f"same text, --sequence and --seed, or start a new run from an export with --model"
             )
         self._taken = int(state["taken"])
 
     @property
-    def _kind(self) -> dict[str, int]:
+    def _source(self) -> dict[str, int]:
         return {"tokens": len(self._tokens), "sequence": self._sequence, "seed": self._seed}
 
     def _order(self, first: int) -> Iterator[int]:
         generator = np.random.default_rng(self._seed)
-        passes, begun = divmod(first, self._blocks)
+        passes, first_block = divmod(first, self._blocks)
         for _ in range(passes):
             generator.permutation(self._blocks)
         while True:
-            yield from generator.permutation(self._blocks)[begun:].tolist()
-            begun = 0
+            yield from generator.permutation(self._blocks)[first_block:].tolist()
+            first_block = 0
 
     def _block(self, index: int) -> NDArray[np.int64]:
         start = index * self._sequence

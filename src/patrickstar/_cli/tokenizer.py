@@ -1,4 +1,4 @@
-"""From text to token ids: a byte-level byte-pair tokenizer, trained once for a text and kept in a cache folder."""
+"""Token ids of a text by a byte-level byte-pair tokenizer, which is trained once per text and cached."""
 
 import hashlib
 import os
@@ -16,21 +16,21 @@ from tokenizers import __version__ as tokenizers_version
 from patrickstar._cli.corpus import Corpus
 from patrickstar.errors import ConfigError, DataError, ModelError
 
-END = "<|endoftext|>"
-# Every byte is a token, so that any text can be written, and so is the end of a document.
+END_TOKEN = "<|endoftext|>"
+# 256 byte tokens, so that any text can be encoded, and the end marker.
 SMALLEST_VOCABULARY = 257
 
-# Part of every cache key: raise it when the same text is to be cut into tokens differently.
+# Part of every cache key: increase it if the same text should be encoded differently.
 _CACHE_VERSION = 1
-# Documents that are encoded together: enough to keep all cores at work, few enough to keep the encodings' memory small.
+# Documents encoded together: enough to use all cores, few enough to limit the memory of the encodings.
 _DOCUMENTS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What token ids mean: ``size`` of them, trained on the text unless a ``tokenizer.json`` is given.
+    """Vocabulary of ``size`` tokens, trained on the text unless a ``tokenizer.json`` is given as ``file``.
 
-    ``end_id`` is written after every document; a trained vocabulary begins with it.
+    ``end_id`` follows every document; a trained vocabulary begins with it.
     """
 
     size: int
@@ -38,17 +38,19 @@ class Vocabulary:
     end_id: int | None = 0
 
     def key(self) -> str:
-        """What two vocabularies have in common exactly when they cut every text alike."""
+        """Return a key that is equal for vocabularies that encode every text equally."""
         origin = "trained" if self.file is None else hashlib.sha256(_read_given(self.file)).hexdigest()
         return f"{self.size} {origin} {self.end_id}"
 
 
 def load_tokens(corpus: Corpus, vocabulary: Vocabulary) -> NDArray[np.unsignedinteger]:
-    """The corpus as one stream of token ids, documents divided by the end marker; mapped from the cache, not read.
+    """Return the corpus as a memory-mapped stream of token ids, with the end marker after each document.
 
-    Raises DataError for a cache folder that can't be used, ConfigError or ModelError for a vocabulary that can't.
+    Raises:
+        DataError: The cache folder cannot be used.
+        ConfigError, ModelError: The vocabulary cannot be used.
     """
-    stem = _cached(corpus, vocabulary)
+    stem = _cache_stem(corpus, vocabulary)
     stream = stem.with_suffix(".npy")
     if not stream.exists():
         tokenizer = _tokenizer(corpus, vocabulary, stem.with_suffix(".tokenizer.json"))
@@ -62,21 +64,22 @@ def load_tokens(corpus: Corpus, vocabulary: Vocabulary) -> NDArray[np.unsignedin
 
 
 def tokenizer_text(corpus: Corpus, vocabulary: Vocabulary) -> str:
-    """The tokenizer that `load_tokens` has used, as the JSON of its library."""
-    return _tokenizer(corpus, vocabulary, _cached(corpus, vocabulary).with_suffix(".tokenizer.json")).to_str()
+    """Return the tokenizer of `load_tokens` as JSON of the tokenizers library."""
+    return _tokenizer(corpus, vocabulary, _cache_stem(corpus, vocabulary).with_suffix(".tokenizer.json")).to_str()
 
 
 def cache_folder() -> Path:
-    """Where tokenizers and token streams are kept: below XDG_CACHE_HOME, or else ``~/.cache``."""
-    # The convention says to ignore a relative path there.
+    """Return the cache folder of tokenizers and token streams, below XDG_CACHE_HOME or ``~/.cache``."""
+    # The XDG specification requires that a relative path is ignored.
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "patrickstar"
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
-    """A byte-level byte-pair tokenizer of at most ``vocab_size`` tokens, fewer where the text has no more pairs.
+    """Train a byte-level byte-pair tokenizer of ``vocab_size`` tokens, or fewer if the text has fewer pairs.
 
-    Raises ConfigError for a size that can't hold all bytes.
+    Raises:
+        ConfigError: The size is too small for all bytes.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise ConfigError(
@@ -88,7 +91,7 @@ def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END],
+        special_tokens=[END_TOKEN],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -96,8 +99,8 @@ def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _cached(corpus: Corpus, vocabulary: Vocabulary) -> Path:
-    """What the files kept of a text and a vocabulary are called after."""
+def _cache_stem(corpus: Corpus, vocabulary: Vocabulary) -> Path:
+    """Return the path, without suffix, of the cache files of a text and a vocabulary."""
     parts = f"{_CACHE_VERSION} {tokenizers_version} {vocabulary.key()} {corpus.digest()}"
     return cache_folder() / hashlib.sha256(parts.encode()).hexdigest()[:32]
 
@@ -122,10 +125,10 @@ def _tokenizer(corpus: Corpus, vocabulary: Vocabulary, cached: Path) -> Tokenize
 
 def _read_cached(file: Path) -> Tokenizer:
     try:
-        found: Tokenizer = Tokenizer.from_file(str(file))
+        tokenizer: Tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
         raise DataError(f"the cached tokenizer {file} can't be read ({error}); delete the file") from error
-    return found
+    return tokenizer
 
 
 def _read_given(file: Path) -> bytes:
@@ -156,7 +159,7 @@ def _save(path: Path, tokens: NDArray[np.unsignedinteger]) -> None:
 
 
 def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Write beside ``path`` and move it there, so that no reader, and no interruption, ever sees a part of it."""
+    """Write a temporary file and rename it to ``path``, so that an incomplete file is never visible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = mkstemp(dir=path.parent, prefix=path.name)

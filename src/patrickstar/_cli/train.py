@@ -1,4 +1,4 @@
-"""The job of ``patrickstar train``: a causal language model, text, budgets, and a loop as users write it."""
+"""The command ``patrickstar train``: train a causal language model on text with an ordinary training loop."""
 
 import math
 import os
@@ -22,8 +22,8 @@ from patrickstar._cli.model_source import ModelSource, find_model
 from patrickstar._cli.progress import LEGEND, Progress
 from patrickstar._cli.resume_options import ResumeOptions
 from patrickstar._cli.run_log import RunLog, StepRecord, Summary
-from patrickstar._cli.run_metadata import About
-from patrickstar._cli.sampler import Batches
+from patrickstar._cli.run_metadata import RunMetadata
+from patrickstar._cli.sampler import BatchSampler
 from patrickstar._cli.summary import print_summary
 from patrickstar._cli.tokenizer import load_tokens
 from patrickstar._cli.train_options import TrainOptions
@@ -35,58 +35,61 @@ from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.workload import Workloads
 from patrickstar.errors import ConfigError, TrainingError
 
-# The cosine falls to this part of the learning rate, not to nothing: the last steps still learn.
+# The cosine ends at this fraction of the peak learning rate, not at 0, so that the last steps still learn.
 _FINAL_FRACTION = 0.1
-# Single losses are noisy: what the summary says of the first and the last is a mean over this many steps.
+# Single losses are noisy, so the summary averages the first and last losses over this many steps.
 _MEAN_STEPS = 3
 
 
 def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:
-    """What the learning rate is multiplied with in a step counted from 0: a linear warm-up, then a cosine."""
+    """Return the learning rate factor of a step, counted from 0: linear warm-up, then cosine decay."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    done = (step - warmup_steps) / max(1, steps - warmup_steps)
-    return _FINAL_FRACTION + (1 - _FINAL_FRACTION) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return _FINAL_FRACTION + (1 - _FINAL_FRACTION) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
 
 def train(options: TrainOptions, console: Console) -> Summary:
-    """Train, showing progress, and print the summary.
+    """Train with a progress display, and print and return the summary.
 
-    Ctrl-C ends the run after the steps that are done; before the first of them it goes on as KeyboardInterrupt.
-    Raises a PatrickStarError for options, data or a model that can't be used and for a loss that is not finite.
+    Ctrl-C ends the run with a summary of the completed steps.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C before the first step was completed.
+        PatrickStarError: Options, data or model cannot be used, or a loss is not finite.
     """
     config = _config(options)
     world = World.find(config.find_device())
     rank, processes = (0, 1) if world is None else (world.rank, world.size)
-    if rank:  # one speaks for all
+    if rank:  # only rank 0 prints and logs
         console, options = Console(quiet=True), replace(options, log=None, quiet=True)
     source = find_model(options.model, options.vocab_size)
     check_sequence(options.sequence, source)
     corpus = open_corpus(options.data)
-    kept = ResumeOptions.of(options)
-    with RunLog(options.log, 0 if kept.resumed is None else kept.step) as log:
+    resume = ResumeOptions.of(options)
+    with RunLog(options.log, 0 if resume.resumed is None else resume.step) as log:
         if not options.quiet:
             _print_header(console, source, corpus)
         if world is not None and rank:
-            world.all_gather_object(None)  # what the first one makes of the text, the others find
+            world.all_gather_object(None)  # wait until rank 0 has cached tokenizer and tokens
         tokens = load_tokens(corpus, source.vocabulary)
         if world is not None and not rank:
             world.all_gather_object(None)
-        batches = Batches(tokens, options.sequence, options.batch, options.seed, rank, processes)
+        batches = BatchSampler(tokens, options.sequence, options.batch, options.seed, rank, processes)
         torch.manual_seed(options.seed)
         model, weights = source.open(options.activation_checkpointing)
         engine = ps.Engine(model, config, weights, world=world)
         if rank:
-            torch.manual_seed(options.seed + rank)  # what is drawn in training differs, as the data does
+            torch.manual_seed(options.seed + rank)  # dropout differs between ranks, as the data does
         try:
-            about = About.of(options, source, engine.module, corpus) if kept.every else None
-            run = _Run(options, engine, batches, kept, about)
-            if kept.resumed is not None:
-                run.resume(kept.resumed)
+            metadata = RunMetadata.of(options, source, engine.module, corpus) if resume.every else None
+            run = _TrainingRun(options, engine, batches, resume, metadata)
+            if resume.resumed is not None:
+                run.resume(resume.resumed)
                 if not options.quiet:
-                    console.print(f"resumed from {kept.resumed}", soft_wrap=True, markup=False, highlight=False)
+                    console.print(f"resumed from {resume.resumed}", soft_wrap=True, markup=False, highlight=False)
             with Progress(console, options.steps, engine.device_budget_bytes, options.quiet) as progress:
-                records, interrupted = _loop(run, log, progress)
+                records, interrupted = _training_loop(run, log, progress)
             engine.finish_saving()
             summary = _summary(options, engine, records, interrupted)
             log.write(summary)
@@ -110,12 +113,13 @@ def _config(options: TrainOptions) -> ps.Config:
 
 
 def dry_run_training(options: TrainOptions, console: Console, machine: str | None = None) -> DryRunReport:
-    """Print what a run with these options would take, here or on a machine by its name or file, and train nothing.
+    """Print the predicted cost of a run, on this machine or one given by name or file. Nothing is trained.
 
-    Raises what a run would, BudgetError among them where the model does not fit.
+    Raises:
+        PatrickStarError: The run would fail; BudgetError if the model does not fit.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("--dry-run rehearses one process; for several use patrickstar plan --gpus")
+        raise ConfigError("--dry-run simulates a single process; for several use patrickstar plan --gpus")
     config = _config(options)
     source = find_model(options.model, options.vocab_size)
     check_sequence(options.sequence, source)
@@ -139,7 +143,7 @@ def dry_run_training(options: TrainOptions, console: Console, machine: str | Non
 
 
 def language_model_workloads(source: ModelSource, sequence: int, machine: Machine) -> Workloads:
-    """The work of a language model's steps, by batch and checkpointing."""
+    """Return the workload of a language model's step as a function of batch and checkpointing."""
 
     def step_of(batch: int) -> Step:
         ids = torch.zeros(batch, sequence, dtype=torch.int64, device="cpu")
@@ -149,7 +153,7 @@ def language_model_workloads(source: ModelSource, sequence: int, machine: Machin
 
 
 def _to_meta(source: ModelSource, checkpointing: bool) -> Callable[[], nn.Module]:
-    """What builds the model on the meta device, without reading its weights."""
+    """Return a function that builds the model on the meta device, without reading its weights."""
     model, _ = source.open(checkpointing)
     return partial(copy_to_meta, model) if isinstance(model, nn.Module) else model
 
@@ -157,13 +161,13 @@ def _to_meta(source: ModelSource, checkpointing: bool) -> Callable[[], nn.Module
 def _disk(options: TrainOptions) -> ps.Disk | None:
     if options.disk is None:
         if options.disk_capacity is not None:
-            raise ConfigError(f"--disk-capacity {options.disk_capacity} is given without --disk, the directory")
+            raise ConfigError(f"--disk-capacity {options.disk_capacity} requires --disk, the directory")
         return None
     return ps.Disk(directory=options.disk, capacity=options.disk_capacity)
 
 
 def check_sequence(sequence: int, source: ModelSource) -> None:
-    """Raise ConfigError if a model has no positions for so many tokens."""
+    """Raise ConfigError if a sequence is longer than the positions of the model."""
     if source.max_sequence is not None and sequence > source.max_sequence:
         raise ConfigError(
             f"the model {source.name} has positions for {source.max_sequence} tokens; use --sequence "
@@ -175,56 +179,65 @@ def _print_header(console: Console, source: ModelSource, corpus: Corpus) -> None
     file = source.vocabulary.file
     origin = f"tokenizer {file}" if file else f"a byte-pair tokenizer of {source.vocabulary.size} tokens trained on it"
     text = f"{source.name} on {corpus.name} ({len(corpus.paths)} files), {origin}"
-    # Neither wrapped nor coloured: paths are to be copied.
+    # Neither wrapped nor colored, so that paths can be copied.
     console.print(f"{text}\n{LEGEND}", soft_wrap=True, markup=False, highlight=False)
 
 
-class _Run:
-    """A run in training, and what of it a checkpoint holds beside the engine's own."""
+class _TrainingRun:
+    """Training run, with its state that checkpoints store beside the engine's."""
 
     def __init__(
-        self, options: TrainOptions, engine: ps.Engine, batches: Batches, kept: ResumeOptions, about: About | None
+        self,
+        options: TrainOptions,
+        engine: ps.Engine,
+        batches: BatchSampler,
+        resume: ResumeOptions,
+        metadata: RunMetadata | None,
     ) -> None:
         self.options = options
         self.engine = engine
         self.step = 0
-        """Steps that are done."""
-        self._data, self._kept, self._about = batches, kept, about
+        """Number of completed steps."""
+        self._sampler, self._resume, self._metadata = batches, resume, metadata
         self._factor = partial(learning_rate_factor, warmup_steps=options.warmup_steps, steps=options.steps)
         self.scheduler = LambdaLR(engine.optimizer, self._factor)
         self._saved = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Which step was the last, and how a model of this kind is made."""
-        assert self._about is not None, "it is made where checkpoints are asked for"
-        return self._about.after(self.step)
+        """Return the number of completed steps and the metadata to rebuild the model."""
+        assert self._metadata is not None, "metadata is created if checkpoints are enabled"
+        return self._metadata.after(self.step)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after that step."""
+        """Continue after the saved step."""
         self.step = self._saved = int(state["step"])
 
     @property
     def _state(self) -> dict[str, Any]:
-        return {"run": self, "batches": self._data, "scheduler": self.scheduler}
+        return {"run": self, "batches": self._sampler, "scheduler": self.scheduler}
 
     def resume(self, checkpoint: Path) -> None:
-        """Go on where a checkpoint was written. Raises CheckpointError if it is of another run."""
+        """Continue from a checkpoint. Raise CheckpointError if it belongs to another run."""
         self.engine.load(checkpoint, self._state)
 
     def save_if_due(self) -> None:
-        """Write a checkpoint beside training, after every so many steps and after the last."""
+        """Write a checkpoint if one is due: in the background, except after the last step."""
         last = self.step == self.options.steps
-        if self._kept.folder is not None and (self.step % self._kept.every == 0 or last) and self.step > self._saved:
-            self._kept.folder.save(self.engine, self.step, self._state, wait=last)
+        if (
+            self._resume.checkpoints is not None
+            and (self.step % self._resume.every == 0 or last)
+            and self.step > self._saved
+        ):
+            self._resume.checkpoints.save(self.engine, self.step, self._state, wait=last)
             self._saved = self.step
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Those that are left."""
-        return iter(self._data)
+        """Return an iterator over the remaining batches."""
+        return iter(self._sampler)
 
 
-def _loop(run: _Run, log: RunLog, progress: Progress) -> tuple[list[StepRecord], bool]:
-    """The steps that were finished, and whether Ctrl-C ended them."""
+def _training_loop(run: _TrainingRun, log: RunLog, progress: Progress) -> tuple[list[StepRecord], bool]:
+    """Run the remaining steps. Return their records, and whether Ctrl-C interrupted them."""
     options, engine = run.options, run.engine
     tokens = options.batch * options.sequence * options.accumulation * _processes(engine)
     records: list[StepRecord] = []
@@ -252,7 +265,7 @@ def _loop(run: _Run, log: RunLog, progress: Progress) -> tuple[list[StepRecord],
 def _step(
     options: TrainOptions, engine: ps.Engine, optimizer: ps.ChunkOptimizer, batches: Iterator[torch.Tensor], step: int
 ) -> tuple[float, float | None]:
-    """One optimizer step: its mean loss, and its gradients' norm where they are clipped."""
+    """Run one optimizer step. Return its mean loss, and the gradient norm if gradients are clipped."""
     losses = []
     for number in range(options.accumulation):
         ids = next(batches)

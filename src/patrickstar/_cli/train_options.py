@@ -1,4 +1,4 @@
-"""The options of ``patrickstar train``."""
+"""Options of ``patrickstar train``."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The options of ``patrickstar train``, under the names they have there."""
+    """Options of ``patrickstar train``, by their names on the command line."""
 
     data: tuple[Path, ...]
     model: str

@@ -1,1 +1,1 @@
-"""Torch's side: the only room that knows autograd and nn.Module."""
+"""Engine, optimizer and checkpoints as users see them."""

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: the newest of them, and how many stay."""
+"""Folder with the checkpoints of one run."""
 
 import warnings
 from collections.abc import Mapping
@@ -7,51 +7,74 @@ from typing import Any
 
 from patrickstar._checkpoint.atomic_dir import delete, free_name, list_checkpoints
 from patrickstar._engine.engine import Engine
-from patrickstar._engine.engine_checkpoint import NOTHING
+from patrickstar._engine.engine_checkpoint import EMPTY_STATE
 from patrickstar.errors import ConfigError
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a folder of their own, under the names of their steps.
+    """Checkpoints of one run, in a folder of their own and named after their steps.
 
-    keep: how many stay; the oldest are deleted once a newer one is complete. None keeps all.
+    Args:
+        directory: Folder of the checkpoints; created by the first save.
+        keep: Number of checkpoints to keep. Older ones are deleted once a newer one is complete. None keeps all.
+
+    Raises:
+        ConfigError: `keep` is less than 1.
     """
 
     def __init__(self, directory: str | Path, keep: int | None = None) -> None:
         if keep is not None and keep < 1:
-            raise ConfigError(f"keep={keep} would leave no checkpoint; give 1 or more, or None for all")
+            raise ConfigError(f"keep={keep} would leave no checkpoint; use 1 or more, or None to keep all")
         self.directory = Path(directory)
         self.keep = keep
 
     def all(self) -> list[Path]:
-        """Those that are complete, the oldest first."""
+        """Return the folders of all complete checkpoints, oldest first."""
         return [path for _, path in list_checkpoints(self.directory)]
 
     def newest(self) -> Path | None:
-        """The one that was written last; None if there is none."""
+        """Return the folder of the newest checkpoint, None if there is none."""
         return next(reversed(self.all()), None)
 
-    def save(self, engine: Engine, step: int, state: Mapping[str, Any] = NOTHING, *, wait: bool = True) -> bool:
-        """Write one for a step; see `Engine.save`. All processes have to come.
+    def save(self, engine: Engine, step: int, state: Mapping[str, Any] = EMPTY_STATE, *, wait: bool = True) -> bool:
+        """Write the checkpoint of a step; see `Engine.save`. Every process must call it.
 
-        Where the disk is full, or fails, that is a warning: what was there stays, training goes on, and it returns
-        False. Without `wait` such a warning comes in a later step.
+        Args:
+            engine: Engine to save.
+            step: Number of completed steps, from which the folder is named.
+            state: Further state by name; see `Engine.save`.
+            wait: If False, write in the background while training continues.
+
+        Returns:
+            False if writing failed, for example because the disk is full: that is a warning, and earlier checkpoints
+            are kept. Without `wait` always True; the warning is then issued in a later step.
         """
-        engine.finish_saving()  # or its name would not be taken yet
-        first = engine.world is None or engine.world.rank == 0
-        return engine._save(free_name(self.directory, step), state, self._delete_old if first else None, wait)
+        engine.finish_saving()  # an unfinished checkpoint has not taken its name yet
+        deletes = engine.world is None or engine.world.rank == 0
+        return engine._save_or_warn(free_name(self.directory, step), state, self._delete_old if deletes else None, wait)
 
-    def load(self, engine: Engine, state: Mapping[str, Any] = NOTHING) -> dict[str, Any] | None:
-        """Take the newest one back, and return its state; see `Engine.load`. None, and nothing changes, without one."""
-        newest = engine._checkpoint.broadcast(None if (found := self.newest()) is None else str(found))
+    def load(self, engine: Engine, state: Mapping[str, Any] = EMPTY_STATE) -> dict[str, Any] | None:
+        """Load the newest checkpoint; see `Engine.load`. Every process must call it.
+
+        Args:
+            engine: Engine to restore.
+            state: Objects to restore, by name; see `Engine.load`.
+
+        Returns:
+            The saved state as plain data; None if there is no checkpoint, and nothing has been changed.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged or does not fit the engine. Nothing has been changed.
+        """
+        newest = engine._checkpoint.broadcast(None if (path := self.newest()) is None else str(path))
         return None if newest is None else engine.load(newest, state)
 
     def _delete_old(self) -> None:
-        """Called when a checkpoint has become complete."""
+        """Delete all but the newest `keep` checkpoints. Called when a checkpoint is complete."""
         if self.keep is None:
             return
         for path in self.all()[: -self.keep]:
             try:
                 delete(path)
             except OSError as error:
-                warnings.warn(f"the old checkpoint {path} can't be deleted: {error.strerror}", stacklevel=2)
+                warnings.warn(f"cannot delete the old checkpoint {path}: {error.strerror}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""The optimizer that users hold: a `torch.optim.Optimizer` whose states lie in chunks."""
+"""`torch.optim.Optimizer` whose states are stored in chunks."""
 
 import copy
 from collections.abc import Callable
@@ -14,11 +14,18 @@ from patrickstar.errors import ConfigError, ModelError
 from patrickstar.optim import Optimizer
 
 SWITCHES = ("amsgrad", "maximize", "capturable", "differentiable")
-"""Variants of torch's optimizers that change the arithmetic: a saved one that used them can't go on without."""
+"""Options of torch's optimizers that change the arithmetic: a state saved with one cannot be resumed without it."""
 
 
 class ChunkOptimizer(torch.optim.Optimizer):
-    """The configured optimizer over the engine's chunks. Param groups and schedulers work as they do in torch."""
+    """Configured optimizer over the chunks of an engine. Param groups and schedulers work as in torch.
+
+    Created by the engine (`engine.optimizer`).
+
+    Raises:
+        ConfigError: The options or a param group ask for something that is not supported.
+        ModelError: A param group contains a parameter that does not belong to the engine.
+    """
 
     def __init__(self, core: EngineCore) -> None:
         spec = core.config.optimizer
@@ -28,16 +35,26 @@ class ChunkOptimizer(torch.optim.Optimizer):
         super().__init__(groups, spec.defaults())
         if core.device.type == "cuda" and any(self.defaults.get(key) for key in ("fused", "capturable")):
             raise ConfigError(
-                f"{type(spec).__name__}: fused=True and capturable=True keep numbers on the GPU, and a chunk may be "
-                f"updated on the host; leave them out"
+                f"{type(spec).__name__}: fused=True and capturable=True keep states on the GPU, but chunks may be "
+                f"updated on the host; leave these options out"
             )
         for number, group in enumerate(self.param_groups):
             self._check_group(number, group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have gradients, and consume these gradients.
+        """Update the parameters that have gradients, and consume the gradients.
 
-        With fp16, a step whose gradients overflow changes nothing but the loss scale.
+        With fp16, a step whose gradients overflow only changes the loss scale.
+
+        Args:
+            closure: Computes the loss; called first, with grad enabled.
+
+        Returns:
+            Result of `closure`, None without one.
+
+        Raises:
+            ConfigError: A param group asks for an option or state that the optimizer was not created with.
+            TrainingError: Hyper-parameters changed after `backward(update=True)`, or the engine is closed.
         """
         loss = None
         if closure is not None:
@@ -48,13 +65,21 @@ class ChunkOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that were not used for a step; after a step there are none."""
+        """Discard gradients that no step has consumed. `set_to_none` has no effect: gradients are always freed."""
         self._core.drop_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim` writes it: states by position, full precision, param groups with positions."""
+        """Copy the optimizer state to the host in the format of `torch.optim`. Every process must call it.
+
+        Returns:
+            `state`: per parameter position, CPU tensors in full precision; `param_groups`: options and positions;
+            `loss_scale`: state of the fp16 loss scaler.
+
+        Raises:
+            TrainingError: The engine is closed.
+        """
         self._core.check_open()
-        with self._core.stopping_on_loss():
+        with self._core.close_on_data_loss():
             self._core.complete()
             self._core.data.synchronize_processes(Request.STATE)
             with self._core.data.collective_section():
@@ -70,16 +95,24 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._core.data.share_optimizer_memory()
         for managed, position in positions.items():
             if managed.steps:
-                lists = {kind: self._core.model_state.read(managed, kind) for kind in self._kinds}
+                tensors = {kind: self._core.model_state.read(managed, kind) for kind in self._kinds}
                 count = (
                     {} if self._options.counts_itself else {"step": torch.tensor(float(managed.steps), device="cpu")}
                 )
-                if saved := copy.deepcopy(managed.optimizer_extra) | count | lists:
+                if saved := copy.deepcopy(managed.optimizer_extra) | count | tensors:
                     state[position] = saved
         return {"state": state, "param_groups": groups, "loss_scale": self._core.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take states and param groups back. Raises ModelError when groups differ in size, before anything changes."""
+        """Load states and param groups in the format of `torch.optim`.
+
+        Args:
+            state_dict: Result of `state_dict`, or of the corresponding torch optimizer.
+
+        Raises:
+            ModelError: Param groups, states or shapes differ. Nothing has been changed.
+            TrainingError: `backward(update=True)` was not followed by a step, or the engine is closed.
+        """
         self._core.check_open()
         self._core.optimizer_in_backward.check_inactive("loading a state")
         self._core.complete()
@@ -88,13 +121,15 @@ class ChunkOptimizer(torch.optim.Optimizer):
         sizes = [len(group["params"]) for group in saved]
         if sizes != [len(group["params"]) for group in self.param_groups]:
             raise ModelError(
-                f"the saved optimizer has param groups of {sizes} parameters and this one of "
+                f"the saved optimizer has param groups of {sizes} parameters, this one has groups of "
                 f"{[len(group['params']) for group in self.param_groups]}; nothing was loaded"
             )
-        asked = {key for packed in saved for key in self._switched_on(packed)}
-        if asked:
-            raise ModelError(f"the saved optimizer used {sorted(asked)}, which is not offered here; nothing was loaded")
-        with self._core.stopping_on_loss():
+        switches = {key for packed in saved for key in self._switched_on(packed)}
+        if switches:
+            raise ModelError(
+                f"the saved optimizer used {sorted(switches)}, which this optimizer does not; nothing was loaded"
+            )
+        with self._core.close_on_data_loss():
             self._load(state_dict, saved)
 
     def _load(self, state_dict: dict[str, Any], saved: list[dict[str, Any]]) -> None:
@@ -104,23 +139,22 @@ class ChunkOptimizer(torch.optim.Optimizer):
             needed = (*(("step",) if self._options.needs_count else ()), *self._kinds)
             if managed is None or not set(needed) <= values.keys():
                 raise ModelError(
-                    f"the saved state of parameter {position} ({sorted(values)}) is not this optimizer's "
-                    f"({', '.join(needed)}), or not of these {len(by_position)} parameters; nothing was loaded"
+                    f"the saved state of parameter {position} has {sorted(values)}, but this optimizer needs "
+                    f"{', '.join(needed)} and has {len(by_position)} parameters; nothing was loaded"
                 )
             known = {"step", *self._kinds}
-            strange = [key for key, value in values.items() if key not in known and _shape(value) == managed.shape]
-            if strange:
+            unknown = [key for key, value in values.items() if key not in known and _shape(value) == managed.shape]
+            if unknown:
                 raise ModelError(
-                    f"the saved state of {managed.name!r} has {', '.join(strange)}, which "
-                    f"{type(self._options).__name__} "
-                    f"does not keep: it is another optimizer's; nothing was loaded"
+                    f"the saved state of {managed.name!r} has {', '.join(unknown)}, which "
+                    f"{type(self._options).__name__} does not use: another optimizer saved it; nothing was loaded"
                 )
             if not managed.schema.trained:
-                raise ModelError(f"parameter {managed.name!r} is frozen here but has saved optimizer states")
+                raise ModelError(f"parameter {managed.name!r} is frozen but has a saved state; nothing was loaded")
             for kind in self._kinds:
                 if tuple(values[kind].shape) != managed.shape:
                     raise ModelError(
-                        f"{kind} of {managed.name!r} was saved as {tuple(values[kind].shape)}, not {managed.shape}"
+                        f"saved {kind} of {managed.name!r} has shape {tuple(values[kind].shape)}, not {managed.shape}"
                     )
         for position, managed in by_position.items():
             managed.steps, managed.observed = 0, False
@@ -132,9 +166,9 @@ class ChunkOptimizer(torch.optim.Optimizer):
         for position, values in state_dict["state"].items():
             managed = by_position[position]
             managed.steps = int(values.get("step", 1))
-            listed = {*self._kinds, *(() if self._options.counts_itself else ("step",))}
+            stored = {*self._kinds, *(() if self._options.counts_itself else ("step",))}
             managed.optimizer_extra.update(
-                {key: copy.deepcopy(value) for key, value in values.items() if key not in listed}
+                {key: copy.deepcopy(value) for key, value in values.items() if key not in stored}
             )
             for kind in self._kinds:
                 self._core.model_state.write(managed, kind, values[kind])
@@ -163,29 +197,32 @@ class ChunkOptimizer(torch.optim.Optimizer):
         return self._options.states
 
     def group_by_managed_param(self) -> dict[ManagedParam, dict[str, Any]]:
-        """The param group of each parameter that is in one.
+        """Return the param group of each parameter that is in one.
 
-        Raises ConfigError where a group asks for what the optimizer's options didn't prepare: a variant that is not
-        offered, or a state that has no chunk list.
+        Raises:
+            ConfigError: A group asks for an unsupported option, or for a state that has no chunk list.
+            ModelError: A param group contains a parameter that does not belong to the engine.
         """
         for number, group in enumerate(self.param_groups):
             self._check_group(number, group)
         return {self._managed_param(param): group for group in self.param_groups for param in group["params"]}
 
     def _switched_on(self, group: dict[str, Any]) -> list[str]:
-        """Variants that a param group asks for and the options didn't."""
+        """Return the switches that a param group sets and the optimizer's options do not."""
         return [key for key in SWITCHES if group.get(key) and not self.defaults.get(key)]
 
     def _check_group(self, number: int, group: dict[str, Any]) -> None:
         name = type(self._options).__name__
-        if on := self._switched_on(group):
-            raise ConfigError(f"param group {number} switches on {', '.join(on)}, which {name} here does not offer")
+        if switches := self._switched_on(group):
+            raise ConfigError(
+                f"param group {number} sets {', '.join(switches)}, which the options of {name} do not set"
+            )
         missing = [kind for kind in self._options.states_for(group) if kind not in self._kinds]
         if missing:
             raise ConfigError(
-                f"param group {number} asks for {', '.join(missing)}, for which there is no chunk list, since the "
-                f"options of {name} didn't: give them there too (with SGD a momentum above 0; schedulers that change "
-                f"momentum have an option not to)"
+                f"param group {number} needs the state {', '.join(missing)}, which has no chunk list because the "
+                f"options of {name} do not need it: set the same option there (for SGD a momentum above 0; schedulers "
+                f"that change momentum have an option not to)"
             )
 
 

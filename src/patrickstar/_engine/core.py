@@ -1,4 +1,4 @@
-"""The parts of an engine, and what they do together in a step."""
+"""Wiring of an engine's parts, and the optimizer step that combines them."""
 
 import os
 import weakref
@@ -15,15 +15,15 @@ from patrickstar._autograd.interceptor import Interceptor, managing
 from patrickstar._autograd.module_hooks import ModuleHooks
 from patrickstar._checkpoint.background_save import BackgroundSave
 from patrickstar._distributed.process_group import World
-from patrickstar._engine.distributed_init import agreed_layout, share_buffers, shared_data
+from patrickstar._engine.distributed_init import broadcast_buffers, create_sharded_data, negotiate_layout
 from patrickstar._engine.param_init import (
     WeightSource,
-    adopt,
     check_model,
     make_layout,
+    move_params,
     param_specs,
-    promote,
-    used_together,
+    params_used_together,
+    unfreeze,
 )
 from patrickstar._engine.teardown import release
 from patrickstar._kernels.dispatch import Kernels
@@ -53,9 +53,19 @@ from patrickstar.errors import DiskError, ModelError, MoveError, TrainingError
 
 
 class EngineCore:
-    """The parts of one engine, wired, and the work that several of them do together.
+    """Parts of one engine and the operations that involve several of them.
 
-    `Engine` is what users call; the optimizer and checkpoints work on this.
+    `Engine` is the public interface; the optimizer and checkpoints use this class.
+
+    Args:
+        meter: Measures non-model data.
+        kernels: Update kernels.
+        evict_everything: For tests: evict every evictable chunk at each access.
+        poison: For tests: fill freed memory with NaN.
+        policy: Prefetch policy.
+        page_bytes: Unit of disk transfers.
+        hardware: Device and memory that the tiers use.
+        world: Processes that share the model.
     """
 
     def __init__(
@@ -79,30 +89,30 @@ class EngineCore:
         self.device = hardware.device
         hardware.start()
         meter = meter if meter is not None else hardware.meter()
-        # Before budgets are made: what libraries load is no longer free then. A meter that counts nothing counts no
-        # workspaces either.
+        # Before the budgets are computed: memory that libraries load is no longer free then. A meter that measures
+        # nothing measures no workspaces either.
         library_bytes = min(hardware.library_bytes(config.compute_dtype), meter.now(0))
-        sharing = 1 if world is None else len(world.local_ranks)
-        memory = budgets(config, hardware, sharing, several=world is not None)
+        local_processes = 1 if world is None else len(world.local_ranks)
+        memory = budgets(config, hardware, local_processes, several=world is not None)
         self.device_budget_bytes, self.host_budget_bytes = memory
-        for_chunks = max(0, self.device_budget_bytes - library_bytes)
+        chunk_budget_bytes = max(0, self.device_budget_bytes - library_bytes)
         self.module = model if isinstance(model, nn.Module) else model()
         check_model(self.module, self.device)
         params = param_specs(self.module, config)
         if world is None:
-            self.layout: Layout = make_layout(params, config, for_chunks)
+            self.layout: Layout = make_layout(params, config, chunk_budget_bytes)
         else:
-            self.layout = agreed_layout(world, self.module, params, config, for_chunks)
-        together = used_together(self.module)
-        tiers = plan_tiers(config, self.layout, together, memory, hardware, page_bytes, sharing, library_bytes)
-        # A GPU's host arena is page-locked as a whole, so it is no larger at first than the data known to be in it.
-        needed = self.layout.model_data_bytes + tiers.staging_bytes
+            self.layout = negotiate_layout(world, self.module, params, config, chunk_budget_bytes)
+        param_sets = params_used_together(self.module)
+        plan = plan_tiers(config, self.layout, param_sets, memory, hardware, page_bytes, local_processes, library_bytes)
+        # With a GPU the host arena is pinned as a whole, so its initial size is only what is certain to be used.
+        arena_bytes = self.layout.model_data_bytes + plan.staging_bytes
         self.manager = ChunkManager(
             self.device,
             *memory,
             poison,
-            disk=tiers.disk,
-            arena_bytes=needed if hardware.has_gpu else None,
+            disk=plan.disk,
+            arena_bytes=arena_bytes if hardware.has_gpu else None,
             hardware=hardware,
         )
         self.manager.evict_everything = evict_everything
@@ -110,12 +120,12 @@ class EngineCore:
         self.tracer = Tracer(self.manager, meter, policy or (AggressivePrefetch if world is not None else None))
         self.data = ModelData(self.manager, self.tracer)
         if world is not None:
-            self.data = shared_data(world, self.layout, self.manager, self.tracer, config)
+            self.data = create_sharded_data(world, self.layout, self.manager, self.tracer, config)
         self.scaler = LossScaler(config.precision == "fp16")
         self.kernels = kernels if kernels is not None else Kernels.best(self.device)
         self.gradients = Gradients(self.data, self.scaler, self.kernels)
         self.model_state = ModelState(self.module, self.data)
-        self.optimizer_step = OptimizerStep(self.data, config.optimizer, self.kernels, tiers.staging_size)
+        self.optimizer_step = OptimizerStep(self.data, config.optimizer, self.kernels, plan.staging_size)
         if self.optimizer_step.disk_step is not None:
             self.optimizer_step.disk_step.reads_ahead = policy is not DemandFetch
         if isinstance(self.data, ShardedModelData):
@@ -126,16 +136,16 @@ class EngineCore:
         self.activation_offload = ActivationOffload(self.manager) if config.activation_offload else None
         try:
             with managing():
-                adopt(self.module, self.layout, tiers.placement, params, self.data, self.interceptor, weights)
+                move_params(self.module, self.layout, plan.placement, params, self.data, self.interceptor, weights)
         except BaseException:
             self.interceptor.close()
             self.model_state.release()
             raise
         if world is not None:
-            share_buffers(world, self.module)
+            broadcast_buffers(world, self.module)
         self._move_buffers()
         self.tracer.calibrate()
-        self.optimizer_placement.begin(tiers.placement)
+        self.optimizer_placement.begin(plan.placement)
         self.by_name = {managed.name: managed for managed in self.data.managed_params}
         self.module_hooks = ModuleHooks(self.interceptor)
         self.module_hooks.notice(self.module)
@@ -146,6 +156,7 @@ class EngineCore:
         self.background_save = BackgroundSave(self.data, world)
 
     def step(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
+        """Run one optimizer step with the param group of each parameter."""
         self.check_open()
         self.background_save.poll()
         self.interceptor.abandon()
@@ -153,7 +164,7 @@ class EngineCore:
             self.optimizer_placement.replan(self.layout)
         manager = self.manager
         manager.device_tier.soft_limit_bytes = manager.device_tier.budget_bytes
-        with self.at_work():
+        with self.internal_computation():
             self.optimizer_in_backward.finish(groups)
             self.data.synchronize_gradients(Request.STEP)
             overflow = self.gradients.overflowed()
@@ -172,56 +183,57 @@ class EngineCore:
     def drop_gradients(self) -> None:
         self.check_open()
         self.optimizer_in_backward.check_inactive("dropping gradients")
-        with self.stopping_on_loss():
+        with self.close_on_data_loss():
             self.data.synchronize_to_drop()
             self.gradients.drop()
 
     def complete(self) -> None:
-        """What a step has begun is done."""
-        with self.at_work():
+        """Wait for all deferred updates."""
+        with self.internal_computation():
             self.optimizer_step.complete()
 
-    def notice_changes(self) -> None:
-        """Parameters replaced since the last call are refused; those no longer frozen get the lists of trained ones."""
+    def sync_module_changes(self) -> None:
+        """Reject parameters replaced since the last call, and give unfrozen ones the chunk lists of trained ones."""
         self.module_hooks.notice(self.module)
         with torch._C.DisableTorchFunctionSubclass():
-            thawed = []
+            unfrozen = []
             for name, param in self.module.named_parameters():
                 managed = managed_param_of(param)
                 if managed is None:
                     raise ModelError(
-                        f"parameter {name!r} was replaced or added after ps.initialize, so the engine does not hold "
+                        f"parameter {name!r} was replaced or added after ps.initialize, so the engine does not manage "
                         f"it; write into the old one under torch.no_grad(), or initialize again"
                     )
                 if param.requires_grad and not managed.schema.trained:
-                    thawed.append(managed)
-            if thawed:
+                    unfrozen.append(managed)
+            if unfrozen:
                 self.complete()
                 self.background_save.copy_all()
                 if self.tracer.open_key is not None:
                     raise ModelError(
-                        f"parameter {thawed[0].name!r} was unfrozen in the middle of a step, when graphs that know it "
-                        f"frozen may be alive; unfreeze between optimizer.step() and the next forward"
+                        f"parameter {unfrozen[0].name!r} was unfrozen in the middle of a step, while autograd graphs "
+                        f"that treat it as frozen may exist; unfreeze between optimizer.step() and the next forward"
                     )
                 with managing():
                     states = self.config.optimizer.states
-                    self.layout = promote(thawed, self.layout, self.data, self.interceptor, states)
+                    self.layout = unfreeze(unfrozen, self.layout, self.data, self.interceptor, states)
                 self.tracer.invalidate()
 
     def signature(self, args: Any, kwargs: Any) -> Hashable:
+        """Return the key of the iterations that share a trace: input shapes, dtypes and training mode."""
         leaves = pytree.tree_leaves((args, kwargs))
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
         return shapes, self.module.training
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """While the engine computes on parameters by itself: nothing is recorded or intercepted."""
-        with self.stopping_on_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    def internal_computation(self) -> Iterator[None]:
+        """Let the engine compute on parameters: autograd records nothing, operators are not intercepted."""
+        with self.close_on_data_loss(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             yield
 
     @contextmanager
-    def stopping_on_loss(self) -> Iterator[None]:
-        """When a disk or a thread has failed, and bytes of chunks are lost, give all back and close the engine."""
+    def close_on_data_loss(self) -> Iterator[None]:
+        """Free everything and close the engine if a failed disk or thread has lost bytes of chunks."""
         grad = torch.is_grad_enabled()
         try:
             yield
@@ -229,14 +241,14 @@ class EngineCore:
             self.interceptor.stop(error)
             raise
         except KeyboardInterrupt:
-            torch.set_grad_enabled(grad)  # it may have struck a `no_grad` while that ended
+            torch.set_grad_enabled(grad)  # the signal may have interrupted the exit of a `no_grad`
             raise
 
     @contextmanager
-    def unwound_on_error(self) -> Iterator[None]:
-        """After an exception nothing is pinned and no window is open; the engine goes on."""
+    def cleanup_on_error(self) -> Iterator[None]:
+        """Unpin chunks and close windows after an exception, so that the engine stays usable."""
         try:
-            with self.stopping_on_loss():
+            with self.close_on_data_loss():
                 yield
         except (DiskError, MoveError):
             raise
@@ -260,11 +272,12 @@ class EngineCore:
                     module._buffers[name] = buffer.to(self.device)
 
     def check_open(self) -> None:
+        """Raise TrainingError if the engine is closed or was created by the parent process."""
         if not self.release.alive:
-            raise TrainingError("this engine was closed; call ps.initialize for a new one")
+            raise TrainingError("this engine is closed; create a new one with ps.initialize")
         if os.getpid() != self.model_state.process:
             raise TrainingError(
-                f"this engine's chunks are in the memory of process {self.model_state.process}, which its child "
-                f"{os.getpid()}, made by fork(), does not have: use the engine in the process that made it, and give "
-                f"the child copies of what it needs (engine.state_dict())"
+                f"this engine's chunks are in the memory of process {self.model_state.process}, and process "
+                f"{os.getpid()}, its child made by fork(), has no access to it: use the engine in the process that "
+                f"created it, and pass copies to the child (engine.state_dict())"
             )

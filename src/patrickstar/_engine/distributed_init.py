@@ -1,4 +1,4 @@
-"""What several processes agree on before they share a model."""
+"""Agreement of several processes on a layout and on buffers before they share a model."""
 
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -17,13 +17,13 @@ from patrickstar._params.sharded_model_data import ShardedModelData
 from patrickstar.config import Config
 
 
-def agreed_layout(
+def negotiate_layout(
     world: World, module: nn.Module, params: Sequence[ParamSpec], config: Config, device_budget_bytes: int
 ) -> Layout:
-    """The layout that all processes have, each with its own part.
+    """Return the common layout of all processes, with chunks that suit the smallest device.
 
-    Chunks are as large as suits the smallest device. Raises ConfigError, naming the first difference, if versions,
-    models or options differ.
+    Raises:
+        ConfigError: Versions, models or options differ; the message names the first difference.
     """
     facts = {
         "the version of PyTorch": torch.__version__,
@@ -32,7 +32,7 @@ def agreed_layout(
         "precision": config.precision,
         "reduce_dtype": config.reduce_dtype,
         "chunk_size": config.chunk_size,
-        "whether there is a disk": config.disk is not None,
+        "use of a disk": config.disk is not None,
         "optimizer": type(config.optimizer).__name__,
         "the optimizer's states": list(config.optimizer.states),
         "parameters": [
@@ -42,12 +42,12 @@ def agreed_layout(
         "buffers": [[name, list(buffer.shape), str(buffer.dtype)] for name, buffer in module.named_buffers()],
     }
     world.check_agreement(facts)
-    smallest = min(world.all_gather_object(device_budget_bytes))
-    return make_layout(list(params), config, smallest, world.size, world.rank)
+    budget_bytes = min(world.all_gather_object(device_budget_bytes))
+    return make_layout(list(params), config, budget_bytes, world.size, world.rank)
 
 
-def share_buffers(world: World, module: nn.Module) -> None:
-    """Have the buffers of rank 0 everywhere. Parameters need no such thing: each part has one owner."""
+def broadcast_buffers(world: World, module: nn.Module) -> None:
+    """Broadcast the buffers of rank 0. Parameters need no broadcast: each shard has one owner."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is None or not buffer.numel():
@@ -58,13 +58,15 @@ def share_buffers(world: World, module: nn.Module) -> None:
                 owner._buffers[name] = value.to(buffer.device)
 
 
-def shared_data(world: World, layout: Layout, manager: ChunkManager, clock: Tracer, config: Config) -> ShardedModelData:
-    """Model data that the processes share."""
+def create_sharded_data(
+    world: World, layout: Layout, manager: ChunkManager, tracer: Tracer, config: Config
+) -> ShardedModelData:
+    """Return model data that is sharded over the processes."""
     comm = ChunkComm(
         Coordinator.of(world, manager.device), {chunk.index: chunk.shard_bounds for chunk in layout.chunks}
     )
     comm.counters = manager.counters
     manager.io_dispatch.comm = comm
-    data = ShardedModelData(manager, clock, comm, reduce_in_fp32=config.reduce_dtype == "fp32")
+    data = ShardedModelData(manager, tracer, comm, reduce_in_fp32=config.reduce_dtype == "fp32")
     comm.owner = data
     return data

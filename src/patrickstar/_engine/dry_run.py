@@ -1,4 +1,4 @@
-"""Dry runs of engines: `_dry_run` with `Engine` for the engine that it trains."""
+"""Dry runs, with `Engine` bound as the engine that they train."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""An engine's state as a checkpoint, and back: all that a run needs to go on with the same bits."""
+"""Checkpoints of an engine's state, from which training resumes with identical bits."""
 
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -35,11 +35,11 @@ from patrickstar._schedule.coordination import Request
 from patrickstar.errors import CheckpointError, PatrickStarError, TrainingError
 from patrickstar.optim import Optimizer, TorchOptimizer
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+EMPTY_STATE: Mapping[str, Any] = MappingProxyType({})
 
 
 class EngineCheckpoint:
-    """Writes and reads the checkpoints of one core."""
+    """Writer and reader of checkpoints of one engine."""
 
     def __init__(self, core: EngineCore, optimizer: ChunkOptimizer) -> None:
         self.core, self.optimizer = core, optimizer
@@ -49,15 +49,17 @@ class EngineCheckpoint:
     def start_save(
         self, target: Path, state: Mapping[str, Any], done: Callable[[], None] | None = None, *, frozen: bool = True
     ) -> None:
-        """Begin to write a checkpoint; with several processes all have to come.
+        """Start writing a checkpoint; collective.
 
-        `done` is called when it is there. frozen: with parameters that are.
+        Args:
+            done: Called when the checkpoint is complete.
+            frozen: Include frozen parameters.
         """
         core, data = self.core, self.core.data
         self.core.background_save.wait()
         core.optimizer_in_backward.check_inactive("saving")
         core.complete()
-        waiting = [
+        unused = [
             managed.name
             for managed in data.managed_params
             if data.has_gradient(managed) or managed.partial_grad is not None
@@ -68,18 +70,18 @@ class EngineCheckpoint:
             pieces: list[TensorShard] = []
             error: Exception | None = None
             try:
-                if waiting:
+                if unused:
                     raise TrainingError(
-                        f"{waiting[0]!r} and others have gradients that were not used yet, and no checkpoint holds "
+                        f"parameter {unused[0]!r} has a gradient that no step has used, and checkpoints do not store "
                         f"gradients; save between optimizer.step() and the next backward"
                     )
-                pieces = self._pieces(state, frozen)
-            except Exception as found:  # what a state_dict of the user's raises is one for all processes too
-                error = found
-            error = self._agreed(error)
+                pieces = self._shards(state, frozen)
+            except Exception as caught:  # a user's state_dict may raise anything; all processes have to learn of it
+                error = caught
+            error = self._agree_on_error(error)
             if error is None:
-                pieces = self._with_other_buffers(pieces)
-                page_bytes = self._page_bytes()
+                pieces = self._with_rank_buffers(pieces)
+                page_bytes = self._reserve_pages()
                 target = Path(self.broadcast(str(target.absolute())))
                 group = None if core.world is None else core.world.checkpoints
                 data.saving = saving = AsyncSave(target, pieces, data, group, page_bytes=page_bytes, done=done)
@@ -87,11 +89,11 @@ class EngineCheckpoint:
         if error is not None:
             raise error
 
-    def _page_bytes(self) -> int:
-        """What is written at once, and the memory for it: all that is on its way together is two chunks at most.
+    def _reserve_pages(self) -> int:
+        """Reserve host memory for the pages in flight and return the page size in bytes.
 
-        It is less where the host has not as much. Where it has not even room for the smallest pages, 36 KiB, these are
-        beyond its budget.
+        The pages together take two chunks at most, or less if the host has less memory. If even the smallest pages,
+        36 KiB together, exceed the host budget, they are not counted in it.
         """
         core, manager = self.core, self.core.manager
         largest = max(chunk.compute_bytes // max(1, len(chunk.shard_bounds) - 1) for chunk in core.layout.chunks)
@@ -101,25 +103,27 @@ class EngineCheckpoint:
         core.data.update_param_views()
         agreed: int = min(self._all_gather(page_bytes))
         self.core.background_save.reserved_bytes = agreed * PAGES if manager.host_tier.has_room(agreed * PAGES) else 0
-        manager.host_tier.reserve(self.core.background_save.reserved_bytes, "a checkpoint on its way")
+        manager.host_tier.reserve(self.core.background_save.reserved_bytes, "a checkpoint being written")
         return agreed
 
-    def _pieces(self, state: Mapping[str, Any], frozen: bool) -> list[TensorShard]:
-        """All that this process writes: first what may change at any time."""
-        core, (rank, _) = self.core, self._place
+    def _shards(self, state: Mapping[str, Any], frozen: bool) -> list[TensorShard]:
+        """Return everything that this process writes, beginning with state that may change at any time."""
+        core, (rank, _) = self.core, self._rank_and_size
         own = RankMetadata(
             random=random_states(core.device), user={name: _state_of(value) for name, value in state.items()}
         )
-        found = [json_item(rank_key(rank), json_codec.dumps(dict(own), "the state"))]
+        shards = [json_item(rank_key(rank), json_codec.dumps(dict(own), "the state"))]
         if rank == 0:
-            found.append(json_item(COMMON, json_codec.dumps(dict(self._common(frozen)), "the optimizer's state")))
-            found += whole_tensors({f"model.{name}": value for name, value in self._buffers().items()})
+            shards.append(
+                json_item(COMMON, json_codec.dumps(dict(self._common_metadata(frozen)), "the optimizer's state"))
+            )
+            shards += whole_tensors({f"model.{name}": value for name, value in self._buffers().items()})
         for piece in param_shards(core.data, core.optimizer_step.order):
             if frozen or (piece.managed is not None and piece.managed.schema.trained):
-                found.append(piece)
-        return found
+                shards.append(piece)
+        return shards
 
-    def _common(self, frozen: bool) -> CommonMetadata:
+    def _common_metadata(self, frozen: bool) -> CommonMetadata:
         core, optimizer = self.core, self.optimizer
         groups = []
         for group in optimizer.param_groups:
@@ -138,7 +142,9 @@ class EngineCheckpoint:
             },
             buffers=sorted(self._buffers()),
             loss_scale={name: float(value) for name, value in core.scaler.state_dict().items()},
-            extra={name: one for name, one in core.model_state.entries().items() if not isinstance(one, torch.Tensor)},
+            extra={
+                name: value for name, value in core.model_state.entries().items() if not isinstance(value, torch.Tensor)
+            },
         )
 
     def _buffers(self) -> dict[str, torch.Tensor]:
@@ -149,8 +155,8 @@ class EngineCheckpoint:
             if isinstance(value, torch.Tensor) and managed_param_of(value) is None
         }
 
-    def _with_other_buffers(self, pieces: list[TensorShard]) -> list[TensorShard]:
-        """Buffers of other processes are written by these, where they differ from the first one's."""
+    def _with_rank_buffers(self, pieces: list[TensorShard]) -> list[TensorShard]:
+        """Add the buffers of this process that differ from those of rank 0."""
         world = self.core.world
         if world is None:
             return pieces
@@ -163,7 +169,7 @@ class EngineCheckpoint:
     # Loading
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Take everything back; what the user gave is returned."""
+        """Load everything and return the user's state."""
         core, data = self.core, self.core.data
         self.core.background_save.wait()
         core.optimizer_in_backward.check_inactive("loading a checkpoint")
@@ -174,15 +180,15 @@ class EngineCheckpoint:
         with data.collective_section():
             try:
                 reader = CheckpointReader(folder)
-                common, own = read_common(reader), self._own(reader)
-                self._check(reader, common)
-                self._try(common, own)
-                lacking = [name for name in state if name not in own.user]
-                if lacking:
-                    raise CheckpointError(f"{folder} has no state {lacking[0]!r}, but {sorted(own.user)}")
-            except PatrickStarError as found:
-                error = found
-            error = self._agreed(error)
+                common, own = read_common(reader), self._rank_metadata(reader)
+                self._check_compatible(reader, common)
+                self._validate(common, own)
+                missing = [name for name in state if name not in own.user]
+                if missing:
+                    raise CheckpointError(f"{folder} has no state {missing[0]!r}; it has {sorted(own.user)}")
+            except PatrickStarError as caught:
+                error = caught
+            error = self._agree_on_error(error)
             if error is None:
                 assert reader is not None
                 core.gradients.drop()
@@ -191,8 +197,8 @@ class EngineCheckpoint:
                     with explain_peer_failure(self.core.world):
                         dcp_calls.load(reader, ShardLoadPlanner(data, self._targets(reader)), group)
                     self._restore(reader, common)
-                except CheckpointError as found:
-                    error = found  # which all know
+                except CheckpointError as caught:
+                    error = caught  # raised in every process
         if error is not None:
             raise error
         restore_random_states(own.random, core.device)
@@ -201,19 +207,19 @@ class EngineCheckpoint:
                 value.load_state_dict(own.user[name])
         return own.user
 
-    def _own(self, reader: CheckpointReader) -> RankMetadata:
-        """What is told of this process, or of the first one if there were others."""
-        rank, size = self._place
+    def _rank_metadata(self, reader: CheckpointReader) -> RankMetadata:
+        """Return the metadata of this rank, or of rank 0 if the number of processes differs."""
+        rank, size = self._rank_and_size
         before = reader.manifest.processes
         own = read_rank(reader, rank if before == size else 0)
         if before != size and rank:
-            # Its generators are where those of a process of this rank were, if there was one; else they go on.
+            # Generators continue from those saved by this rank; a rank that was not saved keeps its own.
             random = read_rank(reader, rank).random if rank < before else random_states(self.core.device)
             own = RankMetadata(random=random, user=own.user)
         return own
 
-    def _check(self, reader: CheckpointReader, common: CommonMetadata) -> None:
-        """Raise CheckpointError if it is of another model or optimizer, all differences by name."""
+    def _check_compatible(self, reader: CheckpointReader, common: CommonMetadata) -> None:
+        """Raise CheckpointError, naming all differences, if the checkpoint is of another model or optimizer."""
         core = self.core
         stored = {name: tensor for name, tensor in reader.manifest.tensors.items() if name.startswith("model.")}
         shapes = {f"model.{managed.name}": list(managed.shape) for managed in core.data.managed_params}
@@ -221,19 +227,19 @@ class EngineCheckpoint:
         missing, surplus = shapes.keys() - stored.keys(), stored.keys() - shapes.keys()
         if not common.frozen:
             missing -= {f"model.{managed.name}" for managed in core.data.managed_params if not managed.schema.trained}
-        other = [name for name in shapes.keys() & stored.keys() if stored[name].shape != shapes[name]]
-        if missing or surplus or other:
-            differences = {"it lacks": missing, "the model lacks": surplus, "of another shape are": other}
-            told = [
-                f"{what} {', '.join(sorted(name.removeprefix('model.') for name in names))}"
-                for what, names in differences.items()
+        reshaped = [name for name in shapes.keys() & stored.keys() if stored[name].shape != shapes[name]]
+        if missing or surplus or reshaped:
+            differences = {"it lacks": missing, "the model lacks": surplus, "of another shape are": reshaped}
+            texts = [
+                f"{label} {', '.join(sorted(name.removeprefix('model.') for name in names))}"
+                for label, names in differences.items()
                 if names
             ]
-            raise CheckpointError(f"{reader.folder} does not fit the model, nothing was loaded: {'; '.join(told)}")
+            raise CheckpointError(f"{reader.folder} does not fit the model, nothing was loaded: {'; '.join(texts)}")
         own, kinds = _kind_of(core.config.optimizer), list(core.config.optimizer.states)
         if common.optimizer != own or common.states != kinds:
             raise CheckpointError(
-                f"{reader.folder} was written with {common.optimizer}, whose states are {common.states}, and the "
+                f"{reader.folder} was written with {common.optimizer}, whose states are {common.states}, but the "
                 f"engine has {own} with {kinds}; nothing was loaded, use the same optimizer"
             )
         groups = self.optimizer.param_groups
@@ -241,47 +247,47 @@ class EngineCheckpoint:
         if [group["params"] for group in common.groups] != names:
             sizes = [len(group["params"]) for group in common.groups]
             raise CheckpointError(
-                f"{reader.folder} has param groups of {sizes} parameters, and the optimizer of "
-                f"{[len(group) for group in names]}, or others in them; nothing was loaded, make the same groups"
+                f"{reader.folder} has param groups of {sizes} parameters, the optimizer has groups of "
+                f"{[len(group) for group in names]}, or other parameters; nothing was loaded, use the same groups"
             )
 
-    def _try(self, common: CommonMetadata, own: RankMetadata) -> None:
-        """Raise CheckpointError if what is told can't be used, as far as that shows before anything changes."""
-        core, now = self.core, random_states(self.core.device)
+    def _validate(self, common: CommonMetadata, own: RankMetadata) -> None:
+        """Raise CheckpointError for metadata that cannot be used, as far as possible before anything changes."""
+        core, current = self.core, random_states(self.core.device)
         try:
             for group in common.groups:
                 core.config.optimizer.rule(group, 1, {})
             for name in common.extra:
                 core.module.get_submodule(name.rpartition(".")[0])
             restore_random_states(own.random, core.device)
-        except Exception as error:  # whatever libraries raise for values of a wrong kind
+        except Exception as error:  # libraries raise various errors for values of a wrong type
             raise CheckpointError(
-                f"the checkpoint tells what can't be used, nothing was loaded ({type(error).__name__}: {error})"
+                f"the checkpoint has invalid metadata, nothing was loaded ({type(error).__name__}: {error})"
             ) from error
         finally:
-            restore_random_states(now, core.device)
+            restore_random_states(current, core.device)
 
     def _targets(self, reader: CheckpointReader) -> dict[str, torch.Tensor]:
-        """Buffers, under the names that they have in the checkpoint.
+        """Return the buffers by their names in the checkpoint.
 
-        They are this process's own, or the first one's if they were the same, or there was another number of processes.
+        The names are those of this rank, or of rank 0 if both had the same values or the number of processes differs.
         """
-        rank, size = self._place
+        rank, size = self._rank_and_size
         rank = rank if reader.manifest.processes == size else 0
-        found = {}
+        targets = {}
         for name, value in self._buffers().items():
             own = _rank_buffer_key(name, rank)
-            found[own if own in reader.manifest.tensors else f"model.{name}"] = value
-        return found
+            targets[own if own in reader.manifest.tensors else f"model.{name}"] = value
+        return targets
 
     def _restore(self, reader: CheckpointReader, common: CommonMetadata) -> None:
-        """What follows from the lists that were read, and what is plain data."""
+        """Restore what depends on the loaded chunk lists, and plain data."""
         core, data = self.core, self.core.data
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for managed in data.managed_params:
                 for kind in saved_kinds(managed):
                     if kind not in (PARAM16, PARAM32) and name_of(managed, kind) not in reader.manifest.tensors:
-                        core.model_state.write(managed, kind, torch.zeros((), device="cpu"))  # it was frozen then
+                        core.model_state.write(managed, kind, torch.zeros((), device="cpu"))  # frozen when saved
                 managed.steps, managed.observed = int(common.steps.get(managed.name, 0)), False
                 managed.optimizer_extra.clear()
                 managed.optimizer_extra.update(common.memory.get(managed.name, {}))
@@ -293,36 +299,35 @@ class EngineCheckpoint:
         for name, value in common.extra.items():
             core.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
-    # All processes together
+    # Collective operations
 
     @property
-    def _place(self) -> tuple[int, int]:
-        """Which of how many processes this is."""
+    def _rank_and_size(self) -> tuple[int, int]:
+        """Rank of this process and number of processes."""
         world = self.core.world
         return (0, 1) if world is None else (world.rank, world.size)
 
-    def _agreed(self, error: Exception | None) -> Exception | None:
-        """What went wrong in any process."""
+    def _agree_on_error(self, error: Exception | None) -> Exception | None:
+        """Return an error if any process has one."""
         return error if self.core.world is None else self.core.world.agree_on_error(error, CheckpointError)
 
     def broadcast(self, value: Any) -> Any:
-        """What the first process says."""
+        """Return the value of rank 0."""
         return self._all_gather(value)[0]
 
     def _all_gather(self, value: Any) -> list[Any]:
-        """What all say."""
         return [value] if self.core.world is None else self.core.world.all_gather_object(value)
 
 
 def _kind_of(optimizer: Optimizer) -> str:
-    """The optimizer's class, PyTorch's own if it is one of those."""
+    """Return the name of the optimizer's class; of the wrapped class for a torch optimizer."""
     if isinstance(optimizer, TorchOptimizer):
         return f"{optimizer.kind.__module__}.{optimizer.kind.__qualname__}"
     return type(optimizer).__name__
 
 
 def _rank_buffer_key(name: str, rank: int) -> str:
-    """A buffer that one process alone has so."""
+    """Return the key of a buffer whose value differs from that of rank 0."""
     return f"ranks.{rank}.model.{name}"
 
 

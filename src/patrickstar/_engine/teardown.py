@@ -1,4 +1,4 @@
-"""How an engine ends: an ordinary model stays behind."""
+"""Teardown of an engine, which leaves an ordinary model."""
 
 import os
 import sys
@@ -14,36 +14,39 @@ from patrickstar._params.state_dict import ModelState
 from patrickstar.errors import DiskError, MoveError, TrainingError
 
 
-def release(interceptor: Interceptor, blocks: ModuleHooks, state: ModelState) -> list[str]:
-    """Leave an ordinary model behind: when the engine is closed, or when nobody holds it any more.
+def release(interceptor: Interceptor, module_hooks: ModuleHooks, state: ModelState) -> list[str]:
+    """Free all chunks and leave an ordinary model, when the engine is closed or garbage-collected.
 
-    Returns the names of parameters that were lost with a disk that has failed. Does nothing in a child made by fork():
-    it has none of the chunks' memory, and shares the connections to other processes with its parent.
+    Does nothing in a child process made by fork(): it has no access to the memory of the chunks, and shares the
+    connections to other processes with its parent.
+
+    Returns:
+        Names of the parameters that were lost with a failed disk.
     """
     if os.getpid() != state.process:
         return []
     if threading.current_thread().name.startswith(THREAD_NAME):
-        # The garbage collector came by in a thread that must end for this.
-        threading.Thread(target=_release_there, args=(interceptor, blocks, state), name="release").start()
+        # The garbage collector ran in a worker thread, which has to end before the release.
+        threading.Thread(target=_release_in_thread, args=(interceptor, module_hooks, state), name="release").start()
         return []
-    # The garbage collector may come at any time, in the middle of a compiler's tracing too.
+    # The garbage collector may run at any time, even while a compiler traces.
     with _disable_current_modes(), managing(), torch._C.DisableTorchFunctionSubclass():
         interceptor.window = None
         interceptor.optimizer_in_backward.cancel()
         if state.data.saving is not None:
             state.data.saving.cancel("the engine was closed")
-        blocks.close()
+        module_hooks.close()
         state.data.release_all()
         if state.data.comm is not None and not state.synchronized:
             cause = sys.exc_info()[1] or state.data.manager.io_dispatch.failed
-            why = "" if cause is None else f", after {type(cause).__name__}: {cause}"
-            state.data.comm.leave(f"closed its engine{why}")
+            cause_text = "" if cause is None else f", after {type(cause).__name__}: {cause}"
+            state.data.comm.leave(f"closed its engine{cause_text}")
         try:
             if state.keep_values:
                 interceptor.optimizer_in_backward.optimizer_step.complete()
             state.data.manager.complete_transfers()
         except (DiskError, MoveError, TrainingError) as error:
-            # What is lost shows when parameters are read back, and is told by name.
+            # Lost parameters are found, and named, when they are read back.
             state.data.manager.io_dispatch.failed = state.data.manager.io_dispatch.failed or error
         finally:
             state.data.manager.cancel_transfers()
@@ -55,7 +58,7 @@ def release(interceptor: Interceptor, blocks: ModuleHooks, state: ModelState) ->
         return lost
 
 
-def _release_there(interceptor: Interceptor, blocks: ModuleHooks, state: ModelState) -> None:
-    """Call `release` in a new thread, whose current device is not the engine's yet."""
+def _release_in_thread(interceptor: Interceptor, module_hooks: ModuleHooks, state: ModelState) -> None:
+    """Call `release` in a new thread, after making the engine's device current there."""
     state.data.manager.hardware.enter_thread()
-    release(interceptor, blocks, state)
+    release(interceptor, module_hooks, state)

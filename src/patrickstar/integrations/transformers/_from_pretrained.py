@@ -6,7 +6,8 @@ from typing import Any
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
-from patrickstar._engine.engine import Engine, initialize
+from patrickstar._engine.engine import Engine
+from patrickstar._engine.initialize import initialize
 from patrickstar.config import Config
 from patrickstar.errors import ModelError
 from patrickstar.integrations.transformers._folder_weights import FolderWeights

@@ -13,7 +13,8 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
 from patrickstar._checkpoint.atomic_dir import fsync_dir
-from patrickstar._engine.engine import Engine, initialize
+from patrickstar._engine.engine import Engine
+from patrickstar._engine.initialize import initialize
 from patrickstar.config import Config
 from patrickstar.errors import BudgetError, ConfigError, TrainingError
 from patrickstar.integrations.transformers import _training_args as training_args
