@@ -42,7 +42,7 @@ class StepStats:
     rounds: int = 0
     """Coordination steps, in which the processes negotiate the next collectives."""
     evictions: int = 0
-    """Chunks evicted from the device or from the host."""
+    """Chunks evicted from the device."""
     memory_retries: int = 0
     """Failed device allocations within the budget that were retried after an eviction."""
     stall_s: float = 0.0
