@@ -28,16 +28,16 @@ from .tiers import (
     blocks,
     chunk_sizes,
     compare,
-    descriptors,
     inputs,
     mean_square,
-    movers,
     on_disk,
+    open_files,
     options,
     real_bytes,
     rooms,
     small_engine,
     with_budgets,
+    worker_threads,
 )
 
 
@@ -264,7 +264,7 @@ def test_a_disk_that_is_too_small_is_refused_in_bytes(tmp_path):
     engine = small_engine(blocks, enough)
     assert engine._core.manager.disk_tier.file.nbytes <= named
     engine.close()
-    assert not movers() and not list(tmp_path.iterdir())
+    assert not worker_threads() and not list(tmp_path.iterdir())
 
 
 # One owner, and no leak
@@ -314,13 +314,13 @@ def test_two_engines_share_a_directory_and_do_not_meet(tmp_path):
     alone, together = run(False), run(True)
     assert alone[0] == together[0]
     testing.assert_same_bits(alone[1], together[1], "parameters of the first")
-    assert not movers() and not list(tmp_path.iterdir())
+    assert not worker_threads() and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_an_engine_that_goes_with_updates_pending_finishes_them_and_leaves_nothing(tmp_path, closed):
     config = on_disk(blocks, options(), tmp_path, inputs(1)[0], Room())
-    before = descriptors()
+    before = open_files()
 
     def run(trainer):
         for batch in inputs(2):
@@ -333,7 +333,7 @@ def test_an_engine_that_goes_with_updates_pending_finishes_them_and_leaves_nothi
     torch.manual_seed(0)
     engine = small_engine(blocks, config)
     run(engine)
-    assert any(managed.update_pending for managed in engine._core.data.managed_params) and movers()
+    assert any(managed.update_pending for managed in engine._core.data.managed_params) and worker_threads()
     module = engine.module
     if closed:
         engine.close()
@@ -342,4 +342,4 @@ def test_an_engine_that_goes_with_updates_pending_finishes_them_and_leaves_nothi
         gc.collect()
     state = reference.state_dict()
     testing.assert_same_bits(state, module.state_dict(), "parameters")
-    assert not movers() and descriptors() == before and not list(tmp_path.iterdir())
+    assert not worker_threads() and open_files() == before and not list(tmp_path.iterdir())
