@@ -104,7 +104,7 @@ class DiskOptimizerStep:
         self._read_ahead()
         while queued := self._queued():
             param16 = queued[0].owner.param16
-            if not queued[0].ready or param16.coming is not None or not param16.in_memory:
+            if not queued[0].ready or param16.fetch_transfer is not None or not param16.in_memory:
                 break
             self._update(queued[0])
             self._read_ahead()
