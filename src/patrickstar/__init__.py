@@ -1,4 +1,4 @@
-"""Train PyTorch models larger than the GPU's memory, within a memory budget, bit for bit as plain PyTorch does."""
+"""Train PyTorch models larger than GPU memory, within a memory budget and bit-identical to plain PyTorch."""
 
 from patrickstar import errors, testing
 from patrickstar._engine.checkpoint_manager import Checkpoints

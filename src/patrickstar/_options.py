@@ -1,4 +1,4 @@
-"""Options that users give by keyword."""
+"""Base class of user options."""
 
 import difflib
 from typing import Any
@@ -9,7 +9,7 @@ from patrickstar.errors import ConfigError
 
 
 class Options(BaseModel):
-    """Keyword options that are checked, frozen, and spoken of in one line when they are wrong."""
+    """Frozen, validated keyword options. Raises ConfigError with a one-line message for a wrong one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 

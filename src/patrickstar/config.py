@@ -1,4 +1,4 @@
-"""What a user may choose. The one dial is the budget; the rest is what can't be derived from it."""
+"""User configuration: memory budgets, device, precision, optimizer and disk."""
 
 import os
 from pathlib import Path
@@ -14,19 +14,22 @@ from patrickstar.optim import AdamW, Optimizer, TorchOptimizer
 
 
 class Disk(Options):
-    """A disk below the host: what memory can't hold lies in a scratch file, which ends with the process.
+    """Disk tier: a swap file for the chunks that memory can't hold. It is deleted when the process ends.
 
-    directory: an existing one that can be written, on a local disk. capacity: the most the file may take, as bytes or
-    as "200GiB"; None is what the disk has free. checksums: every page is hashed when it is written, and compared when
-    it is read. Raises ConfigError for a capacity that is no size.
+    Raises:
+        ConfigError: An option is unknown, or its value is invalid.
     """
 
     def __init__(self, directory: str | Path, **options: Any) -> None:
         super().__init__(directory=directory, **options)
 
     directory: str | Path
+    """Existing, writable directory on a local disk."""
     capacity: int | str | None = None
+    """Maximum size of the swap file, in bytes or as "200GiB"; shared by the processes of a machine. Default None: the
+    free space of the disk."""
     checksums: bool = True
+    """Hash each page when it is written, and compare the hash when it is read. Default True."""
 
     @field_validator("capacity")
     @classmethod
@@ -38,28 +41,35 @@ class Disk(Options):
 
 
 class Config(Options):
-    """How to train within a memory budget.
+    """Training configuration: memory budgets, device, precision and optimizer.
 
-    device: "cuda", "cpu" or "auto". device_memory, host_memory: budgets, as bytes or as "2GiB"; None is what the
-    machine has. disk: where what these can't hold goes, `ps.Disk(directory)` or a directory. chunk_size: "auto", or the
-    size of a `param16` chunk. precision: the dtype operators compute in, with fp32 masters; "fp16" scales the loss.
-    optimizer: one of this package's, or an element-wise class of `torch.optim`,
-    by itself or as a `functools.partial` with its options. activation_offload: keep saved activations on the host
-    between forward and backward. reduce_dtype: what gradients are sent and summed in when several processes average
-    them: 16 bits, or "fp32", which sends twice as much. Of several processes on one machine each has `device_memory`,
-    and an even part of `host_memory` and of the disk's capacity. Raises ConfigError for options that don't exist or
-    values out of range.
+    Raises:
+        ConfigError: An option is unknown, or its value is invalid.
     """
 
     device: str = "auto"
+    """Compute device: "cuda", "cuda:<index>", "cpu", or "auto" (default: CUDA if available)."""
     device_memory: int | str | None = None
+    """Device budget of each process, in bytes or as "2GiB". Default None: most of the GPU's free memory; on a CPU the
+    RAM that `host_memory` leaves, or half of it."""
     host_memory: int | str | None = None
+    """Host budget, in bytes or as "12GiB"; divided evenly among the processes of a machine. Default None: the RAM; on
+    a CPU the RAM that `device_memory` leaves, or half of it."""
     disk: Disk | None = None
+    """Disk tier for chunks that memory can't hold: a `Disk`, or its directory. Default None: no disk."""
     chunk_size: int | str = "auto"
+    """Size of a `param16` chunk, in bytes or as "64MiB". Default "auto": the size with the least padding."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Compute dtype; master parameters are fp32. Default "bf16"; "fp16" uses dynamic loss scaling. A model that mixes
+    dtypes keeps them."""
     optimizer: Optimizer = AdamW()
+    """Optimizer: one of this package, or an element-wise class of `torch.optim`, alone or as a `functools.partial`
+    with its options. Default `AdamW()`."""
     activation_offload: bool = False
+    """Keep saved activations on the host between forward and backward. Default False."""
     reduce_dtype: Literal["16-bit", "fp32"] = "16-bit"
+    """Dtype in which several processes send and sum gradients: "16-bit" (default) is the compute dtype; "fp32" sends
+    twice the bytes."""
 
     @field_validator("device_memory", "host_memory", "chunk_size")
     @classmethod
@@ -87,34 +97,42 @@ class Config(Options):
         chosen = TorchOptimizer.wrapping(value) or value
         if not isinstance(chosen, Optimizer):
             raise ValueError(
-                f"{value!r} is no optimizer: give one such as ps.AdamW(lr=...), or an element-wise class of torch.optim"
+                f"{value!r} is not an optimizer: use ps.AdamW(lr=...) or another of this package, or an element-wise "
+                f"class of torch.optim"
             )
         return chosen
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What operators compute in."""
+        """Compute dtype of the operators."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.precision]
 
     def find_device(self) -> torch.device:
-        """The compute device. Raises DeviceError if it is not there."""
+        """Find the compute device of this process.
+
+        Returns:
+            The device. CUDA processes of one machine select different GPUs, by `LOCAL_RANK`.
+
+        Raises:
+            DeviceError: The device is unknown, unsupported or not available.
+        """
         name = self.device
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             device = torch.device(name)
         except RuntimeError:
-            raise DeviceError(f"{name!r} names no device; use 'auto', 'cpu' or 'cuda'") from None
+            raise DeviceError(f"unknown device {name!r}; use 'auto', 'cpu' or 'cuda'") from None
         if device.type not in ("cpu", "cuda"):
             raise DeviceError(f"device {name!r} is not supported; use 'auto', 'cpu' or 'cuda'")
         if device.type == "cuda":
             count = torch.cuda.device_count() if torch.cuda.is_available() else 0
             if device.index is None and count:
-                # Each process of a machine, as torchrun numbers them, takes a device of its own. Slurm may show each
-                # process one GPU alone (--gpus-per-task=1); then all take the first that they see.
-                local = os.environ.get("LOCAL_RANK")
-                index = int(local) % count if local is not None else torch.cuda.current_device()
+                # torchrun numbers the processes of a machine: each selects its own GPU. Slurm may show each process
+                # only one GPU (--gpus-per-task=1); then each selects the first GPU that it sees.
+                local_rank = os.environ.get("LOCAL_RANK")
+                index = int(local_rank) % count if local_rank is not None else torch.cuda.current_device()
                 device = torch.device("cuda", index)
             if not count or device.index is None or device.index >= count:
-                raise DeviceError(f"device {name!r} is not there: this machine offers {count} CUDA devices; use 'cpu'")
+                raise DeviceError(f"device {name!r} is not available: this machine has {count} CUDA devices; use 'cpu'")
         return device

@@ -1,16 +1,24 @@
-"""What can go wrong, by cause. Every message says what happened, to what, how many bytes, and what to try."""
+"""Exceptions that PatrickStar raises. Messages name the parameter or chunk, the bytes, and what to try."""
 
 
 class PatrickStarError(Exception):
-    """The root of every error this package raises on purpose."""
+    """Base class of all PatrickStar exceptions."""
 
 
 class ConfigError(PatrickStarError):
-    """An option is unknown, misspelt or out of range."""
+    """An option is unknown or misspelled, or its value is invalid or out of range."""
 
 
 class BudgetError(PatrickStarError):
-    """A tier's budget in bytes is too small for what has to lie there; `short_bytes` says by how much, if known."""
+    """The memory budget of a tier is too small.
+
+    Args:
+        message: Description of the failure.
+        short_bytes: Number of missing bytes, or None if unknown.
+
+    Attributes:
+        short_bytes: As passed.
+    """
 
     def __init__(self, message: str, short_bytes: int | None = None) -> None:
         super().__init__(message)
@@ -18,7 +26,7 @@ class BudgetError(PatrickStarError):
 
 
 class ModelError(PatrickStarError):
-    """A model, or one of its parameters, can't be managed; the message names it."""
+    """A model or one of its parameters, named in the message, can't be managed."""
 
 
 class DataError(PatrickStarError):
@@ -26,24 +34,24 @@ class DataError(PatrickStarError):
 
 
 class DeviceError(PatrickStarError):
-    """The compute device asked for is not there."""
+    """The requested compute device is unknown, unsupported or not available."""
 
 
 class TrainingError(PatrickStarError):
-    """Training can't go on: a loss that is not finite, a step out of order, an engine that was closed."""
+    """A training call is not possible: non-finite loss, calls out of order, or a closed engine."""
 
 
 class DiskError(PatrickStarError):
-    """The disk tier failed: its file can't be made, reserved, read or written, or a page came back damaged."""
+    """The disk tier failed: its swap file can't be created, allocated, read or written, or a page is corrupt."""
 
 
 class MoveError(PatrickStarError):
-    """A thread that moves bytes ended, or its transfer was cancelled, before the bytes had moved."""
+    """A transfer did not finish, because its worker thread ended or the transfer was cancelled."""
 
 
 class PeerError(MoveError):
-    """Another process has ended, fails to answer, or does not do as the others do."""
+    """Another process ended, does not respond, or called a different operation."""
 
 
 class CheckpointError(PatrickStarError):
-    """A checkpoint can't be written, is damaged, or does not fit the model; what was there before is as it was."""
+    """A checkpoint can't be written, is corrupt, or does not match the model; the previous state is kept."""

@@ -1,4 +1,4 @@
-"""The optimizers that users may choose: their options, which chunk lists they need, and their rule."""
+"""Optimizers: their options, the chunk lists of their states, and their update rules."""
 
 import functools
 import inspect
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import Field, field_validator, model_validator
 
-from patrickstar._kernels import torch_optim_adapter as foreign
+from patrickstar._kernels import torch_optim_adapter
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.lion import LionRule
 from patrickstar._kernels.sgd import SGDRule
@@ -18,96 +18,116 @@ from patrickstar._layout.schema import GRAD32, PARAM16, PARAM32
 from patrickstar._options import Options
 
 RESERVED = (PARAM16, PARAM32, GRAD32, "step")
-"""Names that a state of a user's own can't have."""
+"""Names that a custom optimizer state can't have."""
 
 ParamGroups = Callable[[torch.nn.Module], Iterable[dict[str, Any]]]
 
 
 class Optimizer(Options):
-    """What all optimizers have in common. Yours is a subclass: its options are fields, and `rule` makes the update.
+    """Base class of optimizers. A custom optimizer is a subclass: its fields are the options, `rule` is the update.
 
-    `param_groups` makes torch's list of groups from the model: dictionaries with `params` and what differs in them.
+    Raises:
+        ConfigError: An option is unknown, or its value is invalid.
     """
 
     param_groups: ParamGroups | None = None
+    """Function from the model to param groups, as `torch.optim` takes them: dictionaries with `params` and the options
+    that differ. Default None: one group with all parameters."""
 
     @abstractmethod
     def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> Rule:
-        """The update of a parameter of a param group that is its `step`-th, counted from 1.
+        """Return the update rule for one update of one parameter. Also called only to read `kinds`.
 
-        `memory` is the parameter's own, outlives the step, and is saved with the states, but for "step", which is the
-        engine's: for numbers, as what has a number per element is a list. This is also called to ask for `kinds` alone.
+        Args:
+            group: Options of the parameter's param group.
+            step: Number of this update of the parameter, counted from 1.
+            memory: State of this parameter beside the chunk lists, kept between steps and saved in checkpoints: a few
+                numbers, since a state with a value per element belongs in a list. The engine reserves the key "step".
+
+        Returns:
+            The rule; its `kinds` name the states that it needs.
         """
 
     def defaults(self) -> dict[str, Any]:
-        """What a param group holds beside its parameters, unless it says otherwise."""
+        """Return the default options of a param group: every field except `param_groups`."""
         return {name: getattr(self, name) for name in type(self).model_fields if name != "param_groups"}
 
     @property
     def counts_itself(self) -> bool:
-        """Whether the number of a step is in `memory` too."""
+        """Whether `memory` includes the step count."""
         return False
 
     @property
     def needs_count(self) -> bool:
-        """Whether saved states are of no use without the number of their step."""
+        """Whether saved states can be loaded only with their step count."""
         return True
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The chunk lists of a parameter, beyond `param16` and the master. Each is as long as the parameter."""
+        """Names of the chunk lists beside `param16` and the master, with one element per element of the parameter."""
         return self.states_for(self.defaults())
 
     def states_for(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Those that a param group asks for."""
+        """Return the states that a param group needs.
+
+        Args:
+            group: Options of the param group.
+
+        Returns:
+            Names of chunk lists, in the order in which the rule takes them.
+        """
         return self.rule(group, 1, {}).kinds
 
     @model_validator(mode="after")
     def _listable(self) -> "Optimizer":
         names = self.states
         if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"the kinds of its rule must be a tuple of names, and {names!r} is not")
-        bad = [name for name in names if name in RESERVED or names.count(name) > 1]
-        if bad:
-            raise ValueError(f"the kinds of its rule are {names}: {bad[0]!r} is there twice, or has another meaning")
+            raise ValueError(f"the kinds of the rule must be a tuple of strings, got {names!r}")
+        invalid = [name for name in names if name in RESERVED or names.count(name) > 1]
+        if invalid:
+            raise ValueError(f"the kinds of the rule are {names}: {invalid[0]!r} is duplicated or a reserved name")
         return self
 
 
 def _not_negative(value: float) -> float:
     if not value >= 0:
-        raise ValueError(f"must not be negative, and {value} is")
+        raise ValueError(f"must not be negative, got {value}")
     return value
 
 
 def _below_one(value: tuple[float, float]) -> tuple[float, float]:
     if not all(0 <= beta < 1 for beta in value):
-        raise ValueError(f"must lie in [0, 1), and {value} do not")
+        raise ValueError(f"must be in [0, 1), got {value}")
     return value
 
 
 class Adam(Optimizer):
-    """Adam with L2 weight decay, as `torch.optim.Adam`."""
+    """Adam with L2 weight decay, as `torch.optim.Adam`: 14 bytes of model data per parameter."""
 
     lr: float = 1e-3
+    """Learning rate. Default 1e-3."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the running averages of gradient and squared gradient. Default (0.9, 0.999)."""
     eps: float = 1e-8
+    """Term added to the denominator. Default 1e-8."""
     weight_decay: float = 0.0
+    """Weight decay coefficient. Default 0.0."""
 
     _checked = field_validator("lr", "eps", "weight_decay")(_not_negative)
     _checked_betas = field_validator("betas")(_below_one)
 
     @property
     def decoupled(self) -> bool:
-        """Whether weight decay is AdamW's."""
+        """Whether weight decay is decoupled from the gradient, as in AdamW."""
         return False
 
     def defaults(self) -> dict[str, Any]:
-        """With what torch's own Adam keeps in its groups, so that either can load the other's state."""
+        """Return the default options, with those of torch's Adam, so that either can load the other's state."""
         off = dict(amsgrad=False, maximize=False, capturable=False, differentiable=False, foreach=None, fused=None)
         return super().defaults() | {"decoupled_weight_decay": self.decoupled} | off
 
     def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> AdamRule:
-        """One update of Adam."""
+        """Return the rule of one Adam update; see `Optimizer.rule`."""
         return AdamRule(
             lr=float(group["lr"]),
             beta1=group["betas"][0],
@@ -120,13 +140,14 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay, as `torch.optim.AdamW`."""
+    """Adam with decoupled weight decay, as `torch.optim.AdamW`: 14 bytes of model data per parameter."""
 
     weight_decay: float = 1e-2
+    """Weight decay coefficient. Default 1e-2."""
 
     @property
     def decoupled(self) -> bool:
-        """Whether weight decay is AdamW's."""
+        """Whether weight decay is decoupled from the gradient, as in AdamW."""
         return True
 
 
@@ -134,16 +155,21 @@ class SGD(Optimizer):
     """Stochastic gradient descent, as `torch.optim.SGD`: 6 bytes of model data per parameter, 10 with momentum."""
 
     lr: float = 1e-3
+    """Learning rate. Default 1e-3."""
     momentum: float = 0.0
+    """Momentum factor. Default 0.0: no momentum."""
     dampening: float = 0.0
+    """Dampening of the momentum. Default 0.0."""
     weight_decay: float = 0.0
+    """L2 weight decay coefficient. Default 0.0."""
     nesterov: bool = False
+    """Use Nesterov momentum, which needs momentum and no dampening. Default False."""
 
     _checked = field_validator("lr", "momentum", "weight_decay")(_not_negative)
 
     @property
     def needs_count(self) -> bool:
-        """Only the first step differs, and torch's own saves no number."""
+        """Always False: only the first step differs, and torch's SGD saves no step count."""
         return False
 
     @model_validator(mode="after")
@@ -153,11 +179,11 @@ class SGD(Optimizer):
         return self
 
     def defaults(self) -> dict[str, Any]:
-        """With what torch's own SGD keeps in its groups."""
+        """Return the default options, with those of torch's SGD."""
         return super().defaults() | dict(maximize=False, foreach=None, differentiable=False, fused=None)
 
     def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> SGDRule:
-        """One update of SGD."""
+        """Return the rule of one SGD update; see `Optimizer.rule`."""
         return SGDRule(
             lr=float(group["lr"]),
             momentum=group["momentum"],
@@ -172,30 +198,48 @@ class Lion(Optimizer):
     """Lion, the evolved sign momentum (Chen et al. 2023): 10 bytes of model data per parameter."""
 
     lr: float = 1e-4
+    """Learning rate. Default 1e-4."""
     betas: tuple[float, float] = (0.9, 0.99)
+    """Interpolation factor of the update, and decay rate of the momentum. Default (0.9, 0.99)."""
     weight_decay: float = 0.0
+    """Decoupled weight decay coefficient. Default 0.0."""
 
     _checked = field_validator("lr", "weight_decay")(_not_negative)
     _checked_betas = field_validator("betas")(_below_one)
 
     def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> LionRule:
-        """One update of Lion."""
+        """Return the rule of one Lion update; see `Optimizer.rule`."""
         return LionRule(float(group["lr"]), group["betas"][0], group["betas"][1], group["weight_decay"])
 
 
 class TorchOptimizer(Optimizer):
-    """An optimizer class of `torch.optim`, or one like them, if it is element-wise. Raises ConfigError if it is not.
+    """Adapter for an element-wise subclass of `torch.optim.Optimizer`.
 
-    It runs as it is, one parameter at a time, on states that lie in chunks; on the way it takes temporaries as long as
-    the parameter. `options` are the keyword arguments of the class.
+    The class runs unchanged, on one parameter at a time, with its states in chunks. An update allocates temporaries of
+    the parameter's size.
+
+    Raises:
+        ConfigError: The class is not element-wise, or does not accept the options.
     """
 
     kind: type[torch.optim.Optimizer]
+    """Optimizer class."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class. Default: none."""
 
     @classmethod
     def wrapping(cls, value: Any) -> "TorchOptimizer | None":
-        """A class, or a `functools.partial` of one with keyword arguments; None for anything else."""
+        """Wrap an optimizer class, or a `functools.partial` of one with keyword arguments.
+
+        Args:
+            value: Class or partial.
+
+        Returns:
+            The adapter, or None for any other value.
+
+        Raises:
+            ConfigError: The class is not element-wise, or does not accept the options.
+        """
         bound = isinstance(value, functools.partial)
         kind, options = (value.func, value.keywords) if bound else (value, {})
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or (bound and value.args):
@@ -204,52 +248,66 @@ class TorchOptimizer(Optimizer):
 
     @property
     def counts_itself(self) -> bool:
-        """As classes of torch do."""
+        """Always True: the class keeps its own step count in `memory`."""
         return True
 
     @property
     def needs_count(self) -> bool:
-        """What the class needs it keeps itself."""
+        """Always False: the class keeps the state that it needs."""
         return False
 
     @functools.cached_property
     def states(self) -> tuple[str, ...]:
-        """What a trial on a small matrix shows to be as long as the parameter."""
-        return foreign.probe(self.kind, self._all_options)
+        """States of the parameter's shape, found by updating a small matrix."""
+        return torch_optim_adapter.probe(self.kind, self._all_options)
 
     def states_for(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """What a trial with the group's own options shows. Learning rates, which schedules change, make no states."""
-        given, defaults = inspect.signature(self.kind).parameters, self._defaults
-        known = {key: value for key, value in group.items() if key in given and key != "params" and "lr" not in key}
-        own = {key: value for key, value in known.items() if repr(value) != repr(defaults.get(key))}
-        if not own:
+        """Return the states that a param group needs, found by updating a small matrix with its options.
+
+        Args:
+            group: Options of the param group. Learning rates are ignored: schedulers change them, not the states.
+
+        Returns:
+            Names of chunk lists.
+        """
+        accepted, defaults = inspect.signature(self.kind).parameters, self._defaults
+        known = {key: value for key, value in group.items() if key in accepted and key != "params" and "lr" not in key}
+        changed = {key: value for key, value in known.items() if repr(value) != repr(defaults.get(key))}
+        if not changed:
             return self.states
-        key = repr(sorted(own.items()))
-        if key not in self._trials:
-            self._trials[key] = foreign.probe(self.kind, self._all_options | own)
-        return self._trials[key]
+        key = repr(sorted(changed.items()))
+        if key not in self._states_by_options:
+            self._states_by_options[key] = torch_optim_adapter.probe(self.kind, self._all_options | changed)
+        return self._states_by_options[key]
 
     @functools.cached_property
-    def _trials(self) -> dict[str, tuple[str, ...]]:
+    def _states_by_options(self) -> dict[str, tuple[str, ...]]:
         return {}
 
     @functools.cached_property
     def _all_options(self) -> dict[str, Any]:
-        return foreign.one_by_one(self.kind, self.options)
+        return torch_optim_adapter.one_by_one(self.kind, self.options)
 
     def over(self, params: Any) -> torch.optim.Optimizer:
-        """The optimizer as plain PyTorch would make it, over ordinary tensors."""
+        """Create the wrapped optimizer over ordinary tensors.
+
+        Args:
+            params: Parameters or param groups, as the class takes them.
+
+        Returns:
+            An instance of the class with the options.
+        """
         return self.kind(params, **self._all_options)
 
     def defaults(self) -> dict[str, Any]:
-        """What the class itself puts into its groups."""
+        """Return the default options of a param group of the class."""
         return dict(self._defaults)
 
     @functools.cached_property
     def _defaults(self) -> dict[str, Any]:
-        return foreign.defaults_of(self.kind, self._all_options)
+        return torch_optim_adapter.defaults_of(self.kind, self._all_options)
 
-    def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> foreign.TorchOptimRule:
-        """One update by the class."""
-        own = {name: value for name, value in group.items() if name != "params"}
-        return foreign.TorchOptimRule(self.kind, self._all_options, own, self.states, memory, step)
+    def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> torch_optim_adapter.TorchOptimRule:
+        """Return the rule of one update by the class; see `Optimizer.rule`."""
+        options = {name: value for name, value in group.items() if name != "params"}
+        return torch_optim_adapter.TorchOptimRule(self.kind, self._all_options, options, self.states, memory, step)

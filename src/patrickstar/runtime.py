@@ -1,4 +1,4 @@
-"""The entry point as PatrickStar's paper lists it."""
+"""Entry point with the name and keywords of the PatrickStar paper."""
 
 from collections.abc import Callable
 
@@ -13,5 +13,20 @@ from patrickstar.config import Config
 def initialize_engine(
     model_func: nn.Module | Callable[[], nn.Module], config: Config | None = None
 ) -> tuple[Engine, ChunkOptimizer]:
-    """`patrickstar.initialize` under the paper's name and with its keywords."""
+    """Create an engine and its optimizer, as `patrickstar.initialize`.
+
+    Args:
+        model_func: Function that builds the model, or the model itself.
+        config: Configuration; default `Config()`.
+
+    Returns:
+        The engine, called in place of the model, and its optimizer.
+
+    Raises:
+        ConfigError: An option does not suit the model or the other processes.
+        DeviceError: The compute device is not available.
+        ModelError: A parameter can't be managed.
+        BudgetError: The memory budgets are too small for the model.
+        DiskError: The directory of the disk tier can't be used.
+    """
     return initialize(model_func, config)

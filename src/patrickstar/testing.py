@@ -1,4 +1,4 @@
-"""Law 1 for everyone: the plain-PyTorch reference, and assertions that the engine equals it bit for bit."""
+"""Exactness checks for your model: a plain PyTorch reference, and assertions that the engine is bit-identical to it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,18 +15,18 @@ from patrickstar.config import Config
 from patrickstar.optim import Optimizer, TorchOptimizer
 
 Script = Callable[[Any, Any], Sequence[torch.Tensor]]
-"""What both trainers run: takes a trainer and its optimizer, returns tensors to compare."""
+"""Training loop that both trainers run: takes a trainer and its optimizer, returns tensors to compare."""
 
 
 class NoMeter:
-    """A meter that finds no non-model data, so that tests of tiny models don't depend on the process around them."""
+    """Meter that reports no non-model data, so that tests of tiny models do not depend on their process."""
 
     source = "nothing"
     counts_freed = False
     caching = False
 
     def calibrate(self, chunk_bytes: int) -> None:
-        """Nothing to take note of."""
+        """Do nothing."""
 
     def now(self, chunk_bytes: int) -> int:
         return 0
@@ -35,17 +35,22 @@ class NoMeter:
         return 0
 
     def restart(self) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def reclaim(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
     def set_caching(self, allowed: bool) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
 
 class PlainOptimizer(torch.optim.Optimizer):
-    """A rule of this package as an optimizer over ordinary tensors: its list of operations, one parameter at a time."""
+    """Optimizer of this package over ordinary tensors: applies its rule to one parameter at a time.
+
+    Args:
+        groups: Param groups.
+        spec: Optimizer with the options and the rule.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], spec: Optimizer) -> None:
         self.spec = spec
@@ -64,7 +69,7 @@ class PlainOptimizer(torch.optim.Optimizer):
                 for kind in dict.fromkeys((*self.spec.states, *rule.kinds)):
                     if kind not in state:
                         state[kind] = torch.zeros_like(param)
-                # Gradients in the order in which the parameter lies in memory.
+                # Gradients in the memory order of the parameter.
                 grad = torch.empty_like(param).copy_(param.grad)
                 states = [state[kind] for kind in rule.kinds]
                 rule.apply(param, grad, states)
@@ -73,7 +78,11 @@ class PlainOptimizer(torch.optim.Optimizer):
 
 
 class ReferenceOptimizer:
-    """An optimizer over fp32 masters, cast back to what operators read: the protocol in thirty lines."""
+    """Optimizer over fp32 master parameters, which are cast back to the compute dtype after each step.
+
+    Args:
+        trainer: Trainer whose parameters are updated.
+    """
 
     def __init__(self, trainer: "ReferenceTrainer") -> None:
         spec = trainer.config.optimizer
@@ -91,7 +100,7 @@ class ReferenceOptimizer:
         self.param_groups = self.inner.param_groups
 
     def step(self) -> None:
-        """Unscale, update the masters, cast back."""
+        """Unscale gradients, update the masters, and cast them back. Skip the update on an fp16 overflow."""
         trainer = self.trainer
         trainer.follow_writes()
         trainer.unscale()
@@ -115,19 +124,23 @@ class ReferenceOptimizer:
         self.inner.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of `torch.optim`."""
+        """Return the state dict of the inner `torch.optim` optimizer."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take them back."""
+        """Load a state dict into the inner `torch.optim` optimizer."""
         self.inner.load_state_dict(state_dict)
 
 
 class ReferenceTrainer:
-    """The same mixed-precision protocol by plain PyTorch: no chunks, everything in memory, one process.
+    """Reference of the engine's mixed-precision training in plain PyTorch: no chunks, all in memory, one process.
 
-    Parameters are cast to the dtype they compute in; gradients are added up in fp32 per parameter; `torch.optim`
-    updates fp32 masters; parameters are cast back. A frozen parameter has no master but its own value.
+    Parameters are cast to the compute dtype; gradients are accumulated in fp32; `torch.optim` updates fp32 master
+    parameters, which are cast back. A frozen parameter is its own master.
+
+    Args:
+        model: Model, or function that builds it.
+        config: Configuration.
     """
 
     def __init__(self, model: nn.Module | Callable[[], nn.Module], config: Config) -> None:
@@ -142,17 +155,17 @@ class ReferenceTrainer:
         for name, param in self.module.named_parameters():
             value = param.data.to(self.device)
             param.data = value.to(dtypes[name])
-            full = value if param.requires_grad else param.data
-            wanted = torch.float64 if param.dtype == torch.float64 else torch.float32
+            source = value if param.requires_grad else param.data
+            master_dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
             self.versions[param] = param._version
-            self.masters[param] = full.to(wanted, copy=True) if param.is_floating_point() else param.data
+            self.masters[param] = source.to(master_dtype, copy=True) if param.is_floating_point() else param.data
         for module in self.module.modules():
             module._buffers.update({k: b.to(self.device) for k, b in module._buffers.items() if b is not None})
         self.trained = {param for param in self.masters if param.requires_grad}
         self.optimizer = ReferenceOptimizer(self)
 
     def master(self, param: nn.Parameter) -> torch.Tensor:
-        """The full-precision copy that the optimizer updates."""
+        """Return the master parameter that the optimizer updates."""
         return self.masters[param]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +186,7 @@ class ReferenceTrainer:
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, *, update: bool = False, accumulate: bool = False
     ) -> None:
-        """Gradients, added to the masters' in fp32. When the engine updates makes no difference to results."""
+        """Compute gradients and accumulate them in fp32. `update` and `accumulate` do not change the result here."""
         scaled = loss * self.scaler.scale if self.scaler.enabled else loss
         try:
             torch.autograd.backward(scaled, retain_graph=retain_graph)
@@ -188,7 +201,7 @@ class ReferenceTrainer:
                 param.grad = None
 
     def follow_writes(self) -> None:
-        """Take over into the masters what the user wrote to parameters in place."""
+        """Copy the user's in-place writes from the parameters to the masters."""
         with torch.no_grad():
             for param, master in self.masters.items():
                 if param._version != self.versions.get(param, 0):
@@ -196,7 +209,7 @@ class ReferenceTrainer:
                 self.versions[param] = param._version
 
     def unscale(self) -> None:
-        """Divide the loss scale out of the masters' gradients, once per step."""
+        """Divide the gradients by the loss scale, once per step."""
         if self.scaler.enabled and not self.unscaled:
             for master in self.masters.values():
                 if master.grad is not None:
@@ -204,7 +217,14 @@ class ReferenceTrainer:
         self.unscaled = True
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """`torch.nn.utils.clip_grad_norm_` over the masters, squares summed in double precision and in fixed order."""
+        """Clip as `torch.nn.utils.clip_grad_norm_`, with squares summed in fp64 and in a fixed order.
+
+        Args:
+            max_norm: Maximum global norm.
+
+        Returns:
+            The norm before clipping, an fp32 scalar on the compute device.
+        """
         self.unscale()
         grads = [torch.empty_like(m).copy_(m.grad) for m in self.masters.values() if m.grad is not None]
         sums = tuple(float(fold(block_sums(grad.as_strided((grad.numel(),), (1,))))) for grad in grads)
@@ -215,14 +235,14 @@ class ReferenceTrainer:
         return torch.tensor(total, dtype=torch.float32, device=self.device)
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """A copy of a parameter's gradient so far, in fp32."""
+        """Return an unscaled copy of the accumulated gradient of a named parameter in the master's dtype, or None."""
         grad = self.masters[dict(self.module.named_parameters())[name]].grad
         if grad is None:
             return None
         return grad * (1.0 / self.scaler.scale) if self.scaler.enabled and not self.unscaled else grad.clone()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Masters and buffers under the model's names."""
+        """Return copies of the master parameters and buffers by name."""
         self.follow_writes()
         state = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():
@@ -230,7 +250,7 @@ class ReferenceTrainer:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Take them back."""
+        """Load master parameters and buffers by name."""
         with torch.no_grad():
             for name, tensor in self.module.state_dict(keep_vars=True).items():
                 tensor.copy_(state_dict[name])
@@ -240,16 +260,34 @@ class ReferenceTrainer:
 
 
 def stressed(model: nn.Module | Callable[[], nn.Module], config: Config) -> Engine:
-    """An engine that evicts whatever may leave at every access, and fills what it frees with NaN."""
+    """Create an engine that evicts every evictable chunk at each access, and fills freed memory with NaN.
+
+    Args:
+        model: Model, or function that builds it.
+        config: Configuration.
+
+    Returns:
+        The engine.
+    """
     return Engine(model, config, meter=NoMeter(), evict_everything=True, poison=True)
 
 
 def compare(
     model_func: Callable[[], nn.Module], config: Config, script: Script, *, stress: bool = True, seed: int = 0
 ) -> None:
-    """Run `script` with the reference and with the engine, from the same seed; assert that all bits agree.
+    """Run a training loop with the reference and with the engine, and assert that the results are bit-identical.
 
-    Compared are the tensors the script returns, the final parameters and buffers, and the optimizer's states.
+    Compares the tensors that the script returns, the final parameters and buffers, and the optimizer states.
+
+    Args:
+        model_func: Function that builds the model; called twice.
+        config: Configuration.
+        script: Training loop; called with a trainer and its optimizer.
+        stress: Evict every evictable chunk at each access.
+        seed: Seed of `torch.manual_seed` before each run.
+
+    Raises:
+        AssertionError: A tensor, named in the message, differs.
     """
     torch.manual_seed(seed)
     reference = ReferenceTrainer(model_func, config)
@@ -258,7 +296,7 @@ def compare(
     engine = stressed(model_func, config) if stress else Engine(model_func, config, meter=NoMeter(), poison=True)
     try:
         found = script(engine, engine.optimizer)
-        assert_same_bits(list(expected), list(found), "what the script returned")
+        assert_same_bits(list(expected), list(found), "tensors returned by the script")
         assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters and buffers")
         _assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
     finally:
@@ -277,43 +315,61 @@ def assert_exact(
     stress: bool = True,
     seed: int = 0,
 ) -> None:
-    """Assert that your model trains under the engine, bit for bit, as it does in plain PyTorch.
+    """Assert that training a model with the engine is bit-identical to training it in plain PyTorch.
 
-    model_func builds the model (it is called twice, from the same seed). batches: dictionaries of keyword arguments or
-    tuples of positional ones. loss_fn(output, batch) gives the scalar loss; the default takes `output.loss`, or the
-    mean square of a tensor. scheduler(optimizer) builds a learning-rate scheduler, stepped once per update. With
-    `stress` everything that may be evicted is evicted at every access, and freed memory is filled with NaN.
-    Raises AssertionError naming the first tensor that differs.
+    Args:
+        model_func: Function that builds the model; called twice, from the same seed.
+        batches: Dictionaries of keyword arguments, or tuples of positional arguments, of the model.
+        config: Configuration.
+        loss_fn: Function of output and batch that returns the scalar loss. Default: `output.loss`, or the mean square
+            of an output tensor.
+        max_norm: Maximum global gradient norm. Default None: no clipping.
+        accumulation: Batches per optimizer step.
+        scheduler: Function that builds a learning-rate scheduler for an optimizer; stepped after each optimizer step.
+        stress: Evict every evictable chunk at each access. Freed memory is filled with NaN in any case.
+        seed: Seed of `torch.manual_seed` before each run.
+
+    Raises:
+        AssertionError: A tensor, named in the message, differs.
     """
     batches = list(batches)
     loss_of = loss_fn if loss_fn is not None else _default_loss
 
     def script(trainer: Any, optimizer: Any) -> list[torch.Tensor]:
         schedule = scheduler(getattr(optimizer, "inner", optimizer)) if scheduler is not None else None
-        seen = []
+        results = []
         for number, batch in enumerate(batches, start=1):
             out = trainer(**batch) if isinstance(batch, Mapping) else trainer(*batch)
             loss = loss_of(out, batch)
             trainer.backward(loss / accumulation)
-            seen.append(loss.detach().clone())
+            results.append(loss.detach().clone())
             if number % accumulation and number < len(batches):
                 continue
             if max_norm is not None:
-                seen.append(trainer.clip_grad_norm_(max_norm).clone())
+                results.append(trainer.clip_grad_norm_(max_norm).clone())
             for name, param in trainer.module.named_parameters():
                 if max_norm is None and param.requires_grad and (grad := trainer.gradient(name)) is not None:
-                    seen.append(grad)
+                    results.append(grad)
             optimizer.step()
             optimizer.zero_grad()
             if schedule is not None:
                 schedule.step()
-        return seen
+        return results
 
     compare(model_func, config, script, stress=stress, seed=seed)
 
 
 def assert_same_bits(expected: Any, found: Any, what: str) -> None:
-    """Assert that two collections of tensors are equal bit for bit; NaNs equal NaNs of the same bits."""
+    """Assert that two collections of tensors are bit-identical; NaNs are equal if their bits are.
+
+    Args:
+        expected: Dictionary or sequence of tensors.
+        found: Collection to compare, with the same keys or length.
+        what: Label of the collection in error messages.
+
+    Raises:
+        AssertionError: Lengths, dtypes, shapes or bits differ.
+    """
     pairs = expected.items() if isinstance(expected, dict) else enumerate(expected)
     assert len(expected) == len(found), f"{what}: {len(expected)} tensors expected, {len(found)} found"
     for key, tensor in pairs:

@@ -1,8 +1,8 @@
-"""The laws are tested on tiny models, which are slower on several threads than on one."""
+"""Run these tests on one thread: their models are tiny, and slower on several threads."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread):
-    """For every test here."""
+    """Apply `one_thread` to every test in this folder."""

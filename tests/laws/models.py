@@ -1,4 +1,4 @@
-"""Small random models, budgets and meters that the laws are tested over."""
+"""Small random models, configurations and meters for the tests of the invariants ("laws")."""
 
 import dataclasses
 from itertools import pairwise
@@ -20,7 +20,7 @@ WIDTH = 8
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A random model: its blocks by kind, what is tied, frozen and checkpointed."""
+    """Description of a random model."""
 
     blocks: tuple[str, ...]
     tied: bool
@@ -28,7 +28,7 @@ class Shape:
     checkpointing: bool
 
     def build(self) -> nn.Module:
-        """The model, initialised from the current seed."""
+        """Build the model, initialised from the current seed."""
         return Model(self)
 
 
@@ -41,7 +41,7 @@ def _block(kind: str) -> nn.Module:
 
 
 class Model(nn.Module):
-    """An embedding, blocks, and a head, which may be tied to the embedding."""
+    """Embedding, blocks and a head, which may be tied to the embedding."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Model(nn.Module):
                     module.requires_grad_(False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Mean square of the head's output."""
+        """Return the mean square of the head's output."""
         hidden = self.words(ids)
         for block in self.blocks:
             hidden = checkpoint(block, hidden, use_reentrant=False) if self.shape.checkpointing else block(hidden)
@@ -76,21 +76,21 @@ precisions = st.sampled_from(["bf16", "fp16", "fp32"])
 
 
 def batches(count: int, length: int = 5) -> list[tuple[torch.Tensor]]:
-    """Token ids, the same at each call."""
+    """Return batches of token ids, the same in each call."""
     generator = torch.Generator().manual_seed(7)
     return [(torch.randint(0, 11, (2, length), generator=generator),) for _ in range(count)]
 
 
 def config(precision: str, chunk_size: int | str, **budgets: int) -> ps.Config:
-    """AdamW under the given budgets."""
+    """Return a CPU configuration with AdamW and the given budgets."""
     optimizer = ps.AdamW(lr=1e-2, weight_decay=0.1)
     return ps.Config(device="cpu", precision=precision, chunk_size=chunk_size, optimizer=optimizer, **budgets)
 
 
 class Waves(testing.NoMeter):
-    """A meter that pretends non-model data comes and goes: at most `peak_bytes`, what is there and what then comes."""
+    """Meter that reports varying non-model data, of at most `peak_bytes` (current amount plus growth)."""
 
-    source = "a made-up wave"
+    source = "a simulated wave"
 
     def __init__(self, peak_bytes: int) -> None:
         self.peak_bytes = peak_bytes
@@ -105,23 +105,23 @@ class Waves(testing.NoMeter):
 
 
 def smallest_device_bytes(shape: Shape, chunk_size: int | str, precision: str) -> int:
-    """What the most demanding operator of the model needs at once: an attention layer's chunks, found by trying."""
+    """Return the bytes of chunks that the largest operator accesses together, measured in one step."""
     engine = Engine(shape.build, config(precision, chunk_size), meter=Waves(0))
-    seen = [0]
+    sizes = [0]
     access = engine._core.data.access
 
-    def watch(managed_params, belongs, **options):
-        seen.append(sum({managed.chunk.index: managed.chunk.nbytes for managed in managed_params}.values()))
+    def record(managed_params, belongs, **options):
+        sizes.append(sum({managed.chunk.index: managed.chunk.nbytes for managed in managed_params}.values()))
         access(managed_params, belongs, **options)
 
-    engine._core.data.access = watch
+    engine._core.data.access = record
     train(engine, 1)
     engine.close()
-    return max(seen)
+    return max(sizes)
 
 
 def train(engine: Engine, steps: int) -> list[float]:
-    """The usual loop."""
+    """Train and return the losses."""
     losses = []
     for (ids,) in batches(steps):
         loss = engine(ids)
@@ -133,9 +133,10 @@ def train(engine: Engine, steps: int) -> list[float]:
 
 
 def check_alignment(engine: Engine) -> set[tuple[str, str]]:
-    """Assert that all parameters begin at multiples of 256 bytes, in all copies of all lists that exist at the moment.
+    """Assert that all parameters start at multiples of 256 bytes, in all current copies of all lists.
 
-    Returns which lists were checked, each with the tier of the copy.
+    Returns:
+        The lists that were checked, each with the tier of the copy.
     """
     checked = set()
     chunks = engine._core.manager.chunks
@@ -157,30 +158,31 @@ def check_alignment(engine: Engine) -> set[tuple[str, str]]:
 
 
 def check_real_bytes(manager: ChunkManager, *more: Chunk) -> None:
-    """Memory that chunks really take, whatever their flags say, is what is counted: on the device, and in the slab.
+    """Assert that the memory that chunks really use, whatever their flags, equals the counts of device and host.
 
-    more: chunks that the manager does not know yet.
+    Args:
+        more: Chunks that the manager does not know yet.
     """
-    chunks, bank = {*manager.chunks.values(), *more}, manager.device_tier.page_pool
-    above = [chunk for chunk in chunks if chunk.device_bytes]
-    assert manager.device_tier.used == sum(chunk.nbytes for chunk in above)
-    # Of no page there is more than one owner, and pages are whole.
-    paged = [] if bank is None else [chunk for chunk in chunks if hasattr(chunk.memory, "range")]
+    chunks, pool = {*manager.chunks.values(), *more}, manager.device_tier.page_pool
+    on_device = [chunk for chunk in chunks if chunk.device_bytes]
+    assert manager.device_tier.used == sum(chunk.nbytes for chunk in on_device)
+    # Each page has one owner, and ranges are whole pages.
+    paged = [] if pool is None else [chunk for chunk in chunks if hasattr(chunk.memory, "range")]
     for chunk in paged:
-        taken = sum(run.nbytes for run in chunk.memory.range.runs)
-        parked = chunk.memory.range in bank._parked
-        assert (taken if not parked else 0) == (round_up(chunk.nbytes) if chunk in above else 0), f"{chunk}"
-    if bank is not None:
-        assert bank.mapped_bytes - bank.parked_bytes == sum(round_up(c.nbytes) for c in above if c in paged)
-        assert bank.mapped_bytes >= bank.parked_bytes >= 0
+        committed = sum(run.nbytes for run in chunk.memory.range.runs)
+        parked = chunk.memory.range in pool._parked
+        assert (committed if not parked else 0) == (round_up(chunk.nbytes) if chunk in on_device else 0), f"{chunk}"
+    if pool is not None:
+        assert pool.mapped_bytes - pool.parked_bytes == sum(round_up(c.nbytes) for c in on_device if c in paged)
+        assert pool.mapped_bytes >= pool.parked_bytes >= 0
     for chunk in chunks.difference(paged):
-        assert chunk.storage.nbytes() == (chunk.nbytes if chunk in above else 0), f"{chunk}"
-    (slab,) = manager.host_tier.arenas
-    base = slab.memory.data_ptr()
+        assert chunk.storage.nbytes() == (chunk.nbytes if chunk in on_device else 0), f"{chunk}"
+    (arena,) = manager.host_tier.arenas
+    base = arena.memory.data_ptr()
     locations = sorted(
         (c.host.data_ptr() - base, c.host.data_ptr() - base + c.host.nbytes) for c in chunks if c.host_bytes
     )
-    assert all(0 <= start <= end <= slab.nbytes for start, end in locations)
-    assert sum(end - start for start, end in locations) <= slab.touched_bytes <= round_up(slab.nbytes)
+    assert all(0 <= start <= end <= arena.nbytes for start, end in locations)
+    assert sum(end - start for start, end in locations) <= arena.touched_bytes <= round_up(arena.nbytes)
     assert all(end <= start for (_, end), (start, _) in pairwise(locations)), "two chunks share host memory"
     assert manager.host_tier.used == sum(end - start for start, end in locations)

@@ -1,4 +1,4 @@
-"""Every parameter begins at a multiple of 256 bytes, in every chunk list and on every tier."""
+"""Alignment: every parameter starts at a multiple of 256 bytes, in every chunk list and on every tier."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ WIDTH = 33
 
 
 class OddSizes(nn.Module):
-    """A model most of whose parameters have sizes that are multiples of nothing."""
+    """Model whose parameters mostly have sizes without common factors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,5 +65,5 @@ def test_alignment_adds_at_most_a_thousandth_of_model_data(preset):
     layout = make_layout(params, options, 8 << 30)
     added = sum((align(param.numel) - param.numel) * param.schema.bytes_per_param for param in params)
     assert layout.numel == PRESETS[preset].numel()
-    assert added <= layout.padding_bytes, "padding at the end of chunks comes on top"
+    assert added <= layout.padding_bytes, "padding includes the ends of chunks as well"
     assert added <= 0.001 * layout.model_data_bytes

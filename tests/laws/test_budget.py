@@ -1,4 +1,4 @@
-"""Law 2: at every moment, chunk bytes on a tier stay within its budget less the non-model data there."""
+"""Law 2, budgets: at every moment, chunks on a tier fit in its budget minus its non-model data."""
 
 import mmap
 import re
@@ -33,7 +33,7 @@ from .models import (
 
 
 class WatchedHost(HostTier):
-    """Checks the law each time host memory is taken."""
+    """Host tier that checks the law at each allocation."""
 
     manager: "Watched"
 
@@ -43,9 +43,9 @@ class WatchedHost(HostTier):
         return host
 
     def allocate_block(self, nbytes, *what):
-        place = super().allocate_block(nbytes, *what)
+        block = super().allocate_block(nbytes, *what)
         self.check()
-        return place
+        return block
 
     def check(self, *more):
         assert self.used + self.other_bytes <= self.budget_bytes
@@ -53,22 +53,22 @@ class WatchedHost(HostTier):
 
 
 class Watched(ChunkManager):
-    """Checks the law each time memory is taken."""
+    """Chunk manager that checks the law at each allocation."""
 
     def __init__(self, device, device_budget_bytes, host_budget_bytes, poison, **options):
         super().__init__(device, device_budget_bytes, host_budget_bytes, poison, **options)
         assert self.host_tier.used == self.host_tier.other_bytes == 0
         self.host_tier.__class__, self.host_tier.manager = WatchedHost, self
-        take = self.device_tier.allocate
-        self.device_tier.allocate = lambda chunk: (take(chunk), self.check(chunk))
+        allocate = self.device_tier.allocate
+        self.device_tier.allocate = lambda chunk: (allocate(chunk), self.check(chunk))
 
-    def check(self, taken):
-        compute = self.device_tier
-        assert compute.used <= compute.chunkable_bytes
-        check_real_bytes(self, taken)
-        if compute.page_pool is not None:
+    def check(self, allocated):
+        device = self.device_tier
+        assert device.used <= device.chunkable_bytes
+        check_real_bytes(self, allocated)
+        if device.page_pool is not None:
             pages = sum(mmap.PAGESIZE for chunk in self.chunks.values() if chunk.device_bytes)
-            assert compute.page_pool.mapped_bytes <= compute.chunkable_bytes + pages + mmap.PAGESIZE
+            assert device.page_pool.mapped_bytes <= device.chunkable_bytes + pages + mmap.PAGESIZE
 
 
 @settings(max_examples=25, deadline=None, print_blob=True)
@@ -88,7 +88,7 @@ def test_both_budgets_hold_at_every_moment(shape, chunk_size, precision, spare_b
 
 
 def check_measured_process():
-    """With the real meter, and model data four times the device budget."""
+    """Train with the real meter and model data of four times the device budget."""
     width, budget = 1536, parse_size("112MiB")
 
     def build():
@@ -107,7 +107,7 @@ def check_measured_process():
 
 
 def test_the_measured_process_stays_within_its_budget():
-    """In a process of its own: what other tests leave behind is not its subject."""
+    """Use a separate process, without the memory of other tests."""
     program = (
         "from tests.laws import test_budget as tests; import patrickstar._engine.engine as engine; "
         "engine.Manager = tests.Watched; tests.check_measured_process()"
@@ -143,7 +143,7 @@ def test_the_smallest_budgets_named_do_work(shape, chunk_size, precision, share)
             engine.close()
 
 
-def test_non_model_data_that_outgrows_the_budget_is_an_error_that_says_what_took_the_bytes():
+def test_non_model_data_larger_than_the_budget_is_an_error_that_names_it():
     shape = Shape(("mlp",), tied=False, frozen_norms=False, checkpointing=False)
     engine = Engine(shape.build, config("bf16", 256, device_memory=8192), meter=Waves(20000))
     with pytest.raises(BudgetError, match=r"budget of 8192 bytes holds \d+ bytes of non-model data.*[Rr]aise"):

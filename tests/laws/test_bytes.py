@@ -1,4 +1,4 @@
-"""Law 3: how many bytes there are is a closed formula of layout and plan."""
+"""Law 3, bytes: memory use follows from layout and plan by a closed formula."""
 
 import mmap
 
@@ -31,7 +31,7 @@ def test_model_data_per_parameter(shape, chunk_size, precision):
 @settings(max_examples=15, deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, st.sampled_from(["bf16", "fp32"]))
 def test_peaks_when_everything_fits(shape, chunk_size, precision):
-    """Warm-up: `param16` above, the optimizer's lists below. Afterwards everything above, and no byte is doubled."""
+    """Warm-up: `param16` on the device, optimizer lists on the host. Then all on the device, without duplicates."""
     engine = Engine(shape.build, config(precision, chunk_size, device_memory=PLENTY), meter=NoMeter())
     layout = engine.layout
     assert (engine._core.manager.device_tier.used, engine._core.manager.host_tier.used) == (
@@ -46,8 +46,8 @@ def test_peaks_when_everything_fits(shape, chunk_size, precision):
     engine.close()
 
 
-def test_memory_follows_chunks_that_live_on_the_device_from_now_on():
-    """What they took of the host is the machine's again: nothing is resident twice."""
+def test_host_memory_of_chunks_that_move_to_the_device_is_released():
+    """No chunk is resident twice."""
     width = 512
 
     def build():

@@ -1,4 +1,4 @@
-"""A run that was saved, ended and resumed has the bits of one that never stopped, whatever the budgets of either."""
+"""Checkpoints: a resumed run is bit-identical to an uninterrupted one, whatever the budgets of both."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 
 class Run:
-    """A model in training, with all that a user has beside it: a scheduler, a position in the data, dropout, a log."""
+    """Training run with a scheduler, a position in the data, and random number generators."""
 
     def __init__(self, engine, *, seed=0, accumulation=1, max_norm=None, update=False):
         self.engine, self.optimizer = engine, engine.optimizer
@@ -54,7 +54,7 @@ class Run:
         seen = []
         for _ in range(steps):
             for _ in range(self.accumulation):
-                # Drawn from all three generators, so that a wrong state of any of them shows in the loss.
+                # The loss depends on all three generators, so that a wrong state of any of them is detected.
                 ids = (batches(64)[self.position][0] + random.randrange(11) + numpy.random.randint(11)) % 11
                 self.position += 1
                 loss = self.engine(ids) / self.accumulation
@@ -69,12 +69,12 @@ class Run:
         return seen
 
     def outcome(self):
-        """All that makes the run what it is."""
+        """Return parameters, optimizer states, learning rate and loss scale."""
         optimizer = self.optimizer.state_dict()
         states = [
             value
-            for _, one in sorted(optimizer["state"].items())
-            for _, value in sorted(one.items())
+            for _, state in sorted(optimizer["state"].items())
+            for _, value in sorted(state.items())
             if isinstance(value, torch.Tensor)
         ]
         numbers = [optimizer["param_groups"][0]["lr"], *optimizer["loss_scale"].values()]
@@ -97,8 +97,8 @@ def options_of(room, shape, precision, chunk_size):
 
 
 @contextlib.contextmanager
-def disk_that(how):
-    """A disk that never has room by itself, so that all is written when it has to be; or one that lags behind."""
+def disk_behavior(how):
+    """Simulate a disk whose queue is always full, so that copies are written on demand, or a slow disk."""
     with pytest.MonkeyPatch.context() as patch:
         if "no room" in how:
             patch.setattr(DirectWriter, "has_room", property(lambda file: False))
@@ -118,43 +118,43 @@ def disk_that(how):
     how=st.sampled_from(["wait", "beside", "beside, no room", "beside, lags"]),
     steps=st.tuples(st.integers(1, 3), st.integers(1, 2)),
 )
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
+def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(
     folder, shape, precision, loop, chunk_sizes, rooms, how, steps
 ):
     if precision == "fp16":
         loop = {key: value for key, value in loop.items() if key != "update"}
-    place = folder / "run"
-    shutil.rmtree(place, ignore_errors=True)
+    checkpoint = folder / "run"
+    shutil.rmtree(checkpoint, ignore_errors=True)
     engines = [
         functools.partial(
             engine_of, shape.build, options_of(room, shape, precision, size), evict_everything=room == "evict"
         )
         for room, size in zip(rooms, chunk_sizes, strict=True)
     ]
-    check_resume(place, *engines, steps, how, **loop)
+    check_resume(checkpoint, *engines, steps, how, **loop)
 
 
 def needs_disk(engine):
-    """Leave out what has a disk and needs none after all."""
+    """Reject examples whose disk is not needed."""
     if engine.config.disk is not None and engine._core.manager.disk_tier is None:
         engine.close()
         reject()
 
 
-def check_resume(place, first, second, steps, how="wait", **loop):
+def check_resume(checkpoint, first, second, steps, how="wait", **loop):
     run = Run(first(), **loop)
     needs_disk(run.engine)
     run.go(steps[0])
-    with disk_that(how):
-        run.engine.save(place, run.state, wait=how == "wait")
+    with disk_behavior(how):
+        run.engine.save(checkpoint, run.state, wait=how == "wait")
         expected = run.go(steps[1])
     expected_end = run.outcome()
     run.engine.close()
 
     resumed = Run(second(), seed=1, **loop)
     needs_disk(resumed.engine)
-    found_state = resumed.engine.load(place, {"run": resumed, "scheduler": resumed.scheduler})
-    assert found_state["note"] == ("a", 1, {2: 3.5})
+    loaded_state = resumed.engine.load(checkpoint, {"run": resumed, "scheduler": resumed.scheduler})
+    assert loaded_state["note"] == ("a", 1, {2: 3.5})
     found = resumed.go(steps[1])
     testing.assert_same_bits(expected, found, "losses and norms after the resume")
     testing.assert_same_bits(expected_end, resumed.outcome(), "parameters and states at the end")
@@ -175,15 +175,15 @@ def check_resume(place, first, second, steps, how="wait", **loop):
 def test_states_on_disk(folder, shape, precision, loop, chunk_sizes, rooms, on_disk, how):
     if precision == "fp16":
         loop = {key: value for key, value in loop.items() if key != "update"}
-    place = folder / "run"
-    shutil.rmtree(place, ignore_errors=True)
+    checkpoint = folder / "run"
+    shutil.rmtree(checkpoint, ignore_errors=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "WIDTH", tiers.WIDTH)  # or the host would hold all of it
+        patch.setattr(models, "WIDTH", tiers.WIDTH)  # otherwise the host could hold everything
         engines = []
-        for lies_there, room, size in zip(on_disk, rooms, chunk_sizes, strict=True):
+        for uses_disk, room, size in zip(on_disk, rooms, chunk_sizes, strict=True):
             options = tiers.options(precision, size)
-            if lies_there:
+            if uses_disk:
                 options = tiers.on_disk(shape.build, options, folder, batches(1)[0], room)
             hooks = {"page_bytes": tiers.PAGE_BYTES, "evict_everything": room.evict_everything}
             engines.append(functools.partial(engine_of, shape.build, options, **hooks))
-        check_resume(place, *engines, (2, 2), how, **loop)
+        check_resume(checkpoint, *engines, (2, 2), how, **loop)

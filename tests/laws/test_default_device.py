@@ -1,6 +1,6 @@
-"""Whatever default device a user sets, the bits are the same: what the library keeps on the host stays there.
+"""Default device: results do not depend on it, and host tensors of the library stay on the host.
 
-The meta device stands for a GPU here. A tensor that is wrongly made on it has no bytes, and whoever reads it fails.
+The meta device stands for a GPU. A tensor created on it by mistake has no data, so that reading it fails.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ OPTIMIZERS = {
 
 @contextlib.contextmanager
 def set_by_function():
-    """Set the default device as `torch.set_default_device` does, for a while."""
+    """Set the default device temporarily, by `torch.set_default_device`."""
     torch.set_default_device("meta")
     try:
         yield
@@ -38,46 +38,48 @@ def set_by_function():
 by_context = partial(torch.device, "meta")
 
 
-def steps(engine, data, max_norm, accumulation, seen):
-    """Train on these batches, and note losses, norms and one gradient."""
+def steps(engine, data, max_norm, accumulation, results):
+    """Train on these batches, and record losses, norms and one gradient."""
     for number, (ids,) in enumerate(data, start=1):
         loss = engine(ids) / accumulation
         engine.backward(loss)
-        seen.append(loss.detach().clone())
+        results.append(loss.detach().clone())
         if number % accumulation:
             continue
         if max_norm is not None:
-            seen.append(engine.clip_grad_norm_(max_norm))
-        seen.append(engine.gradient("words.weight"))
+            results.append(engine.clip_grad_norm_(max_norm))
+        results.append(engine.gradient("words.weight"))
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
 
 def run(module, options, folder, data, mode, *, max_norm=None, accumulation=1, **hooks):
-    """Return all that a user gets to see of a run that is saved twice and loaded, under a mode."""
-    seen = []
+    """Run, save twice and load under a mode; return all results that a user sees."""
+    results = []
     torch.manual_seed(1)
     with mode():
         engine = Engine(module, options, meter=testing.NoMeter(), poison=True, **hooks)
-        steps(engine, data, max_norm, accumulation, seen)
+        steps(engine, data, max_norm, accumulation, results)
         engine.save(folder / "at once", {"note": [1, "two"]})
         engine.save(folder / "beside", wait=False)
-        steps(engine, data, max_norm, accumulation, seen)
+        steps(engine, data, max_norm, accumulation, results)
         assert engine.finish_saving()
         assert engine.stats.total.disk_write_bytes > 0 or options.disk is None
-        seen += engine.state_dict().values()
+        results += engine.state_dict().values()
         optimizer = engine.optimizer.state_dict()
         for name in ("at once", "beside"):
             state = engine.load(folder / name)
             assert state == ({"note": [1, "two"]} if name == "at once" else {})
-            steps(engine, data, max_norm, accumulation, seen)
-            seen += engine.state_dict().values()
+            steps(engine, data, max_norm, accumulation, results)
+            results += engine.state_dict().values()
         engine.load_state_dict(engine.state_dict())
         engine.optimizer.load_state_dict(engine.optimizer.state_dict())
-        steps(engine, data, max_norm, accumulation, seen)
+        steps(engine, data, max_norm, accumulation, results)
         engine.close()
-    states = [value for one in optimizer["state"].values() for value in one.values() if isinstance(value, torch.Tensor)]
-    return [*seen, *states, *(value.detach().clone() for value in module.state_dict().values())]
+    states = [
+        value for state in optimizer["state"].values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    return [*results, *states, *(value.detach().clone() for value in module.state_dict().values())]
 
 
 @pytest.mark.parametrize(
@@ -105,13 +107,13 @@ def test_training_and_checkpoints_have_the_same_bits(mode, precision, optimizer,
         **memory,
     )
     data, found = batches(2, length=200), []
-    for number, one in enumerate((contextlib.nullcontext, mode)):
+    for number, run_mode in enumerate((contextlib.nullcontext, mode)):
         torch.manual_seed(0)
         folder = tmp_path / str(number)
         folder.mkdir()
-        found.append(run(shape.build(), options, folder, data, one, **loop))
+        found.append(run(shape.build(), options, folder, data, run_mode, **loop))
     assert all(tensor.device.type == "cpu" for tensor in found[1])
-    testing.assert_same_bits(*found, "what a user gets to see")
+    testing.assert_same_bits(*found, "results that a user sees")
 
 
 def test_a_model_folder_has_the_same_bits(tmp_path):

@@ -1,4 +1,4 @@
-"""Law 6 with a disk: when it fails there is one clear error, and nothing is left behind or computed on."""
+"""Law 6 with a disk: a failing disk raises one clear error, leaves nothing behind, and no computation continues."""
 
 import ctypes
 import gc
@@ -16,7 +16,18 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import BudgetError, DiskError, MoveError, TrainingError
 
-from .tiers import Room, blocks, descriptors, inputs, mean_square, movers, on_disk, options, pages_of, small_engine
+from .tiers import (
+    Room,
+    blocks,
+    inputs,
+    mean_square,
+    on_disk,
+    open_files,
+    options,
+    pages_of,
+    small_engine,
+    worker_threads,
+)
 
 KILL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object, ctypes.py_object)(
     ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
@@ -27,7 +38,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def reference():
-    """Losses of each step, and parameters after it, from step 0 on."""
+    """Losses of each step, and parameters before the first and after each step."""
     torch.manual_seed(0)
     trainer = testing.ReferenceTrainer(blocks, options())
     losses, states = [], [trainer.state_dict()]
@@ -54,7 +65,7 @@ def engine(config):
 
 
 def run(engine, losses, before_step=lambda number: None):
-    """Train, and note the losses seen."""
+    """Train, and append the losses."""
     for number, batch in enumerate(inputs(STEPS)):
         before_step(number)
         loss = mean_square(engine(*batch))
@@ -64,18 +75,18 @@ def run(engine, losses, before_step=lambda number: None):
     engine.state_dict()
 
 
-# Faults of the system's own making
+# I/O faults injected into the system
 
 
 def open_again(engine, flags):
-    """Put the same file, opened in another way, under the descriptor."""
+    """Replace the descriptor by the same file, opened with other flags."""
     other = os.open(f"/proc/self/fd/{engine._core.manager.disk_tier.file._fd}", flags | os.O_DIRECT)
     os.dup2(other, engine._core.manager.disk_tier.file._fd)
     os.close(other)
 
 
-def put(engine, path):
-    """Put another open file under the descriptor."""
+def replace_file(engine, path):
+    """Replace the descriptor by another file."""
     other = os.open(path, os.O_RDWR)
     os.dup2(other, engine._core.manager.disk_tier.file._fd)
     os.close(other)
@@ -90,12 +101,12 @@ def refuse_reads(engine):
 
 
 def fail(engine):
-    put(engine, "/proc/self/mem")
+    replace_file(engine, "/proc/self/mem")
 
 
 def fill_up(engine):
-    """As on a full disk, except that what is read is other bytes too."""
-    put(engine, "/dev/full")
+    """Simulate a full disk; reads return other bytes as well."""
+    replace_file(engine, "/dev/full")
 
 
 def cut(engine):
@@ -107,15 +118,15 @@ def cut_off(engine):
 
 
 def damage(engine):
-    """Every page, by somebody else."""
+    """Overwrite a byte of every page."""
     other = os.open(f"/proc/self/fd/{engine._core.manager.disk_tier.file._fd}", os.O_RDWR)
-    for at in range(0, engine._core.manager.disk_tier.file.used_bytes, 4096):
-        os.pwrite(other, bytes([random.Random(at).randrange(256)]), at + 17)
+    for offset in range(0, engine._core.manager.disk_tier.file.used_bytes, 4096):
+        os.pwrite(other, bytes([random.Random(offset).randrange(256)]), offset + 17)
     os.close(other)
 
 
-def kill(movers):
-    for thread in movers._queue.threads:
+def kill(pool):
+    for thread in pool._queue.threads:
         assert KILL(thread.ident, SystemExit, None) == 1
 
 
@@ -144,7 +155,7 @@ FAULTS = {
 
 
 def check_message(error, engine, operation, reason):
-    """It names the chunk, the file, the operation, and what to do, once."""
+    """Check that the message names chunk, file and operation, and that one note says that the engine is closed."""
     text = str(error)
     path = re.escape(str(engine._core.manager.disk_tier.file.path))
     assert re.search(rf"can't ({operation}) \d+ bytes of {CHUNK} at offset \d+ of .*{path}: ", text), text
@@ -162,17 +173,17 @@ def check_nothing_is_left(engine, folder, before):
         engine(*inputs(1)[0])
     with pytest.raises(TrainingError, match="closed"):
         engine.state_dict()
-    assert movers() == []
+    assert worker_threads() == []
     assert not list(folder.iterdir())
-    assert descriptors() == before
+    assert open_files() == before
     assert not engine._core.manager.chunks and engine._core.manager.device_tier.used == 0
 
 
 def check_parameters(engine, error, states):
-    """Each is what it was before or after the last step begun, or NaN and named."""
-    named = next(note for note in error.__notes__ if "The engine is closed." in note)
-    lost = re.findall(r"[\w.]*\d[\w.]*\.(?:weight|bias)", named)
-    assert f"{len(lost)} parameters could not be read back" in named
+    """Check that each parameter equals one of these states, or is NaN and named in the error; return the named ones."""
+    note = next(note for note in error.__notes__ if "The engine is closed." in note)
+    lost = re.findall(r"[\w.]*\d[\w.]*\.(?:weight|bias)", note)
+    assert f"{len(lost)} parameters could not be read back" in note
     for name, param in engine.module.named_parameters():
         if name in lost:
             assert param.isnan().all(), name
@@ -193,7 +204,7 @@ def check_another_engine_works(config, losses):
 @pytest.mark.parametrize("when", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_disk_that_fails_in_training(config, tmp_path, reference, fault, when):
     losses, states = reference
-    before = descriptors()
+    before = open_files()
     torch.manual_seed(0)
     engine, seen = small_engine(blocks, config), []
     kind, operation, reason = FAULTS[fault]
@@ -210,7 +221,7 @@ def test_a_disk_that_fails_in_training(config, tmp_path, reference, fault, when)
 
 @pytest.mark.parametrize("fault", [damage, refuse_reads], ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize(
-    "what",
+    "access",
     [
         lambda engine: engine.state_dict(),
         lambda engine: engine.optimizer.state_dict(),
@@ -221,15 +232,15 @@ def test_a_disk_that_fails_in_training(config, tmp_path, reference, fault, when)
     ],
     ids=["state_dict", "optimizer", "forward", "load", "parameters", "module"],
 )
-def test_a_disk_that_fails_outside_of_training(config, tmp_path, reference, fault, what):
-    before = descriptors()
+def test_a_disk_that_fails_outside_of_training(config, tmp_path, reference, fault, access):
+    before = open_files()
     torch.manual_seed(0)
     engine = small_engine(blocks, config)
     run(engine, [])
     fault(engine)
     with pytest.raises(DiskError) as raised:
         for _ in range(3):
-            what(engine)
+            access(engine)
     check_message(raised.value, engine, *FAULTS[fault][1:])
     check_nothing_is_left(engine, tmp_path, before)
     lost = check_parameters(engine, raised.value, reference[1][-1:])
@@ -238,8 +249,8 @@ def test_a_disk_that_fails_outside_of_training(config, tmp_path, reference, faul
 
 @pytest.mark.parametrize("fault", [damage, fail], ids=lambda fault: fault.__name__)
 def test_a_disk_that_fails_under_close(config, tmp_path, reference, fault):
-    """Nobody else would tell that parameters are lost."""
-    before = descriptors()
+    """`close` must report that parameters are lost: no other call would."""
+    before = open_files()
     torch.manual_seed(0)
     engine = small_engine(blocks, config)
     run(engine, [])
@@ -255,8 +266,8 @@ def test_a_disk_that_fails_under_close(config, tmp_path, reference, fault):
     engine.close()
 
 
-def test_damage_to_one_page_costs_who_lies_there(config, reference):
-    """All others are read back."""
+def test_a_corrupt_page_loses_only_the_parameters_on_it(config, reference):
+    """All other parameters are read back."""
     torch.manual_seed(0)
     engine = small_engine(blocks, config)
     run(engine, [])
@@ -265,30 +276,30 @@ def test_damage_to_one_page_costs_who_lies_there(config, reference):
     other = os.open(f"/proc/self/fd/{engine._core.manager.disk_tier.file._fd}", os.O_RDWR)
     os.pwrite(other, b"\x55" * 64, chunk.disk_offset + 4096)
     os.close(other)
-    there = [
+    on_page = [
         managed
         for managed in engine._core.data.by_chunk[3]
         if 1 in pages_of(managed.location.offset, managed.location.numel, 1024)
     ]
     with pytest.raises(DiskError, match=r"can't read 4096 bytes of param32\[3\].*damaged") as raised:
         engine.state_dict()
-    assert check_parameters(engine, raised.value, reference[1][-1:]) == [managed.name for managed in there]
+    assert check_parameters(engine, raised.value, reference[1][-1:]) == [managed.name for managed in on_page]
 
 
 def test_an_optimizer_of_an_engine_that_was_closed_by_a_fault(engine):
     fail(engine)
     with pytest.raises(DiskError):
         run(engine, [])
-    for what in (engine.optimizer.step, engine.optimizer.zero_grad, engine.optimizer.state_dict):
+    for call in (engine.optimizer.step, engine.optimizer.zero_grad, engine.optimizer.state_dict):
         with pytest.raises(TrainingError, match="closed"):
-            what()
+            call()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("fault", [kill_readers, kill_writers, kill_one], ids=lambda fault: fault.__name__)
 def test_threads_that_die(config, tmp_path, reference, fault):
     losses, states = reference
-    before = descriptors()
+    before = open_files()
     torch.manual_seed(0)
     engine, seen = small_engine(blocks, config), []
     began = time.monotonic()
@@ -304,12 +315,12 @@ def test_threads_that_die(config, tmp_path, reference, fault):
     check_another_engine_works(config, losses)
 
 
-# No room
+# Insufficient disk space
 
 
 @contextmanager
 def files_no_larger_than(nbytes):
-    """The system refuses what lies beyond, as a quota does."""
+    """Limit the size of files, as a quota does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
@@ -318,9 +329,9 @@ def files_no_larger_than(nbytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_disk_that_refuses_what_lies_far_back(config, tmp_path):
-    """Reads go on, and so do some writes."""
-    before = descriptors()
+def test_a_disk_that_refuses_writes_beyond_an_offset(config, tmp_path):
+    """Reads and some writes still succeed."""
+    before = open_files()
     torch.manual_seed(0)
     engine, seen = small_engine(blocks, config), []
     run(engine, seen)
@@ -331,18 +342,18 @@ def test_a_disk_that_refuses_what_lies_far_back(config, tmp_path):
 
 
 def refused(config, kind):
-    """What making an engine raises; nothing is left of it."""
-    before = descriptors()
+    """Return the error message of creating an engine; check that nothing is left of it."""
+    before = open_files()
     with pytest.raises(kind) as raised:
         small_engine(blocks, config)
     text = str(raised.value)
     del raised
     gc.collect()
-    assert movers() == [] and descriptors() == before
+    assert worker_threads() == [] and open_files() == before
     return text
 
 
-def test_a_disk_without_room_for_the_reservation(config, tmp_path):
+def test_a_disk_without_space_for_the_swap_file(config, tmp_path):
     with files_no_larger_than(100000):
         text = refused(config, DiskError)
     assert re.match(
@@ -356,7 +367,7 @@ def test_directories_that_cannot_be_used(config, tmp_path):
     for directory in (tmp_path / "none", tmp_path / "taken"):
         text = refused(config.model_copy(update={"disk": ps.Disk(directory=directory)}), DiskError)
         assert text.startswith(f"the disk tier's directory {directory} "), text
-    # Nobody makes files there, not even root; it says that it has no room at all.
+    # Not even root can create files there, and it reports no free space.
     text = refused(config.model_copy(update={"disk": ps.Disk(directory="/sys")}), (DiskError, BudgetError))
     assert "disk" in text
     text = refused(config.model_copy(update={"disk": ps.Disk(directory="/sys", capacity="1GiB")}), DiskError)
@@ -365,13 +376,13 @@ def test_directories_that_cannot_be_used(config, tmp_path):
 
 @pytest.mark.parametrize("how", ["capacity", "system"])
 def test_no_room_for_accumulated_gradients(config, tmp_path, how):
-    """They are what may need more of the disk later."""
-    before = descriptors()
+    """Gradient lists may need more disk space during training."""
+    before = open_files()
     used = 0
     if how == "capacity":
-        with_all = small_engine(blocks, config)
-        used = with_all._core.manager.disk_tier.file.nbytes
-        with_all.close()
+        unlimited = small_engine(blocks, config)
+        used = unlimited._core.manager.disk_tier.file.nbytes
+        unlimited.close()
         config = config.model_copy(update={"disk": ps.Disk(directory=tmp_path, capacity=used)})
     engine = small_engine(blocks, config)
     limit = files_no_larger_than(
@@ -386,4 +397,4 @@ def test_no_room_for_accumulated_gradients(config, tmp_path, how):
         engine.optimizer.zero_grad()
         run(engine, [])
     engine.close()
-    assert movers() == [] and descriptors() == before and not list(tmp_path.iterdir())
+    assert worker_threads() == [] and open_files() == before and not list(tmp_path.iterdir())

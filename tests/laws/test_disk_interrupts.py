@@ -1,4 +1,4 @@
-"""Law 6 with a disk: Ctrl-C and SIGTERM in mid-move leave no thread, no file and no memory behind."""
+"""Law 6 with a disk: Ctrl-C and SIGTERM during transfers leave no thread, file or memory behind."""
 
 import gc
 import itertools
@@ -17,9 +17,9 @@ import torch
 from patrickstar._memory.swap_file import SwapFile
 from patrickstar.errors import PatrickStarError
 
-from .tiers import Room, blocks, descriptors, inputs, mean_square, movers, on_disk, options, small_engine
+from .tiers import Room, blocks, inputs, mean_square, on_disk, open_files, options, small_engine, worker_threads
 
-# Where it meets the garbage collector, Python says that it is ignored.
+# Python reports that it ignores an interrupt in a callback of the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 SOON_S = 10.0
@@ -40,7 +40,7 @@ while True:
 
 @contextmanager
 def interrupted_after(seconds):
-    """Ctrl-C at some moment, and again: where it meets a callback of the garbage collector's, Python drops it."""
+    """Send Ctrl-C after a delay, and repeatedly: Python drops it in callbacks of the garbage collector."""
     before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
@@ -52,7 +52,7 @@ def interrupted_after(seconds):
 
 @contextmanager
 def soon():
-    """An error where something hangs."""
+    """Raise an error if the body hangs."""
 
     def fail(*_):
         raise TimeoutError("hangs after Ctrl-C")
@@ -72,9 +72,9 @@ def train(engine, count):
         engine.optimizer.step()
 
 
-def check_interrupts(directory, seeds, then):
+def check_interrupts(directory, seeds, follow_up):
     config = on_disk(blocks, options(), directory, inputs(1)[0], Room(host_bytes=20000))
-    before = descriptors()
+    before = open_files()
     for seed in seeds:
         torch.manual_seed(0)
         engine = small_engine(blocks, config)
@@ -88,11 +88,11 @@ def check_interrupts(directory, seeds, then):
             assert not [note for note in getattr(error, "__notes__", ()) if "could not be read" in note]
         assert caught
         with soon():
-            then(engine)
+            follow_up(engine)
             del engine
             gc.collect()
-        assert movers() == [], f"seed {seed}"
-        assert descriptors() == before, f"seed {seed}"
+        assert worker_threads() == [], f"seed {seed}"
+        assert open_files() == before, f"seed {seed}"
         assert not list(directory.iterdir())
     torch.manual_seed(0)
     fresh = small_engine(blocks, config)
@@ -107,7 +107,7 @@ def close(engine):
 
 
 def go_on(engine):
-    """Either it trains, or it says why not."""
+    """Train on, or get a clear error."""
     try:
         engine.optimizer.zero_grad()
         train(engine, 2)
@@ -119,27 +119,27 @@ def go_on(engine):
 
 
 def leave(engine):
-    """Nobody closes it."""
+    """Do not close the engine."""
 
 
-@pytest.mark.parametrize(("then", "slow_disk"), [(close, False), (close, True), (go_on, False), (leave, False)])
-def test_ctrl_c_in_the_middle_of_training(tmp_path, monkeypatch, slow_disk, then):
+@pytest.mark.parametrize(("follow_up", "slow_disk"), [(close, False), (close, True), (go_on, False), (leave, False)])
+def test_ctrl_c_during_training(tmp_path, monkeypatch, slow_disk, follow_up):
     if slow_disk:
         monkeypatch.setattr("patrickstar._memory.hardware.SwapFile", Slow)
-    check_interrupts(tmp_path, range(3), then)
+    check_interrupts(tmp_path, range(3), follow_up)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slow_disk", [False, True])
-@pytest.mark.parametrize("then", [close, go_on, leave])
-def test_ctrl_c_at_many_more_moments(tmp_path, monkeypatch, slow_disk, then):
+@pytest.mark.parametrize("follow_up", [close, go_on, leave])
+def test_ctrl_c_at_many_more_moments(tmp_path, monkeypatch, slow_disk, follow_up):
     if slow_disk:
         monkeypatch.setattr("patrickstar._memory.hardware.SwapFile", Slow)
-    check_interrupts(tmp_path, range(100, 160), then)
+    check_interrupts(tmp_path, range(100, 160), follow_up)
 
 
 class Slow(SwapFile):
-    """A disk with which most of the time is spent waiting."""
+    """Swap file on a slow disk, so that most of the time is spent waiting."""
 
     def read(self, *args):
         time.sleep(0.001)
@@ -150,8 +150,8 @@ class Slow(SwapFile):
         super().write(*args)
 
 
-def test_processes_that_are_told_to_end(tmp_path):
-    """By the signal, promptly, and without a file."""
+def test_processes_end_on_a_signal(tmp_path):
+    """A signal ends the process promptly, and leaves no file."""
     started = {}
     for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         (folder := tmp_path / sent.name).mkdir()
@@ -170,13 +170,13 @@ def test_processes_that_are_told_to_end(tmp_path):
 def check_end(process, sent, folder):
     assert process.stdout.readline() == "trained\n", process.stderr.read()
     assert not list(folder.iterdir())
-    open_files = [os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{process.pid}/fd")]
-    assert any(str(folder) in name for name in open_files), "the scratch file is there, without a name"
+    names = [os.readlink(f"/proc/{process.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{process.pid}/fd")]
+    assert any(str(folder) in name for name in names), "the swap file is not open without a name"
     began = time.monotonic()
     process.send_signal(sent)
-    _, said = process.communicate(timeout=SOON_S)
+    _, stderr = process.communicate(timeout=SOON_S)
     assert time.monotonic() - began < SOON_S
     assert process.returncode == -sent
-    assert ("KeyboardInterrupt" in said) == (sent is signal.SIGINT)
-    assert "Fatal" not in said and "terminate called" not in said, said
+    assert ("KeyboardInterrupt" in stderr) == (sent is signal.SIGINT)
+    assert "Fatal" not in stderr and "terminate called" not in stderr, stderr
     assert not list(folder.iterdir())

@@ -1,4 +1,4 @@
-"""Law 1: whatever the budget, chunk size and eviction, the bits are those of plain PyTorch."""
+"""Law 1, exactness: for any budget, chunk size and eviction, results are bit-identical to plain PyTorch."""
 
 import torch
 from hypothesis import given, settings
@@ -21,7 +21,7 @@ def test_everything_evicted_at_every_access(shape, chunk_size, precision, accumu
 @settings(max_examples=25, deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, precisions, st.integers(0, 16000), st.integers(0, 12000))
 def test_any_device_budget(shape, chunk_size, precision, spare_bytes, wave_bytes):
-    """From the least that the largest operator needs up to plenty, while non-model data comes and goes."""
+    """Budgets from the minimum of the largest operator upwards, with varying non-model data."""
     least = smallest_device_bytes(shape, chunk_size, precision)
     options = config(precision, chunk_size, device_memory=least + spare_bytes + wave_bytes)
     expected = plain_run(shape, options)
@@ -39,7 +39,7 @@ def plain_run(shape: Shape, options) -> tuple[list[float], dict[str, torch.Tenso
 
 
 def test_a_wrong_bit_is_found():
-    """The assertion itself: an engine whose parameter is off by one bit does not pass."""
+    """Check the assertion itself: an engine whose parameter differs by one bit does not pass."""
     shape = Shape(("mlp",), tied=False, frozen_norms=False, checkpointing=False)
 
     def script(trainer, optimizer):

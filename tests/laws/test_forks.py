@@ -1,4 +1,4 @@
-"""Children made by fork(): they do not get the chunks' memory, and neither they nor the engine come to harm."""
+"""Children created by fork(): they do not inherit the chunks' memory, and both they and the engine work on."""
 
 import gc
 import os
@@ -26,29 +26,29 @@ from patrickstar.errors import TrainingError
 from .models import config
 
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps memory from children"),
-    # From Python 3.12 on; engines have threads.
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux can exclude memory from children"),
+    # Since Python 3.12: engines have threads.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
 
 
 def inherited(address: int, nbytes: int) -> list[str]:
-    """Return the mappings at these addresses that a child would get, as /proc/self/smaps describes them."""
-    found, covered, inside = [], 0, ""
+    """Return the mappings of this address range that a child would inherit, from /proc/self/smaps."""
+    mappings, covered, current = [], 0, ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             low, high = (int(part, 16) for part in span.groups())
             overlap = min(high, address + nbytes) - max(low, address)
-            inside = line if overlap > 0 else ""
+            current = line if overlap > 0 else ""
             covered += max(0, overlap)
-        elif inside and line.startswith("VmFlags:") and "dc" not in line.split():
-            found.append(f"{inside} {line}")
-    assert covered == nbytes, "some of it is not mapped at all"
-    return found
+        elif current and line.startswith("VmFlags:") and "dc" not in line.split():
+            mappings.append(f"{current} {line}")
+    assert covered == nbytes, "a part of the range is not mapped"
+    return mappings
 
 
 def in_child(function: Callable[[], object], seconds: float = 20.0) -> int:
-    """Run a function in a forked child that then ends as Python does; return its exit status, negative for a signal."""
+    """Run a function in a forked child; return its exit status, or minus the signal number."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -65,49 +65,49 @@ def in_child(function: Callable[[], object], seconds: float = 20.0) -> int:
 # Memory
 
 
-def test_the_host_slab_is_not_inherited():
-    slab = HostArena(10 * SYSTEM_PAGE)
-    assert not inherited(slab.memory.data_ptr(), 10 * SYSTEM_PAGE)
-    slab.free(slab.allocate(8 * SYSTEM_PAGE), for_good=True)
-    assert not inherited(slab.memory.data_ptr(), 10 * SYSTEM_PAGE)
+def test_the_host_arena_is_not_inherited():
+    arena = HostArena(10 * SYSTEM_PAGE)
+    assert not inherited(arena.memory.data_ptr(), 10 * SYSTEM_PAGE)
+    arena.free(arena.allocate(8 * SYSTEM_PAGE), for_good=True)
+    assert not inherited(arena.memory.data_ptr(), 10 * SYSTEM_PAGE)
 
 
-@pytest.mark.skipif(not can_move_pages(), reason="this system moves no pages")
-def test_ranges_are_not_inherited_wherever_their_pages_have_moved():
-    bank, ranges = PagePool(), [VMRange(8 * SYSTEM_PAGE), VMRange(5 * SYSTEM_PAGE), VMRange(11 * SYSTEM_PAGE)]
+@pytest.mark.skipif(not can_move_pages(), reason="this system can't move pages")
+def test_ranges_are_not_inherited_after_their_pages_have_moved():
+    pool, ranges = PagePool(), [VMRange(8 * SYSTEM_PAGE), VMRange(5 * SYSTEM_PAGE), VMRange(11 * SYSTEM_PAGE)]
 
     def check() -> None:
         for memory in ranges:
             assert not inherited(memory.address, memory.nbytes)
 
     check()
-    bank.commit(ranges[0])
+    pool.commit(ranges[0])
     check()
-    bank.decommit(ranges[0])
-    for taker in (ranges[1], ranges[2]):  # a part of the first one's pages, then the rest and new ones
-        bank.commit(taker)
+    pool.decommit(ranges[0])
+    for target in (ranges[1], ranges[2]):  # a part of the first range's pages, then the rest and new pages
+        pool.commit(target)
         check()
-    bank.decommit(ranges[2])
-    bank.trim(2 * SYSTEM_PAGE)
+    pool.decommit(ranges[2])
+    pool.trim(2 * SYSTEM_PAGE)
     check()
-    bank.commit(ranges[0])
+    pool.commit(ranges[0])
     check()
-    bank.release(ranges[1])
+    pool.release(ranges[1])
     check()
 
 
-def test_stages_of_threads_are_not_inherited():
-    movers, stages, gate = WorkerPool(2, "test", 3 * SYSTEM_PAGE), [], threading.Barrier(2)
+def test_buffers_of_worker_threads_are_not_inherited():
+    pool, buffers, barrier = WorkerPool(2, "test", 3 * SYSTEM_PAGE), [], threading.Barrier(2)
 
-    def job(stage: torch.Tensor) -> None:
-        stages.append(stage)
-        gate.wait()
+    def job(buffer: torch.Tensor) -> None:
+        buffers.append(buffer)
+        barrier.wait()
 
-    movers.submit([job, job], "nothing").wait()
-    assert len({stage.data_ptr() for stage in stages}) == 2
-    for stage in stages:
-        assert not inherited(stage.data_ptr(), stage.numel())
-    movers.close()
+    pool.submit([job, job], "nothing").wait()
+    assert len({buffer.data_ptr() for buffer in buffers}) == 2
+    for buffer in buffers:
+        assert not inherited(buffer.data_ptr(), buffer.numel())
+    pool.close()
 
 
 def test_buffers_of_a_checkpoints_file_are_not_inherited(tmp_path):
@@ -116,27 +116,27 @@ def test_buffers_of_a_checkpoints_file_are_not_inherited(tmp_path):
     file.abandon()
 
 
-def test_a_child_keeps_what_it_has_mapped_at_addresses_that_its_parent_used():
-    """Finalizers of the parent's memory do not unmap the child's own."""
+def test_a_child_keeps_its_own_mappings_at_addresses_of_its_parent():
+    """Finalizers of the parent's memory do not unmap the child's memory."""
 
     def use_the_addresses() -> None:
-        nonlocal memory, stage
+        nonlocal memory, arena
         import ctypes
         import mmap
 
         from patrickstar._memory import vm_pool as pages
 
-        addresses = [(memory.address, memory.nbytes), (stage.memory.data_ptr(), 4 * SYSTEM_PAGE)]
+        addresses = [(memory.address, memory.nbytes), (arena.memory.data_ptr(), 4 * SYSTEM_PAGE)]
         for address, nbytes in addresses:
             flags = pages.RESERVE | pages._MAP_FIXED
             assert pages._mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address
             ctypes.memset(address, 7, nbytes)
-        memory = stage = None
+        memory = arena = None
         gc.collect()
         for address, nbytes in addresses:
             assert ctypes.string_at(address, nbytes) == b"\7" * nbytes
 
-    memory, stage = VMRange(4 * SYSTEM_PAGE), HostArena(4 * SYSTEM_PAGE)
+    memory, arena = VMRange(4 * SYSTEM_PAGE), HostArena(4 * SYSTEM_PAGE)
     assert in_child(use_the_addresses) == 0
 
 
@@ -159,7 +159,7 @@ def step(engine: Engine) -> float:
     return loss.item()
 
 
-def test_a_child_that_drops_the_engine_or_its_model_or_closes_it_ends_well():
+def test_a_child_that_drops_or_closes_the_engine_ends_without_error():
     engine = new_engine()
     losses = [step(engine)]
     model = engine.module
@@ -188,8 +188,8 @@ def test_a_child_that_drops_the_engine_or_its_model_or_closes_it_ends_well():
     engine.close()
 
 
-def test_a_child_that_leaves_as_an_interpreter_does_ends_well():
-    """With exit handlers and finalizers, as `sys.exit` in a child made by `os.fork` has them run."""
+def test_a_child_that_exits_the_interpreter_ends_without_error():
+    """`sys.exit` in a child runs exit handlers and finalizers."""
     script = """
 import os, sys, torch, patrickstar as ps
 model = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Linear(40, 3))
@@ -211,7 +211,7 @@ step()
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_child_that_uses_the_engine_is_told_whose_it_is():
+def test_a_child_that_uses_the_engine_gets_an_error_with_its_owner():
     engine = new_engine()
 
     def use() -> None:
@@ -224,7 +224,7 @@ def test_a_child_that_uses_the_engine_is_told_whose_it_is():
 
 
 class Numbers(Dataset):
-    """Rows of numbers that depend on their index alone."""
+    """Rows of random numbers that depend only on their index."""
 
     def __len__(self) -> int:
         return 12
@@ -236,7 +236,7 @@ class Numbers(Dataset):
 
 
 @pytest.mark.parametrize("room", ["plenty", "evicted"])
-def test_workers_that_load_data_leave_the_bits_of_plain_pytorch(room):
+def test_data_loader_workers_do_not_change_results(room):
     def script(trainer, optimizer):
         losses = []
         for _ in range(2):  # the second pass forks while chunks have been in use

@@ -1,4 +1,4 @@
-"""Law 1 again: whoever updates a chunk, on however many threads, nobody can tell."""
+"""Law 1 for kernels: results do not depend on the backend or the number of threads of any update."""
 
 import random
 
@@ -16,17 +16,17 @@ from .models import chunk_sizes, config, precisions, shapes, train
 from .test_exactness import plain_run
 
 
-class Turns(Kernels):
-    """Another implementation for every update and every survey."""
+class RandomKernels(Kernels):
+    """Kernels that use a random backend for each update and for each computation of gradient statistics."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(CppBackend.find())
-        found = (
+        native = (
             []
             if self.cpp is None
             else [CppBackend.find(variant, threads) for variant in self.cpp.variants() for threads in (1, 3)]
         )
-        self.implementations = [EagerBackend(), *found]
+        self.implementations = [EagerBackend(), *native]
         self.random = random.Random(seed)
 
     def for_update(self, span):
@@ -43,7 +43,7 @@ def test_every_chunk_updated_by_another_implementation(shape, chunk_size, precis
     losses, state = plain_run(shape, options)
     torch.manual_seed(0)
     engine = Engine(
-        shape.build, options, meter=testing.NoMeter(), kernels=Turns(seed), evict_everything=True, poison=True
+        shape.build, options, meter=testing.NoMeter(), kernels=RandomKernels(seed), evict_everything=True, poison=True
     )
     assert train(engine, 4) == losses
     testing.assert_same_bits(state, engine.state_dict(), "parameters")

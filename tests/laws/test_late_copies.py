@@ -1,6 +1,6 @@
-"""Law 1 beside an accelerator whose copies are late: the bits are those of plain PyTorch, by any schedule.
+"""Law 1 with asynchronous copies: for any schedule of late copies, results are bit-identical to plain PyTorch.
 
-See [Note: late copies] in `late_copies.py`. The seed of a schedule is the test's parameter.
+See [Note: late copies] in `late_copies.py`. The test parameter is the seed of a schedule.
 """
 
 import random
@@ -31,7 +31,7 @@ def random_shape(choice: random.Random) -> Shape:
 
 
 def random_loop(choice: random.Random, precision: str) -> testing.Script:
-    """Draw a training loop of five steps: accumulation, clipping, early updates, evaluation and states in between."""
+    """Draw a loop of five steps with accumulation, clipping, optimizer-in-backward, evaluation, save and load."""
     steps = [
         {
             "accumulation": choice.choice([1, 1, 2]),
@@ -45,11 +45,11 @@ def random_loop(choice: random.Random, precision: str) -> testing.Script:
     ]
 
     def script(trainer, optimizer):
-        seen = []
+        results = []
         for step in steps:
             if step["evaluate"]:
                 with torch.no_grad():
-                    seen.append(trainer.eval()(*batches(1)[0]).clone())
+                    results.append(trainer.eval()(*batches(1)[0]).clone())
                 trainer.train()
             if step["save_and_load"]:
                 trainer.load_state_dict({name: value.clone() for name, value in trainer.state_dict().items()})
@@ -57,33 +57,33 @@ def random_loop(choice: random.Random, precision: str) -> testing.Script:
             for batch in batches(step["accumulation"], step["length"]):
                 loss = trainer(*batch)
                 trainer.backward(loss, **({"update": True} if early else {}))
-                seen.append(loss.detach().clone())
+                results.append(loss.detach().clone())
             if step["clip"]:
-                seen.append(trainer.clip_grad_norm_(0.1).clone())
+                results.append(trainer.clip_grad_norm_(0.1).clone())
             optimizer.step()
             optimizer.zero_grad()
-        return seen
+        return results
 
     return script
 
 
 def least_device_bytes(shape: Shape, options: ps.Config, script: testing.Script) -> int:
-    """Return what the most demanding operator of a loop needs at once, found by running it where all fits."""
+    """Return the bytes of chunks that the largest operator of a loop accesses together, measured in one run."""
     engine = Engine(shape.build, options, meter=testing.NoMeter())
-    seen, access = [0], engine._core.data.access
+    sizes, access = [0], engine._core.data.access
 
-    def watch(managed_params, belongs, **how):
-        seen.append(sum({managed.chunk.index: managed.chunk.nbytes for managed in managed_params}.values()))
-        access(managed_params, belongs, **how)
+    def record(managed_params, belongs, **options):
+        sizes.append(sum({managed.chunk.index: managed.chunk.nbytes for managed in managed_params}.values()))
+        access(managed_params, belongs, **options)
 
-    engine._core.data.access = watch
+    engine._core.data.access = record
     script(engine, engine.optimizer)
     engine.close()
-    return max(seen)
+    return max(sizes)
 
 
 def run_schedule(seed: int, directory, failures: float = 0.0) -> LateHardware | None:
-    """Train a random model by a random loop under random budgets; None if the budgets are refused."""
+    """Train a random model in a random loop with random budgets; return None if the budgets are too small."""
     choice = random.Random(seed)
     shape, precision = random_shape(choice), choice.choice(["bf16", "fp16", "fp32"])
     chunk_size = choice.choice([256, 700, 4096, "auto"])
@@ -110,7 +110,7 @@ def run_schedule(seed: int, directory, failures: float = 0.0) -> LateHardware | 
     except BudgetError:
         return None
     try:
-        testing.assert_same_bits(expected, script(engine, engine.optimizer), f"schedule {seed}: what the loop saw")
+        testing.assert_same_bits(expected, script(engine, engine.optimizer), f"schedule {seed}: results of the loop")
         testing.assert_same_bits(reference.state_dict(), engine.state_dict(), f"schedule {seed}: parameters")
         testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
         hardware.check_rest()
@@ -118,14 +118,14 @@ def run_schedule(seed: int, directory, failures: float = 0.0) -> LateHardware | 
     except BudgetError as error:
         if "grad32" not in str(error):
             raise
-        return None  # The check before training does not count the lists of accumulation.
+        return None  # The check before training does not count gradient lists.
     finally:
         engine.close()
     return hardware
 
 
 def run_schedules(first: int, directory, failures: float = 0.0) -> list[LateHardware]:
-    """Run `SCHEDULES_PER_TEST` of them; most of their budgets must not have been refused."""
+    """Run `SCHEDULES_PER_TEST` schedules, most of which must have sufficient budgets."""
     seeds = range(first, first + SCHEDULES_PER_TEST)
     ran = [hardware for seed in seeds if (hardware := run_schedule(seed, directory, failures)) is not None]
     assert len(ran) > SCHEDULES_PER_TEST // 2, f"only {len(ran)} of the schedules from {first} on ran"
@@ -133,7 +133,7 @@ def run_schedules(first: int, directory, failures: float = 0.0) -> list[LateHard
 
 
 def some_are_slow(count: int, fast: int) -> list:
-    """The first seeds of tests that run `count` schedules in all, `fast` of them on every run."""
+    """Return the first seeds of tests that run `count` schedules, of which those from `fast` on are slow tests."""
     return [
         pytest.param(first, marks=[pytest.mark.slow] if first >= fast else [])
         for first in range(0, count, SCHEDULES_PER_TEST)
@@ -141,16 +141,16 @@ def some_are_slow(count: int, fast: int) -> list:
 
 
 @pytest.mark.parametrize("first", some_are_slow(200, fast=30))
-def test_no_schedule_of_late_copies_changes_a_bit(first, tmp_path):
+def test_no_schedule_of_late_copies_changes_results(first, tmp_path):
     assert sum(hardware.queued for hardware in run_schedules(first, tmp_path)) > 0, "no copy was queued"
 
 
 @pytest.mark.parametrize("first", some_are_slow(100, fast=10))
-def test_an_allocation_that_fails_is_tried_again_and_changes_no_bit(first, tmp_path):
+def test_a_failed_allocation_is_retried_and_does_not_change_results(first, tmp_path):
     assert sum(hardware.memory_retries for hardware in run_schedules(first, tmp_path, failures=0.1)) > 0
 
 
-def test_an_allocation_that_fails_twice_is_an_error_and_training_goes_on():
+def test_an_allocation_that_fails_twice_is_an_error_and_training_can_continue():
     shape = Shape(("mlp", "mlp", "mlp"), tied=False, frozen_norms=False, checkpointing=False)
     options = config("bf16", 256, device_memory=4000)
     torch.manual_seed(0)
@@ -169,7 +169,7 @@ def test_an_allocation_that_fails_twice_is_an_error_and_training_goes_on():
 
 
 def test_the_host_does_not_wait_for_copies_to_the_device():
-    """Without grad every chunk is fetched on demand; computation is ordered after the copy, and the host goes on."""
+    """Without grad, chunks are fetched on demand: the compute stream waits for the copy, and the host does not."""
     shape = Shape(("mlp", "mlp", "mlp"), tied=False, frozen_norms=False, checkpointing=False)
     hardware = LateHardware(seed=0)
     options = config("bf16", 512, device_memory=6000)
@@ -178,23 +178,23 @@ def test_the_host_does_not_wait_for_copies_to_the_device():
         engine(*batches(1)[0])
         queued, waited = hardware.queued, hardware.host_waits
         engine(*batches(1)[0])
-    assert hardware.queued - queued > 5, "the budget holds everything"
+    assert hardware.queued - queued > 5, "the budget is large enough for everything"
     assert hardware.host_waits == waited
     engine.close()
 
 
 def no_order(monkeypatch):
-    """Computation is not ordered after the copy that it needs."""
+    """Do not order computation after the copy that it needs."""
     monkeypatch.setattr(LateTransfer, "order", lambda self: None)
 
 
 def no_wait_before_host_memory_is_freed(monkeypatch):
-    """Host memory is reused while a copy may still read it."""
+    """Reuse host memory while a copy may still read it."""
     monkeypatch.setattr("patrickstar._memory.host_tier._wait_for_transfers", lambda chunk: None)
 
 
 def no_wait_before_the_host_writes(monkeypatch):
-    """A gradient is written over a host copy that an earlier fetch may still read."""
+    """Write a gradient over a host copy that an earlier fetch may still read."""
 
     def ensure(self, *chunks):
         if any(chunk.fetch_transfer is not None or not chunk.in_memory for chunk in chunks):
@@ -204,15 +204,15 @@ def no_wait_before_the_host_writes(monkeypatch):
 
 
 def device_memory_is_reused_at_once(monkeypatch):
-    """An evicted chunk's device memory is written by others while it is still being copied to the host."""
-    leave = ChunkTransfers.start_eviction
+    """Overwrite an evicted chunk's device memory while it is still being copied to the host."""
+    start_eviction = ChunkTransfers.start_eviction
 
-    def leave_at_once(self, chunk, tier):
-        leave(self, chunk, tier)
+    def evict_at_once(self, chunk, tier):
+        start_eviction(self, chunk, tier)
         if tier is Tier.HOST:
             fill_poison(chunk.on_device(chunk.whole))
 
-    monkeypatch.setattr(ChunkTransfers, "start_eviction", leave_at_once)
+    monkeypatch.setattr(ChunkTransfers, "start_eviction", evict_at_once)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def device_memory_is_reused_at_once(monkeypatch):
     ids=lambda fault: fault.__name__,
 )
 def test_a_missing_wait_is_found(fault, monkeypatch, tmp_path):
-    """The simulation itself: with a fault planted, one of the schedules fails."""
+    """Check the simulation itself: with an injected fault, one of the schedules fails."""
     fault(monkeypatch)
     found = "schedule .* differs|source of a copy was overwritten|device memory was freed"
     with pytest.raises(AssertionError, match=found):

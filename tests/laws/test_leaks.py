@@ -1,4 +1,4 @@
-"""Law 6: nothing stays pinned after a step, hooked after the engine, or unusable after an exception."""
+"""Law 6, leaks: no pin after a step, no hook after closing, and a usable engine after an exception."""
 
 import gc
 import weakref
@@ -51,7 +51,7 @@ def test_memory_does_not_grow_with_steps():
 
 
 def memory(engine: Engine) -> tuple[int, ...]:
-    """What chunks take, and what of the system's memory is kept for them."""
+    """Return the memory that chunks use, and the memory reserved for them."""
     manager = engine._core.manager
     mapped = 0 if manager.device_tier.page_pool is None else manager.device_tier.page_pool.mapped_bytes
     return (
@@ -65,10 +65,10 @@ def memory(engine: Engine) -> tuple[int, ...]:
 
 def count_tensors() -> int:
     gc.collect()
-    return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+    return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
 
 
-def test_close_leaves_an_ordinary_model_and_no_hooks():
+def test_close_leaves_a_plain_model_without_hooks():
     engine = make()
     train(engine, 2)
     module, state = engine.module, engine.state_dict()
@@ -85,20 +85,20 @@ def test_close_leaves_an_ordinary_model_and_no_hooks():
     engine.close()
 
 
-def test_an_engine_and_its_chunks_go_when_it_is_closed():
+def test_a_closed_engine_and_its_chunks_are_collected():
     engine = make()
     train(engine, 2)
     chunks = [weakref.ref(chunk) for chunk in engine._core.manager.chunks.values()]
     engine.close()
-    gone = weakref.ref(engine)
+    reference = weakref.ref(engine)
     del engine
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     assert not any(chunk() for chunk in chunks)
 
 
-def test_an_engine_may_go_while_a_compiler_is_tracing():
-    """The garbage collector comes when it likes, with modes of others active."""
+def test_an_engine_may_be_collected_while_a_compiler_is_tracing():
+    """The garbage collector may run at any time, with any torch mode active."""
     engine = make()
     train(engine, 2)
     module = engine.module
@@ -111,7 +111,7 @@ def test_an_engine_may_go_while_a_compiler_is_tracing():
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_after_an_exception_the_engine_goes_on(where):
+def test_the_engine_is_usable_after_an_exception(where):
     class Trouble(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""Law 2 with libraries that keep a part of the device: the check before training counts it, as every moment does."""
+"""Law 2 with device memory used by libraries: it is counted before training and during training."""
 
 import re
 
@@ -20,7 +20,7 @@ LIBRARY_BYTES = 1 << 20
 
 
 class Libraries(NoMeter):
-    """Nothing beside chunks but what libraries keep."""
+    """Meter that reports only the memory of libraries."""
 
     def now(self, chunk_bytes: int) -> int:
         return LIBRARY_BYTES
@@ -30,7 +30,7 @@ class Libraries(NoMeter):
 
 
 class WithLibraries(Hardware):
-    """A CPU whose device tier holds workspaces of libraries."""
+    """CPU hardware that reports library workspaces on its device tier."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -50,9 +50,9 @@ def engine(**options) -> Engine:
 
 def train(made: Engine) -> None:
     used = []
-    take = made._core.manager.device_tier.allocate
+    allocate = made._core.manager.device_tier.allocate
     made._core.manager.device_tier.allocate = lambda chunk: (
-        take(chunk),
+        allocate(chunk),
         used.append(made._core.manager.device_tier.used),
     )
     for step in range(3):
@@ -65,7 +65,7 @@ def train(made: Engine) -> None:
 
 
 def test_a_budget_that_holds_the_model_but_not_the_libraries_is_refused():
-    """By name, before training, with the smallest budgets that work; and these work."""
+    """The error before training names the libraries and the smallest budgets that work, and these work."""
     with pytest.raises(BudgetError) as refused:
         engine(device_memory=LIBRARY_BYTES, host_memory=1 << 30)
     text = str(refused.value)
@@ -80,7 +80,7 @@ def test_a_budget_that_holds_the_model_but_not_the_libraries_is_refused():
     made.close()
 
 
-def test_a_pair_of_budgets_that_is_named_works():
+def test_the_pair_of_budgets_in_the_error_works():
     with pytest.raises(BudgetError) as refused:
         engine(device_memory=LIBRARY_BYTES + 100, host_memory=1000)
     ((device, host),) = re.findall(r"device_memory=(\d+) with host_memory=(\d+) bytes", str(refused.value))
@@ -89,7 +89,7 @@ def test_a_pair_of_budgets_that_is_named_works():
     made.close()
 
 
-def test_with_a_disk_libraries_count_too(tmp_path):
+def test_libraries_are_counted_with_a_disk(tmp_path):
     with pytest.raises(BudgetError) as refused:
         engine(device_memory=LIBRARY_BYTES, host_memory="64KiB", disk=tmp_path)
     text = str(refused.value)
@@ -100,31 +100,31 @@ def test_with_a_disk_libraries_count_too(tmp_path):
     made.close()
 
 
-def test_chunks_are_as_large_as_suits_what_libraries_leave():
+def test_the_chunk_size_fits_the_memory_left_by_libraries():
     config = ps.Config(device="cpu", device_memory=LIBRARY_BYTES + 40_000, host_memory="1GiB")
     made = Engine(build, config, hardware=WithLibraries(), meter=Libraries())
     assert max(chunk.compute_bytes for chunk in made.layout.chunks) <= 40_000 // 4
     made.close()
 
 
-def test_a_meter_that_counts_nothing_counts_no_libraries():
+def test_a_meter_that_reports_nothing_reports_no_libraries():
     config = ps.Config(device="cpu", chunk_size=2 * WIDTH * (WIDTH + 1), device_memory="64KiB", host_memory="1GiB")
     Engine(build, config, hardware=WithLibraries(), meter=NoMeter()).close()
 
 
-def test_a_rehearsal_counts_them():
+def test_a_dry_run_counts_libraries():
     machine = Machine(
         name="a test's",
-        source="made up",
+        source="a test",
         gpu=Gpu(count=1, memory=LIBRARY_BYTES + (1 << 18), matmul_tflops=1.0, memory_bandwidth=1e9),
         host=Host(memory=1 << 30, memory_bandwidth=1e9, cores=1),
         links=Links(h2d=1e9, d2h=1e9),
     )
     config = ps.Config(device="cpu", chunk_size=2 * WIDTH * (WIDTH + 1))
     step = forward_backward_step(lambda out: out.float().pow(2).mean(), (torch.zeros(4, WIDTH),), {})
-    found = [dry_run(build, config, step, machine, library_bytes=n) for n in (0, LIBRARY_BYTES)]
-    peaks = [one.stats.device_peak_non_model_bytes for one in found]
-    assert abs(peaks[1] - peaks[0] - LIBRARY_BYTES) < 4096, "all else is the same, but for what is on its way"
+    reports = [dry_run(build, config, step, machine, library_bytes=n) for n in (0, LIBRARY_BYTES)]
+    peaks = [report.stats.device_peak_non_model_bytes for report in reports]
+    assert abs(peaks[1] - peaks[0] - LIBRARY_BYTES) < 4096, "only transfers in flight may differ otherwise"
     with pytest.raises(BudgetError, match=r"for its libraries"):
         small = machine.model_copy(update={"gpu": machine.gpu.model_copy(update={"memory": LIBRARY_BYTES})})
         dry_run(build, config, step, small, library_bytes=LIBRARY_BYTES)

@@ -1,4 +1,4 @@
-"""Law 5: every chunk has one authoritative copy; a clean duplicate may be dropped at any time."""
+"""Law 5, ownership: every chunk has a valid copy, and a duplicate may be dropped at any time."""
 
 import torch
 from hypothesis import given, settings
@@ -33,7 +33,7 @@ def test_one_owner_and_duplicates_that_agree(shape, chunk_size, spare_bytes, see
 
 
 def drop_duplicates(engine: Engine, seed: int) -> None:
-    """Drop one of two valid copies, at random."""
+    """Drop the host copy of random chunks that have two valid copies."""
     generator = torch.Generator().manual_seed(seed)
     manager = engine._core.manager
     for chunk in manager.chunks.values():

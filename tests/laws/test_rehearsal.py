@@ -1,4 +1,4 @@
-"""What a rehearsal says is what a run does: the same accesses, the same bytes on every tier and lane."""
+"""Dry run: it predicts the accesses of a real run, and its bytes on every tier and channel."""
 
 import contextlib
 
@@ -21,7 +21,7 @@ from .tiers import WIDTH, on_disk, options, rooms
 
 LAPTOP = Machine(
     name="laptop",
-    source="made up",
+    source="a test",
     host=Host(memory="64GiB", memory_bandwidth="20GB", cores=2, matmul_tflops=0.2),
     disk=DiskDrive(capacity="100GB", read="1GB", write="1GB"),
 )
@@ -29,53 +29,53 @@ PEAKS = ("device_peak_model_bytes", "host_peak_model_bytes", "host_peak_non_mode
 
 
 def compare(build, options, **hooks):
-    """What moves in each of three steps, the peaks of the last, and the trace that it follows."""
+    """Compare the transfers of three steps, the peaks of the last one, and its trace."""
     hooks["meter"] = testing.NoMeter()
     with contextlib.closing(Engine(build, options, **hooks)) as engine:
         moved = steps(engine, 3)
         trace, last = engine._core.tracer.trace, engine.stats.last
-    found = []
-    dry_run_report = dry_run(build, options, lambda other: found.extend(steps(other, 1)), LAPTOP, steps=3, **hooks)
-    assert found == moved
+    predicted = []
+    dry_run_report = dry_run(build, options, lambda other: predicted.extend(steps(other, 1)), LAPTOP, steps=3, **hooks)
+    assert predicted == moved
     assert [moment.chunks for moment in dry_run_report.trace.moments] == [moment.chunks for moment in trace.moments]
     for name in PEAKS:
         assert getattr(dry_run_report.stats, name) == getattr(last, name), name
 
 
 def steps(engine, count):
-    """Bytes that each step moves, its update done when it ends, without what is read for the next one."""
-    found = []
+    """Return the bytes that each step moves, including its update, but not speculative reads for the next one."""
+    transfers = []
     for batch in batches(count):
-        before, ahead = engine._core.manager.counters.copy(), on_trust(engine)
+        before, speculative = engine._core.manager.counters.copy(), speculative_bytes(engine)
         engine.backward(engine(*batch))
         engine.optimizer.step()
         engine._core.complete()
         moved = engine._core.manager.counters.since(before)
-        read = moved.disk_read_bytes + ahead - on_trust(engine)
-        found.append((moved.h2d_bytes, moved.d2h_bytes, read, moved.disk_write_bytes))
-    return found
+        read = moved.disk_read_bytes + speculative - speculative_bytes(engine)
+        transfers.append((moved.h2d_bytes, moved.d2h_bytes, read, moved.disk_write_bytes))
+    return transfers
 
 
-def on_trust(engine):
-    ring = (
+def speculative_bytes(engine):
+    pool = (
         engine._core.optimizer_step.disk_step.staging_pool
         if engine._core.optimizer_step.disk_step is not None
         else None
     )
-    return sum(bytes_of(engine, there) for there in ring.live if there.owner is None) if ring is not None else 0
+    return sum(bytes_of(engine, pages) for pages in pool.live if pages.owner is None) if pool is not None else 0
 
 
 @settings(max_examples=10, deadline=None, print_blob=True)
 @given(shapes, st.sampled_from([1000, 9000, "auto"]), st.sampled_from(["bf16", "fp32"]), st.integers(0, 4000))
-def test_in_memory_it_is_the_run_to_the_byte(shape, chunk_size, precision, spare_bytes):
-    """Not in fp16, whose first steps overflow and update nothing."""
+def test_in_memory_it_equals_the_run_to_the_byte(shape, chunk_size, precision, spare_bytes):
+    """fp16 is left out: its first steps overflow and skip the update."""
     device = smallest_device_bytes(shape, chunk_size, precision) + spare_bytes
     compare(shape.build, config(precision, chunk_size, device_memory=device, host_memory=1 << 30))
 
 
 @settings(max_examples=8, deadline=None, print_blob=True)
 @given(shapes, st.sampled_from([1000, 9000, 40000]), rooms)
-def test_with_a_disk_it_is_the_run_to_the_byte(tmp_path_factory, shape, chunk_size, room):
+def test_with_a_disk_it_equals_the_run_to_the_byte(tmp_path_factory, shape, chunk_size, room):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "WIDTH", WIDTH)
         folder = tmp_path_factory.mktemp("disk")
@@ -85,7 +85,7 @@ def test_with_a_disk_it_is_the_run_to_the_byte(tmp_path_factory, shape, chunk_si
 
 @settings(max_examples=10, deadline=None, print_blob=True)
 @given(shapes, st.sampled_from([1000, 9000, "auto"]), st.integers(32_000, 100_000))
-def test_no_tier_is_over_its_budget_at_any_time_and_no_byte_comes_from_nowhere(shape, chunk_size, spare_bytes):
+def test_no_tier_exceeds_its_budget_and_channels_move_the_counted_bytes(shape, chunk_size, spare_bytes):
     def step(engine):
         steps(engine, 1)
 
@@ -95,35 +95,35 @@ def test_no_tier_is_over_its_budget_at_any_time_and_no_byte_comes_from_nowhere(s
     options_ = config("bf16", chunk_size, device_memory=device, host_memory=wide.stats.device_peak_model_bytes * 8)
     dry_run_report = dry_run(shape.build, options_, step, LAPTOP)
     assert dry_run_report.timeline
-    for one in dry_run_report.timeline:
-        assert one.device_bytes <= device and one.host_bytes <= options_.host_memory
-        assert 0 <= one.at_s <= dry_run_report.seconds
-    moved = {lane.name: lane for lane in dry_run_report.channels}
-    # Rows of embeddings that stay on the host are copied by operators, which take their own time.
+    for sample in dry_run_report.timeline:
+        assert sample.device_bytes <= device and sample.host_bytes <= options_.host_memory
+        assert 0 <= sample.at_s <= dry_run_report.seconds
+    moved = {channel.name: channel for channel in dry_run_report.channels}
+    # Operators copy the rows of embeddings that stay on the host, in their own time.
     assert moved["host to device"].nbytes <= dry_run_report.stats.h2d_bytes
     assert moved["device to host"].nbytes <= dry_run_report.stats.d2h_bytes
-    assert all(lane.busy_s <= dry_run_report.seconds * (1 + 1e-9) for lane in dry_run_report.channels)
+    assert all(channel.busy_s <= dry_run_report.seconds * (1 + 1e-9) for channel in dry_run_report.channels)
     assert dry_run_report.compute_s <= dry_run_report.seconds * (1 + 1e-9)
 
 
 @settings(max_examples=15, deadline=None, print_blob=True)
 @given(st.integers(4, 12), st.floats(0.5, 1.5), st.floats(1.0, 2.0), st.booleans())
-def test_no_plan_moves_less_than_the_fewest_bytes_there_can_be(layers, device, host, beside_backward):
-    """A chain of layers on a GPU that is only described, with and without updates beside backward."""
+def test_no_plan_moves_less_than_the_lower_bound(layers, device, host, in_backward):
+    """Simulate a chain of layers on a GPU, with and without optimizer-in-backward."""
     width = 256
 
     def build():
         return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
 
     def step(engine):
-        engine.backward(engine(torch.empty(8, width, device="meta")).float().mean(), update=beside_backward)
+        engine.backward(engine(torch.empty(8, width, device="meta")).float().mean(), update=in_backward)
         engine.optimizer.step()
 
     params = layers * width * width
     gpu = Gpu(count=1, memory=int(4 * params * device) + (1 << 20), matmul_tflops=10, memory_bandwidth="1TB")
     machine = Machine(
         name="small GPU",
-        source="made up",
+        source="a test",
         gpu=gpu,
         host=Host(memory=int(14 * params * host) + (1 << 20), memory_bandwidth="20GB", cores=2),
         links=Links(h2d="1GB", d2h="1GB"),
@@ -135,11 +135,11 @@ def test_no_plan_moves_less_than_the_fewest_bytes_there_can_be(layers, device, h
     assert dry_run_report.seconds >= dry_run_report.bound_s
 
 
-def test_it_takes_no_memory_for_weights():
+def test_it_allocates_no_memory_for_weights():
     def build():
         return torch.nn.Sequential(*(torch.nn.Linear(20_000, 20_000) for _ in range(4)))
 
-    # 22 GB of model data, and only shapes of it are made.
+    # 22 GB of model data, on the meta device.
     options_ = config("bf16", "auto", device_memory=8 << 30, host_memory=40 << 30)
     dry_run_report = dry_run(
         build,
@@ -154,7 +154,7 @@ def test_it_takes_no_memory_for_weights():
     assert dry_run_report.seconds >= dry_run_report.bound_s > 0
 
 
-def test_time_is_what_the_slowest_lane_needs_at_least():
+def test_time_is_bounded_by_the_slowest_channel():
     slow = LAPTOP.model_copy(update={"host": LAPTOP.host.model_copy(update={"memory_bandwidth": 1e9})})
 
     def build():

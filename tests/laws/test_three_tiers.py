@@ -1,4 +1,4 @@
-"""The laws where a disk lies below the host: exactness, budgets per tier, traffic, one owner, no leak."""
+"""The laws with a disk tier: exactness, budgets, traffic, ownership, leaks."""
 
 import contextlib
 import gc
@@ -28,46 +28,46 @@ from .tiers import (
     blocks,
     chunk_sizes,
     compare,
-    descriptors,
     inputs,
     mean_square,
-    movers,
     on_disk,
+    open_files,
     options,
     real_bytes,
     rooms,
     small_engine,
     with_budgets,
+    worker_threads,
 )
 
 
 @pytest.fixture(autouse=True)
 def _wide_models(monkeypatch):
-    """Those of `models.py` are so small here that the host would hold them."""
+    """Widen the models of `models.py`, which would otherwise fit on the host."""
     monkeypatch.setattr(models, "WIDTH", WIDTH)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An empty directory, which is empty again at the end."""
-    made = tmp_path_factory.mktemp("disk")
-    yield made
-    assert not list(made.iterdir())
+    """Provide an empty directory, and check that it is empty at the end."""
+    directory = tmp_path_factory.mktemp("disk")
+    yield directory
+    assert not list(directory.iterdir())
 
 
-def train(trainer, optimizer, count, accumulation=1, max_norm=None, **how):
-    """The usual loop."""
-    seen = []
+def train(trainer, optimizer, count, accumulation=1, max_norm=None, **options):
+    """Train with accumulation and clipping; return losses and norms."""
+    results = []
     for number, batch in enumerate(data := batches(count), start=1):
         loss = trainer(*batch)
-        trainer.backward(loss / accumulation, **how)
-        seen.append(loss.detach().clone())
+        trainer.backward(loss / accumulation, **options)
+        results.append(loss.detach().clone())
         if number % accumulation == 0 or number == len(data):
             if max_norm is not None:
-                seen.append(trainer.clip_grad_norm_(max_norm).clone())
+                results.append(trainer.clip_grad_norm_(max_norm).clone())
             optimizer.step()
             optimizer.zero_grad()
-    return seen
+    return results
 
 
 loops = st.sampled_from(
@@ -101,7 +101,7 @@ def test_exactness_in_many_more_cases(folder, shape, chunk_size, precision, room
 
 
 class Recurrent(nn.Module):
-    """Several parameters in one operator, and a lookup whose weight stays on the host."""
+    """Model with several parameters in one operator, and an embedding whose weight stays on the host."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ class Recurrent(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Parameters of three dtypes and a buffer."""
+    """Model with parameters of three dtypes, and buffers."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ class Mixed(nn.Module):
 
 
 class Tied(nn.Module):
-    """One weight in two places, one used by a function, one that is never used."""
+    """Model with a tied weight, a weight used by a function, and an unused weight."""
 
     def __init__(self):
         super().__init__()
@@ -161,8 +161,8 @@ def test_unusual_models(tmp_path, build, evict_everything, host_share, precision
 
 
 @pytest.mark.parametrize("evict_everything", [False, True])
-def test_saved_activations_on_the_host_beside_pages(tmp_path, evict_everything):
-    """Each is 5 KiB, and there are 16."""
+def test_offloaded_activations_beside_staging_buffers(tmp_path, evict_everything):
+    """Offload 16 activations of 5 KiB."""
 
     def script(trainer, optimizer):
         seen = []
@@ -186,12 +186,12 @@ def many_blocks():
 
 
 class Watched(ChunkManager):
-    """Checks the law each time memory is taken."""
+    """Chunk manager that checks the law at each allocation."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        take = self.device_tier.allocate
-        self.device_tier.allocate = lambda chunk: (take(chunk), check_budgets(self, chunk))
+        allocate = self.device_tier.allocate
+        self.device_tier.allocate = lambda chunk: (allocate(chunk), check_budgets(self, chunk))
 
     def poll_transfers(self):
         super().poll_transfers()
@@ -199,14 +199,14 @@ class Watched(ChunkManager):
 
 
 class WatchedHost(HostTier):
-    """The same for the host; `_new_block` makes all allocations there."""
+    """Host tier that checks the law at each allocation; all allocations use `_new_block`."""
 
     def _new_block(self, nbytes):
         place = super()._new_block(nbytes)
-        taken = sum(one.nbytes for slab in self.arenas for one in slab._blocks)
-        threads = self.used + self.other_bytes + nbytes - taken
-        assert threads in (0, STAGES * PAGE_BYTES), "what the disk's threads have is not in the slab, all else is"
-        assert taken + threads <= self.budget_bytes
+        in_arenas = sum(block.nbytes for arena in self.arenas for block in arena._blocks)
+        threads = self.used + self.other_bytes + nbytes - in_arenas
+        assert threads in (0, STAGES * PAGE_BYTES), "only the buffers of the disk's threads are outside the arena"
+        assert in_arenas + threads <= self.budget_bytes
         assert place.end <= place.arena.nbytes and self.arena_bytes <= self.budget_bytes
         return place
 
@@ -243,7 +243,7 @@ def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, 
 
 
 def capacity_needed(build, config):
-    """The smallest disk that works, as the error says that refuses one of a block."""
+    """Return the smallest disk capacity that works, read from the error for a disk of one block."""
     try:
         small_engine(build, config.model_copy(update={"disk": ps.Disk(directory=config.disk.directory, capacity=4096)}))
     except BudgetError as error:
@@ -264,35 +264,35 @@ def test_a_disk_that_is_too_small_is_refused_in_bytes(tmp_path):
     engine = small_engine(blocks, enough)
     assert engine._core.manager.disk_tier.file.nbytes <= named
     engine.close()
-    assert not movers() and not list(tmp_path.iterdir())
+    assert not worker_threads() and not list(tmp_path.iterdir())
 
 
-# One owner, and no leak
+# Ownership and leaks
 
 
 @settings(max_examples=5, deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, rooms)
-def test_every_chunk_has_its_bytes_and_duplicates_agree_after_every_operator(folder, shape, chunk_size, room):
+def test_every_chunk_has_a_valid_copy_and_duplicates_agree_after_every_operator(folder, shape, chunk_size, room):
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
     with contextlib.closing(small_engine(shape.build, config, evict_everything=room.evict_everything)) as engine:
         assume(engine._core.manager.disk_tier is not None)
         op_boundary = engine._core.data.op_boundary
 
-        def watch(belongs):
+        def check(belongs):
             op_boundary(belongs)
-            still = [
+            idle = [
                 chunk
                 for chunk in engine._core.manager.chunks.values()
                 if not (chunk.fetch_transfer or chunk.eviction_transfer)
             ]
-            assert_one_owner(chunk for chunk in still if not chunk.pins)
+            assert_one_owner(chunk for chunk in idle if not chunk.pins)
 
-        engine._core.data.op_boundary = watch
+        engine._core.data.op_boundary = check
         train(engine, engine.optimizer, 4)
         del engine._core.data.op_boundary
 
 
-def test_two_engines_share_a_directory_and_do_not_meet(tmp_path):
+def test_two_engines_can_share_a_directory(tmp_path):
     config = on_disk(blocks, options(), tmp_path, inputs(1)[0], Room(host_bytes=20000))
 
     def run(together):
@@ -300,10 +300,10 @@ def test_two_engines_share_a_directory_and_do_not_meet(tmp_path):
         engines = [small_engine(blocks, config) for _ in range(2)] if together else [small_engine(blocks, config)]
         losses = [[] for _ in engines]
         for batch in inputs(4):
-            found = [mean_square(engine(*batch)) for engine in engines]
-            for engine, loss, seen in zip(engines, found, losses, strict=True):
+            outputs = [mean_square(engine(*batch)) for engine in engines]
+            for engine, loss, own_losses in zip(engines, outputs, losses, strict=True):
                 engine.backward(loss)
-                seen.append(loss.item())
+                own_losses.append(loss.item())
             for engine in engines:
                 engine.optimizer.step()
         assert len({engine._core.manager.disk_tier.file.path for engine in engines}) == len(engines)
@@ -314,13 +314,13 @@ def test_two_engines_share_a_directory_and_do_not_meet(tmp_path):
     alone, together = run(False), run(True)
     assert alone[0] == together[0]
     testing.assert_same_bits(alone[1], together[1], "parameters of the first")
-    assert not movers() and not list(tmp_path.iterdir())
+    assert not worker_threads() and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_an_engine_that_goes_with_updates_pending_finishes_them_and_leaves_nothing(tmp_path, closed):
+def test_an_engine_finishes_deferred_updates_when_it_is_closed_or_collected(tmp_path, closed):
     config = on_disk(blocks, options(), tmp_path, inputs(1)[0], Room())
-    before = descriptors()
+    before = open_files()
 
     def run(trainer):
         for batch in inputs(2):
@@ -333,7 +333,7 @@ def test_an_engine_that_goes_with_updates_pending_finishes_them_and_leaves_nothi
     torch.manual_seed(0)
     engine = small_engine(blocks, config)
     run(engine)
-    assert any(managed.update_pending for managed in engine._core.data.managed_params) and movers()
+    assert any(managed.update_pending for managed in engine._core.data.managed_params) and worker_threads()
     module = engine.module
     if closed:
         engine.close()
@@ -342,4 +342,4 @@ def test_an_engine_that_goes_with_updates_pending_finishes_them_and_leaves_nothi
         gc.collect()
     state = reference.state_dict()
     testing.assert_same_bits(state, module.state_dict(), "parameters")
-    assert not movers() and descriptors() == before and not list(tmp_path.iterdir())
+    assert not worker_threads() and open_files() == before and not list(tmp_path.iterdir())

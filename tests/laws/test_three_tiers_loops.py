@@ -1,4 +1,4 @@
-"""Law 1 with a disk: loops that look, write or turn aside while updates of the last step are still under way."""
+"""Law 1 with a disk: loops that read, write or branch while updates of the last step are deferred."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ def room(request):
 
 @pytest.fixture
 def exact(tmp_path, room):
-    """Compares a script over a model with the same under plain PyTorch."""
+    """Return a function that compares a script over a model with the reference."""
 
     def run(script, build=blocks, batch=None, **more):
         torch.manual_seed(0)
@@ -37,9 +37,9 @@ def exact(tmp_path, room):
     return run
 
 
-def step(trainer, optimizer, batch, **how):
+def step(trainer, optimizer, batch, **options):
     loss = mean_square(trainer(*batch))
-    trainer.backward(loss, **how)
+    trainer.backward(loss, **options)
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach().clone()
@@ -57,39 +57,39 @@ def test_the_usual_loop(exact, precision):
 @pytest.mark.parametrize("accumulation", [2, 3])
 def test_accumulation_with_a_short_last_batch_and_clipping(exact, accumulation):
     def script(trainer, optimizer):
-        seen = []
+        results = []
         for number, batch in enumerate(batches := inputs(3 * accumulation - 1), start=1):
             loss = mean_square(trainer(*batch))
             trainer.backward(loss / accumulation)
-            seen.append(loss.detach().clone())
+            results.append(loss.detach().clone())
             if number % accumulation == 0 or number == len(batches):
-                seen += [trainer.gradient(name) for name, _ in trainer.module.named_parameters()]
-                seen.append(trainer.clip_grad_norm_(0.05).clone())
+                results += [trainer.gradient(name) for name, _ in trainer.module.named_parameters()]
+                results.append(trainer.clip_grad_norm_(0.05).clone())
                 optimizer.step()
-        return seen
+        return results
 
     exact(script)
 
 
 def test_clipping(exact):
     def script(trainer, optimizer):
-        seen = []
+        results = []
         for batch in inputs(4):
             loss = mean_square(trainer(*batch))
             trainer.backward(loss)
-            seen += [trainer.clip_grad_norm_(0.05).clone(), loss.detach().clone()]
+            results += [trainer.clip_grad_norm_(0.05).clone(), loss.detach().clone()]
             optimizer.step()
-        return seen
+        return results
 
     exact(script)
 
 
-def test_updates_beside_backward(exact):
+def test_updates_in_backward(exact):
     exact(lambda trainer, optimizer: [step(trainer, optimizer, batch, update=True) for batch in inputs(5)])
 
 
-def test_states_right_after_a_step_and_back(exact):
-    """What a step has asked for is in them, and is not done again over what is loaded."""
+def test_states_saved_and_loaded_right_after_a_step(exact):
+    """Saved states include deferred updates, which are not applied again to loaded states."""
 
     def script(trainer, optimizer):
         usual(trainer, optimizer, 2)
@@ -98,7 +98,7 @@ def test_states_right_after_a_step_and_back(exact):
         usual(trainer, optimizer, 1)
         saved = copy.deepcopy((trainer.state_dict(), optimizer.state_dict()))
         first += usual(trainer, optimizer, 2)
-        # Torch's own optimizers go on in the very tensors that they are given.
+        # The optimizers of torch update the loaded tensors in place.
         optimizer.load_state_dict(copy.deepcopy(saved[1]))
         trainer.load_state_dict(saved[0])
         first += usual(trainer, optimizer, 1)
@@ -110,50 +110,50 @@ def test_states_right_after_a_step_and_back(exact):
     exact(script)
 
 
-def test_a_learning_rate_changed_after_the_step_is_the_next_ones(exact):
+def test_a_learning_rate_changed_after_the_step_applies_to_the_next_step(exact):
     def script(trainer, optimizer):
         schedule = torch.optim.lr_scheduler.ExponentialLR(getattr(optimizer, "inner", optimizer), 0.1)
-        seen = []
+        results = []
         for batch in inputs(4):
-            seen.append(step(trainer, optimizer, batch))
+            results.append(step(trainer, optimizer, batch))
             schedule.step()
-        return seen
+        return results
 
     exact(script)
 
 
 def test_a_parameter_written_right_after_the_step(exact):
     def script(trainer, optimizer):
-        seen = []
+        results = []
         for batch in inputs(3):
-            seen.append(step(trainer, optimizer, batch))
+            results.append(step(trainer, optimizer, batch))
             with torch.no_grad():
                 trainer.module[0][0].weight.mul_(1.5)
                 trainer.module[3][0].bias.zero_()
                 trainer.module[5][0].weight.copy_(trainer.module[4][0].weight.detach().clone())
-        return seen
+        return results
 
     exact(script)
 
 
 def test_a_forward_without_gradients_between_step_and_forward(exact):
     def script(trainer, optimizer):
-        seen = []
+        results = []
         for batch in inputs(3):
-            seen.append(step(trainer, optimizer, batch))
+            results.append(step(trainer, optimizer, batch))
             trainer.eval()
             with torch.no_grad():
-                seen.append(trainer(*batch).clone())
+                results.append(trainer(*batch).clone())
             with torch.inference_mode():
-                seen.append(trainer(*batch).clone())
+                results.append(trainer(*batch).clone())
             trainer.train()
-        return seen
+        return results
 
     exact(script)
 
 
 class Branches(nn.Module):
-    """Blocks of which only those in `taken` are used."""
+    """Model that uses only the blocks in `taken`."""
 
     def __init__(self):
         super().__init__()
@@ -167,50 +167,50 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("how", [{}, {"update": True}])
-def test_a_branch_not_taken_stays_pending_until_it_is(exact, how):
+def test_updates_of_a_branch_stay_deferred_until_it_is_used(exact, how):
     def script(trainer, optimizer):
-        seen = []
+        results = []
         taken = [range(6), [0, 5], [0, 5], [1, 0, 5], range(6), [2], [3], [4, 2], range(6), [5, 0]]
         for blocks_taken, batch in zip(taken, inputs(len(taken)), strict=True):
             trainer.module.taken = blocks_taken
-            seen.append(step(trainer, optimizer, batch, **how if seen and len(blocks_taken) < 3 else {}))
-        return seen
+            results.append(step(trainer, optimizer, batch, **how if results and len(blocks_taken) < 3 else {}))
+        return results
 
     exact(script, Branches)
 
 
-def test_what_changes_is_noticed_while_updates_wait(exact):
-    """Sequence lengths, a step left out, gradients dropped, and a gradient asked for by plain `loss.backward()`."""
+def test_changes_between_steps_while_updates_are_deferred(exact):
+    """Change the batch size, drop gradients, and call a step without gradients."""
 
     def script(trainer, optimizer):
-        seen = usual(trainer, optimizer, 2)
+        results = usual(trainer, optimizer, 2)
         for rows in (1, 7, 3, 7):
-            seen += [step(trainer, optimizer, batch) for batch in inputs(2, rows)]
+            results += [step(trainer, optimizer, batch) for batch in inputs(2, rows)]
         trainer.backward(mean_square(trainer(*inputs(1)[0])))
         optimizer.zero_grad()
-        seen += usual(trainer, optimizer, 2)
+        results += usual(trainer, optimizer, 2)
         optimizer.step()
-        return seen + usual(trainer, optimizer, 1)
+        return results + usual(trainer, optimizer, 1)
 
     exact(script)
 
 
 def test_freezing_and_unfreezing_right_after_a_step(exact):
     def build():
-        made = blocks()
-        made[0].requires_grad_(False)
-        made[4].requires_grad_(False)
-        return made
+        model = blocks()
+        model[0].requires_grad_(False)
+        model[4].requires_grad_(False)
+        return model
 
     def script(trainer, optimizer):
-        seen = usual(trainer, optimizer, 2)
+        results = usual(trainer, optimizer, 2)
         trainer.module[1].requires_grad_(False)
-        seen += usual(trainer, optimizer, 2)
+        results += usual(trainer, optimizer, 2)
         trainer.module[0].requires_grad_(True)
-        seen += usual(trainer, optimizer, 2)
+        results += usual(trainer, optimizer, 2)
         trainer.module[1].requires_grad_(True)
         trainer.module[4].requires_grad_(True)
-        return seen + usual(trainer, optimizer, 3)
+        return results + usual(trainer, optimizer, 3)
 
     exact(script, build)
 
@@ -220,7 +220,7 @@ class Trip(RuntimeError):
 
 
 class Tripwire(nn.Module):
-    """Fails where it is armed to."""
+    """Model that fails in the pass that it is armed for."""
 
     def __init__(self):
         super().__init__()
@@ -241,31 +241,33 @@ class Tripwire(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_training_goes_on_after_an_exception_of_the_users(exact, where):
+def test_training_can_continue_after_an_exception_of_the_user(exact, where):
     def script(trainer, optimizer):
-        seen = usual(trainer, optimizer, 1)
+        results = usual(trainer, optimizer, 1)
         for _ in range(2):
             trainer.module.armed = where
             with pytest.raises(Trip):
                 usual(trainer, optimizer, 1)
             trainer.module.armed = None
             optimizer.zero_grad()
-            seen += usual(trainer, optimizer, 2)
-        return seen
+            results += usual(trainer, optimizer, 2)
+        return results
 
     exact(script, Tripwire)
 
 
-def test_a_look_at_gradients_leaves_pending_ones_alone(exact):
+def test_reading_gradients_does_not_change_deferred_updates(exact):
     def script(trainer, optimizer):
-        seen = []
+        results = []
         for batch in inputs(3):
             trainer.backward(mean_square(trainer(*batch)))
             optimizer.step()
-            seen.append(torch.tensor([trainer.gradient(name) is None for name, _ in trainer.module.named_parameters()]))
+            results.append(
+                torch.tensor([trainer.gradient(name) is None for name, _ in trainer.module.named_parameters()])
+            )
             for param in trainer.module.parameters():
                 param.grad = None
-        return seen
+        return results
 
     exact(script)
 
@@ -287,8 +289,8 @@ def test_other_optimizers(exact, optimizer):
 @pytest.mark.parametrize("optimizer", ["AdamW", "RMSprop"])
 def test_param_groups(exact, optimizer):
     def groups(module):
-        first, others = list(module[:3].parameters()), list(module[3:].parameters())
-        return [{"params": first, "lr": 1e-3}, {"params": others}]
+        first, rest = list(module[:3].parameters()), list(module[3:].parameters())
+        return [{"params": first, "lr": 1e-3}, {"params": rest}]
 
     chosen = ps.AdamW(lr=1e-2, param_groups=groups)
     if optimizer == "RMSprop":
@@ -300,11 +302,11 @@ def test_param_groups(exact, optimizer):
 def test_overflow_in_fp16(exact):
     def script(trainer, optimizer):
         scaler = trainer._core.scaler if isinstance(trainer, Engine) else trainer.scaler
-        seen = usual(trainer, optimizer, 1)
+        results = usual(trainer, optimizer, 1)
         scaler.scale = 2.0**40
-        seen += usual(trainer, optimizer, 2)
-        assert scaler.scale == 2.0**38, "both overflowed"
+        results += usual(trainer, optimizer, 2)
+        assert scaler.scale == 2.0**38, "both steps overflowed"
         scaler.scale = 2.0**10
-        return seen + usual(trainer, optimizer, 2)
+        return results + usual(trainer, optimizer, 2)
 
     exact(script, precision="fp16")

@@ -1,4 +1,4 @@
-"""Law 4 with a disk: what moves is what the homes and the plan say, however fast the disk is."""
+"""Law 4 with a disk: transfers follow from home tiers and plan, not from the speed of the disk."""
 
 import contextlib
 import dataclasses
@@ -30,20 +30,20 @@ from .tiers import (
 
 @pytest.fixture(autouse=True)
 def _wide_models(monkeypatch):
-    """Those of `models.py` are so small here that the host would hold them."""
+    """Widen the models of `models.py`, which would otherwise fit on the host."""
     monkeypatch.setattr(models, "WIDTH", WIDTH)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An empty directory, which is empty again at the end."""
-    made = tmp_path_factory.mktemp("disk")
-    yield made
-    assert not list(made.iterdir())
+    """Provide an empty directory, and check that it is empty at the end."""
+    directory = tmp_path_factory.mktemp("disk")
+    yield directory
+    assert not list(directory.iterdir())
 
 
 class Slow(SwapFile):
-    """A disk that takes its time, another one at every call."""
+    """Swap file on a disk with a random delay at each call."""
 
     seed = 0
 
@@ -57,63 +57,63 @@ class Slow(SwapFile):
 
 
 def steps(engine, count):
-    """What each of some steps moved to the last byte, wherever pages of its update were read before it.
+    """Return the bytes that each step moved, including speculative reads for it, and the bytes of dropped reads.
 
-    Without what was read for nothing: for an update that did not come next.
+    Speculative reads that were dropped do not count for any step.
     """
-    found, dropped, ring = [], [0], engine._core.optimizer_step.disk_step.staging_pool
-    drop = type(ring).drop
+    transfers, dropped, pool = [], [0], engine._core.optimizer_step.disk_step.staging_pool
+    drop = type(pool).drop
 
-    def watch(there):
-        dropped[0] += bytes_of(engine, there) if there.owner is None else 0
-        drop(ring, there)
+    def record(pages):
+        dropped[0] += bytes_of(engine, pages) if pages.owner is None else 0
+        drop(pool, pages)
 
-    ring.drop = watch
+    pool.drop = record
     for batch in batches(count):
-        before, told = engine._core.manager.counters.copy(), on_trust(engine) + dropped[0]
+        before, speculative = engine._core.manager.counters.copy(), speculative_bytes(engine) + dropped[0]
         loss = engine(*batch)
         engine.backward(loss)
         engine.optimizer.step()
         engine._core.complete()
         moved = engine._core.manager.counters.since(before)
-        read = moved.disk_read_bytes + told - on_trust(engine) - dropped[0]
-        found.append((moved.h2d_bytes, moved.d2h_bytes, read, moved.disk_write_bytes))
-    del ring.drop
-    return found, dropped[0]
+        read = moved.disk_read_bytes + speculative - speculative_bytes(engine) - dropped[0]
+        transfers.append((moved.h2d_bytes, moved.d2h_bytes, read, moved.disk_write_bytes))
+    del pool.drop
+    return transfers, dropped[0]
 
 
-def on_trust(engine):
-    """Bytes that were read for the next updates."""
+def speculative_bytes(engine):
+    """Return the bytes that were read speculatively."""
     return sum(
-        bytes_of(engine, there)
-        for there in engine._core.optimizer_step.disk_step.staging_pool.live
-        if there.owner is None
+        bytes_of(engine, pages)
+        for pages in engine._core.optimizer_step.disk_step.staging_pool.live
+        if pages.owner is None
     )
 
 
-def bytes_of(engine, there):
-    """What a set of pages takes of the disk, where it was ever written."""
-    disk, sizes = engine._core.manager.disk_tier, [(chunk, chunk.dtype.itemsize) for chunk in there.lists]
-    return sum(disk.written_bytes(chunk, there.first * size, there.numel * size) for chunk, size in sizes)
+def bytes_of(engine, pages):
+    """Return the bytes of a page set that were ever written to the disk."""
+    disk, sizes = engine._core.manager.disk_tier, [(chunk, chunk.dtype.itemsize) for chunk in pages.lists]
+    return sum(disk.written_bytes(chunk, pages.first * size, pages.numel * size) for chunk, size in sizes)
 
 
 @settings(max_examples=4, deadline=None, print_blob=True)
 @given(shape=shapes, chunk_size=st.sampled_from([1000, 9000, 40000]), room=rooms)
-def test_what_moves_is_the_same_however_fast_the_disk_is(folder, shape, chunk_size, room):
+def test_transfers_do_not_depend_on_the_speed_of_the_disk(folder, shape, chunk_size, room):
     check_speeds(folder, shape, chunk_size, room)
 
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, print_blob=True)
 @given(shape=shapes, chunk_size=st.sampled_from([1000, 9000, 40000]), room=rooms)
-def test_what_moves_is_the_same_in_many_more_cases(folder, shape, chunk_size, room):
+def test_transfers_do_not_depend_on_the_speed_in_many_more_cases(folder, shape, chunk_size, room):
     check_speeds(folder, shape, chunk_size, room)
 
 
 def check_speeds(folder, shape, chunk_size, room):
-    """Step by step: also of what is done on the way to a plan, no decision waits to see how fast a disk is."""
+    """Check every step, including those before the plan: no decision depends on the speed of a disk."""
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
-    seen = []
+    transfers = []
     for kind, seed in ((SwapFile, 0), (Slow, 1), (Slow, 2)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("patrickstar._memory.hardware.SwapFile", kind)
@@ -121,13 +121,13 @@ def check_speeds(folder, shape, chunk_size, room):
             hooks = {"evict_everything": room.evict_everything}
             with contextlib.closing(small_engine(shape.build, config, **hooks)) as engine:
                 assume(engine._core.manager.disk_tier is not None)
-                seen.append(steps(engine, 6)[0])
+                transfers.append(steps(engine, 6)[0])
                 assert_at_rest(engine)
-    assert seen[1:] == seen[:1] * 2
+    assert transfers[1:] == transfers[:1] * 2
 
 
-class Noted(DiskTier):
-    """Notes what moves, and what was written back although a copy below was current."""
+class RecordingDisk(DiskTier):
+    """Disk tier that records transfers, and write-backs of chunks with a valid copy on host or disk."""
 
     moved: typing.ClassVar[list] = []
     clean: typing.ClassVar[list] = []
@@ -138,34 +138,34 @@ class Noted(DiskTier):
 
     def write(self, chunk, start, source):
         self.moved.append(("write", chunk.kind, source.numel()))
-        leaves = source.untyped_storage().data_ptr() == chunk.storage.data_ptr()
-        if leaves and (chunk.host_valid or chunk.disk_valid):
+        from_device = source.untyped_storage().data_ptr() == chunk.storage.data_ptr()
+        if from_device and (chunk.host_valid or chunk.disk_valid):
             self.clean.append(chunk)
         return super().write(chunk, start, source)
 
 
 @settings(max_examples=6, deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, rooms, st.integers(1, 3))
-def test_optimizer_states_move_as_their_homes_say_and_clean_parameters_are_not_written(
+def test_optimizer_states_follow_home_tiers_and_clean_parameters_are_not_written(
     folder, shape, chunk_size, room, count
 ):
-    # What is recomputed in backward may have a gradient make way, and its parameter be rounded from the disk again.
+    # Recomputation in backward may move a gradient away, and read its master from disk again to restore the parameter.
     shape = dataclasses.replace(shape, checkpointing=False)
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr("patrickstar._memory.hardware.DiskTier", Noted)
+        patch.setattr("patrickstar._memory.hardware.DiskTier", RecordingDisk)
         engine = small_engine(shape.build, config, evict_everything=room.evict_everything)
         stack.callback(engine.close)
         assume(engine._core.manager.disk_tier is not None)
         steps(engine, 5)
-        Noted.moved.clear()
-        Noted.clean.clear()
-        told = on_trust(engine)
-        told -= steps(engine, count)[1] + on_trust(engine)
+        RecordingDisk.moved.clear()
+        RecordingDisk.clean.clear()
+        ahead = speculative_bytes(engine)
+        ahead -= steps(engine, count)[1] + speculative_bytes(engine)
         expected = count * optimizer_bytes_on_disk(engine)
-        sums = {"read": told, "write": 0}
-        for how, kind, nbytes in Noted.moved:
-            sums[how] += nbytes if kind != PARAM16 else 0
+        sums = {"read": ahead, "write": 0}
+        for operation, kind, nbytes in RecordingDisk.moved:
+            sums[operation] += nbytes if kind != PARAM16 else 0
         assert sums == {"read": expected, "write": expected}
-        assert not Noted.clean, "what was not written was written back"
+        assert not RecordingDisk.clean, "unmodified chunks were written back"
         assert_at_rest(engine)

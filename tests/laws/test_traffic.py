@@ -1,4 +1,4 @@
-"""Law 4: no byte moves without need."""
+"""Law 4, traffic: no unnecessary transfers."""
 
 from functools import cache
 
@@ -14,33 +14,33 @@ from patrickstar.testing import NoMeter
 from .models import Shape, config, shapes, smallest_device_bytes, train
 
 
-class Ledger(ChunkManager):
-    """Counts by itself what is written back, and what of it had not been written."""
+class RecordingManager(ChunkManager):
+    """Chunk manager that records write-backs of chunks that were not modified."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.clean_write_backs = []
-        leave = self.transfers.start_eviction
-        self.transfers.start_eviction = lambda chunk, tier: (self.note(chunk), leave(chunk, tier))
+        start_eviction = self.transfers.start_eviction
+        self.transfers.start_eviction = lambda chunk, tier: (self.record(chunk), start_eviction(chunk, tier))
 
-    def note(self, chunk):
+    def record(self, chunk):
         if chunk.host_valid or chunk.disk_valid:
             self.clean_write_backs.append(chunk)
 
     def _evict_to_host(self, chunk):
         clean = chunk.host_valid or chunk.disk_valid
         before = self.counters.d2h_bytes
-        left = super()._evict_to_host(chunk)
+        evicted = super()._evict_to_host(chunk)
         if clean and self.counters.d2h_bytes != before:
             self.clean_write_backs.append(chunk)
-        return left
+        return evicted
 
 
 @settings(max_examples=10, deadline=None, print_blob=True)
 @given(shapes, st.integers(0, 3000))
-def test_what_was_not_written_is_not_written_back(shape, spare_bytes):
+def test_unmodified_chunks_are_not_written_back(shape, spare_bytes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("patrickstar._engine.core.ChunkManager", Ledger)
+        patch.setattr("patrickstar._engine.core.ChunkManager", RecordingManager)
         budget = smallest_device_bytes(shape, 256, "bf16") + spare_bytes
         engine = Engine(shape.build, config("bf16", 256, device_memory=budget), meter=NoMeter())
         train(engine, 3)
@@ -49,21 +49,19 @@ def test_what_was_not_written_is_not_written_back(shape, spare_bytes):
 
 
 def optimal_fetches(accesses: tuple[tuple[int, ...], ...], sizes: dict[int, int], capacity: int) -> int:
-    """The fewest bytes any eviction order can fetch over `accesses`, by trying all; nothing is there at first."""
+    """Return the fewest bytes that any eviction order fetches for `accesses`, by brute force from an empty device."""
 
     @cache
-    def best(at: int, there: frozenset[int]) -> int:
-        if at == len(accesses):
+    def best(position: int, present: frozenset[int]) -> int:
+        if position == len(accesses):
             return 0
-        needed = frozenset(accesses[at])
-        cost = sum(sizes[chunk] for chunk in needed - there)
-        others = sorted(there - needed)
+        needed = frozenset(accesses[position])
+        cost = sum(sizes[chunk] for chunk in needed - present)
+        idle = sorted(present - needed)
         room = capacity - sum(sizes[chunk] for chunk in needed)
-        caching = [
-            frozenset(chunk for i, chunk in enumerate(others) if mask >> i & 1) for mask in range(1 << len(others))
-        ]
-        feasible = [keep for keep in caching if sum(sizes[chunk] for chunk in keep) <= room]
-        return cost + min(best(at + 1, needed | keep) for keep in feasible)
+        subsets = [frozenset(chunk for i, chunk in enumerate(idle) if mask >> i & 1) for mask in range(1 << len(idle))]
+        feasible = [keep for keep in subsets if sum(sizes[chunk] for chunk in keep) <= room]
+        return cost + min(best(position + 1, needed | keep) for keep in feasible)
 
     return best(0, frozenset())
 
@@ -71,7 +69,7 @@ def optimal_fetches(accesses: tuple[tuple[int, ...], ...], sizes: dict[int, int]
 @settings(max_examples=10, deadline=None, print_blob=True)
 @given(st.integers(2, 5), st.integers(1, 4))
 def test_a_planned_step_fetches_the_optimum(layers, chunks_that_fit):
-    """Equal chunks, one per layer: what a followed plan fetches is what brute force finds over its own trace."""
+    """With one equal chunk per layer, a planned step fetches the optimum that brute force finds for its trace."""
     shape = Shape(("plain",) * layers, tied=False, frozen_norms=False, checkpointing=False)
     assume(chunks_that_fit < layers + 2)  # the embedding and the head have a chunk each; if all fit, nothing moves
     chunk_bytes = 2 * ALIGN_NUMEL
@@ -88,10 +86,10 @@ def test_a_planned_step_fetches_the_optimum(layers, chunks_that_fit):
 
 
 def fetched_chunks(engine: Engine) -> int:
-    """Bytes of chunks fetched in one more step."""
-    taken = []
-    compute = engine._core.manager.device_tier
-    take = compute.allocate
-    compute.allocate = lambda chunk: (taken.append(chunk.nbytes), take(chunk))
+    """Return the bytes of chunks fetched in one more step."""
+    sizes = []
+    device = engine._core.manager.device_tier
+    allocate = device.allocate
+    device.allocate = lambda chunk: (sizes.append(chunk.nbytes), allocate(chunk))
     train(engine, 1)
-    return sum(taken)
+    return sum(sizes)

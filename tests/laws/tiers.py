@@ -1,4 +1,4 @@
-"""Engines whose device and host are so small that a disk is needed, and what to compare them with."""
+"""Engines with budgets so small that they need a disk, and comparisons with the reference."""
 
 import gc
 import os
@@ -21,24 +21,24 @@ from patrickstar._schedule.placement import Tier
 from patrickstar.errors import BudgetError
 
 WIDTH = 64
-"""Of models here: pages on their way take 60 KiB of the host, and model data has to be more for a disk to be used."""
+"""Width of the models: the model data must exceed the 60 KiB of host buffers, or no disk is used."""
 PAGE_BYTES = 4096
 ADAMW = ps.AdamW(lr=1e-2, weight_decay=0.1)
 
 Build = Callable[[], nn.Module]
 
 chunk_sizes = st.sampled_from([1000, 9000, 40000, "auto"])
-"""Among them: a chunk per parameter, several parameters on a page, several pages per chunk, a few chunks in all."""
+"""Chunks with one parameter, pages with several parameters, chunks with several pages, and few large chunks."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """What device and host have beyond the least, and whether all that may leave the device does at every access."""
+    """Budgets beyond the smallest that work, and whether every evictable chunk is evicted at each access."""
 
     device_bytes: int = 0
     host_bytes: int = 0
     host_share: float = 0.0
-    """Of the optimizer's lists."""
+    """Share of the optimizer chunks that the host can hold in addition."""
     evict_everything: bool = False
 
 
@@ -52,38 +52,38 @@ rooms = st.builds(
 
 
 def blocks(count: int = 6) -> nn.Sequential:
-    """Layers of one size in a row."""
+    """Build a sequence of equal layers."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)))
 
 
 def inputs(count: int, rows: int = 3) -> list[tuple[torch.Tensor]]:
-    """What `blocks` takes, the same at each call."""
+    """Return inputs of `blocks`, the same in each call."""
     generator = torch.Generator().manual_seed(5)
     return [(torch.randn(rows, WIDTH, generator=generator),) for _ in range(count)]
 
 
 def mean_square(out: torch.Tensor) -> torch.Tensor:
-    """A loss."""
+    """Return the mean square as the loss."""
     return out.float().pow(2).mean()
 
 
 def options(precision: str = "bf16", chunk_size: int | str = 9000, **more: Any) -> ps.Config:
-    """AdamW, unless another optimizer is given."""
+    """Return a CPU configuration, with AdamW by default."""
     return ps.Config(device="cpu", precision=precision, chunk_size=chunk_size, **{"optimizer": ADAMW} | more)
 
 
 def with_budgets(config: ps.Config, device: int | None, host: int | None, disk: ps.Disk | None = None) -> ps.Config:
-    """The same under these budgets."""
+    """Return the configuration with these budgets."""
     return config.model_copy(update={"device_memory": device, "host_memory": host, "disk": disk})
 
 
 def small_engine(build: Build, config: ps.Config, **hooks: Any) -> Engine:
-    """An engine whose pages are as small as a disk takes them."""
+    """Create an engine with the smallest page size that a disk supports."""
     return Engine(build, config, page_bytes=PAGE_BYTES, **{"meter": testing.NoMeter(), "poison": True} | hooks)
 
 
 def on_disk(build: Build, config: ps.Config, directory: str | Path, batch: tuple[Any, ...], room: Room) -> ps.Config:
-    """The same under budgets that need a disk: the least that works, and what `room` adds."""
+    """Return the configuration with budgets that need a disk: the smallest that work, plus `room`."""
     device = least_device_bytes(build, config, batch) + room.device_bytes
     engine = Engine(build, with_budgets(config, device, None), meter=testing.NoMeter())
     optimizer_bytes = engine.layout.optimizer_bytes
@@ -94,29 +94,29 @@ def on_disk(build: Build, config: ps.Config, directory: str | Path, batch: tuple
 
 
 def least_device_bytes(build: Build, config: ps.Config, batch: tuple[Any, ...]) -> int:
-    """What the most demanding operator needs at once, found by trying."""
+    """Return the bytes of chunks that the largest operator accesses together, measured in one step."""
     engine = Engine(build, with_budgets(config, None, None), meter=testing.NoMeter())
-    seen = [max(chunk.compute_bytes for chunk in engine.layout.chunks)]
+    sizes = [max(chunk.compute_bytes for chunk in engine.layout.chunks)]
     access = engine._core.data.access
 
-    def watch(managed_params: Any, *how: Any, **more: Any) -> None:
-        seen.append(sum({managed.chunk.index: managed.chunk.nbytes for managed in managed_params}.values()))
-        access(managed_params, *how, **more)
+    def record(managed_params: Any, *args: Any, **options: Any) -> None:
+        sizes.append(sum({managed.chunk.index: managed.chunk.nbytes for managed in managed_params}.values()))
+        access(managed_params, *args, **options)
 
-    engine._core.data.access = watch
+    engine._core.data.access = record
     engine.backward(mean_square(engine(*batch)))
     engine.close()
-    return max(seen)
+    return max(sizes)
 
 
 def least_host_bytes(build: Build, config: ps.Config) -> int:
-    """The smallest host beside this device, as the error says that refuses one of a byte."""
+    """Return the smallest host budget with this device budget, read from the error for a host of one byte."""
     try:
         small_engine(build, config).close()
     except BudgetError as error:
-        assert error.short_bytes is not None and error.short_bytes > 0, "an error that names no bytes"
+        assert error.short_bytes is not None and error.short_bytes > 0, "the error names no missing bytes"
         return 1 + error.short_bytes
-    reject()  # the device holds it all
+    reject()  # everything fits on the device
 
 
 def compare(
@@ -127,7 +127,7 @@ def compare(
     evict_everything: bool = False,
     **hooks: Any,
 ) -> None:
-    """As `testing.compare`, for an engine that needs its disk; what was counted is compared too."""
+    """Compare as `testing.compare`, for an engine that needs its disk, and check its counters."""
     torch.manual_seed(0)
     reference = testing.ReferenceTrainer(build, with_budgets(config, None, None))
     expected = script(reference, reference.optimizer)
@@ -137,8 +137,8 @@ def compare(
         engine.close()
         reject()
     try:
-        found = script(engine, engine.optimizer)
-        testing.assert_same_bits(list(expected), list(found), "what the script returned")
+        results = script(engine, engine.optimizer)
+        testing.assert_same_bits(list(expected), list(results), "tensors returned by the script")
         testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters and buffers")
         testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
         assert_at_rest(engine)
@@ -150,12 +150,12 @@ def compare(
 
 
 def assert_at_rest(engine: Engine) -> None:
-    """Nothing is pinned, pending or on its way; every chunk is somewhere, once; the counters tell the truth."""
+    """Assert that nothing is pinned, pending or in flight, chunks have valid copies, and counters are right."""
     manager = engine._core.manager
     engine._core.complete()
     manager.complete_transfers()
-    for there in engine._core.optimizer_step.disk_step.staging_pool.live:
-        engine._core.optimizer_step.disk_step.staging_pool.wait(there.reads)
+    for pages in engine._core.optimizer_step.disk_step.staging_pool.live:
+        engine._core.optimizer_step.disk_step.staging_pool.wait(pages.reads)
     file, counters = manager.disk_tier.file, manager.counters
     assert (counters.disk_read_bytes, counters.disk_write_bytes) == (file.read_bytes, file.written_bytes)
     assert not any(managed.update_pending or managed.uses for managed in engine._core.data.managed_params)
@@ -169,9 +169,9 @@ def assert_at_rest(engine: Engine) -> None:
 
 
 def assert_one_owner(chunks: Iterable[Chunk]) -> None:
-    """Every chunk has its bytes somewhere, and where it has them twice they agree."""
+    """Assert that every chunk has a valid copy, and that duplicate copies agree."""
     for chunk in chunks:
-        assert chunk.device_valid or chunk.host_valid or chunk.disk_valid, f"{chunk} is nowhere"
+        assert chunk.device_valid or chunk.host_valid or chunk.disk_valid, f"{chunk} has no valid copy"
         assert chunk.device_resident or not chunk.device_valid, f"{chunk} has no device memory"
         assert chunk.host is not None or not chunk.host_valid, f"{chunk} has no host memory"
         if chunk.device_valid and chunk.host_valid:
@@ -181,15 +181,15 @@ def assert_one_owner(chunks: Iterable[Chunk]) -> None:
 
 
 def real_bytes(chunks: Iterable[Chunk]) -> tuple[int, int]:
-    """Bytes that chunks take on the device and on the host."""
+    """Return the bytes of chunks on the device and on the host."""
     return sum(chunk.device_bytes for chunk in chunks), sum(
         0 if chunk.host is None else chunk.host.numel() * chunk.host.element_size() for chunk in chunks
     )
 
 
 def optimizer_bytes_on_disk(engine: Engine) -> int:
-    """What an update of all parameters reads of the disk, and writes: pages of lists that live there."""
-    found = 0
+    """Return the bytes that an update of all parameters reads from the disk, and writes: pages of lists homed there."""
+    nbytes = 0
     for index, managed_params in engine._core.data.by_chunk.items():
         if managed_params[0].schema.trained and engine._core.optimizer_step.home_tiers[index] is Tier.DISK:
             lists = [engine._core.manager[spec.kind, index] for spec in managed_params[0].schema.optimizer_lists]
@@ -200,21 +200,21 @@ def optimizer_bytes_on_disk(engine: Engine) -> int:
                 for n in pages_of(managed.location.offset, managed.location.numel, length)
             }
             touched = sum(min(length, lists[0].numel - page * length) for page in pages)
-            found += touched * sum(chunk.dtype.itemsize for chunk in lists)
-    return found
+            nbytes += touched * sum(chunk.dtype.itemsize for chunk in lists)
+    return nbytes
 
 
 def pages_of(offset: int, numel: int, length: int) -> range:
-    """The pages of so many elements that some elements lie on."""
+    """Return the pages of `length` elements that these elements are on."""
     return range(offset // length, -(-(offset + numel) // length))
 
 
-def movers() -> list[str]:
-    """The threads of all engines."""
+def worker_threads() -> list[str]:
+    """Return the worker threads of all engines."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("patrickstar-")]
 
 
-def descriptors() -> int:
-    """How many files this process has open."""
+def open_files() -> int:
+    """Return the number of open files of this process."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))

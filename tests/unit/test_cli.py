@@ -112,7 +112,7 @@ def test_a_log_that_cannot_be_written_is_named(text: Path, tmp_path: Path) -> No
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_a_device_that_is_not_there_is_told(text: Path) -> None:
-    assert_refused(run("train", "--data", text, "--device", "cuda"), "'cuda' is not there")
+    assert_refused(run("train", "--data", text, "--device", "cuda"), "'cuda' is not available")
 
 
 def test_a_budget_too_small_says_what_works(text: Path) -> None:

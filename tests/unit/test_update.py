@@ -39,7 +39,7 @@ def test_a_stream_has_the_bits_of_an_update_in_place(numel, earlier, native):
     expected, found = span(numel, earlier), span(numel, earlier)
     kernels.update([expected], (0.5,))
     above = found.param.as_subclass(Elsewhere)
-    streamed = Span(above, Gradient(above, found.grad.earlier), found.master, found.states, RULE)
+    streamed = Span(above, Gradient(above, found.grad.accumulated), found.master, found.states, RULE)
     OptimizerStep(None, AdamW(), kernels)._stream(streamed, (0.5,))
     for what in ("param", "master"):
         assert_same_bits([getattr(expected, what)], [getattr(found, what)], what)

@@ -1,1 +1,1 @@
-"""The optimizer step: chunk updates on each tier, updates during backward, placement of states."""
+"""Optimizer step: chunk updates on each tier, updates during backward, and placement of optimizer states."""

@@ -1,4 +1,4 @@
-"""The update of chunks whose states lie on disk: pages come, are updated, go back, while the next are read."""
+"""Optimizer step of chunks whose states are on disk: read pages, update them, write them back, in a pipeline."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,59 +14,64 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.staging_pool import PageSet, StagingPool
 
-# [Note: updating after the step has returned]
-# A parameter must be new when it is used, and not before. So `optimizer.step()` says what is to be done, and returns.
-# Pages are read ahead, in the order in which the next forward will use the parameters. At each operator's end those
-# that have arrived are updated; an operator whose parameters are not new yet waits for them. On a CPU the update runs
-# between operators, where both of them have all cores; only waiting for the disk goes on beside them. Until it is
-# updated, a parameter's gradient lies over it, and the slot is `pending`: nobody may take the gradient for theirs.
+# [Note: deferred updates]
+# A parameter must be updated before its next use, but not earlier. So `optimizer.step()` queues the updates and
+# returns. Pages are read ahead in the order in which the next forward uses the parameters. Pages whose reads have
+# finished are updated at the end of each operator; an operator that uses a parameter with a deferred update waits for
+# that update. On a CPU the update runs between operators, so that both can use all cores; only disk I/O overlaps with
+# operators. Until the update, the gradient overlays the parameter and `update_pending` is set: no code may use that
+# gradient for anything else.
 #
-# Updates come in the same order in each step, so what is left of the ring is filled with pages of the next ones before
-# they are asked for, on trust: the disk has work where a step has none for it, and the next update begins with what
-# memory holds.
+# Updates run in the same order in each step. So staging buffers that the queued updates do not need are filled
+# speculatively with pages of the expected next updates. This keeps the disk busy when a step has no I/O of its own,
+# and lets the next update start with pages that are already in memory.
 
 
 @dataclass(eq=False)
 class DiskUpdate:
-    """The update of one chunk's parameters, page by page."""
+    """Update of one chunk's parameters, page by page."""
 
     index: int
     rules: Mapping[ManagedParam, Rule]
     scales: Sequence[float]
     lists: list[Chunk]
     pages: list[tuple[int, int]]
+    """First element and number of elements of each page."""
     updated: int = 0
-    """How many of the pages are done."""
+    """Number of pages updated so far."""
 
     @property
     def param16(self) -> Chunk:
-        """The chunk whose gradients become parameters."""
+        """Chunk whose gradients are replaced by the updated parameters."""
         return next(iter(self.rules)).shard_chunk
 
 
 class DiskOptimizerStep:
-    """Runs updates from disk to disk through the ring."""
+    """Queue of updates whose pages pass through the staging pool; see [Note: deferred updates]."""
 
     def __init__(
-        self, data: ModelData, start: Callable[[Sequence[Span], Sequence[float]], None], ring: StagingPool
+        self,
+        data: ModelData,
+        update_spans: Callable[[Sequence[Span], Sequence[float]], None],
+        staging_pool: StagingPool,
     ) -> None:
         self.data = data
-        self.start = start
-        self.staging_pool = ring
+        self.staging_pool = staging_pool
         self.reads_ahead = True
-        """Whether pages are read before somebody waits for them."""
-        self._jobs: list[DiskUpdate] = []
+        """Read pages before an update waits for them."""
+        self._update_spans = update_spans
+        self._updates: list[DiskUpdate] = []
         self._expected: dict[int, list[tuple[int, int]]] = {}
-        """Chunk indices, with their pages, in the order in which updates were last asked for."""
+        """Pages by chunk index, in the order in which the updates were last submitted."""
 
     @property
     def pending(self) -> set[int]:
-        """Chunk indices that are not updated yet."""
-        return {job.index for job in self._jobs}
+        """Indices of chunks with a deferred update."""
+        return {update.index for update in self._updates}
 
     @defer_sigint
     def submit(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> None:
-        """Have the parameters of one chunk updated, after those asked for before."""
+        """Queue the update of one chunk's parameters."""
         manager = self.data.manager
         schema = next(iter(rules)).schema
         lists = [manager[spec.kind, index] for spec in schema.optimizer_lists]
@@ -75,24 +80,25 @@ class DiskOptimizerStep:
         pages = [
             (first, numel)
             for first, numel in self.staging_pool.pages(lists[0])
-            if any(_overlap(one, first, first + numel) for one in rules)
+            if any(_overlap(managed, first, first + numel) for managed in rules)
         ]
-        self._expected = {one: its for one, its in self._expected.items() if one != index} | {index: pages}
+        earlier = {chunk: expected for chunk, expected in self._expected.items() if chunk != index}
+        self._expected = earlier | {index: pages}
         if not pages:
             self.data.mark_updated(rules)
             return
-        for one in rules:
-            one.update_pending = True
-        self._jobs.append(DiskUpdate(index, rules, scales, lists, pages))
+        for managed in rules:
+            managed.update_pending = True
+        self._updates.append(DiskUpdate(index, rules, scales, lists, pages))
 
-    def sort(self, key: Callable[[int], int]) -> None:
-        """Put those of which nothing was read yet in this order of chunk indices."""
-        begun = {there.owner for there in self._queued()} | {job for job in self._jobs if job.updated}
-        self._jobs.sort(key=lambda job: (-1, 0) if job in begun else (0, key(job.index)))
+    def reorder(self, key: Callable[[int], int]) -> None:
+        """Sort the updates that have not started by this key of their chunk index."""
+        started = {pages.owner for pages in self._queued()} | {update for update in self._updates if update.updated}
+        self._updates.sort(key=lambda update: (-1, 0) if update in started else (0, key(update.index)))
 
     @defer_sigint
     def progress(self) -> None:
-        """Update the pages that have arrived, and ask for the next; never waits for the disk."""
+        """Update the pages whose reads have finished, and start the next reads; never wait for the disk."""
         if not self.reads_ahead:
             return
         self._read_ahead()
@@ -104,15 +110,15 @@ class DiskOptimizerStep:
             self._read_ahead()
 
     def finish(self, indices: Iterable[int] | None = None) -> None:
-        """Wait until these chunks are updated, or all are and every page is on disk."""
+        """Wait until these chunks are updated (default: all, and until every page is written back)."""
         wanted = self.pending if indices is None else self.pending & set(indices)
         if wanted:
-            self.sort(lambda index: index not in wanted)
+            self.reorder(lambda index: index not in wanted)
         while wanted & self.pending:
             self._read_ahead()
             queued = self._queued()
             if not queued:
-                self.staging_pool.wait([write for there in self.staging_pool.live for write in there.writes])
+                self.staging_pool.wait([write for pages in self.staging_pool.live for write in pages.writes])
                 continue
             self.staging_pool.complete(queued[0])
             self.staging_pool.wait(queued[0].reads)
@@ -120,76 +126,73 @@ class DiskOptimizerStep:
             self.data.update_param_views()
             self._update(queued[0])
         if indices is None:
-            self.staging_pool.wait([write for there in self.staging_pool.live for write in there.writes])
+            self.staging_pool.wait([write for pages in self.staging_pool.live for write in pages.writes])
             self.staging_pool.collect()
 
     @defer_sigint
-    def _give_up(self, error: BaseException) -> None:
-        """What is under way can't be finished: parameters become their masters, rounded, as far as these have come."""
-        managed_params = [managed for job in self._jobs for managed in job.rules if managed.update_pending]
-        self._jobs.clear()
+    def _abort(self, error: BaseException) -> None:
+        """Drop all queued updates, and reset their parameters to the rounded masters, updated or not."""
+        managed_params = [managed for update in self._updates for managed in update.rules if managed.update_pending]
+        self._updates.clear()
         if self.data.manager.io_dispatch.failed is not None:
             self.staging_pool.live.clear()
             return
-        for there in list(self.staging_pool.live):
-            self.staging_pool.drop(there)
+        for pages in list(self.staging_pool.live):
+            self.staging_pool.drop(pages)
         for managed in managed_params:
             self.data.ensure_local(managed)
             self.data.give_up(managed)
         error.add_note(
-            f"The update of {', '.join(managed.name for managed in managed_params)} failed on the way: "
-            f"these parameters may be "
-            f"updated in part, their gradients are gone. Load a saved state to go on as before."
+            f"The optimizer step failed while updating {', '.join(managed.name for managed in managed_params)}. These "
+            f"parameters may be updated in part, and their gradients are lost. Load a checkpoint before training on."
         )
 
-    # Inside
-
     def _queued(self) -> list[PageSet]:
-        """Sets that wait to be updated, in order."""
-        queued = [there for there in self.staging_pool.live if there.owner is not None and not there.updated]
-        place = {job: number for number, job in enumerate(self._jobs)}
-        return sorted(queued, key=lambda there: (place[there.owner], there.first))
+        """Return the page sets that wait for their update, in order."""
+        queued = [pages for pages in self.staging_pool.live if pages.owner is not None and not pages.updated]
+        rank = {update: number for number, update in enumerate(self._updates)}
+        return sorted(queued, key=lambda pages: (rank[pages.owner], pages.first))
 
     @defer_sigint
     def _read_ahead(self) -> None:
-        """Ask for as many pages as the ring has room for: of what is to be updated, then of what will be."""
+        """Start to read as many pages as the pool has buffers for: of queued updates, then of expected ones."""
         self.staging_pool.collect()
-        for job in self._jobs:
-            asked = {there.first for there in self.staging_pool.live if there.owner is job}
-            for first, numel in job.pages[job.updated :]:
-                if first not in asked and not self._start_read(job, first, numel):
+        for update in self._updates:
+            requested = {pages.first for pages in self.staging_pool.live if pages.owner is update}
+            for first, numel in update.pages[update.updated :]:
+                if first not in requested and not self._start_read(update, first, numel):
                     return
                 if not self.reads_ahead:
                     return
-        if self.reads_ahead and not self.data.accumulates:  # what is accumulated on disk is known when it is complete
+        if self.reads_ahead and not self.data.accumulates:  # the gradient list on disk is not final before the step
             self._read_speculatively()
 
-    def _start_read(self, job: DiskUpdate, first: int, numel: int) -> bool:
-        """Have a page of a job on its way; False if the ring has no room for it yet."""
-        on_trust = [there for there in self.staging_pool.live if there.owner is None]
-        there = next((one for one in on_trust if (one.index, one.first) == (job.index, first)), None)
-        if there is not None and not there.serves(job.lists):
-            self.staging_pool.drop(there)
-            there = None
-        if there is None:
-            there = self.staging_pool.start_read(job.lists, first, numel)
-        while there is None and on_trust and not any(chunk.has_page_writes for chunk in job.lists):
-            untold = on_trust.pop()  # the last to be expected
-            if untold in self.staging_pool.live:
-                self.staging_pool.drop(untold)
-            there = self.staging_pool.start_read(job.lists, first, numel)
-        if there is None:
+    def _start_read(self, update: DiskUpdate, first: int, numel: int) -> bool:
+        """Start to read one page of an update, or reuse a speculative read; return False if no buffer is free."""
+        speculative = [pages for pages in self.staging_pool.live if pages.owner is None]
+        pages = next((pages for pages in speculative if (pages.index, pages.first) == (update.index, first)), None)
+        if pages is not None and not pages.is_current(update.lists):
+            self.staging_pool.drop(pages)
+            pages = None
+        if pages is None:
+            pages = self.staging_pool.start_read(update.lists, first, numel)
+        while pages is None and speculative and not any(chunk.has_page_writes for chunk in update.lists):
+            victim = speculative.pop()  # expected last
+            if victim in self.staging_pool.live:
+                self.staging_pool.drop(victim)
+            pages = self.staging_pool.start_read(update.lists, first, numel)
+        if pages is None:
             return False
-        there.owner = job
+        pages.owner = update
         return True
 
     def _read_speculatively(self) -> None:
-        """See [Note: updating after the step has returned]."""
+        """Start to read pages of expected updates; see [Note: deferred updates]."""
         manager, pending = self.data.manager, self.pending
-        known = {(there.index, there.first) for there in self.staging_pool.live}
-        for index, pages in self._expected.items():
+        known = {(pages.index, pages.first) for pages in self.staging_pool.live}
+        for index, expected in self._expected.items():
             if index in pending:
-                break  # what comes after was asked for in this step, and so have the ones before it been
+                break  # the updates from here on were submitted in this step
             managed_params = self.data.by_chunk.get(index)
             lists = (
                 [manager[spec.kind, index] for spec in managed_params[0].schema.optimizer_lists]
@@ -198,60 +201,66 @@ class DiskOptimizerStep:
             )
             if not lists or any(chunk.in_memory for chunk in lists):
                 continue
-            for first, numel in pages:
+            for first, numel in expected:
                 if (index, first) not in known and self.staging_pool.start_read(lists, first, numel) is None:
                     return
 
     @defer_sigint
-    def _update(self, there: PageSet) -> None:
-        """Update what a set holds, and begin to write it back."""
-        job = there.owner
+    def _update(self, pages: PageSet) -> None:
+        """Update the elements of a page set, and start to write it back."""
+        update = pages.owner
         try:
-            self.staging_pool.wait(there.reads)
-            pages = dict(zip((chunk.kind for chunk in there.lists), self.staging_pool.views(there), strict=True))
+            self.staging_pool.wait(pages.reads)
+            views = dict(zip((chunk.kind for chunk in pages.lists), self.staging_pool.views(pages), strict=True))
             spans = []
-            for managed, rule in job.rules.items():
-                part = _overlap(managed, there.first, there.first + there.numel)
+            for managed, rule in update.rules.items():
+                part = _overlap(managed, pages.first, pages.first + pages.numel)
                 if part is not None:
-                    spans.append(self._span(managed, rule, part, there.first, pages))
+                    spans.append(self._span(managed, rule, part, pages.first, views))
                     if managed.shard_chunk.device_valid:  # states are on the host
-                        count_crossing(self.data.manager, managed, part.stop - part.start)
-            self.start(spans, job.scales)
-            self.data.manager.mark_written(job.param16, on_device=job.param16.device_valid)
-            self.staging_pool.write(there, [chunk for chunk in there.lists if chunk.kind != GRAD32])
-            there.updated = True
-            job.updated += 1
-            if job.updated == len(job.pages):
-                self.data.mark_updated(job.rules)
-                self._jobs.remove(job)
+                        count_update_transfers(self.data.manager, managed, part.stop - part.start)
+            self._update_spans(spans, update.scales)
+            self.data.manager.mark_written(update.param16, on_device=update.param16.device_valid)
+            self.staging_pool.write(pages, [chunk for chunk in pages.lists if chunk.kind != GRAD32])
+            pages.updated = True
+            update.updated += 1
+            if update.updated == len(update.pages):
+                self.data.mark_updated(update.rules)
+                self._updates.remove(update)
         except BaseException as error:
-            # Wherever Ctrl-C or a failure struck: what lies on disk is whole, page by page, and parameters follow it.
-            self._give_up(error)
+            # Ctrl-C or an error may strike at any line. Each page on disk is intact: restore parameters from the pages.
+            self._abort(error)
             raise
 
     def _span(
-        self, managed: ManagedParam, rule: Rule, part: slice, first: int, pages: Mapping[str, torch.Tensor]
+        self, managed: ManagedParam, rule: Rule, part: slice, first: int, views: Mapping[str, torch.Tensor]
     ) -> Span:
-        """What the update of a part of a parameter reads and writes."""
+        """Return the tensors that the update of a part of a parameter reads and writes.
+
+        Args:
+            part: Elements of the parameter.
+            first: First element of the page in its chunk.
+            views: Page of each list, by kind.
+        """
         on_page = slice(managed.location.offset + part.start - first, managed.location.offset + part.stop - first)
         param = managed.flat(managed.shard_chunk)[part]
-        earlier = None
+        accumulated = None
         if managed.in_grad_list:
-            kept = pages.get(GRAD32)
+            page = views.get(GRAD32)
             chunk = self.data.manager[GRAD32, managed.location.chunk]
-            earlier = kept[on_page] if kept is not None else managed.flat(chunk)[part]
+            accumulated = page[on_page] if page is not None else managed.flat(chunk)[part]
         dtype = getattr(torch, managed.schema.master_dtype)
         if managed.overlays_shard:
-            grad = Gradient(param, earlier, dtype)
+            grad = Gradient(param, accumulated, dtype)
         else:
-            assert earlier is not None, f"{managed.name} has no gradient"
-            grad = Gradient(earlier, None, dtype)
-        master, *states = (pages[spec.kind][on_page] for spec in managed.schema.optimizer_lists)
+            assert accumulated is not None, f"{managed.name} has no gradient"
+            grad = Gradient(accumulated, None, dtype)
+        master, *states = (views[spec.kind][on_page] for spec in managed.schema.optimizer_lists)
         return Span(param, grad, master, tuple(states), rule)
 
 
-def count_crossing(manager: ChunkManager, managed: ManagedParam, numel: int) -> int:
-    """Count the bytes with which a part of a parameter is updated below: its gradient comes down, and it goes up."""
+def count_update_transfers(manager: ChunkManager, managed: ManagedParam, numel: int) -> int:
+    """Count the bytes of a host update of a parameter on the device: D2H its gradient, H2D the parameter."""
     nbytes = numel * managed.shard_chunk.dtype.itemsize
     directions = (False, True) if managed.overlays_shard else (True,)
     for to_device in directions:
@@ -260,6 +269,6 @@ def count_crossing(manager: ChunkManager, managed: ManagedParam, numel: int) -> 
 
 
 def _overlap(managed: ManagedParam, first: int, end: int) -> slice | None:
-    """The part of a parameter, among its own elements, that lies between two elements of its chunk."""
+    """Return the elements of a parameter that are within a range of its chunk's elements; None if there are none."""
     begin, stop = max(first, managed.location.offset), min(end, managed.location.offset + managed.location.numel)
     return slice(begin - managed.location.offset, stop - managed.location.offset) if begin < stop else None

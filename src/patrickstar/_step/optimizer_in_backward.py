@@ -1,4 +1,4 @@
-"""The update beside backward: a chunk is updated as soon as its gradients are there (§7; ZeRO-Offload §4.1)."""
+"""Optimizer-in-backward: update a chunk once its gradients are complete (PatrickStar §7; ZeRO-Offload §4.1)."""
 
 import copy
 from collections.abc import Mapping
@@ -12,56 +12,56 @@ from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar.errors import TrainingError
 
 # [Note: updating before backward has ended]
-# It needs the user's word, `engine.backward(loss, update=True)`: only they know that nothing comes between this
-# backward and the step, neither clipping nor another backward nor a look at the gradients. It also needs to know that
-# a gradient is complete when it comes, and that nobody reads the parameter again in this backward. Under reentrant
-# checkpointing neither is sure. So a parameter is updated early only after this engine has watched it through a step
-# and seen both, and never again once it has seen otherwise. What is not updated early is updated by `optimizer.step()`.
-# When the backward returns, nothing is at work any more.
+# The user must ask for it with `engine.backward(loss, update=True)`: only the user knows that the step follows this
+# backward directly, without clipping, another backward or a read of the gradients. Two more conditions must hold: a
+# gradient is complete when its hook fires, and no operator reads the parameter again in this backward. Reentrant
+# checkpointing guarantees neither. So a parameter is updated in backward only after the engine has traced it through a
+# step in which both held, and never again after a step in which one did not. `optimizer.step()` updates the rest. No
+# update is running when the backward returns.
 
 
 class OptimizerInBackward:
-    """Updates chunks while backward goes on, between `begin` and `finish`; `beside` it, or between two operators."""
+    """Update of chunks during backward, on background threads or between two operators."""
 
-    def __init__(self, data: ModelData, update: OptimizerStep) -> None:
+    def __init__(self, data: ModelData, optimizer_step: OptimizerStep) -> None:
         self.data = data
-        self.optimizer_step = update
-        # Where operators run on a CPU, they and the update would fight over its cores.
+        self.optimizer_step = optimizer_step
+        # On a CPU, operators and updates would compete for the cores.
         self.in_background = data.manager.hardware.has_gpu
         self._groups: Mapping[ManagedParam, Mapping[str, Any]] | None = None
-        self._step_promised: list[dict[str, Any]] = []
+        self._hyper_parameters: list[dict[str, Any]] = []
         self._complete: set[int] = set()
         self._running: list[tuple[Running, Chunk]] = []
 
     @property
     def active(self) -> bool:
-        """Whether a backward was promised a step, which has not come yet."""
+        """Whether a backward with `update=True` awaits its optimizer step."""
         return self._groups is not None
 
     def begin(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
-        """From now on update chunks that are complete, with the hyper-parameters that the groups have now."""
+        """Start to update complete chunks, with the current hyper-parameters of the groups."""
         self._groups = groups
-        self._step_promised = _hyper_parameters(groups)
+        self._hyper_parameters = _hyper_parameters(groups)
 
-    def check_inactive(self, what: str) -> None:
-        """Raise TrainingError if a step was promised, and `what` comes instead."""
+    def check_inactive(self, operation: str) -> None:
+        """Raise TrainingError if `operation` is called while an optimizer step must come next."""
         if self.active:
             raise TrainingError(
-                f"{what} comes after engine.backward(loss, update=True), which has updated parameters already: call "
-                f"optimizer.step() next, or leave update=True out"
+                f"{operation} is not allowed after engine.backward(loss, update=True), which has already updated "
+                f"parameters: call optimizer.step() next, or leave update=True out"
             )
 
     def on_gradient_ready(self, managed: ManagedParam) -> None:
-        """A parameter's gradient is complete. Its chunk is when all are that have had updates before."""
+        """Record a complete gradient; its chunk is complete once all its traced trainable parameters are."""
         if self._groups is None:
             return
         index = managed.location.chunk
-        expected = [one for one in self.data.by_chunk[index] if one.observed and one.param.requires_grad]
-        if expected and all(self._is_complete(one) for one in expected):
+        expected = [other for other in self.data.by_chunk[index] if other.observed and other.param.requires_grad]
+        if expected and all(self._is_complete(other) for other in expected):
             self._complete.add(index)
 
     def _is_complete(self, managed: ManagedParam) -> bool:
-        """Whether a gradient has come that will not grow. One of an earlier backward says nothing of this one."""
+        """Return whether a parameter has its final gradient, from this backward and not from an earlier one."""
         return (
             managed.overlays_param
             and managed.backward_id == self.data.backward_id
@@ -70,46 +70,48 @@ class OptimizerInBackward:
         )
 
     def progress(self) -> None:
-        """Update complete chunks that no operator is using."""
+        """Update the complete chunks that no operator uses."""
         if self._groups is None or not self._complete:
             return
         for index in sorted(self._complete):
             managed_params = self.data.by_chunk[index]
             if managed_params[0].chunk.pins:
                 continue
-            self.wait()  # chunks change places for the next one, and those at work must not
+            self.wait()  # the next update may move chunks, but not those being updated
             self._complete.discard(index)
-            known = [managed for managed in managed_params if self._is_complete(managed)]
-            groups = {managed: self._groups.get(managed) for managed in known}
+            complete = [managed for managed in managed_params if self._is_complete(managed)]
+            groups = {managed: self._groups.get(managed) for managed in complete}
             for running in self.optimizer_step.update_chunk(index, groups.get, ()):
                 managed_params[0].chunk.pins += 1
                 self.data.manager.host_tier.busy += 1
                 self._running.append((running, managed_params[0].chunk))
-            for managed in known:
+            for managed in complete:
                 managed.updated_in_backward = self.data.backward_id
-            if not self.in_background or len(known) < len(managed_params):  # the others may be read at any time
+            if not self.in_background or len(complete) < len(
+                managed_params
+            ):  # operators may read the rest of the chunk
                 self.wait()
 
     def finish(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
-        """The step has come: wait for what was begun. Raises TrainingError if it asks for something else."""
+        """Wait for running updates at the step. Raises TrainingError if hyper-parameters changed since `begin`."""
         if self._groups is None:
             return
-        promised = self._step_promised
+        used = self._hyper_parameters
         self.cancel()
-        if promised != _hyper_parameters(groups):
+        if used != _hyper_parameters(groups):
             raise TrainingError(
                 "hyper-parameters of the optimizer changed between engine.backward(loss, update=True) and "
-                "optimizer.step(), when chunks were already updated with the old ones; change them before that backward"
+                "optimizer.step(), but chunks were already updated with the old ones; change them before that backward"
             )
 
     def cancel(self) -> None:
-        """Nothing more is updated early; what was, stays."""
+        """Wait for running updates, and start no more; finished updates are kept."""
         self.wait()
         self._groups = None
-        self._step_promised, self._complete = [], set()
+        self._hyper_parameters, self._complete = [], set()
 
     def wait(self) -> None:
-        """Nothing is at work when this returns."""
+        """Wait for running updates."""
         for running, chunk in self._running:
             running.finish()
             chunk.pins -= 1
@@ -118,7 +120,7 @@ class OptimizerInBackward:
 
 
 def _hyper_parameters(groups: Mapping[ManagedParam, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the param groups say, apart from whose they are."""
+    """Return a copy of the hyper-parameters of each param group."""
     distinct = {id(group): group for group in groups.values()}
     return [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in distinct.values()

@@ -1,4 +1,4 @@
-"""Where optimizer chunks live: at first as was planned, then as the traces say (PatrickStar §8.2, device-aware)."""
+"""Placement of optimizer chunks: first as planned, then by the traces (PatrickStar §8.2, device-aware)."""
 
 from collections.abc import Mapping
 
@@ -11,45 +11,46 @@ from patrickstar._step.tier_planning import optimizer_room_bytes
 
 
 class OptimizerPlacement:
-    """Says it to the update, and to the manager whether parameters that come up keep their copies on the host."""
+    """Chooses the home tiers of optimizer chunks, and whether fetched parameters keep duplicate copies on the host."""
 
-    def __init__(self, layout: Layout, data: ModelData, update: OptimizerStep, clock: Tracer) -> None:
+    def __init__(self, layout: Layout, data: ModelData, optimizer_step: OptimizerStep, tracer: Tracer) -> None:
         self._data = data
-        self._update = update
-        self._clock = clock
+        self._optimizer_step = optimizer_step
+        self._tracer = tracer
         self._set_keep_duplicates(layout, data.manager.device_tier.budget_bytes * (100 - WARM_UP_PERCENT) // 100)
 
     def begin(self, placement: Mapping[int, ChunkTiers]) -> None:
-        """Before anything is measured."""
+        """Set the home tiers before the first measured step."""
         if self._data.manager.disk_tier is None:
-            self._update.home_tiers = dict.fromkeys(self._update.bound_to_device(), Tier.DEVICE)
+            self._optimizer_step.home_tiers = dict.fromkeys(self._optimizer_step.bound_to_device(), Tier.DEVICE)
         else:
-            self._update.home_tiers = {index: place.optimizer for index, place in placement.items()}
+            self._optimizer_step.home_tiers = {index: tiers.optimizer for index, tiers in placement.items()}
 
     def replan(self, layout: Layout) -> None:
-        """When a step has been measured."""
-        chunks, manager, beside_bytes = layout.chunks, self._data.manager, self._clock.peak_non_model_bytes
-        self._set_keep_duplicates(layout, beside_bytes)
-        bound_to_device = self._update.bound_to_device() if manager.disk_tier is None else set()
-        chunkable = manager.device_tier.budget_bytes - beside_bytes - self._update.workspace_bytes()
+        """Set the home tiers again after a measured step."""
+        chunks, manager, non_model_bytes = layout.chunks, self._data.manager, self._tracer.peak_non_model_bytes
+        self._set_keep_duplicates(layout, non_model_bytes)
+        bound_to_device = self._optimizer_step.bound_to_device() if manager.disk_tier is None else set()
+        chunkable = manager.device_tier.budget_bytes - non_model_bytes - self._optimizer_step.workspace_bytes()
         accumulates = self._data.accumulates
         on_host = {managed.location.chunk for managed in self._data.managed_params if managed.on_host} - bound_to_device
-        above = (
+        on_device = (
             set(margin_chunks(chunks, chunkable, bound_to_device=bound_to_device, accumulates=accumulates)) - on_host
         )
         if manager.disk_tier is None:
-            self._update.home_tiers = dict.fromkeys(above, Tier.DEVICE)
+            self._optimizer_step.home_tiers = dict.fromkeys(on_device, Tier.DEVICE)
             return
-        beside_chunks = manager.host_tier.budget_bytes - manager.host_tier.other_peak
-        kept = 0 if manager.evict_everything else chunkable
-        room = optimizer_room_bytes(layout, beside_chunks, kept, on_host)
-        self._update.home_tiers = home_tiers(chunks, above, room, accumulates=accumulates)
+        host_bytes = manager.host_tier.budget_bytes - manager.host_tier.other_peak
+        device_param_bytes = 0 if manager.evict_everything else chunkable
+        room = optimizer_room_bytes(layout, host_bytes, device_param_bytes, on_host)
+        self._optimizer_step.home_tiers = home_tiers(chunks, on_device, room, accumulates=accumulates)
 
-    def _set_keep_duplicates(self, layout: Layout, beside_bytes: int) -> None:
-        """They do, and can be dropped without a write, unless all of `param16` fits beside this many bytes.
+    def _set_keep_duplicates(self, layout: Layout, non_model_bytes: int) -> None:
+        """Keep duplicate copies on the host, unless all of `param16` fits on the device beside the non-model data.
 
-        Then none has to leave, and the host needs no room for it. With a disk they always do.
+        Chunks with a duplicate are evicted without a copy. If everything fits, nothing is evicted and the host needs
+        no room for duplicates. With a disk they are always kept.
         """
         manager = self._data.manager
-        fits = layout.param16_bytes + beside_bytes <= manager.device_tier.budget_bytes
+        fits = layout.param16_bytes + non_model_bytes <= manager.device_tier.budget_bytes
         manager.transfers.keep_duplicates = manager.disk_tier is not None or not fits or manager.evict_everything

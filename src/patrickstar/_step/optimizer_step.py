@@ -1,4 +1,4 @@
-"""The update, chunk by chunk, each where its optimizer chunks lie (PatrickStar's hybrid Adam, §8.2)."""
+"""Optimizer step, chunk by chunk, on the tier of the optimizer chunks (PatrickStar's hybrid Adam, §8.2)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,68 +15,67 @@ from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
-from patrickstar._step.disk_optimizer_step import DiskOptimizerStep, count_crossing
+from patrickstar._step.disk_optimizer_step import DiskOptimizerStep, count_update_transfers
 from patrickstar._step.staging_pool import StagingPool, StagingSize
 from patrickstar.optim import Optimizer
 
 STREAM_NUMEL = 1 << 22
-"""Elements that come down together: four pages, for several threads, 8 MiB of 16-bit gradients."""
+"""Elements per D2H copy: four pages, enough for several threads; 8 MiB of 16-bit gradients."""
 
 GroupOf = Callable[[ManagedParam], Mapping[str, Any] | None]
 
 
 class OptimizerStep:
-    """Runs one optimizer step over all chunks that hold gradients."""
+    """Optimizer step over all chunks that have gradients."""
 
     def __init__(
-        self, data: ModelData, optimizer: Optimizer, kernels: Kernels, ring: StagingSize | None = None
+        self, data: ModelData, optimizer: Optimizer, kernels: Kernels, staging_size: StagingSize | None = None
     ) -> None:
         self.data = data
         self.optimizer = optimizer
         self.kernels = kernels
         self.home_tiers: dict[int, Tier] = {}
-        """Where the optimizer chunks of each index live."""
+        """Tier of the optimizer chunks of each index."""
         self.disk_step = (
-            DiskOptimizerStep(data, self.update, StagingPool(data.manager, ring)) if ring is not None else None
+            DiskOptimizerStep(data, self.update, StagingPool(data.manager, staging_size))
+            if staging_size is not None
+            else None
         )
         self._order: dict[int, None] = {}
 
     @property
     def order(self) -> list[int]:
-        """Chunk indices, in the order in which they were last updated; those that never were come first."""
-        there = self.data.by_chunk
-        return [*(index for index in there if index not in self._order), *(i for i in self._order if i in there)]
+        """Chunk indices in the order of their last update; those without one first."""
+        known = self.data.by_chunk
+        return [*(index for index in known if index not in self._order), *(i for i in self._order if i in known)]
 
     def run(self, group_of: GroupOf, scales: Sequence[float]) -> None:
-        """Update every parameter that has a gradient and belongs to a param group.
-
-        scales: factors that gradients are multiplied by before, one after the other.
-        """
+        """Update every parameter that has a gradient and a param group; multiply the gradients by `scales` in order."""
         for index in self.data.by_chunk:
             for running in self.update_chunk(index, group_of, scales):
                 running.finish()
         if self.disk_step is not None:
-            self.disk_step.sort(self.data.tracer.trace.first_use)
+            self.disk_step.reorder(self.data.tracer.trace.first_use)
             self.progress()
 
     def progress(self) -> None:
-        """Go on with what was asked for, without waiting."""
+        """Advance deferred updates and a running checkpoint save, without waiting."""
         if self.disk_step is not None:
             self.disk_step.progress()
         self.data.continue_save()
 
     def complete(self, managed_params: Sequence[ManagedParam] | None = None) -> None:
-        """Have these parameters updated, or all that are not, if that was asked for and has not ended."""
+        """Wait for deferred updates of these parameters (default: all)."""
         if self.disk_step is None:
             return
         if managed_params is None:
             self.disk_step.finish()
-        elif late := self.disk_step.pending.intersection(managed.location.chunk for managed in managed_params):
-            self.disk_step.finish(late)
+        elif indices := self.disk_step.pending.intersection(managed.location.chunk for managed in managed_params):
+            self.disk_step.finish(indices)
 
     @defer_sigint
     def update_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> list[Running]:
-        """The same for the parameters of one chunk. What is returned may still be running, and must be waited for."""
+        """Update the parameters of one chunk, as `run` does. The caller must finish the returned updates."""
         managed_params = self.data.by_chunk[index]
         if not managed_params[0].schema.trained:
             return []
@@ -107,8 +106,9 @@ class OptimizerStep:
             for managed in rules:
                 self.data.give_up(managed)
             error.add_note(
-                f"The update of chunk {index} ({', '.join(managed.name for managed in rules)}) failed on the way: its "
-                f"parameters may be updated in part, their gradients are gone. Load a saved state to go on as before."
+                f"The optimizer step failed while updating chunk {index} "
+                f"({', '.join(managed.name for managed in rules)}). These parameters may be updated in part, and their "
+                f"gradients are lost. Load a checkpoint before training on."
             )
             raise
         self.data.mark_updated(rules)
@@ -117,71 +117,71 @@ class OptimizerStep:
         return running
 
     def _start(self, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> list[Running]:
-        """Begin the update of parameters of one chunk. Those that lie above their masters are finished."""
+        """Start the update of one chunk's parameters; finish it for device parameters with masters on the host."""
         together = []
         for managed, rule in rules.items():
             span = self.span(managed, rule)
-            self._count_moves(managed)
+            self._count_transfers(managed)
             if span.param.device == span.master.device:
                 together.append(span)
             else:
                 self._stream(span, scales)
         return self.kernels.start(together, scales)
 
-    def _count_moves(self, managed: ManagedParam) -> None:
-        """Where the parameter lies above its master, its gradient comes down, and it goes up again."""
+    def _count_transfers(self, managed: ManagedParam) -> None:
+        """Count the D2H and H2D copies if the parameter is on the device and its master on the host."""
         manager = self.data.manager
         if managed.shard_chunk.device_valid and not manager[PARAM32, managed.location.chunk].device_valid:
-            managed.chunk.transferred_bytes += count_crossing(manager, managed, managed.location.numel)
+            managed.chunk.transferred_bytes += count_update_transfers(manager, managed, managed.location.numel)
 
     def span(self, managed: ManagedParam, rule: Rule) -> Span:
-        """What an update of one parameter reads and writes, where it lies."""
+        """Return the tensors that the update of one parameter reads and writes, on their current tiers."""
         manager, index = self.data.manager, managed.location.chunk
         master, *states = (managed.flat(manager[spec.kind, index]) for spec in managed.schema.optimizer_lists)
         return Span(managed.flat(managed.shard_chunk), self.data.gradient(managed), master, tuple(states), rule)
 
     def _stream(self, span: Span, scales: Sequence[float]) -> None:
-        """Update below what lies above: gradients come down and parameters go up, some pages at a time.
+        """Update a device parameter on the host: copy gradients D2H and parameters H2D, a few pages at a time.
 
-        While some are updated, the next come down: there are two stages.
+        Two buffers let the D2H copy of the next elements overlap with the update of the current ones.
         """
         device, pinned = span.master.device, span.param.device.type == "cuda"
         length = span.numel if not span.rule.by_pages else min(span.numel, STREAM_NUMEL)
-        stages = [torch.empty(length, dtype=span.param.dtype, device=device, pin_memory=pinned) for _ in range(2)]
-        before: tuple[list[Running], torch.Tensor, torch.Tensor] | None = None
+        buffers = [torch.empty(length, dtype=span.param.dtype, device=device, pin_memory=pinned) for _ in range(2)]
+        previous: tuple[list[Running], torch.Tensor, torch.Tensor] | None = None
         try:
             for number, first in enumerate(range(0, span.numel, max(1, length))):
                 part = span.page(slice(first, first + length))
-                stage, grad = stages[number % 2][: part.numel], part.grad
+                buffer, grad = buffers[number % 2][: part.numel], part.grad
                 if grad.latest.device != device:
-                    grad = replace(grad, latest=stage.copy_(grad.latest))
-                running = self.kernels.start([replace(part, param=stage, grad=grad)], scales)
-                if before is not None:
-                    _land(*before)
-                before = running, stage, part.param
+                    grad = replace(grad, latest=buffer.copy_(grad.latest))
+                running = self.kernels.start([replace(part, param=buffer, grad=grad)], scales)
+                if previous is not None:
+                    _copy_back(*previous)
+                previous = running, buffer, part.param
         finally:
-            if before is not None:
-                _land(*before)
+            if previous is not None:
+                _copy_back(*previous)
 
     def workspace_bytes(self) -> int:
-        """The most that an update takes on the device beside chunks."""
+        """Return the largest workspace of an update on the device, in bytes."""
         optimizer, device = self.optimizer, self.data.manager.device
         rule = optimizer.rule(optimizer.defaults(), 1, {})
-        needs = (
+        sizes = (
             self.kernels.workspace_bytes(
                 rule, device, getattr(torch, managed.schema.master_dtype), managed.location.numel
             )
             for managed in self.data.managed_params
             if managed.schema.trained
         )
-        return max(needs, default=0)
+        return max(sizes, default=0)
 
     def home_tier(self, index: int) -> Tier:
-        """Where the optimizer chunks of this index live."""
+        """Return the tier of the optimizer chunks of this index."""
         return self.home_tiers.get(index, Tier.HOST)
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
-        """Update spans whose masters are on the host, wherever their parameters are."""
+        """Update spans whose masters are on the host and whose parameters are on any device."""
         together = [span for span in spans if span.param.device == span.master.device]
         self.kernels.update(together, scales)
         for span in spans:
@@ -189,33 +189,33 @@ class OptimizerStep:
                 self._stream(span, scales)
 
     def bound_to_device(self) -> set[int]:
-        """Indices whose optimizer chunks are on the device and find no room on the host.
+        """Return indices whose optimizer chunks are on the device and do not fit on the host.
 
-        Going down must leave the host what `param16` needs to change places.
+        Evicting them must leave the host enough room to swap two `param16` chunks.
         """
         manager = self.data.manager
-        read = [managed_params[0].chunk for managed_params in self.data.by_chunk.values()]
-        exchange = 2 * max(0 if chunk.sharded else chunk.nbytes for chunk in read)
+        param_chunks = [managed_params[0].chunk for managed_params in self.data.by_chunk.values()]
+        exchange = 2 * max(0 if chunk.sharded else chunk.nbytes for chunk in param_chunks)
         free = manager.host_tier.free_bytes - exchange
-        found = set()
+        bound = set()
         for index, managed_params in self.data.by_chunk.items():
-            # Room for `param16` may have been made by a part of them.
+            # Some of them may have been evicted already, to make room for `param16`.
             chunks = self._optimizer_chunks(index, managed_params)
-            above = [chunk for chunk in chunks if chunk.device_valid and not chunk.host_valid]
-            if above:
-                nbytes = sum(chunk.nbytes for chunk in above)
+            on_device = [chunk for chunk in chunks if chunk.device_valid and not chunk.host_valid]
+            if on_device:
+                nbytes = sum(chunk.nbytes for chunk in on_device)
                 if nbytes > free:
-                    found.add(index)
+                    bound.add(index)
                 else:
                     free -= nbytes
-        return found
+        return bound
 
     def _optimizer_chunks(self, index: int, managed_params: list[ManagedParam]) -> list[Chunk]:
-        """The chunks of one index that only the update touches, as its scheme lists them."""
+        """Return the chunks of one index that only the update uses, in the order of the parameter schema."""
         return [self.data.manager[spec.kind, index] for spec in managed_params[0].schema.optimizer_lists]
 
     def _update_tier(self, index: int, chunks: Sequence[Chunk]) -> Tier:
-        """Where optimizer chunks are updated this time: at home, but for the disk's while the host has no room yet."""
+        """Return the tier to update on: the home tier, or the disk while a host home tier has no room yet."""
         home, manager = self.home_tier(index), self.data.manager
         if home is Tier.HOST and manager.disk_tier is not None:
             needed = sum(chunk.nbytes for chunk in chunks if chunk.host is None)
@@ -224,24 +224,24 @@ class OptimizerStep:
         return home
 
     def _move_for_update(self, index: int, managed_params: list[ManagedParam]) -> None:
-        """Bring the chunks of one index to the tier where its optimizer chunks are to live.
+        """Move the chunks of one index to the tier that its optimizer chunks are updated on.
 
-        Below, `param16` comes along where it would have to leave the device anyway, or lies there already. Where all of
-        it fits above, it stays: gradients stream down and parameters up.
+        For an update on the host, the `param16` chunk moves too if it would be evicted later anyway, or has a host
+        copy. If all of `param16` fits on the device, it stays: gradients are copied D2H and parameters H2D.
         """
         manager = self.data.manager
         chunks = self._optimizer_chunks(index, managed_params)
         if (GRAD32, index) in manager.chunks:
             chunks.append(manager[GRAD32, index])
         home = self._update_tier(index, chunks)
-        read = managed_params[0].shard_chunk
+        param16 = managed_params[0].shard_chunk
         if any(managed.has_gradient for managed in managed_params):
-            manager.transfers.wait_idle(read)
-            has_place = read.host_bytes > 0 or manager.host_tier.has_room(read.nbytes)
-            if home is Tier.DEVICE or (manager.disk_tier is None and manager.transfers.keep_duplicates and has_place):
-                chunks.append(read)
+            manager.transfers.wait_idle(param16)
+            fits_host = param16.host_bytes > 0 or manager.host_tier.has_room(param16.nbytes)
+            if home is Tier.DEVICE or (manager.disk_tier is None and manager.transfers.keep_duplicates and fits_host):
+                chunks.append(param16)
             elif home is Tier.HOST:
-                manager.ensure_in_memory(read)
+                manager.ensure_in_memory(param16)
         if home is Tier.DEVICE:
             manager.fetch(chunks)
         for chunk in chunks:
@@ -249,8 +249,8 @@ class OptimizerStep:
         self.data.update_param_views()
 
 
-def _land(running: list[Running], stage: torch.Tensor, param: torch.Tensor) -> None:
-    """When a stage is updated, take it up."""
-    for one in running:
-        one.finish()
-    param.copy_(stage)
+def _copy_back(running: list[Running], buffer: torch.Tensor, param: torch.Tensor) -> None:
+    """Wait for the update of a buffer, and copy it H2D into the parameter."""
+    for update in running:
+        update.finish()
+    param.copy_(buffer)

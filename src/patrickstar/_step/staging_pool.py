@@ -1,4 +1,4 @@
-"""A ring of pages on the host, which pages of chunks on disk pass through."""
+"""Staging pool: host buffers for the pages of chunks that are updated from disk to disk."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,28 +13,28 @@ from patrickstar._memory.vm_pool import round_up
 from patrickstar._memory.worker_pool import Transfer
 
 SETS = 12
-"""Pages of each list that are under way at once: while the longest operator runs, the disk must find some to fill."""
+"""Page sets in flight at once: enough free buffers to keep the disk busy during the longest operator."""
 
 
 @dataclass(frozen=True)
 class StagingSize:
-    """How large a page of the ring is, and how many there are."""
+    """Size and number of the staging buffers."""
 
     page_bytes: int
     pages: int
     by_pages: bool
-    """Whether an update can be cut into pages; else one page holds a whole chunk of a list."""
+    """Updates may be cut into pages; otherwise one buffer holds a whole chunk of a list."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory."""
+        """Host memory of all buffers."""
         return self.page_bytes * self.pages
 
     @classmethod
-    def suited(
+    def choose(
         cls, lists: int, largest_list_bytes: int, disk_page_bytes: int, by_pages: bool, room_bytes: int
     ) -> "StagingSize":
-        """One for chunks with so many lists, within `room_bytes` if that is enough for two pages of each."""
+        """Choose as many buffers as fit into `room_bytes`, but at least two and at most `SETS` for each list."""
         nbytes = min(disk_page_bytes, round_up(largest_list_bytes)) if by_pages else round_up(largest_list_bytes)
         sets = min(SETS if by_pages else 2, max(2, room_bytes // (lists * nbytes)))
         return cls(nbytes, lists * sets, by_pages)
@@ -42,118 +42,119 @@ class StagingSize:
 
 @dataclass(eq=False)
 class PageSet:
-    """A page of each of some parallel lists of one chunk index, between being read and being written."""
+    """One page of each parallel list of a chunk index, from the start of its reads to the end of its writes."""
 
     lists: list[Chunk]
     first: int
+    """First element of the page in its chunks."""
     numel: int
     buffers: list[int]
     versions: list[int]
-    """The chunks' disk versions when it was read."""
+    """Disk versions of the chunks when the reads started."""
     owner: Any = None
-    """Whose update it is for; None while it was read on trust."""
+    """The `DiskUpdate` that reads it; None for a speculative read."""
     updated: bool = False
     reads: list[Transfer] = field(default_factory=list)
     writes: list[Transfer] = field(default_factory=list)
 
     @property
     def index(self) -> int:
-        """The chunks' index."""
+        """Chunk index."""
         return self.lists[0].index
 
     @property
     def ready(self) -> bool:
-        """Whether all its bytes are there."""
+        """Whether all reads have finished."""
         return len(self.reads) == len(self.lists) and all(transfer.done for transfer in self.reads)
 
-    def serves(self, lists: list[Chunk]) -> bool:
-        """Whether these are the lists that an update wants, as they lie on disk now."""
+    def is_current(self, lists: list[Chunk]) -> bool:
+        """Return whether it was read from these lists, and they have not changed on disk since."""
         return self.lists == lists and self.versions == [chunk.disk_version for chunk in lists]
 
 
 class StagingPool:
-    """Owns the pages. Which are free follows from the sets that live: Ctrl-C may strike between any two lines."""
+    """Owner of the buffers. `live` alone determines which are free, so that Ctrl-C may strike between any two lines."""
 
     def __init__(self, manager: ChunkManager, size: StagingSize) -> None:
         self.manager = manager
         self.size = size
         assert manager.disk_tier is not None
         self._page_bytes = manager.disk_tier.page_bytes
-        self._place = manager.host_tier.allocate_block(size.nbytes)
-        # Memory that was never written is not there yet, and a meter would take it for somebody else's later.
-        manager.host_tier.view(self._place, torch.uint8).zero_()
+        self._block = manager.host_tier.allocate_block(size.nbytes)
+        # Untouched memory is not resident; the meter would later count its pages as non-model data.
+        manager.host_tier.view(self._block, torch.uint8).zero_()
         self.live: list[PageSet] = []
-        """All sets, in the order in which they came."""
+        """Page sets that hold buffers, in the order of their reads."""
 
     def free(self) -> list[int]:
-        """Pages that no set holds."""
-        taken = {number for there in self.live for number in there.buffers}
-        return [number for number in range(self.size.pages) if number not in taken]
+        """Return the free buffers."""
+        used = {number for pages in self.live for number in pages.buffers}
+        return [number for number in range(self.size.pages) if number not in used]
 
     def pages(self, chunk: Chunk) -> list[tuple[int, int]]:
-        """The first element and the length of each page of a list."""
+        """Return the first element and the number of elements of each page of a list."""
         length = self._page_bytes // chunk.dtype.itemsize if self.size.by_pages else chunk.numel
         return [(first, min(length, chunk.numel - first)) for first in range(0, chunk.numel, max(1, length))]
 
     @defer_sigint
     def start_read(self, lists: list[Chunk], first: int, numel: int) -> PageSet | None:
-        """Begin to read a page of each list; None where the ring is full, or the last update is not yet on disk."""
+        """Start to read a page of each list; None without free buffers or while earlier updates are written."""
         free = self.free()
         if any(chunk.has_page_writes for chunk in lists) or len(free) < len(lists):
             return None
-        there = PageSet(lists, first, numel, free[: len(lists)], [chunk.disk_version for chunk in lists])
-        self.live.append(there)
-        self.complete(there)
-        return there
+        pages = PageSet(lists, first, numel, free[: len(lists)], [chunk.disk_version for chunk in lists])
+        self.live.append(pages)
+        self.complete(pages)
+        return pages
 
     @defer_sigint
-    def complete(self, there: PageSet) -> None:
-        """Begin to read those of a set's pages that are not under way."""
-        views = self.views(there)
-        for chunk, memory in list(zip(there.lists, views, strict=True))[len(there.reads) :]:
-            start = there.first * chunk.dtype.itemsize
+    def complete(self, pages: PageSet) -> None:
+        """Start the reads of a page set that have not started yet."""
+        views = self.views(pages)
+        for chunk, memory in list(zip(pages.lists, views, strict=True))[len(pages.reads) :]:
+            start = pages.first * chunk.dtype.itemsize
             read = self.manager.io_dispatch.read(chunk, start, memory.view(torch.uint8))
-            chunk.page_reads = [*(one for one in chunk.page_reads if not one.done), read]
-            there.reads.append(read)
+            chunk.page_reads = [*(transfer for transfer in chunk.page_reads if not transfer.done), read]
+            pages.reads.append(read)
 
-    def views(self, there: PageSet) -> list[torch.Tensor]:
-        """The set's pages as tensors, in the order of its lists."""
-        ring = self.manager.host_tier.view(self._place, torch.uint8)
-        found = []
-        for chunk, number in zip(there.lists, there.buffers, strict=True):
-            begin, nbytes = number * self.size.page_bytes, there.numel * chunk.dtype.itemsize
+    def views(self, pages: PageSet) -> list[torch.Tensor]:
+        """Return the pages as tensors, in the order of the lists."""
+        memory = self.manager.host_tier.view(self._block, torch.uint8)
+        views = []
+        for chunk, number in zip(pages.lists, pages.buffers, strict=True):
+            begin, nbytes = number * self.size.page_bytes, pages.numel * chunk.dtype.itemsize
             assert nbytes <= self.size.page_bytes, f"{nbytes} bytes of {chunk} in a page of {self.size.page_bytes}"
-            found.append(ring[begin : begin + nbytes].view(chunk.dtype))
-        return found
+            views.append(memory[begin : begin + nbytes].view(chunk.dtype))
+        return views
 
     @defer_sigint
-    def write(self, there: PageSet, lists: Sequence[Chunk]) -> None:
-        """Begin to write the pages of these of a set's lists back."""
-        for chunk, memory in zip(there.lists, self.views(there), strict=True):
+    def write(self, pages: PageSet, lists: Sequence[Chunk]) -> None:
+        """Start to write back the pages of the given lists."""
+        for chunk, memory in zip(pages.lists, self.views(pages), strict=True):
             if chunk in lists:
-                start = there.first * chunk.dtype.itemsize
+                start = pages.first * chunk.dtype.itemsize
                 write = self.manager.io_dispatch.write(chunk, start, memory.view(torch.uint8))
-                there.writes.append(write)
+                pages.writes.append(write)
                 chunk.page_writes.append(write)
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
-        """Wait for transfers."""
+        """Wait for the transfers to finish."""
         for transfer in transfers:
             self.manager.io_dispatch.wait(transfer)
 
     @defer_sigint
-    def drop(self, there: PageSet) -> None:
-        """Pages that nobody wants after all; the disk must not write into what is used for something else."""
-        self.wait(there.reads)
-        self.wait(there.writes)
-        self.live.remove(there)
+    def drop(self, pages: PageSet) -> None:
+        """Free the buffers of an unused page set, after its I/O: a running read would write into reused buffers."""
+        self.wait(pages.reads)
+        self.wait(pages.writes)
+        self.live.remove(pages)
 
     @defer_sigint
     def collect(self) -> None:
-        """Take pages back whose bytes are on disk."""
-        for there in [there for there in self.live if there.updated]:
-            if all(transfer.done for transfer in there.writes):
-                self.wait(there.writes)
-                for chunk in there.lists:
+        """Free the buffers of page sets that are written back."""
+        for pages in [pages for pages in self.live if pages.updated]:
+            if all(transfer.done for transfer in pages.writes):
+                self.wait(pages.writes)
+                for chunk in pages.lists:
                     chunk.page_writes = [transfer for transfer in chunk.page_writes if not transfer.done]
-                self.live.remove(there)
+                self.live.remove(pages)

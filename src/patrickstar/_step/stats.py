@@ -1,4 +1,4 @@
-"""What a step cost, in bytes and seconds."""
+"""Statistics of optimizer steps, in bytes and seconds."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -9,41 +9,60 @@ from patrickstar._memory.transfer_counters import TransferCounters
 
 @dataclass(frozen=True)
 class StepStats:
-    """One optimizer step, or all of them: peaks are maxima, the rest are sums."""
+    """Statistics of this process: of one optimizer step, or of all (peaks are maxima, loss_scale is the last)."""
 
     steps: int = 0
+    """Number of optimizer steps, including those with an overflow."""
     overflows: int = 0
-    """Steps that changed nothing but the loss scale, since gradients were not finite with fp16."""
+    """Steps skipped because fp16 gradients were not finite; they change only the loss scale."""
     loss_scale: float = 1.0
+    """Loss scale after the step; 1.0 without fp16."""
     device_peak_model_bytes: int = 0
+    """Peak of the chunks on the device."""
     device_peak_non_model_bytes: int = 0
+    """Peak of other memory on the device: activations, temporaries, workspaces."""
     host_peak_model_bytes: int = 0
+    """Peak of the chunks on the host."""
     host_peak_non_model_bytes: int = 0
+    """Peak of other managed memory on the host: staging buffers, offloaded activations."""
     disk_bytes: int = 0
-    """Bytes that chunks have a place for on disk."""
+    """Bytes of the swap file that are allocated to chunks."""
     h2d_bytes: int = 0
+    """Bytes copied to the device, from the host or from disk."""
     d2h_bytes: int = 0
+    """Bytes copied from the device, to the host or to disk."""
     disk_read_bytes: int = 0
+    """Bytes read from the swap file."""
     disk_write_bytes: int = 0
+    """Bytes written to the swap file."""
     gathered_bytes: int = 0
     """Bytes of parameters that this process sent to others."""
     reduced_bytes: int = 0
     """Bytes of gradients that this process sent to others."""
     rounds: int = 0
-    """How often the processes agreed on what to communicate."""
+    """Coordination steps, in which the processes negotiate the next collectives."""
     evictions: int = 0
+    """Chunks evicted from the device."""
     memory_retries: int = 0
-    """How often the device's allocator had no memory within the budget; chunks were evicted for a second try."""
+    """Failed device allocations within the budget that were retried after an eviction."""
     stall_s: float = 0.0
+    """Seconds spent waiting for transfers."""
     reserved_bytes: int = 0
-    """Memory that the allocator held of a GPU when the step ended, in use or not; 0 on a CPU, as are the next two."""
+    """GPU memory reserved by the caching allocator at the end of the step, in use or not; 0 on a CPU."""
     inactive_split_bytes: int = 0
-    """Free parts of segments in use, part of `reserved_bytes`: the cost of fragmentation."""
+    """Part of `reserved_bytes` lost to fragmentation: unused parts of split segments; 0 on a CPU."""
     allocator_retries: int = 0
-    """How often the allocator found no memory, freed what it cached, and tried again."""
+    """Failed allocations that the caching allocator retried after it freed its cache; 0 on a CPU."""
 
     def plus(self, later: "StepStats") -> "StepStats":
-        """Both together."""
+        """Return the statistics of this period and a later one together.
+
+        Args:
+            later: Statistics of the steps after these.
+
+        Returns:
+            Sums of counts, bytes and seconds; maxima of peaks and of allocated bytes; the later loss scale.
+        """
         return StepStats(
             steps=self.steps + later.steps,
             overflows=self.overflows + later.overflows,
@@ -71,17 +90,17 @@ class StepStats:
 
 @dataclass
 class Stats:
-    """Per step and in total."""
+    """Statistics of the last step and of all steps."""
 
     last: StepStats = StepStats()
     total: StepStats = StepStats()
     _mark: TransferCounters = field(default_factory=TransferCounters)
     _retries: int = 0
-    """The allocator's retries before the current step."""
+    """Retries of the caching allocator before the current step."""
     _warned: bool = False
 
     def close_step(self, manager: ChunkManager, overflow: bool, loss_scale: float, non_model_peak: int) -> None:
-        """Read the manager's counters at the end of a step, and start its peaks anew."""
+        """Read the manager's counters at the end of a step, and reset its peaks."""
         moved = manager.counters.since(self._mark)
         self._mark = manager.counters.copy()
         allocator = manager.hardware.allocator_stats()
@@ -115,10 +134,9 @@ class Stats:
         if retries and not self._warned:
             self._warned = True
             warnings.warn(
-                f"the device had no memory left {retries} times in this step, although the budget of "
-                f"{manager.device_tier.budget_bytes} bytes was kept: {allocator}. Each time it waits for "
-                f"all kernels and "
-                f"frees its cache, which is slow. Lower device_memory, end other programs on this device, or set "
-                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if it is set to something else",
+                f"the device had no memory left {retries} times in this step, although the engine kept its budget of "
+                f"{manager.device_tier.budget_bytes} bytes: {allocator}. Each time, the allocator waits for all "
+                f"kernels and frees its cache, which is slow. Lower device_memory, end other programs on this device, "
+                f"or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if it is set to something else",
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""The tiers of one engine: their budgets, and the scratch file of the one on disk."""
+"""Planning of an engine's tiers: budgets, initial placement, swap file and staging buffers."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -15,26 +15,29 @@ from patrickstar._step.staging_pool import StagingSize
 from patrickstar.config import Config
 
 MASTER_BYTES = 4
-"""Bytes of an element of a master, but for float64's."""
+"""Bytes per element of a master parameter, unless it is float64."""
 
 
 @dataclass(frozen=True)
 class TierPlan:
-    """Where chunks begin, and what lies below memory."""
+    """Initial placement of chunks, and the disk tier if there is one."""
 
     placement: dict[int, ChunkTiers]
     disk: DiskTier | None = None
     staging_size: StagingSize | None = None
-    """The pages that updates of what is on disk pass through."""
+    """Staging buffers of the optimizer step of chunks on disk."""
     staging_bytes: int = 0
-    """Host memory that pages on their way take."""
+    """Host memory of all buffers for disk I/O."""
 
 
 def budgets(config: Config, hardware: Hardware, sharing: int = 1, several: bool = False) -> tuple[int, int]:
-    """The bytes of device and host. On a CPU they share one RAM: what one is not given is the other's, or half each.
+    """Return the device and host budgets in bytes.
 
-    sharing: how many processes share this machine's RAM; each has its own device, but for a CPU. several: whether more
-    than one process trains, on whatever machines.
+    On a CPU both share the RAM: one missing budget is the rest of it, two are half of it each.
+
+    Args:
+        sharing: Number of processes that share this machine's RAM. A GPU belongs to one process.
+        several: Whether more than one process trains, on any number of machines.
     """
     device_memory = int(config.device_memory) if config.device_memory is not None else None
     host_memory = int(config.host_memory) // sharing if config.host_memory is not None else None
@@ -58,11 +61,16 @@ def plan_tiers(
     sharing: int = 1,
     library_bytes: int = 0,
 ) -> TierPlan:
-    """Decide where chunks begin, and make the scratch file if memory can't hold them and a disk may be used.
+    """Plan the initial placement, and create the swap file if memory can't hold all chunks and a disk is configured.
 
-    memory: budgets of device and host. sharing: how many processes share the disk. library_bytes: what the device's
-    libraries keep of its budget. Raises BudgetError when all tiers together are too small, DiskError when the directory
-    can't be used.
+    Args:
+        memory: Device and host budgets in bytes.
+        sharing: Number of processes that share the disk.
+        library_bytes: Part of the device budget that the device's libraries use.
+
+    Raises:
+        BudgetError: All tiers together are too small.
+        DiskError: The directory can't be used.
     """
     device, host = memory[0] - library_bytes, memory[1]
     working_set = working_set_bytes(layout, together)
@@ -72,35 +80,36 @@ def plan_tiers(
         check_budgets(layout, together, Budgets(device, host), library_bytes=library_bytes)
         assert in_memory is not None, "budgets were checked"
         return TierPlan(in_memory)
-    folder = Path(config.disk.directory)
+    directory = Path(config.disk.directory)
     capacity = int(config.disk.capacity) // sharing if config.disk.capacity is not None else None
-    # Frozen parameters may be unfrozen: then they get masters, in chunks as large as others.
+    # Frozen parameters may be unfrozen later, and then get master parameters in chunks of the same size.
     numel = max(layout.chunk_numel, *(chunk.own_numel for chunk in layout.chunks))
     largest = numel * max(MASTER_BYTES, *(spec.itemsize for chunk in layout.chunks for spec in chunk.schema.lists))
     page_bytes = min(page_bytes, round_up(largest))
-    pages_bytes = page_bytes * (STAGES + 1)
+    io_bytes = page_bytes * (STAGES + 1)
     rule = config.optimizer.rule(config.optimizer.defaults(), 1, {})
-    # The lists of a trained parameter, and that of accumulated gradients.
+    # Master and gradient list, beside the optimizer states.
     lists = 2 + len(config.optimizer.states)
-    room = host - pages_bytes - sum(chunk.shard_bytes for chunk in layout.chunks)
-    ring = StagingSize.suited(lists, largest, page_bytes, rule.by_pages, room)
-    staging = pages_bytes + ring.nbytes
+    room = host - io_bytes - sum(chunk.shard_bytes for chunk in layout.chunks)
+    staging_size = StagingSize.choose(lists, largest, page_bytes, rule.by_pages, room)
+    staging = io_bytes + staging_size.nbytes
     budget = Budgets(device, host - staging, capacity if capacity is not None else free)
     check_budgets(layout, together, budget, staging, library_bytes)
     placement = initial_placement(layout.chunks, budget, working_set)
     assert placement is not None, "budgets were checked"
     nbytes = disk_bytes(layout.chunks, placement)
-    disk = hardware.disk(folder, nbytes, page_bytes, checksums=config.disk.checksums, capacity_bytes=capacity)
-    return TierPlan(placement, disk, ring, staging)
+    disk = hardware.disk(directory, nbytes, page_bytes, checksums=config.disk.checksums, capacity_bytes=capacity)
+    return TierPlan(placement, disk, staging_size, staging)
 
 
 def optimizer_room_bytes(layout: Layout, host_bytes: int, device_param_bytes: int, on_host: Collection[int]) -> int:
-    """What the host has for optimizer chunks beside the `param16` chunks that the device can't keep.
+    """Return the host bytes left for optimizer chunks beside the `param16` chunks that do not fit on the device.
 
-    on_host: indices of those that stay on the host, whose lookups run there.
+    Args:
+        on_host: Indices of `param16` chunks that stay on the host, where their embedding lookups run.
     """
-    stays = sum(chunk.compute_bytes for chunk in layout.chunks if chunk.index in on_host)
-    stays += sum(chunk.shard_bytes for chunk in layout.chunks)
-    others = [chunk.evictable_bytes for chunk in layout.chunks if chunk.index not in on_host]
-    spilled = sum(others) - device_param_bytes
-    return host_bytes - stays - (min(sum(others), spilled + max(others)) if spilled > 0 else 0)
+    resident = sum(chunk.compute_bytes for chunk in layout.chunks if chunk.index in on_host)
+    resident += sum(chunk.shard_bytes for chunk in layout.chunks)
+    evictable = [chunk.evictable_bytes for chunk in layout.chunks if chunk.index not in on_host]
+    spilled = sum(evictable) - device_param_bytes
+    return host_bytes - resident - (min(sum(evictable), spilled + max(evictable)) if spilled > 0 else 0)
