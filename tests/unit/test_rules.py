@@ -108,7 +108,10 @@ def lion(rule, grad, master, exp_avg, number):
     def average(beta):
         return ieee.add(ieee.multiply(exp_avg, number(beta)), ieee.multiply(grad, number(1 - beta)))
 
-    step = ieee.multiply(np.sign(average(rule.beta1)), number(rule.lr))
+    direction = average(rule.beta1)
+    # `np.sign` loses the sign of a negative zero, which shows in a master of negative zero.
+    sign = np.where(direction > 0, 1, np.where(direction < 0, -1, ieee.multiply(direction, number(0.0))))
+    step = ieee.multiply(sign.astype(direction.dtype), number(rule.lr))
     decayed = ieee.multiply(master, number(1 - rule.lr * rule.weight_decay))
     return ieee.subtract(decayed, step), average(rule.beta2)
 
