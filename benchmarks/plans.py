@@ -17,7 +17,7 @@ from patrickstar._cli.train import language_model_workloads
 from patrickstar._engine.dry_run import dry_run
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.machine_spec import find_machine
-from patrickstar._perf_model.perf_model import estimate, least_moved_bytes
+from patrickstar._perf_model.perf_model import estimate, min_transfer_bytes
 
 CASES = (
     ("gpt-4b", "8xV100-32GB", 8, False),
@@ -50,7 +50,7 @@ def row(name: str, place: str, batch: int, disk: bool, directory: str) -> list[s
     config = ps.Config(device="cpu", disk=ps.Disk(directory) if disk else None)
     found = dry_run(model, config, step, machine)
     took = time.perf_counter() - start
-    crossed, paged = least_moved_bytes(work, machine)
+    crossed, paged = min_transfer_bytes(work, machine)
     stats = found.stats
     moved = stats.h2d_bytes + stats.d2h_bytes
     on_disk = stats.disk_read_bytes + stats.disk_write_bytes

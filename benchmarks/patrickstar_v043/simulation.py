@@ -218,7 +218,7 @@ def _link_seconds(placement: Placement, host: Host, links: Links, gpus: int, loo
     """
     numel, moved = placement.chunk_numel, placement.moved
     crossing, swapped_bytes = placement.crossing * numel, placement.forced * numel * OPTIMIZER_BYTES
-    up, down = links.h2d_of_one(gpus), links.d2h_of_one(gpus)
+    up, down = links.h2d_per_gpu(gpus), links.d2h_per_gpu(gpus)
     fetched_bytes = moved.fetched * numel * HALF + swapped_bytes
     evicted_bytes = moved.evicted * numel * HALF + swapped_bytes
     sent_bytes = 3 * (gpus - 1) * placement.chunks * numel * HALF

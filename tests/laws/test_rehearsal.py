@@ -11,7 +11,7 @@ from patrickstar import testing
 from patrickstar._engine.dry_run import dry_run
 from patrickstar._engine.engine import Engine
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
-from patrickstar._perf_model.perf_model import least_moved_bytes
+from patrickstar._perf_model.perf_model import min_transfer_bytes
 from patrickstar._perf_model.workload import Workload
 
 from . import models
@@ -130,7 +130,7 @@ def test_no_plan_moves_less_than_the_fewest_bytes_there_can_be(layers, device, h
     )
     dry_run_report = dry_run(build, config("bf16", width * width), step, machine)
     work = Workload(params, 8, 8, False, 6.0 * params * 8, width, 0, 0)
-    fewest, _ = least_moved_bytes(work, machine)
+    fewest, _ = min_transfer_bytes(work, machine)
     assert dry_run_report.stats.h2d_bytes + dry_run_report.stats.d2h_bytes >= fewest * (1 - 1e-6)
     assert dry_run_report.seconds >= dry_run_report.bound_s
 

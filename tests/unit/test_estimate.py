@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
-from patrickstar._perf_model.perf_model import Room, best_estimate, estimate, fits, largest_batch, least_more
+from patrickstar._perf_model.perf_model import Tier, best_estimate, estimate, fits, largest_batch, min_extra_bytes
 from patrickstar._perf_model.workload import PARAM_BYTES, STATE_BYTES, UPDATE_BYTES, Workload, gpt_workload
 from patrickstar.errors import BudgetError
 
@@ -120,7 +120,7 @@ def seconds_of(work, machine, processes, kept, resident, on_host, in_ram):
         return None
     down = part * (2 * on_host + 12 * streamed)
     ram = part * (UPDATE_BYTES * on_host + 24 * streamed + 2 * below) + 2 * disk_bytes / processes
-    h2d, d2h = machine.crossing_rates(processes)
+    h2d, d2h = machine.transfer_rates(processes)
     channels = [
         work.operations / machine.gpu.matmul_rate(work.matrix_size)
         + part * UPDATE_BYTES * (resident + streamed) / machine.gpu.memory_bandwidth,
@@ -171,26 +171,26 @@ def test_no_shares_are_faster_than_those_that_are_chosen(work, machine, processe
 def test_what_is_missing_is_enough_and_no_byte_more_than_needed(work, machine, processes):
     assume(not fits(work, machine, processes))
 
-    def with_more(room, nbytes):
-        if room is Room.DEVICE:
+    def with_more(tier, nbytes):
+        if tier is Tier.DEVICE:
             return machine.model_copy(
                 update={"gpu": machine.gpu.model_copy(update={"memory": machine.gpu.memory + nbytes})}
             )
-        if room is Room.HOST:
+        if tier is Tier.HOST:
             return machine.model_copy(
                 update={"host": machine.host.model_copy(update={"memory": machine.host.memory + nbytes})}
             )
         there = machine.disk.capacity if machine.disk is not None else 0
         return machine.model_copy(update={"disk": DiskDrive(capacity=there + nbytes, read="3GB", write="2GB")})
 
-    for room in Room:
-        more = least_more(work, machine, processes, room)
+    for tier in Tier:
+        more = min_extra_bytes(work, machine, processes, tier)
         if more is not None:
             # A solver's tolerance is relative to the largest number in a condition.
             tolerance = int(1e-5 * (14 * work.params + work.non_model_bytes))
-            assert fits(work, with_more(room, more + tolerance), processes)
+            assert fits(work, with_more(tier, more + tolerance), processes)
             if more > tolerance:
-                assert not fits(work, with_more(room, more - tolerance), processes)
+                assert not fits(work, with_more(tier, more - tolerance), processes)
 
 
 def test_what_does_not_fit_says_by_how_much_and_that_is_enough():
@@ -204,10 +204,10 @@ def test_what_does_not_fit_says_by_how_much_and_that_is_enough():
     )
     with pytest.raises(BudgetError, match=r"more host memory, or .* more disk") as caught:
         estimate(work, machine)
-    enough = machine.host.memory + int(least_more(work, machine, 1, Room.HOST) * (1 + 1e-6))
+    enough = machine.host.memory + int(min_extra_bytes(work, machine, 1, Tier.HOST) * (1 + 1e-6))
     larger = machine.model_copy(update={"host": machine.host.model_copy(update={"memory": enough})})
     assert estimate(work, larger).host_bytes <= enough
-    assert caught.value.short_bytes == min(least_more(work, machine, 1, room) for room in Room)
+    assert caught.value.short_bytes == min(min_extra_bytes(work, machine, 1, tier) for tier in Tier)
 
 
 V100 = Machine(

@@ -37,7 +37,7 @@ def test_bytes_take_their_time_and_no_lane_is_busy_twice(actions):
     spans = [(transfer.ends_at - transfer.nbytes / 100.0, transfer.ends_at) for transfer in made]
     assert all(start >= end - 1e-6 for (_, end), (start, _) in pairwise(spans))
     for transfer in made:
-        assert transfer.ends_at - transfer.nbytes / 100 >= transfer.asked_at - 1e-6
+        assert transfer.ends_at - transfer.nbytes / 100 >= transfer.requested_at - 1e-6
 
 
 def test_what_is_urgent_goes_before_what_waits():

@@ -100,9 +100,9 @@ def test_an_error_names_the_file_and_the_field(tmp_path, was, becomes, field):
 
 
 def test_what_is_no_toml_or_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="is no TOML"):
+    with pytest.raises(ConfigError, match="is not valid TOML"):
         read(tmp_path, "name =")
-    with pytest.raises(ConfigError, match="can't be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_machine(tmp_path / "none.toml")
 
 
@@ -110,7 +110,7 @@ def test_what_is_no_toml_or_not_there(tmp_path):
     ("asked", "near"), [("8xV100", "8xV100-32GB"), ("h200", "H200"), ("4090", "RTX4090-desktop"), ("zzz", "H200")]
 )
 def test_an_unknown_machine_gives_the_nearest_names(asked, near):
-    with pytest.raises(ConfigError, match=f"{asked!r} is no machine known here.*{near}"):
+    with pytest.raises(ConfigError, match=f"{asked!r} is neither a known machine.*{near}"):
         find_machine(asked)
 
 
@@ -139,6 +139,6 @@ def test_updates_are_bound_by_cores_and_by_memory(memory_rate, core_rate, socket
 def test_gpus_on_one_link_have_no_more_than_it_has(h2d, d2h, shared_by, gpus):
     links = Links(h2d=h2d, d2h=d2h, shared_by=shared_by)
     busy = min(gpus, shared_by)
-    for own, rate in ((h2d, links.h2d_of_one(gpus)), (d2h, links.d2h_of_one(gpus))):
+    for own, rate in ((h2d, links.h2d_per_gpu(gpus)), (d2h, links.d2h_per_gpu(gpus))):
         assert rate <= own and busy * rate <= max(h2d, d2h) * (1 + 1e-9)
         assert rate == own or gpus > 1 < shared_by
