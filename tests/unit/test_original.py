@@ -93,7 +93,7 @@ def test_the_largest_models_that_were_published_fit_and_the_next_of_the_family_d
 
 
 def test_what_the_machine_has_not_is_refused():
-    with pytest.raises(ConfigError, match="16 GPUs were asked for, and 8xV100-32GB has 8"):
+    with pytest.raises(ConfigError, match="16 GPUs were requested, but 8xV100-32GB has 8"):
         best_step(POINTS[0][0], NODE, 16)
     with pytest.raises(ConfigError, match="0 GPUs"):
         best_step(POINTS[0][0], NODE, 0)
@@ -142,8 +142,8 @@ def test_what_is_placed_fits(point, batch):
     peak = max(non_model_bytes(gpt, batch, placed.chunks))
     assert on_device + 2 * numel + peak <= device_bytes(NODE.gpu)
     assert (placed.chunks - placed.in_margin - placed.forced) * 12 * numel <= NODE.host.memory * 8 // 10 // gpus
-    assert 0 <= placed.crossing <= len(placed.on_host) == placed.chunks - placed.in_margin
-    assert not placed.in_margin or placed.moved.fetched == placed.moved.evicted == 0
+    assert 0 <= placed.device_grads <= len(placed.on_host) == placed.chunks - placed.in_margin
+    assert not placed.in_margin or placed.transfers.fetched == placed.transfers.evicted == 0
 
 
 @quick

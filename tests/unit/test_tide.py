@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patrickstar_v043.activation_curve import move, non_model_bytes
+from patrickstar_v043.activation_curve import non_model_bytes, simulate_transfers
 
 from patrickstar._perf_model.gpt_costs import Gpt
 
@@ -12,7 +12,7 @@ quick = settings(derandomize=True, deadline=None, max_examples=60)
 @quick
 @given(st.integers(1, 40), st.integers(1, 50))
 def test_what_does_not_fit_is_fetched_twice_and_evicted_twice(chunks, room):
-    moved = move([room] * (2 * chunks), chunks)
+    moved = simulate_transfers([room] * (2 * chunks), chunks)
     assert moved.fetched == moved.evicted == 2 * max(0, chunks - room)
     # After backward it is the first that are there: they are the next to be used.
     assert moved.held == frozenset(range(min(chunks, room)))
@@ -21,7 +21,7 @@ def test_what_does_not_fit_is_fetched_twice_and_evicted_twice(chunks, room):
 @quick
 @given(st.lists(st.integers(1, 10), min_size=2, max_size=20).filter(lambda rooms: len(rooms) % 2 == 0))
 def test_what_is_fetched_is_evicted(rooms):
-    moved = move(rooms, len(rooms) // 2)
+    moved = simulate_transfers(rooms, len(rooms) // 2)
     assert moved.fetched == moved.evicted
     assert len(moved.held) <= rooms[-1]
 
