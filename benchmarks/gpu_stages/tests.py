@@ -61,9 +61,8 @@ def _run_pytest(record: Record, label: str, arguments: list[str], environment: d
     cases = list(suite.iter("testcase"))
     bad = [(case, fault) for case in cases for fault in (*case.findall("failure"), *case.findall("error"))]
     skipped = [fault for case in cases for fault in case.findall("skipped")]
-    note = (
-        f"{len(cases) - len(bad) - len(skipped)} passed, {len(bad)} failed, {len(skipped)} skipped, {duration_s:.0f} s"
-    )
+    passed = len(cases) - len(bad) - len(skipped)
+    note = f"{passed} passed, {len(bad)} failed, {len(skipped)} skipped in {duration_s:.0f} s"
     reasons = sorted({(fault.get("message") or "")[:120] for fault in skipped})
     # Exit code 5: no tests were collected.
     record.check(label, not bad and done.returncode in (0, 5), "; ".join([note, *reasons]))

@@ -58,7 +58,7 @@ def _gpu(record: Record, device) -> None:
         (total - before) / 2**20,
         "MiB",
         predicted=530,
-        note="before the first allocation, with other processes",
+        note="before the first allocation, all processes",
     )
     Hardware(device).library_bytes(torch.bfloat16)
     torch.cuda.synchronize()
