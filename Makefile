@@ -21,7 +21,7 @@ test: check
 	$(BIN)/pytest -m "not slow" --late-copies 1 $(LATE)
 
 nightly: check
-	$(BIN)/pytest
+	$(BIN)/pytest tests benchmarks/tests
 	$(BIN)/pytest --late-copies 1 tests/autograd tests/laws/test_exactness.py
 
 # What runs a second time, beside a simulated accelerator: sharing, accumulation and early updates.
@@ -40,9 +40,9 @@ bench-disk: $(INSTALLED)
 	$(BIN)/python benchmarks/checkpoints.py --directory $(DISK)
 	$(BIN)/python benchmarks/policies.py
 
-# Forty minutes on a GPU, or with DEVICE=cpu their rehearsal. STAGES: some of them by name, as `--list` prints them;
-# MINUTES: for all of them; OUTPUT: where results go.
-# It needs no network: where the set-up has not been run, it takes what PYTHON has, and builds the package there.
+# GPU tests and benchmarks in forty minutes; DEVICE=cpu runs a smoke test. STAGES: names that `--list` prints;
+# MINUTES: limit of all stages; OUTPUT: directory of the results.
+# Needs no network: without the set-up it uses the packages of PYTHON and builds this package for it.
 DEVICE ?= cuda
 MINUTES ?= 40
 gpu:

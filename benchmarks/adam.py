@@ -1,9 +1,9 @@
-"""The update against the memory it runs in: one AdamW in mixed precision, and the survey of gradients before it.
+"""Compare the mixed-precision AdamW update and the gradient statistics with memory bandwidth and other implementations.
 
 python benchmarks/adam.py [--numel 10000000 100000000 200000000] [--threads 1 2] [--rounds 7] [--slow-rounds 1]
 
-All sides take turns in one process, on the same tensors: bf16 parameters and gradients, fp32 masters and moments. Each
-ratio is the median over rounds of two neighbours' times. DeepSpeed's CPU Adam takes part where it is installed.
+All implementations alternate in one process on the same tensors: bf16 parameters and gradients, fp32 masters and
+moments. Each ratio is the median over rounds of two adjacent times. DeepSpeed's CPU Adam is included if installed.
 """
 
 import argparse
@@ -28,7 +28,7 @@ MEMMOVE.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Work:
-    """The tensors of one update, and all who can do it."""
+    """Tensors of one update and all implementations of it."""
 
     def __init__(self, numel: int, threads: int) -> None:
         self.numel, self.threads = numel, threads
@@ -56,7 +56,7 @@ class Work:
             )
 
     def cast(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        """The same by an fp32 optimizer: the gradient is cast up, the parameter is cast down."""
+        """Return the same update by an fp32 optimizer, with an upcast gradient and a downcast parameter."""
 
         def run() -> None:
             self.master.grad = self.grad.copy_(self.param16)
@@ -67,11 +67,11 @@ class Work:
         return run
 
     def copy(self) -> None:
-        """Moments over gradients, by PyTorch."""
+        """Copy moments over gradients with PyTorch."""
         self.grad.copy_(self.moments[0])
 
     def memmove(self) -> None:
-        """The same by the C library, which for this much writes past the caches, in as many threads."""
+        """Copy with the C library, whose large copies bypass the caches, in the same number of threads."""
         share = self.numel * 4 // self.threads
         parts = [
             threading.Thread(
@@ -92,7 +92,7 @@ class Work:
 
 
 def deepspeed_adam(master: torch.nn.Parameter) -> torch.optim.Optimizer | None:
-    """DeepSpeed's CPU Adam, compiled at its first use; None where it is not installed."""
+    """Return DeepSpeed's CPU Adam, compiled at its first use; None if it is not installed."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError:
@@ -100,19 +100,19 @@ def deepspeed_adam(master: torch.nn.Parameter) -> torch.optim.Optimizer | None:
     return DeepSpeedCPUAdam([master], LR, betas=BETAS, eps=EPS, weight_decay=DECAY, adamw_mode=True)
 
 
-def timed(act: Callable[[], None]) -> float:
+def timed(action: Callable[[], None]) -> float:
     start = time.perf_counter()
-    act()
+    action()
     return time.perf_counter() - start
 
 
-def added_bytes(act: Callable[[], None]) -> int:
-    """By how much resident memory rose at most while it ran."""
+def added_bytes(action: Callable[[], None]) -> int:
+    """Return the peak rise of resident memory during an action."""
     meter = ResidentMeter()
     meter.reclaim()
     meter.calibrate(0)
     meter.restart()
-    act()
+    action()
     return max(0, meter.peak(0))
 
 
@@ -124,19 +124,19 @@ def measure(numel: int, threads: int, options: argparse.Namespace) -> tuple[list
         "copy": work.copy,
         "memmove": work.memmove,
         "read": work.read,
-        "survey": work.grad_stats,
+        "grad_stats": work.grad_stats,
     }
     sides["fused"] = work.cast(work.fused)
     if work.deepspeed is not None:
         sides["deepspeed"] = work.cast(work.deepspeed)
     plain = work.cast(work.plain)
-    for act in (*sides.values(), work.ours):
-        act()
+    for action in (*sides.values(), work.ours):
+        action()
     added = added_bytes(work.ours)
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(options.rounds):
-        for name, act in sides.items():
-            times[name].append(timed(act))
+        for name, action in sides.items():
+            times[name].append(timed(action))
     slow = [timed(plain) / timed(work.ours) for _ in range(options.slow_rounds)]
 
     def speed(name: str, nbytes: float) -> float:
@@ -145,8 +145,8 @@ def measure(numel: int, threads: int, options: argparse.Namespace) -> tuple[list
     def ratio(name: str, other: str) -> float:
         return median(a / b for a, b in zip(times[name], times[other], strict=True))
 
-    copied = [min(pair) for pair in zip(times["copy"], times["memmove"], strict=True)]
-    share = median(BYTES_PER_PARAM / ours / (8 / copy) for ours, copy in zip(times["ours"], copied, strict=True))
+    copies = [min(pair) for pair in zip(times["copy"], times["memmove"], strict=True)]
+    share = median(BYTES_PER_PARAM / ours / (8 / copy) for ours, copy in zip(times["ours"], copies, strict=True))
     update = [
         f"{numel / 1e6:.0f}M",
         str(threads),
@@ -159,10 +159,8 @@ def measure(numel: int, threads: int, options: argparse.Namespace) -> tuple[list
         f"{ratio('deepspeed', 'ours'):.2f}" if "deepspeed" in times else "not installed",
         f"{added / 2**20:.1f} MiB",
     ]
-    reading = median(
-        2 / grad_stats / (4 / read) for grad_stats, read in zip(times["survey"], times["read"], strict=True)
-    )
-    grad_stats = [update[0], update[1], f"{speed('grad_stats', 2):.1f}", f"{speed('read', 4):.1f}", f"{reading:.2f}"]
+    read_share = median(2 / stats / (4 / read) for stats, read in zip(times["grad_stats"], times["read"], strict=True))
+    grad_stats = [update[0], update[1], f"{speed('grad_stats', 2):.1f}", f"{speed('read', 4):.1f}", f"{read_share:.2f}"]
     return update, grad_stats
 
 
@@ -178,15 +176,15 @@ def main() -> None:
     publish(
         "adam",
         "cpu",
-        f"One AdamW update, {kernel.name if kernel else ''}: bf16 gradient read, fp32 master and moments read and "
-        f"written, bf16 parameter written: {BYTES_PER_PARAM} bytes per parameter, which is the physical limit. Copying "
-        f"counts 2 bytes for each byte copied; where the processor first reads what it is about to overwrite (write "
-        f"allocation), 3 cross the bus, so an update, which reads all that it writes, can be faster than a copy. "
-        f"PyTorch's `copy_` and the C library's `memmove`, which avoids that, are both run, and the share is of the "
-        f"faster one. Ratios are times of the others by ours; they do the same work by casting up, an fp32 step, and "
-        f"casting down, which is 46 bytes per parameter with write allocation: where both sides are as fast as memory, "
-        f"the ratio is 46 / 28 = 1.64. Goals: share at least 0.9, fused at least 1.6, plain (`foreach=False, "
-        f"fused=False`) at least 8, DeepSpeed at least 1.6. Added is the rise of resident memory during an update.",
+        f"One AdamW update, {kernel.name if kernel else ''}: read the bf16 gradient, read and write fp32 master and "
+        f"moments, write the bf16 parameter: {BYTES_PER_PARAM} bytes per parameter, the physical minimum. A copy "
+        f"counts 2 bytes per byte copied. With write allocation, where the CPU first reads the memory it overwrites, 3 "
+        f"bytes cross the bus, so an update, which reads everything it writes, can be faster than a copy. PyTorch's "
+        f"`copy_` and the C library's `memmove`, which avoids write allocation, are both measured; the share is "
+        f"relative to the faster one. Ratios are times of other implementations / ours. The others upcast, run an fp32 "
+        f"step and downcast: 46 bytes per parameter with write allocation. If both sides run at memory bandwidth, the "
+        f"ratio is 46 / 28 = 1.64. Goals: share at least 0.9, fused at least 1.6, plain (`foreach=False, fused=False`) "
+        f"at least 8, DeepSpeed at least 1.6. Added: rise of resident memory during an update.",
         [
             "parameters",
             "threads",
@@ -202,12 +200,12 @@ def main() -> None:
         [update for update, _ in rows],
     )
     publish(
-        "survey",
+        "grad_stats",
         "cpu",
-        "The pass over bf16 gradients for their norm (squares summed in fp64, in fixed order) and for values that are "
-        "not finite: 2 bytes read per parameter. The physical limit is the speed of reading alone, measured beside it. "
-        "Goal: share at least 0.9.",
-        ["parameters", "threads", "survey GB/s", "read GB/s", "share"],
+        "Gradient statistics: one pass over bf16 gradients for their norm (squares summed in fp64, in a fixed order) "
+        "and for non-finite values, which reads 2 bytes per parameter. The physical limit is the read bandwidth, "
+        "measured in the same process. Goal: share at least 0.9.",
+        ["parameters", "threads", "grad_stats GB/s", "read GB/s", "share"],
         [grad_stats for _, grad_stats in rows],
     )
 

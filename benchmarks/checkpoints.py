@@ -1,10 +1,10 @@
-"""Checkpoints against the disk's write rate and reading rate, the memory they take, and what one costs a training step.
+"""Measure checkpoints: rates against the disk, extra memory, and the slowdown of a training step during a save.
 
 python benchmarks/checkpoints.py [--directory .] [--model gpt2-124m] [--rounds 7] [--batch 8] [--sequence 256]
-Saving and a bare loop that writes as many bytes take turns; both make a new file, reserve it, write it in pages past
-the page cache, and synchronise it. Steps with a checkpoint beside them and steps without take turns too; asking for the
-checkpoint counts as a part of its step. Ratios are medians over pairs; memory is the process's peak of resident bytes
-beyond what it had.
+A save alternates with a bare loop that writes the same number of bytes; both create a new file, reserve its space,
+write it in pages with direct I/O, and synchronize it. Steps during a save alternate with steps without; the call that
+requests the checkpoint is part of its step. Ratios are medians over pairs; memory is the rise of the peak resident
+memory.
 """
 
 import argparse
@@ -33,15 +33,15 @@ BARE_THREADS = 2
 
 
 def bare_write(path: Path, nbytes: int) -> None:
-    """A new file of so many bytes, by as few calls as there can be."""
+    """Write a new file of `nbytes` with as few calls as possible."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
     os.posix_fallocate(fd, 0, nbytes)
 
     def loop(first: int) -> None:
         page = mmap.mmap(-1, PAGE_BYTES)
         page.write(os.urandom(PAGE_BYTES))
-        for at in range(first * PAGE_BYTES, nbytes, BARE_THREADS * PAGE_BYTES):
-            os.pwrite(fd, page, at)
+        for offset in range(first * PAGE_BYTES, nbytes, BARE_THREADS * PAGE_BYTES):
+            os.pwrite(fd, page, offset)
 
     in_threads([lambda first=first: loop(first) for first in range(BARE_THREADS)])  # type: ignore[misc]
     os.ftruncate(fd, nbytes)
@@ -50,7 +50,7 @@ def bare_write(path: Path, nbytes: int) -> None:
 
 
 def in_threads(work: list[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=one) for one in work]
+    threads = [threading.Thread(target=function) for function in work]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -61,14 +61,14 @@ def resident(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
-    raise SystemExit("this system does not tell a process's memory")
+    raise SystemExit("this system does not report the memory of a process")
 
 
-def extra_bytes(act: Callable[[], object]) -> int:
-    """By how much resident memory grows at most while `act` runs."""
+def extra_bytes(action: Callable[[], object]) -> int:
+    """Return the peak growth of resident memory while `action` runs."""
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    act()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    action()
     return resident("VmHWM") - before
 
 
@@ -76,9 +76,9 @@ def shown(nbytes: int) -> str:
     return format_size(max(0, nbytes))
 
 
-def timed(act: Callable[[], object]) -> float:
+def timed(action: Callable[[], object]) -> float:
     start = time.perf_counter()
-    act()
+    action()
     return time.perf_counter() - start
 
 
@@ -132,12 +132,12 @@ def main() -> None:
     remove()
     step()
 
-    def save_beside() -> None:
+    def step_during_save() -> None:
         engine.save(folder / "one", wait=False)
         step()
 
-    def write_beside() -> None:
-        """A program that writes as much, and shares no memory with training: what the machine asks for it."""
+    def step_during_dd() -> None:
+        """Train while another program writes as many bytes: the cost on this machine without shared memory."""
         pages = f"count={nbytes // PAGE_BYTES}"
         other = [
             "dd",
@@ -153,19 +153,19 @@ def main() -> None:
 
     steps: list[dict[str, float]] = []
     left: list[float] = []
-    acts = {"beside": save_beside, "alone": step, "other": write_beside}
+    actions = {"beside": step_during_save, "alone": step, "other": step_during_dd}
     for number in range(options.rounds):
         times = {}
-        for side in (*acts, *acts)[number % 3 : number % 3 + 3]:
+        for side in (*actions, *actions)[number % 3 : number % 3 + 3]:
             remove()
-            times[side] = timed(acts[side])
+            times[side] = timed(actions[side])
             waited = timed(engine.finish_saving)
             if side == "beside":
                 left.append(waited)
         steps.append(times)
     alone_bytes = extra_bytes(step)
     remove()
-    beside_bytes = extra_bytes(lambda: (save_beside(), engine.finish_saving())) - alone_bytes
+    beside_bytes = extra_bytes(lambda: (step_during_save(), engine.finish_saving())) - alone_bytes
     shutil.rmtree(folder)
     written = nbytes / median(ours for ours, _ in rates) / 1e9
     bare = nbytes / median(other for _, other in rates) / 1e9
@@ -173,19 +173,19 @@ def main() -> None:
     cost, others_cost = (median(times[side] / times["alone"] for times in steps) for side in ("beside", "other"))
     beside_s, alone_s = (median(times[side] for times in steps) for side in ("beside", "alone"))
     rows = [
-        ["bytes of a checkpoint", f"{format_size(nbytes)}, {nbytes / engine.layout.numel:.2f} per parameter", "12"],
-        ["saving", f"{written:.2f} GB/s", f"{bare:.2f} GB/s, a bare loop"],
-        ["saving, of a bare loop's rate", f"{share:.2f}", ">= 0.8"],
-        ["memory beyond, while training waits", shown(waiting_bytes), f"{shown(2 * chunk_bytes)}, two chunks"],
-        ["memory beyond, beside training", shown(beside_bytes), f"{shown(pages_bytes)}, nine pages"],
-        ["a step beside which one is written", f"{beside_s:.2f} s", f"{alone_s:.2f} s without"],
+        ["checkpoint size", f"{format_size(nbytes)}, {nbytes / engine.layout.numel:.2f} per parameter", "12"],
+        ["save rate", f"{written:.2f} GB/s", f"{bare:.2f} GB/s, bare write loop"],
+        ["save rate / bare write loop", f"{share:.2f}", ">= 0.8"],
+        ["extra memory, blocking save", shown(waiting_bytes), f"{shown(2 * chunk_bytes)}, two chunks"],
+        ["extra memory, background save", shown(beside_bytes), f"{shown(pages_bytes)}, nine pages"],
+        ["step during a save", f"{beside_s:.2f} s", f"{alone_s:.2f} s without"],
         [
-            "step beside a save, of one without",
+            "step during a save / step without",
             f"{cost:.3f}",
-            f"<= 1.15; another program's writing costs {others_cost:.3f}",
+            f"<= 1.15; {others_cost:.3f} while another program writes as much",
         ],
-        ["what is left to write after that step", f"{median(left):.2f} s", ""],
-        ["loading, checksums first", f"{nbytes / median(loads) / 1e9:.2f} GB/s", "reading twice"],
+        ["remaining save time after that step", f"{median(left):.2f} s", ""],
+        ["load rate, checksums verified first", f"{nbytes / median(loads) / 1e9:.2f} GB/s", "reads twice"],
     ]
     publish(
         "checkpoints",
@@ -193,7 +193,7 @@ def main() -> None:
         f"Checkpoints of {options.model} ({engine.layout.numel / 1e6:.0f}M parameters) on "
         f"{file_system(options.directory)}, batch {options.batch} of {options.sequence} tokens, medians of "
         f"{options.rounds} pairs",
-        ["what", "measured", "limit"],
+        ["metric", "measured", "limit"],
         rows,
     )
 

@@ -1,9 +1,9 @@
-"""Several processes over gloo: bytes on the wire, model data per process, and step time against FSDP2.
+"""Measure data parallelism over gloo: bytes on the wire, model data per process, and step time against FSDP2.
 
 python benchmarks/data_parallel.py [--model gpt-40m] [--batch 1] [--sequence 512] [--rounds 11] [--processes 1 2 4]
-Steps of the engine and of PyTorch's `fully_shard` (the same blocks, bf16 for operators and reductions, fp32 parameters,
-its fused AdamW) take turns in the same processes; the ratio is the median over pairs. Bytes on the wire are counted
-twice: by the engine, and by the kernel on the loopback device, TCP's headers and the processes' agreement included.
+Steps of the engine alternate with steps of PyTorch's `fully_shard` (same blocks, bf16 operators and reductions, fp32
+parameters, fused AdamW) in the same processes; the ratio is the median over pairs. Bytes on the wire are counted twice:
+by the engine, and by the kernel on the loopback device, including TCP headers and coordination messages.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def build(name: str) -> GPT2LMHeadModel:
 
 
 def loopback_bytes() -> int:
-    """What the loopback device has sent since the machine started."""
+    """Return the bytes that the loopback device has sent since boot."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == "lo":
@@ -48,13 +48,13 @@ def loopback_bytes() -> int:
     raise SystemExit("this machine has no loopback device")
 
 
-def together() -> None:
+def barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
 
 
 class Ours:
-    """The engine."""
+    """Trainer on the engine."""
 
     def __init__(self, options: argparse.Namespace, tight: bool) -> None:
         torch.manual_seed(0)
@@ -71,15 +71,15 @@ class Ours:
             meter = NoMeter()
         self.engine = ps.Engine(partial(build, options.model), config, meter=meter, world=world)
         self.optimizer = self.engine.optimizer
-        self.most_bytes = 0
+        self.peak_bytes = 0
         manager = self.engine._core.manager
-        take = manager.device_tier.allocate
+        allocate = manager.device_tier.allocate
 
-        def watched(chunk: Any) -> None:
-            take(chunk)
-            self.most_bytes = max(self.most_bytes, manager.device_tier.used + manager.host_tier.used)
+        def metered_allocate(chunk: Any) -> None:
+            allocate(chunk)
+            self.peak_bytes = max(self.peak_bytes, manager.device_tier.used + manager.host_tier.used)
 
-        manager.device_tier.allocate = watched
+        manager.device_tier.allocate = metered_allocate
 
     def step(self, ids: torch.Tensor) -> float:
         loss = self.engine(input_ids=ids, labels=ids).loss
@@ -90,7 +90,7 @@ class Ours:
 
 
 class Fsdp:
-    """PyTorch's own."""
+    """Trainer on PyTorch's FSDP2."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         torch.manual_seed(0)
@@ -111,11 +111,11 @@ class Fsdp:
 
 
 def timed(trainer: Any, ids: torch.Tensor) -> tuple[float, int, float]:
-    """Seconds, bytes on the loopback device, loss."""
-    together()
+    """Run a step and return its seconds, the bytes on the loopback device, and the loss."""
+    barrier()
     wire, start = loopback_bytes(), time.perf_counter()
     loss = trainer.step(ids)
-    together()
+    barrier()
     return time.perf_counter() - start, loopback_bytes() - wire, loss
 
 
@@ -126,23 +126,23 @@ def worker(options: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(rank)
     vocabulary = PRESETS[options.model].config().vocab_size
     ids = torch.randint(0, vocabulary, (options.batch, options.sequence), generator=generator)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in ("room", "tight"):
         ours = Ours(options, name == "tight")
         layout = ours.engine.layout
         for _ in range(3):
             timed(ours, ids)
-        ours.most_bytes = ours.engine._core.manager.device_tier.used + ours.engine._core.manager.host_tier.used
+        ours.peak_bytes = ours.engine._core.manager.device_tier.used + ours.engine._core.manager.host_tier.used
         _, wire, _ = timed(ours, ids)
         last = ours.engine.stats.last
-        found[name] = {
+        results[name] = {
             "sent": last.gathered_bytes + last.reduced_bytes,
             "gathered": last.gathered_bytes,
             "reduced": last.reduced_bytes,
             "wire": wire / size,
             "rounds": last.rounds,
             "device": last.device_peak_model_bytes,
-            "most": ours.most_bytes,
+            "peak": ours.peak_bytes,
             "own": layout.model_data_bytes,
             "parameters": layout.numel,
             "padding": layout.padding_bytes,
@@ -151,37 +151,37 @@ def worker(options: argparse.Namespace) -> None:
             "group": max(chunk.compute_bytes for chunk in layout.chunks),
         }
         if name == "room" and size > 1 and options.rounds:
-            theirs = Fsdp(options)
+            fsdp = Fsdp(options)
             for _ in range(2):
-                timed(theirs, ids)
+                timed(fsdp, ids)
             pairs = []
             for _ in range(options.rounds):
-                pairs.append((timed(theirs, ids), timed(ours, ids)))
-            found["pairs"] = pairs
-            del theirs
+                pairs.append((timed(fsdp, ids), timed(ours, ids)))
+            results["pairs"] = pairs
+            del fsdp
         ours.engine.close(keep=False)
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 def launch(size: int) -> list[dict[str, Any]]:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     threads = str(max(1, len(os.sched_getaffinity(0)) // size))
     processes = []
     for rank in range(size):
         env = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         env |= {"OMP_NUM_THREADS": threads, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-        out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it outlives this function's processes)
+        out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read after the processes have ended)
         command = [sys.executable, __file__, "--worker", *sys.argv[1:]]
         processes.append((subprocess.Popen(command, env=os.environ | env, stdout=out), out))
-    found = []
+    results = []
     for process, out in processes:
         if process.wait():
-            raise SystemExit(f"a process ended with {process.returncode}")
+            raise SystemExit(f"a process failed with exit code {process.returncode}")
         out.seek(0)
-        found.append(json.loads(out.read().splitlines()[-1]))
-    return found
+        results.append(json.loads(out.read().splitlines()[-1]))
+    return results
 
 
 def main() -> None:
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--chunk-size", default="2200KiB", help="of those with room for two groups")
+    parser.add_argument("--chunk-size", default="2200KiB", help="chunk size of the runs with a budget of two groups")
     parser.add_argument("--worker", action="store_true")
     options = parser.parse_args()
     if options.worker:
@@ -199,16 +199,16 @@ def main() -> None:
         return
 
     def budget(name: str) -> str:
-        return "what the machine has" if name == "room" else "two groups, activations aside"
+        return "whole machine" if name == "room" else "two groups, without activations"
 
     memory, wire, seconds = [], [], []
     for size in options.processes:
-        found = launch(size)
+        results = launch(size)
         for name in ("room", "tight"):
-            rows = [one[name] for one in found]
+            rows = [result[name] for result in results]
             first = rows[0]
             count = first["parameters"]
-            peak = max(row["most"] for row in rows)
+            peak = max(row["peak"] for row in rows)
             padding = max(row["padding"] for row in rows)
             bound = 14 * count / size + 2 * first["group"] + padding
             memory.append(
@@ -239,18 +239,18 @@ def main() -> None:
                         str(first["rounds"]),
                     ]
                 )
-        if "pairs" in found[0]:
-            pairs = found[0]["pairs"]
-            ratios = sorted(theirs[0] / ours[0] for theirs, ours in pairs)
-            count = found[0]["room"]["parameters"]
+        if "pairs" in results[0]:
+            pairs = results[0]["pairs"]
+            ratios = sorted(fsdp[0] / ours[0] for fsdp, ours in pairs)
+            count = results[0]["room"]["parameters"]
             seconds.append(
                 [
                     str(size),
-                    f"{median(theirs[0] for theirs, _ in pairs):.3f}",
+                    f"{median(fsdp[0] for fsdp, _ in pairs):.3f}",
                     f"{median(ours[0] for _, ours in pairs):.3f}",
                     f"{median(ratios):.3f}",
                     f"{ratios[0]:.3f} - {ratios[-1]:.3f}",
-                    f"{median(theirs[1] for theirs, _ in pairs) / (count * (size - 1)):.3f}",
+                    f"{median(fsdp[1] for fsdp, _ in pairs) / (count * (size - 1)):.3f}",
                     f"{median(ours[1] for _, ours in pairs) / (count * (size - 1)):.3f}",
                 ]
             )
@@ -258,29 +258,29 @@ def main() -> None:
     publish(
         "data_parallel_memory",
         "cpu",
-        f"{shape}. Bytes of model data per process, for M parameters on p of them: what a process owns, and the most "
-        f"that lay on its host and device together at any time of a step, over the limit: 14 M/p + two groups + "
-        f"padding. What the machine has is used: groups stay gathered, and optimizer states may come to the device.",
-        ["p", "device budget", "14 M/p", "owned", "padding of it", "largest group", "at most", "over the limit"],
+        f"{shape}. Bytes of model data per process, for M parameters on p processes: the shard of a process, and the "
+        f"peak on its host and device together, relative to the limit of 14 M/p + two groups + padding. With the whole "
+        f"machine as budget, groups stay gathered and optimizer states may be placed on the device.",
+        ["p", "device budget", "14 M/p", "shard", "of which padding", "largest group", "peak", "peak / limit"],
         memory,
     )
     publish(
         "data_parallel_wire",
         "cpu",
-        f"{shape}. Bytes that a process sends in a step. The limit is 6 (p-1)/p M where nothing stays gathered: two "
-        f"gathers and a reduction in 16 bit, padding beside; 4 (p-1)/p M where all stays gathered from forward to "
-        f"backward. Broadcast-based schemes send 10 (p-1)/p M. The embedding is tied to the head, and so wanted at "
-        f"both ends of forward; with room for two groups it is gathered again where another is as large.",
+        f"{shape}. Bytes that a process sends per step. The limit without padding is 6 (p-1)/p M if nothing stays "
+        f"gathered (two all-gathers and a reduce-scatter in 16 bit) and 4 (p-1)/p M if everything stays gathered from "
+        f"forward to backward. Broadcast-based schemes send 10 (p-1)/p M. The embedding is tied to the head, so it is "
+        f"used at both ends of forward; with memory for two groups it is gathered again.",
         [
             "p",
             "device budget",
             "parameters",
             "gradients",
-            "sent, in (p-1)/p M bytes",
-            "on the loopback device, in the same",
-            "sent, over 6 (p-1)/p M",
-            "the same, M with padding",
-            "rounds",
+            "sent / ((p-1)/p M)",
+            "loopback bytes / ((p-1)/p M)",
+            "sent / (6 (p-1)/p M)",
+            "same, M with padding",
+            "coordination steps",
         ],
         wire,
     )
@@ -288,9 +288,9 @@ def main() -> None:
         publish(
             "data_parallel_time",
             "cpu",
-            f"{shape}. Seconds of a step where all fits, against FSDP2 (`fully_shard`) in the same processes, in "
-            f"turns. Bytes are those of the loopback device.",
-            ["p", "FSDP2 s", "engine s", "ratio (median of pairs)", "range", "FSDP2 (p-1)/p M bytes", "engine's"],
+            f"{shape}. Seconds per step if everything fits, alternating with FSDP2 (`fully_shard`) in the same "
+            f"processes. Bytes are those of the loopback device, divided by (p-1)/p M.",
+            ["p", "FSDP2 s", "engine s", "ratio (median of pairs)", "range", "FSDP2 bytes", "engine bytes"],
             seconds,
         )
 

@@ -1,10 +1,10 @@
-"""The disk tier's file against the disk: reads and writes by SwapFile through a WorkerPool, and by a bare loop.
+"""Compare reads and writes of the disk tier's swap file with a bare loop over the same file.
 
 python benchmarks/disk.py [--directory .] [--gib 1] [--threads 1 2 4] [--rounds 5]
 
-All sides take turns in one process on one file, since two files may lie on places of different speed: pages of 64 MiB
-chunks in their order, past the page cache. The bare loop is `preadv` and `pwritev` alone in as many threads. Each ratio
-is the median over rounds of two neighbours' times.
+All variants alternate in one process on one file, because a second file could be in a region of the disk with another
+speed. They transfer the pages of 64 MiB chunks in order, with direct I/O. The bare loop calls only `preadv` and
+`pwritev`, in the same number of threads. Each ratio is the median over rounds of two adjacent times.
 """
 
 import argparse
@@ -28,48 +28,50 @@ SIDES = ("bare", "unchecked", "ours")
 
 
 class Work:
-    """A file, and three ways to move all of it."""
+    """Swap file and three ways to transfer all of it."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self.nbytes = nbytes
         self.file = SwapFile(directory, nbytes)
-        assert self.file.direct, f"{directory} does not take direct I/O, which this is about"
+        assert self.file.direct, f"{directory} does not support direct I/O, which this benchmark measures"
         self.chunks = [self.file.reserve(CHUNK_BYTES, f"chunk {n}") for n in range(nbytes // CHUNK_BYTES)]
 
     def by(self, side: str, write: bool, threads: int) -> Callable[[], None]:
         self.file.checksums = side == "ours"
-        return self._bare(write, threads) if side == "bare" else self._moved(write, threads)
+        return self._bare(write, threads) if side == "bare" else self._pooled(write, threads)
 
-    def _moved(self, write: bool, threads: int) -> Callable[[], None]:
-        act = self.file.write if write else self.file.read
-        movers = WorkerPool(threads, "disk")
+    def _pooled(self, write: bool, threads: int) -> Callable[[], None]:
+        transfer_page = self.file.write if write else self.file.read
+        pool = WorkerPool(threads, "disk")
 
-        def job(at: int) -> Callable[[torch.Tensor], None]:
-            return lambda stage: act(at, memoryview(stage.numpy()), PAGE_BYTES, "page")
+        def job(offset: int) -> Callable[[torch.Tensor], None]:
+            return lambda stage: transfer_page(offset, memoryview(stage.numpy()), PAGE_BYTES, "page")
 
         def run() -> None:
             transfers = [
-                movers.submit([job(at) for at in range(chunk, chunk + CHUNK_BYTES, PAGE_BYTES)], f"chunk at {chunk}")
+                pool.submit(
+                    [job(offset) for offset in range(chunk, chunk + CHUNK_BYTES, PAGE_BYTES)], f"chunk at {chunk}"
+                )
                 for chunk in self.chunks
             ]
             for transfer in transfers:
                 transfer.wait()
 
-        fill(movers, threads)
+        fill(pool, threads)
         return run
 
     def _bare(self, write: bool, threads: int) -> Callable[[], None]:
-        act = os.pwritev if write else os.preadv
+        transfer_page = os.pwritev if write else os.preadv
         stages: list[memoryview] = []
-        movers = WorkerPool(threads, "bare")  # only for buffers like theirs
-        fill(movers, threads, stages)
+        pool = WorkerPool(threads, "bare")  # only for staging buffers of the same kind
+        fill(pool, threads, stages)
 
         def run() -> None:
-            turns = itertools.count()
+            pages = itertools.count()
 
             def loop(stage: memoryview) -> None:
-                while (at := next(turns) * PAGE_BYTES) < self.nbytes:
-                    assert act(self.file._fd, [stage], at) == PAGE_BYTES
+                while (offset := next(pages) * PAGE_BYTES) < self.nbytes:
+                    assert transfer_page(self.file._fd, [stage], offset) == PAGE_BYTES
 
             workers = [threading.Thread(target=loop, args=(stage,)) for stage in stages]
             for worker in workers:
@@ -80,30 +82,30 @@ class Work:
         return run
 
 
-def fill(movers: WorkerPool, threads: int, stages: list[memoryview] | None = None) -> None:
-    """Put noise, which no disk compresses, into every thread's stage, and hand the stages out."""
-    synchronize_processes = threading.Barrier(threads)
+def fill(pool: WorkerPool, threads: int, stages: list[memoryview] | None = None) -> None:
+    """Fill the staging buffer of every thread with incompressible noise and append the buffers to `stages`."""
+    barrier = threading.Barrier(threads)
 
     def job(stage: torch.Tensor) -> None:
         stage.random_()
         if stages is not None:
             stages.append(memoryview(stage.numpy()))
-        synchronize_processes.wait()
+        barrier.wait()
 
-    movers.submit([job] * threads, "noise").wait()
+    pool.submit([job] * threads, "noise").wait()
 
 
 def measure(work: Work, threads: int, rounds: int) -> list[list[str]]:
     times: dict[tuple[str, bool], list[float]] = {(side, write): [] for side in SIDES for write in (True, False)}
     for number in range(rounds):
-        turn = number % len(SIDES)  # nobody is always first
+        turn = number % len(SIDES)  # rotate the order
         for write in (True, False):
             for side in SIDES[turn:] + SIDES[:turn]:
-                act = work.by(side, write, threads)
+                transfer_all = work.by(side, write, threads)
                 start = time.perf_counter()
-                act()
+                transfer_all()
                 times[side, write].append(time.perf_counter() - start)
-            work.by("ours", True, threads)()  # what is read has to have checksums
+            work.by("ours", True, threads)()  # the following reads need checksums
     rows = []
     for write in (True, False):
         by_name = {side: times[side, write] for side in SIDES}
@@ -117,10 +119,10 @@ def measure(work: Work, threads: int, rounds: int) -> list[list[str]]:
 
 
 def file_system(directory: Path) -> str:
-    """The kind of file system a directory lies in."""
+    """Return the file system type of a directory."""
     mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     path = directory.resolve()
-    return next((mounts[str(at)] for at in (path, *path.parents) if str(at) in mounts), "unknown")
+    return next((mounts[str(parent)] for parent in (path, *path.parents) if str(parent) in mounts), "unknown")
 
 
 def main() -> None:
@@ -132,15 +134,15 @@ def main() -> None:
     options = parser.parse_args()
     nbytes = max(1, int(options.gib * 1024**3) // CHUNK_BYTES) * CHUNK_BYTES
     work = Work(options.directory, nbytes)
-    work.by("ours", True, 2)()  # the first write to a block also marks it as written
+    work.by("ours", True, 2)()  # the first write to a block also updates the file system's metadata
     rows = [row for threads in options.threads for row in measure(work, threads, options.rounds)]
     publish(
         "disk",
         "cpu",
-        f"The disk tier's file on {file_system(options.directory)}: {nbytes / 1024**3:.2f} GiB in chunks of 64 MiB, "
-        f"pages of {PAGE_BYTES // 1024**2} MiB, direct I/O, medians of {options.rounds} interleaved rounds. Bare is "
-        f"`preadv` and `pwritev` in a loop in as many threads; unchecked is ours with `checksums=False`. The cost of "
-        f"checksums is the time they add, and share is bare time by our time. Goal: share at least 0.9.",
+        f"Swap file of the disk tier on {file_system(options.directory)}: {nbytes / 1024**3:.2f} GiB in chunks of 64 "
+        f"MiB, pages of {PAGE_BYTES // 1024**2} MiB, direct I/O, medians of {options.rounds} interleaved rounds. Bare: "
+        f"`preadv` and `pwritev` in a loop, in the same number of threads. Unchecked: ours with `checksums=False`. "
+        f"Cost of checksums: the time they add. Share: bare time / our time; goal: at least 0.9.",
         [
             "operation",
             "threads",

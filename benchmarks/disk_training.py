@@ -1,10 +1,10 @@
-"""Training from disk: what it costs against plain PyTorch, against the limit, and how large a model it carries.
+"""Measure training from disk: step time against plain PyTorch and against the hardware limit, and a large model.
 
 python benchmarks/disk_training.py --directory DIR [--case all] [--rounds 3]
-Cases: `plain` (GPT-2 124M, parameters and optimizer states on disk, resident memory at most 2.0 GiB, against the plain
-loop), `bound` (optimizer states on disk, step time against the slowest of compute, reads and writes), `ahead` (stalls
-with prefetch on and off), `large` (2 billion parameters under 3 GiB of device and 4 GiB of host memory). Every run is a
-process of its own, so that its resident memory is its own; the sides of a ratio take turns.
+Cases: `plain` (GPT-2 124M, parameters and optimizer states on disk, resident memory at most 2.0 GiB, against a plain
+PyTorch loop), `bound` (optimizer states on disk, step time against the slowest of compute, reads and writes), `ahead`
+(stalls with prefetch on and off), `large` (2 billion parameters with 3 GiB of device and 4 GiB of host memory). Every
+run is a separate process, so that its resident memory can be measured; the sides of a ratio alternate.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def build(name: str, checkpointing: bool, device: str = "meta") -> GPT2LMHeadMod
 
 
 def value_of(model: torch.nn.Module, name: str) -> torch.Tensor:
-    """A parameter's initial value, one parameter at a time, the same in every process."""
+    """Return the initial value of one parameter, the same in every process."""
     param = dict(model.named_parameters())[name]
     if param.dim() < 2:
         return torch.ones(param.shape) if name.endswith("weight") else torch.zeros(param.shape)
@@ -62,7 +62,7 @@ def resident_peak_bytes() -> int:
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    """One process: train, and say what it took."""
+    """Train in this process and return the measurements."""
     libraries = resident_peak_bytes()
     torch.manual_seed(0)
     ids = torch.randint(
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         seconds.append(time.perf_counter() - start)
         if options.side != "plain":
             steps.append(trainer.stats.last)
-    found: dict[str, object] = {
+    result: dict[str, object] = {
         "seconds": seconds,
         "losses": losses,
         "rss": resident_peak_bytes(),
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     }
     if steps:
         last = steps[-1]
-        found |= {
+        result |= {
             "numel": trainer.layout.numel,
             "model_data": trainer.layout.model_data_bytes,
             "device_peak": last.device_peak_model_bytes,
@@ -128,21 +128,21 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             "stall": [step.stall_s for step in steps],
         }
         trainer.close(keep=False)
-    return found
+    return result
 
 
 def in_a_process(options: argparse.Namespace, side: str, **changed: object) -> dict:
-    given = {"directory": options.directory, "side": side} | changed
-    arguments = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    values = {"directory": options.directory, "side": side} | changed
+    arguments = [text for name, value in values.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, __file__, "--run", *arguments]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
-def steady(found: dict, what: str = "seconds") -> float:
-    """The median over the steps that follow a plan, the first of them left out: it writes what the one before left."""
-    return median(found[what][3:] or found[what][1:])
+def steady(result: dict, key: str = "seconds") -> float:
+    """Return the median over planned steps, except the first, which also writes data left by the warm-up."""
+    return median(result[key][3:] or result[key][1:])
 
 
 def plain(options: argparse.Namespace) -> None:
@@ -159,18 +159,18 @@ def plain(options: argparse.Namespace) -> None:
             )
         )
     rows = []
-    for title, base, mine, limit in (("no clipping", 0, 1, 1.4), ("global norm clipped", 0, 3, 1.6)):
-        ratios = sorted(steady(one[mine]) / steady(one[base]) for one in rounds)
-        last = rounds[-1][mine]
+    for title, base, ours, limit in (("no clipping", 0, 1, 1.4), ("global norm clipped", 0, 3, 1.6)):
+        ratios = sorted(steady(results[ours]) / steady(results[base]) for results in rounds)
+        last = rounds[-1][ours]
         rows.append(
             [
                 title,
-                f"{median(steady(one[base]) for one in rounds):.2f} s",
-                f"{median(steady(one[mine]) for one in rounds):.2f} s",
+                f"{median(steady(results[base]) for results in rounds):.2f} s",
+                f"{median(steady(results[ours]) for results in rounds):.2f} s",
                 f"{median(ratios):.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})",
                 f"{limit}",
-                f"{format_size(max(one[mine]['rss'] for one in rounds))} of 2.00 GiB",
-                format_size(max(one[base]["rss"] for one in rounds)),
+                f"{format_size(max(results[ours]['rss'] for results in rounds))} of 2.00 GiB",
+                format_size(max(results[base]["rss"] for results in rounds)),
                 f"{format_size(int(steady(last, 'read')))} / {format_size(int(steady(last, 'written')))}",
                 f"{steady(last, 'stall'):.2f} s",
             ]
@@ -179,10 +179,10 @@ def plain(options: argparse.Namespace) -> None:
         "disk_training_plain",
         "cpu",
         f"GPT-2 124M, vocabulary 50,257, 2 x 256 tokens, bf16, device budget {options.device_memory}, host budget "
-        f"{options.host_memory}, the rest on disk. Plain: PyTorch's loop with fp32 masters and its fused AdamW, "
-        f"nothing clipped. Medians of steps 4 to 7, then of {options.rounds} rounds; a round runs all sides.",
-        ["", "plain step", "our step", "ratio (range)", "limit", "resident", "plain's resident",
-         "read / written a step", "stalled a step"],
+        f"{options.host_memory}, the rest on disk. Plain: a PyTorch loop with fp32 masters and its fused AdamW, "
+        f"without clipping. Medians of steps 4 to 7, then of {options.rounds} rounds; a round runs all sides.",
+        ["", "plain step", "our step", "ratio (range)", "limit", "peak RSS", "plain peak RSS",
+         "read / written per step", "stall per step"],
         rows,
     )  # fmt: skip
 
@@ -216,17 +216,17 @@ def bound(options: argparse.Namespace) -> None:
     publish(
         "disk_training_bound",
         "cpu",
-        f"GPT-2 124M, 8 x 256 tokens, checkpointing, bf16, device budget {options.bound_device}: all optimizer "
-        f"states on disk, against the same engine and budget with the states in RAM (compute), and what the disk's "
-        f"probed rates allow. One row per round; medians of steps 4 to 6.",
-        ["compute", "read", "written", "step", "of the slowest", "limit", "stalled a step"],
+        f"GPT-2 124M, 8 x 256 tokens, checkpointing, bf16, device budget {options.bound_device}: step with all "
+        f"optimizer states on disk, compared with the same engine and budget with the states in RAM (compute), and "
+        f"with the read and write times at the measured disk rates. One row per round; medians of steps 4 to 6.",
+        ["compute", "read", "written", "step", "step / slowest", "limit", "stall per step"],
         rows,
     )
 
 
 def ahead(options: argparse.Namespace) -> None:
     work = {"model": "89m", "batch": 4, "sequence": 256, "steps": 7, "checkpointing": 1}
-    # A quarter of the model data for chunks and pages, on top of what activations take.
+    # Memory for a quarter of the model data, plus activations.
     small = {"device_memory": options.quarter_device, "host_memory": options.quarter_host}
     rows = []
     for _ in range(options.rounds):
@@ -248,17 +248,17 @@ def ahead(options: argparse.Namespace) -> None:
     publish(
         "disk_training_ahead",
         "cpu",
-        f"GPT-2's 12 layers, 4,096 words (89M), 4 x 256 tokens, checkpointing, bf16, device {options.quarter_device}, "
-        f"host {options.quarter_host}: everything on demand (off) against prefetch by next use and read-ahead of "
-        f"optimizer pages (on). One row per round; medians of steps 4 to 7.",
+        f"GPT-2 with 12 layers, vocabulary 4,096 (89M), 4 x 256 tokens, checkpointing, bf16, device "
+        f"{options.quarter_device}, host {options.quarter_host}: on-demand fetches (off) against prefetch by next use "
+        f"and read-ahead of optimizer pages (on). One row per round; medians of steps 4 to 7.",
         ["stall, off", "stall, on", "ratio", "limit", "step, off / on", "read / written, off", "read / written, on",
-         "in memory of model data"],
+         "peak in memory of model data"],
         rows,
     )  # fmt: skip
 
 
 def large(options: argparse.Namespace) -> None:
-    found = in_a_process(
+    result = in_a_process(
         options, "disk", model="2b", batch=1, sequence=256, steps=2, checkpointing=1,
         device_memory="3GiB", host_memory="4GiB",
     )  # fmt: skip
@@ -267,21 +267,21 @@ def large(options: argparse.Namespace) -> None:
         "cpu",
         "A GPT of 24 layers x 2560, vocabulary 50,257, 1 x 256 tokens, checkpointing, bf16; device budget 3 GiB, host "
         "budget 4 GiB, the rest on disk.",
-        ["parameters", "model data", "steps", "losses", "resident of limit", "device", "host", "disk", "activations",
-         "read in step 2", "written in step 2", "stalled in step 2"],
+        ["parameters", "model data", "steps", "losses", "peak RSS of limit", "device", "host", "disk", "activations",
+         "read in step 2", "written in step 2", "stall in step 2"],
         [[
-            f"{found['numel']:,}",
-            format_size(found["model_data"]),
-            " / ".join(f"{one:.1f} s" for one in found["seconds"]),
-            " / ".join(f"{one:.3f}" for one in found["losses"]),
-            f"{format_size(found['rss'])} of 8.50 GiB",
-            format_size(found["device_peak"]),
-            f"{format_size(found['host_peak'])} + {format_size(found['host_pages'])} of pages",
-            format_size(found["disk"]),
-            format_size(found["non_model"]),
-            format_size(found["read"][1]),
-            format_size(found["written"][1]),
-            f"{found['stall'][1]:.1f} s",
+            f"{result['numel']:,}",
+            format_size(result["model_data"]),
+            " / ".join(f"{seconds:.1f} s" for seconds in result["seconds"]),
+            " / ".join(f"{loss:.3f}" for loss in result["losses"]),
+            f"{format_size(result['rss'])} of 8.50 GiB",
+            format_size(result["device_peak"]),
+            f"{format_size(result['host_peak'])} + {format_size(result['host_pages'])} of pages",
+            format_size(result["disk"]),
+            format_size(result["non_model"]),
+            format_size(result["read"][1]),
+            format_size(result["written"][1]),
+            f"{result['stall'][1]:.1f} s",
         ]],
     )  # fmt: skip
 

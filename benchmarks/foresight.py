@@ -1,8 +1,8 @@
-"""What a rehearsal says beforehand against what a run then takes, on this machine, over random models and budgets.
+"""Compare the predictions of dry runs with real runs on this machine, over random models and budgets.
 
 python benchmarks/foresight.py [--draws 20] [--seed 0]
-Each draw is a GPT of random size, batch and budget, rehearsed in a process, then trained in another. Seconds are the
-median of steps 4 to 6; peaks are the largest of these.
+Each draw is a GPT of random size, batch and budget, dry-run in one process, then trained in another. Times are medians,
+peaks are maxima over steps 4 to 6.
 """
 
 import argparse
@@ -28,7 +28,7 @@ STEPS, TIMED = 6, 3
 PEAKS = ("device_peak_model_bytes", "device_peak_non_model_bytes", "host_peak_model_bytes")
 RAM = Machine(
     name="any",
-    source="only bytes count here",
+    source="only its bytes are used",
     host=Host(memory="64GiB", memory_bandwidth="20GB", cores=2, matmul_tflops=0.5),
 )
 
@@ -84,28 +84,28 @@ def configured(budget: int) -> ps.Config:
     return ps.Config(device="cpu", device_memory=budget, host_memory="8GiB", optimizer=ps.AdamW(lr=1e-4))
 
 
-def say(draw: dict) -> dict:
-    """What a rehearsal says of one draw, and the budget that it chose for it."""
+def predict(draw: dict) -> dict:
+    """Dry-run one draw and return the predictions, with the budget chosen for it."""
     step = step_of(draw)
-    wide = dry_run(lambda: build(draw), configured(16 << 30), step, RAM)
-    # A budget that makes parameters move, in part of the draws.
+    unlimited = dry_run(lambda: build(draw), configured(16 << 30), step, RAM)
+    # In some of the draws, this budget forces transfers of parameters.
     param16 = sum(param.numel() * 2 for param in build(draw).parameters())
-    budget = int(1.3 * wide.stats.device_peak_non_model_bytes + param16 * draw["share"] + (1 << 26))
+    budget = int(1.3 * unlimited.stats.device_peak_non_model_bytes + param16 * draw["share"] + (1 << 26))
     start = time.perf_counter()
-    dry_run_report = dry_run_here(lambda: build(draw), configured(budget), step, torch.device("cpu"))
+    report = dry_run_here(lambda: build(draw), configured(budget), step, torch.device("cpu"))
     return {
         "budget": budget,
-        "rehearsal_s": time.perf_counter() - start,
-        "bound_s": dry_run_report.bound_s,
-        "seconds": dry_run_report.seconds,
-        "moved": dry_run_report.stats.h2d_bytes + dry_run_report.stats.d2h_bytes,
-        "trace": plain(dry_run_report.trace),
-        **{name: getattr(dry_run_report.stats, name) for name in PEAKS},
+        "dry_run_s": time.perf_counter() - start,
+        "bound_s": report.bound_s,
+        "seconds": report.seconds,
+        "moved": report.stats.h2d_bytes + report.stats.d2h_bytes,
+        "trace": plain(report.trace),
+        **{name: getattr(report.stats, name) for name in PEAKS},
     }
 
 
-def take(draw: dict) -> dict:
-    """What a run of it takes."""
+def train(draw: dict) -> dict:
+    """Train one draw and return the measurements."""
     step = step_of(draw)
     engine, _ = ps.initialize(lambda: build(draw), configured(draw["budget"]))
     seconds, stats = [], []
@@ -120,7 +120,7 @@ def take(draw: dict) -> dict:
         "seconds": median(seconds[-TIMED:]),
         "moved": stats[-1].h2d_bytes + stats[-1].d2h_bytes,
         "trace": trace,
-        **{name: max(getattr(one, name) for one in stats[-TIMED:]) for name in PEAKS},
+        **{name: max(getattr(step_stats, name) for step_stats in stats[-TIMED:]) for name in PEAKS},
     }
 
 
@@ -128,81 +128,81 @@ def plain(trace: Trace) -> list[tuple[list[int], int]]:
     return [(list(moment.chunks), moment.non_model_bytes) for moment in trace.moments]
 
 
-def compared(said: list, took: list) -> str:
-    """Two traces of one step: their accesses, and how far non-model data is off at any moment."""
-    if [chunks for chunks, _ in said] != [chunks for chunks, _ in took]:
+def compared(predicted: list, actual: list) -> str:
+    """Compare the accesses of two traces of one step, and their non-model data at each moment."""
+    if [chunks for chunks, _ in predicted] != [chunks for chunks, _ in actual]:
         return "other accesses"
-    off = [one - other for (_, one), (_, other) in zip(said, took, strict=True)]
-    return f"{len(said)} moments, {min(off) / 2**20:+.1f} to {max(off) / 2**20:+.1f} MiB"
+    errors = [nbytes - actual_bytes for (_, nbytes), (_, actual_bytes) in zip(predicted, actual, strict=True)]
+    return f"{len(predicted)} moments, {min(errors) / 2**20:+.1f} to {max(errors) / 2**20:+.1f} MiB"
 
 
-def in_a_process(what: str, draw: dict) -> dict:
-    """As a user would: who trains has not rehearsed before, which would have made libraries ready."""
-    command = [sys.executable, __file__, "--" + what, json.dumps(draw)]
+def in_a_process(command_name: str, draw: dict) -> dict:
+    """Run in a new process: a dry run before training would already have initialized libraries."""
+    command = [sys.executable, __file__, "--" + command_name, json.dumps(draw)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def device_bytes(found: dict) -> int:
-    return found["device_peak_model_bytes"] + found["device_peak_non_model_bytes"]
+def device_bytes(result: dict) -> int:
+    return result["device_peak_model_bytes"] + result["device_peak_non_model_bytes"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--say", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--take", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--predict", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--train", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.say or options.take:
-        print(json.dumps(say(options.say) if options.say else take(options.take)))
+    if options.predict or options.train:
+        print(json.dumps(predict(options.predict) if options.predict else train(options.train)))
         return
     rows, errors, peaks = [], [], {"device": [], "host": []}
     for draw in draws(options.draws, options.seed):
-        said = in_a_process("say", draw)
-        took = in_a_process("take", draw | {"budget": said["budget"]})
-        error = said["seconds"] / took["seconds"] - 1
+        predicted = in_a_process("predict", draw)
+        actual = in_a_process("train", draw | {"budget": predicted["budget"]})
+        error = predicted["seconds"] / actual["seconds"] - 1
         errors.append(abs(error))
-        peaks["device"].append(device_bytes(said) / device_bytes(took) - 1)
-        if took["host_peak_model_bytes"]:
-            peaks["host"].append(said["host_peak_model_bytes"] / took["host_peak_model_bytes"] - 1)
+        peaks["device"].append(device_bytes(predicted) / device_bytes(actual) - 1)
+        if actual["host_peak_model_bytes"]:
+            peaks["host"].append(predicted["host_peak_model_bytes"] / actual["host_peak_model_bytes"] - 1)
         rows.append(
             [
                 f"{draw['layers']} x {draw['hidden']}, {draw['vocab']:,}",
                 f"{draw['batch']} x {draw['sequence']}{', checkpointing' if draw['checkpointing'] else ''}",
-                format_size(said["budget"]),
-                f"{said['bound_s']:.2f} s",
-                f"{said['seconds']:.2f} s",
-                f"{took['seconds']:.2f} s",
+                format_size(predicted["budget"]),
+                f"{predicted['bound_s']:.2f} s",
+                f"{predicted['seconds']:.2f} s",
+                f"{actual['seconds']:.2f} s",
                 f"{100 * error:+.0f} %",
-                *(" / ".join(format_size(one[name]) for one in (said, took)) for name in ("moved", *PEAKS)),
-                compared(said["trace"], took["trace"]),
-                f"{said['rehearsal_s']:.1f} s",
+                *(" / ".join(format_size(side[name]) for side in (predicted, actual)) for name in ("moved", *PEAKS)),
+                compared(predicted["trace"], actual["trace"]),
+                f"{predicted['dry_run_s']:.1f} s",
             ]
         )
         print(rows[-1], flush=True)
-    spans = {name: f"{100 * min(found):+.1f} to {100 * max(found):+.1f} %" for name, found in peaks.items()}
+    spans = {name: f"{100 * min(values):+.1f} to {100 * max(values):+.1f} %" for name, values in peaks.items()}
     publish(
         "foresight",
         torch.device("cpu"),
-        f"What a rehearsal says / what the run took: {options.draws} random GPTs, bf16, host budget 8 GiB (seed "
-        f"{options.seed}). Median of the errors of the seconds: {100 * median(errors):.1f} % (limit 15 %). Peaks, said "
-        f"against taken: device (model and non-model data) {spans['device']}, host {spans['host']} (limit 5 %, never "
-        f"below). The bound is the busiest resource alone.",
+        f"Prediction of a dry run / measurement of a run: {options.draws} random GPTs, bf16, host budget 8 GiB (seed "
+        f"{options.seed}). Median absolute error of the step time: {100 * median(errors):.1f} % (limit 15 %). Errors "
+        f"of the peaks: device (model and non-model data) {spans['device']}, host {spans['host']} (limit 5 %, never "
+        f"below 0). The bound is the time of the busiest resource.",
         [
             "layers x hidden, vocabulary",
             "batch",
             "device budget",
             "bound",
-            "said",
-            "took",
+            "predicted",
+            "measured",
             "error",
-            "moved in a step",
+            "transferred per step",
             "device, model data",
             "device, non-model data",
             "host",
-            "traces: the same accesses, non-model data off by",
-            "rehearsal",
+            "traces with equal accesses: error of non-model data",
+            "dry run duration",
         ],
         rows,
     )

@@ -1,14 +1,14 @@
-"""All that is to be learnt from a GPU, in forty minutes: stages, most valuable first, each in a process of its own.
+"""Run all GPU tests and benchmarks in forty minutes: stages in order of value, each in a separate process.
 
 python benchmarks/gpu.py [STAGE ...] [--device cuda] [--minutes 40] [--output DIRECTORY] [--wheels DIRECTORY]
 python benchmarks/gpu.py --list
 
-A stage that fails, or runs into its time limit, leaves what it had found and says why; the next one runs. Each writes
-`gpu_STAGE-DEVICE.md` into the output directory, and `gpu-DEVICE.md` there sums up all stages that have left a file.
-`--device cpu` is the rehearsal: every stage in miniature, in a minute or so.
+A stage that fails or reaches its time limit keeps its results so far and reports the reason; then the next one runs.
+Each writes `gpu_STAGE-DEVICE.md` into the output directory; `gpu-DEVICE.md` summarizes all stages with such a file.
+`--device cpu` is a smoke test: every stage at a small size, in about a minute.
 
-Nothing is fetched from a network. Where the package is not installed for the Python that runs this, it is built into
-`build/gpu-site`, together with the wheels that lie in `--wheels`: for packages that the machine lacks.
+No network is needed. If the package is not installed for the running Python, it is built into `build/gpu-site`,
+together with the wheels in `--wheels`, for packages missing on the machine.
 """
 
 import argparse
@@ -42,31 +42,31 @@ print(f"{machine_name(torch.device(sys.argv[1]))}; PyTorch {torch.__version__}; 
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of the run.
+    """One stage of the run.
 
     Args:
-        name: its name on the command line.
-        minutes: its time limit.
-        what: what it finds out.
-        function: where it is: a module of `gpu_stages`, and a function there.
+        name: Name on the command line.
+        minutes: Time limit.
+        description: Short description of its results.
+        function: Its module in `gpu_stages` and function, as "module:function".
     """
 
     name: str
     minutes: float
-    what: str
+    description: str
     function: str
 
 
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage("versions", 1.5, "machine, packages, memory outside of the allocator", "versions:run"),
-        Stage("tests", 6.5, "tests/cuda, file by file", "tests:run"),
-        Stage("sanitizer", 4, "races between streams, accesses out of bounds", "sanitizer:run"),
-        Stage("bits", 3, "bits under delayed copies, at other alignments, of the update", "bits:run"),
-        Stage("micro", 5, "copies, locking of host memory, launches, bookkeeping", "micro:run"),
-        Stage("resident", 5, "whole steps where everything fits, beside plain PyTorch", "training:resident"),
-        Stage("capped", 7, "3 billion parameters within 24 GiB, beside FSDP2 and DeepSpeed", "training:capped"),
+        Stage("versions", 1.5, "machine, packages, memory outside the allocator", "versions:run"),
+        Stage("tests", 6.5, "tests/cuda, one file at a time", "tests:run"),
+        Stage("sanitizer", 4, "races between streams, out-of-bounds accesses", "sanitizer:run"),
+        Stage("bits", 3, "bit-exactness with delayed copies, other alignments, and of the update", "bits:run"),
+        Stage("micro", 5, "copies, page-locking of host memory, launches, bookkeeping", "micro:run"),
+        Stage("resident", 5, "whole steps if everything fits, against plain PyTorch", "training:resident"),
+        Stage("capped", 7, "3 billion parameters within 24 GiB, against FSDP2 and DeepSpeed", "training:capped"),
         Stage("large", 5, "8 billion parameters within 24 GiB", "training:large"),
         Stage("blocking", 3, "tests/cuda with every launch blocking", "tests:run_blocking"),
     )
@@ -74,8 +74,8 @@ STAGES = {
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """The end of a stage: `problem` is empty if it ran to its end."""
+class Outcome:
+    """End of a stage; `problem` is empty if it completed."""
 
     stage: Stage
     seconds: float
@@ -84,50 +84,50 @@ class Agreement:
 
 
 def main() -> int:
-    """Run the stages asked for; return 1 if one of them failed or found that something does not hold."""
+    """Run the requested stages; return 1 if a stage or one of its checks failed."""
     options = arguments()
     if options.list:
         for stage in STAGES.values():
-            print(f"{stage.name:<10} {stage.minutes:>4g} min  {stage.what}")
+            print(f"{stage.name:<10} {stage.minutes:>4g} min  {stage.description}")
         return 0
     if options.child:
         run_child(options)
         return 0
-    output = options.output or (RESULTS if options.device != "cpu" else ROOT / "build" / "gpu-rehearsal")
+    output = options.output or (RESULTS if options.device != "cpu" else ROOT / "build" / "gpu-smoke-test")
     output.mkdir(parents=True, exist_ok=True)
     environment, machine = prepare(options)
     print(f"Machine: {machine}", flush=True)
     deadline = time.monotonic() + 60 * options.minutes
-    good = True
+    passed = True
     for name in options.stages or STAGES:
-        left = deadline - time.monotonic()
+        remaining_s = deadline - time.monotonic()
         record = Record(output / f".{name}.jsonl")
         record.path.unlink(missing_ok=True)
-        outcome = run_stage(STAGES[name], options, record, environment, left)
-        good &= write(outcome, record, machine, options, output)
+        outcome = run_stage(STAGES[name], options, record, environment, remaining_s)
+        passed &= write(outcome, record, machine, options, output)
         record.path.unlink(missing_ok=True)
     print(summarize(output, options.device))
-    return 0 if good else 1
+    return 0 if passed else 1
 
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(STAGES)}; by default all")
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu for the rehearsal")
-    parser.add_argument("--minutes", type=float, default=40, help="for all stages together")
-    parser.add_argument("--output", type=Path, help="by default benchmarks/results; build/gpu-rehearsal on a CPU")
-    parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", help="of packages that the machine lacks")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"any of {', '.join(STAGES)}; default: all")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu for a smoke test")
+    parser.add_argument("--minutes", type=float, default=40, help="time limit of all stages together")
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results; build/gpu-smoke-test on a CPU")
+    parser.add_argument("--wheels", type=Path, default=ROOT / "wheels", help="wheels of missing packages")
     parser.add_argument("--list", action="store_true", help="list the stages with their time limits")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     unknown = [name for name in options.stages if name not in STAGES]
     if unknown:
-        parser.error(f"there is no stage {unknown[0]!r}: the stages are {', '.join(STAGES)}")
+        parser.error(f"unknown stage {unknown[0]!r}: the stages are {', '.join(STAGES)}")
     if options.minutes <= 0:
-        parser.error(f"--minutes has to be more than 0, not {options.minutes:g}")
+        parser.error(f"--minutes must be more than 0, not {options.minutes:g}")
     if options.device.split(":")[0] not in ("cpu", "cuda"):
-        parser.error(f"--device is cuda or cpu, not {options.device!r}")
+        parser.error(f"--device must be cuda or cpu, not {options.device!r}")
     options.small = options.device == "cpu"
     return options
 
@@ -147,46 +147,46 @@ def prepare(options: argparse.Namespace) -> tuple[dict[str, str], str]:
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    found = probe(options.device, environment, complete=True)
-    if found.returncode == 0:
-        return environment, found.stdout.strip()
+    probed = probe(options.device, environment, complete=True)
+    if probed.returncode == 0:
+        return environment, probed.stdout.strip()
     wheels = sorted(map(str, options.wheels.glob("*.whl")))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-build-isolation", "--no-deps"]
     print(f"building the package into {SITE.relative_to(ROOT)}, with {len(wheels)} wheels", flush=True)
     subprocess.run([*command, "--upgrade", "--target", str(SITE), *wheels, str(ROOT)], check=True)
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(SITE)])
-    found = probe(options.device, environment, complete=False)  # The stage `versions` tells of a missing kernel.
-    if found.returncode != 0:
+    probed = probe(options.device, environment, complete=False)  # The stage `versions` reports a missing kernel.
+    if probed.returncode != 0:
         sys.exit(
-            f"the package can't be used by {sys.executable}: {found.stderr.strip().splitlines()[-1]}\n"
+            f"{sys.executable} cannot use the package: {probed.stderr.strip().splitlines()[-1]}\n"
             f"Put wheels of missing packages into {options.wheels}, or run `make check`, which installs all."
         )
-    return environment, found.stdout.strip()
+    return environment, probed.stdout.strip()
 
 
 def probe(device: str, environment: dict[str, str], *, complete: bool) -> subprocess.CompletedProcess[str]:
-    """Try the package in a process of its own; `complete` with its C++ kernel."""
+    """Import the package in a separate process; if `complete`, also load its C++ kernel."""
     command = [sys.executable, "-c", PROBE, device, "complete" if complete else ""]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def run_stage(
-    stage: Stage, options: argparse.Namespace, record: Record, environment: dict[str, str], left_s: float
-) -> Agreement:
-    """Run a stage in a process of its own, and end it, with all its children, at its limit."""
-    limit_s = min(60 * stage.minutes, left_s)
-    print(f"\n== {stage.name}: {stage.what} (at most {limit_s:.0f} s)", flush=True)
+    stage: Stage, options: argparse.Namespace, record: Record, environment: dict[str, str], remaining_s: float
+) -> Outcome:
+    """Run a stage in a separate process, and kill it with all its children at its time limit."""
+    limit_s = min(60 * stage.minutes, remaining_s)
+    print(f"\n== {stage.name}: {stage.description} (at most {limit_s:.0f} s)", flush=True)
     if limit_s <= 0:
-        return Agreement(stage, 0.0, "no time was left for it", "")
+        return Outcome(stage, 0.0, "no time left", "")
     start = time.monotonic()
     command = [sys.executable, __file__, stage.name, "--device", options.device, "--child", str(record.path)]
     done = run_logged(command, environment, limit_s=limit_s, cwd=str(ROOT))
     tail = "\n".join(done.text.splitlines()[-TAIL_LINES:]) if done.problem else ""
-    return Agreement(stage, time.monotonic() - start, done.problem, tail)
+    return Outcome(stage, time.monotonic() - start, done.problem, tail)
 
 
-def write(outcome: Agreement, record: Record, machine: str, options: argparse.Namespace, output: Path) -> bool:
-    """Write what a stage has found; return whether it ran to its end and everything holds."""
+def write(outcome: Outcome, record: Record, machine: str, options: argparse.Namespace, output: Path) -> bool:
+    """Write the results of a stage; return whether it completed and all checks passed."""
     entries = record.read()
     figures = [entry for entry in entries if isinstance(entry, Figure)]
     checks = [entry for entry in entries if isinstance(entry, Check)]
@@ -201,29 +201,30 @@ def write(outcome: Agreement, record: Record, machine: str, options: argparse.Na
     ]
     lines = [
         f"# gpu: {stage.name}",
-        f"{stage.what[:1].upper()}{stage.what[1:]}.",
+        f"{stage.description[:1].upper()}{stage.description[1:]}.",
         f"Machine: {machine}; {date.today()}.",
         RESULT + "; ".join(parts) + ".",
     ]
     if facts:
-        lines.append(table(["what", ""], [[fact.what, fact.text] for fact in facts]))
+        lines.append(table(["fact", "value"], [[fact.label, fact.text] for fact in facts]))
     if checks:
-        lines.append(table(["check", "", ""], [[c.what, "passed" if c.passed else "FAILED", c.note] for c in checks]))
+        results = [[check.label, "passed" if check.passed else "FAILED", check.note] for check in checks]
+        lines.append(table(["check", "result", "note"], results))
     if figures:
         columns = ["figure", "measured", "predicted", "limit", "unit", "note"]
         rows = [
-            [f.what, *map(number, (f.measured, f.predicted, f.limit)), f.unit, ("MISS. " if f.misses else "") + f.note]
+            [f.label, *map(number, (f.measured, f.predicted, f.limit)), f.unit, ("MISS. " if f.misses else "") + f.note]
             for f in figures
         ]
         lines.append(table(columns, rows))
     if outcome.tail:
-        lines.append(f"The end of what it printed:\n\n```\n{outcome.tail}\n```")
+        lines.append(f"End of its output:\n\n```\n{outcome.tail}\n```")
     (output / f"gpu_{stage.name}-{kind(options.device)}.md").write_text("\n\n".join(lines) + "\n")
     return not outcome.problem and not failed
 
 
 def summarize(output: Path, device: str) -> str:
-    """Write one table over the results of all stages that are there; return it."""
+    """Write one table with the results of all stages that have a file; return it."""
     rows, machines = [], set()
     for name in STAGES:
         path = output / f"gpu_{name}-{kind(device)}.md"
@@ -236,7 +237,7 @@ def summarize(output: Path, device: str) -> str:
 
 
 def kind(device: str) -> str:
-    """Return a device's type."""
+    """Return the type of a device."""
     return device.split(":")[0]
 
 
@@ -251,7 +252,7 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number with four digits, or nothing."""
+    """Format a number with four digits; None as an empty string."""
     return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

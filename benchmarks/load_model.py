@@ -1,12 +1,11 @@
-"""Loading a local safetensors folder of 1.5 GB and writing it again: resident memory, seconds, and the bits.
+"""Measure loading and saving a local safetensors folder of 1.5 GB: resident memory, time, and bit-exactness.
 
 python benchmarks/load_model.py [--model gpt-0.7b] [--directory .]
 
-The folder holds random bf16 weights in a preset's shape. Each row is a process of its own, so that its resident memory
-is its own: the most that it had in physical memory, less what it had once the libraries were there. Limit: chunks, the
-largest tensor and 300 MB. A row for transformers' own `from_pretrained`, whose model is then given to
-`patrickstar.initialize`, shows what reading straight into chunks saves. The folder that is written has to hold the very
-bytes that were read.
+The folder contains random bf16 weights in the shape of a preset. Each row is a separate process; its resident memory is
+the peak minus the usage after the imports. Limit: chunks, the largest tensor and 300 MB. A row with transformers' own
+`from_pretrained` followed by `patrickstar.initialize` shows the savings of reading directly into chunks. The saved
+folder must contain the same bytes as the original.
 """
 
 import argparse
@@ -32,20 +31,20 @@ from patrickstar.integrations.transformers._model_folder import tensors_of
 
 SLACK_BYTES = 300 * 1000**2
 OPTIMIZERS = {"SGD": ps.SGD(lr=1e-3), "AdamW": ps.AdamW()}
-WAYS = [("transformers, then initialize", "SGD"), ("straight into chunks", "SGD"), ("straight into chunks", "AdamW")]
+METHODS = [("transformers, then initialize", "SGD"), ("direct to chunks", "SGD"), ("direct to chunks", "AdamW")]
 
 
 def resident_bytes(field: str) -> int:
-    """VmRSS: now. VmHWM: the most since `forget_peak`, or since the process began."""
+    """Return resident memory: VmRSS is the current usage, VmHWM the peak since `reset_peak` or the process start."""
     return 1024 * int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-def forget_peak() -> None:
+def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def write_folder(folder: Path, preset: str) -> None:
-    """A model of random weights, which is never in memory."""
+    """Write a model with random weights without ever holding it in memory."""
     folder.mkdir()
     config = PRESETS[preset].config()
     with parameters_on_meta():
@@ -60,35 +59,35 @@ def write_folder(folder: Path, preset: str) -> None:
     config.to_json_file(folder / "config.json")
 
 
-def same_bytes(one: Path, other: Path) -> bool:
-    ours, theirs = tensors_of(one), tensors_of(other)
-    if {key: (found.dtype, found.shape) for key, found in ours.items()} != {
-        key: (found.dtype, found.shape) for key, found in theirs.items()
+def same_bytes(source: Path, target: Path) -> bool:
+    expected, actual = tensors_of(source), tensors_of(target)
+    if {key: (entry.dtype, entry.shape) for key, entry in expected.items()} != {
+        key: (entry.dtype, entry.shape) for key, entry in actual.items()
     }:
         return False
-    for key, found in ours.items():
-        values = torch.empty(2, found.numel, dtype=torch.bfloat16)
-        found.read_into(values[0], 0)
-        theirs[key].read_into(values[1], 0)
+    for key, entry in expected.items():
+        values = torch.empty(2, entry.numel, dtype=torch.bfloat16)
+        entry.read_into(values[0], 0)
+        actual[key].read_into(values[1], 0)
         if not torch.equal(*values.view(torch.int16)):
             return False
     return True
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    """One process: load, save, compare."""
+    """Load, save and compare in this process."""
     source, target = Path(options.run), Path(options.run).with_name("out")
     config = ps.Config(device="cpu", optimizer=OPTIMIZERS[options.optimizer])
     libraries = resident_bytes("VmRSS")
-    forget_peak()
+    reset_peak()
     start = time.perf_counter()
-    if options.way == "transformers, then initialize":
+    if options.method == "transformers, then initialize":
         engine, _ = ps.initialize(AutoModelForCausalLM.from_pretrained(source), config)
     else:
         engine, _ = from_pretrained(source, config)
     load_s, load_peak = time.perf_counter() - start, resident_bytes("VmHWM")
     before = resident_bytes("VmRSS")
-    forget_peak()
+    reset_peak()
     start = time.perf_counter()
     engine.save_pretrained(target, dtype="bf16")
     save_s = time.perf_counter() - start
@@ -107,51 +106,51 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt-0.7b")
     parser.add_argument("--directory", type=Path, default=Path("."))
-    for name in ("run", "way", "optimizer"):
+    for name in ("run", "method", "optimizer"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
         print(json.dumps(run(options)))
         return
     rows = []
-    for way, optimizer in WAYS:
+    for method, optimizer in METHODS:
         with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
             folder = Path(scratch) / "in"
             write_folder(folder, options.model)
             stored = tensors_of(folder).values()
-            largest = max(2 * one.numel for one in stored)
-            nbytes = sum(2 * one.numel for one in stored)
-            command = [sys.executable, __file__, "--run", str(folder), "--way", way, "--optimizer", optimizer]
+            largest = max(2 * entry.numel for entry in stored)
+            nbytes = sum(2 * entry.numel for entry in stored)
+            command = [sys.executable, __file__, "--run", str(folder), "--method", method, "--optimizer", optimizer]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        found = json.loads(done.stdout.splitlines()[-1])
-        limit = found["chunks"] + largest + SLACK_BYTES
+        result = json.loads(done.stdout.splitlines()[-1])
+        limit = result["chunks"] + largest + SLACK_BYTES
         rows.append(
             [
-                f"{way}, {optimizer}",
-                format_size(found["chunks"]),
-                f"{format_size(found['peak'])} of {format_size(limit)}",
-                format_size(found["libraries"]),
-                f"{found['load_s']:.1f} s",
-                f"{found['save_s']:.1f} s",
-                format_size(found["save_peak"]),
-                "yes" if found["same"] else "no",
+                f"{method}, {optimizer}",
+                format_size(result["chunks"]),
+                f"{format_size(result['peak'])} of {format_size(limit)}",
+                format_size(result["libraries"]),
+                f"{result['load_s']:.1f} s",
+                f"{result['save_s']:.1f} s",
+                format_size(result["save_peak"]),
+                "yes" if result["same"] else "no",
             ]
         )
     publish(
         "load_model",
         "cpu",
-        f"{options.model} in bf16, a safetensors folder of {format_size(nbytes)} whose largest tensor has "
-        f"{format_size(largest)}, loaded into chunks in RAM and written again in bf16. Peak RSS is above what the "
-        f"libraries take; its limit is chunks + the largest tensor + 300 MB. The folder may be in the page cache.",
+        f"{options.model} in bf16, a safetensors folder of {format_size(nbytes)} with a largest tensor of "
+        f"{format_size(largest)}, loaded into chunks in RAM and saved in bf16. Peak RSS excludes the usage of the "
+        f"libraries; its limit is chunks + the largest tensor + 300 MB. The folder may be in the page cache.",
         [
-            "how, optimizer",
+            "method, optimizer",
             "chunks",
             "peak RSS of limit",
             "libraries",
             "load",
             "save",
-            "more RSS in save",
-            "the same bytes again",
+            "extra RSS in save",
+            "bit-identical after save",
         ],
         rows,
     )

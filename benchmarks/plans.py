@@ -1,8 +1,8 @@
-"""How far the engine's plans for large models are from what no plan can be below: bytes moved, and seconds.
+"""Compare the engine's plans for large models with lower bounds of transferred bytes and step time.
 
 python benchmarks/plans.py
-Nothing is measured but how long a rehearsal takes: the engine trains each model without bytes on a machine that is only
-described, and a linear program says what the fewest bytes are.
+Dry runs on machine specs give the engine's figures; a linear program gives the bounds. Only the duration of a dry run
+is measured.
 """
 
 import tempfile
@@ -17,7 +17,7 @@ from patrickstar._cli.train import language_model_workloads
 from patrickstar._engine.dry_run import dry_run
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.machine_spec import find_machine
-from patrickstar._perf_model.perf_model import estimate, least_moved_bytes
+from patrickstar._perf_model.perf_model import estimate, min_transfer_bytes
 
 CASES = (
     ("gpt-4b", "8xV100-32GB", 8, False),
@@ -30,11 +30,11 @@ CASES = (
     ("gpt-4b", "RTX4090-desktop", 8, True),
     ("gpt-8b", "RTX4090-desktop", 8, True),
 )
-"""Model, machine of which one GPU is used, sequences of 1024 tokens, and whether there is a disk."""
+"""Model, machine (one of its GPUs is used), sequences of 1024 tokens, and whether there is a disk."""
 
 
-def row(name: str, place: str, batch: int, disk: bool, directory: str) -> list[str]:
-    source, machine = find_model(name), find_machine(place)
+def row(name: str, machine_name: str, batch: int, disk: bool, directory: str) -> list[str]:
+    source, machine = find_model(name), find_machine(machine_name)
     if not disk:
         machine = machine.model_copy(update={"disk": None})
     model, _ = source.open(True)
@@ -48,29 +48,29 @@ def row(name: str, place: str, batch: int, disk: bool, directory: str) -> list[s
     work = language_model_workloads(source, 1024, machine)(batch, True)
     start = time.perf_counter()
     config = ps.Config(device="cpu", disk=ps.Disk(directory) if disk else None)
-    found = dry_run(model, config, step, machine)
-    took = time.perf_counter() - start
-    crossed, paged = least_moved_bytes(work, machine)
-    stats = found.stats
-    moved = stats.h2d_bytes + stats.d2h_bytes
-    on_disk = stats.disk_read_bytes + stats.disk_write_bytes
+    report = dry_run(model, config, step, machine)
+    duration_s = time.perf_counter() - start
+    min_link_bytes, min_disk_bytes = min_transfer_bytes(work, machine)
+    stats = report.stats
+    link_bytes = stats.h2d_bytes + stats.d2h_bytes
+    disk_bytes = stats.disk_read_bytes + stats.disk_write_bytes
     best = estimate(work, machine)
     return [
         name,
-        f"{place}{', disk' if disk else ''}",
+        f"{machine_name}{', disk' if disk else ''}",
         f"{batch} x 1024",
-        *_compared(moved, crossed),
-        *_compared(on_disk, paged),
+        *_compared(link_bytes, min_link_bytes),
+        *_compared(disk_bytes, min_disk_bytes),
         f"{best.bound_s:.2f} s",
         f"{best.seconds:.2f} s",
-        f"{found.seconds:.2f} s",
-        f"{found.seconds / best.bound_s:.2f}",
-        f"{took:.1f} s",
+        f"{report.seconds:.2f} s",
+        f"{report.seconds / best.bound_s:.2f}",
+        f"{duration_s:.1f} s",
     ]
 
 
-def _compared(moved: int, fewest: int) -> tuple[str, str]:
-    return f"{format_size(moved)} / {format_size(fewest)}", f"{moved / fewest:.2f}" if fewest else "-"
+def _compared(nbytes: int, bound: int) -> tuple[str, str]:
+    return f"{format_size(nbytes)} / {format_size(bound)}", f"{nbytes / bound:.2f}" if bound else "-"
 
 
 def main() -> None:
@@ -82,22 +82,22 @@ def main() -> None:
     publish(
         "plans",
         torch.device("cpu"),
-        "Plans of the engine for large GPTs on described machines, one GPU, activations computed again, update=True; "
-        "bytes of a step, planned / the fewest of any plan by a linear program. The bound is the busiest resource, the "
-        "estimate has all overlapped, and a rehearsal is this engine.",
+        "Dry runs of large GPTs on machine specs, one GPU, activation checkpointing, update=True. Bytes per step: dry "
+        "run / minimum of any plan, by a linear program. The bound is the time of the busiest resource; the estimate "
+        "assumes full overlap; the dry run is this engine.",
         [
             "model",
             "machine",
             "batch",
-            "host and device",
+            "host-device bytes",
             "factor",
-            "disk",
+            "disk bytes",
             "factor",
             "bound",
             "estimate",
-            "rehearsal",
-            "rehearsal / bound",
-            "planning takes",
+            "dry run",
+            "dry run / bound",
+            "dry run duration",
         ],
         rows,
     )

@@ -1,4 +1,4 @@
-"""What prefetching is worth, by simulation: bytes moved and time waited, for four policies over three models.
+"""Simulate four prefetch policies over three models: transferred bytes and stall time.
 
 python benchmarks/policies.py
 
@@ -23,8 +23,8 @@ HIDDEN, VOCABULARY, LAYERS, TOKENS = 4096, 50_304, 48, 1024
 BYTES_PER_PARAM = 2
 SQUARE = HIDDEN * HIDDEN * BYTES_PER_PARAM
 INPUT = TOKENS * HIDDEN * BYTES_PER_PARAM
-# 34 bytes per token and hidden unit are saved for the backward pass of a layer: about a third by attention, the rest
-# by the feed-forward part (Korthikanti et al. 2022, without the attention scores).
+# A layer saves 34 bytes per token and hidden unit for backward: about a third in attention, the rest in the
+# feed-forward network (Korthikanti et al. 2022, without the attention scores).
 ATTENTION_SAVES, FEED_FORWARD_SAVES = 11 * TOKENS * HIDDEN, 23 * TOKENS * HIDDEN
 
 EXPERT_LAYERS, EXPERTS, CHOSEN, MICRO_BATCHES, SEED = 16, 16, 4, 4, 0
@@ -32,7 +32,7 @@ EXPERT_LAYERS, EXPERTS, CHOSEN, MICRO_BATCHES, SEED = 16, 16, 4, 4, 0
 
 @dataclass
 class Model:
-    """A trace as it is written down; a moment computes as long as it has parameters times passes."""
+    """Synthetic trace; the compute time of a moment is its parameter bytes times its passes."""
 
     nbytes: dict[int, int] = field(default_factory=dict)
     moments: list[Moment] = field(default_factory=list)
@@ -51,14 +51,14 @@ class Model:
 
 
 def gpt(model: Model) -> tuple[int, list[tuple[int, int]], int]:
-    """An embedding, per layer attention and feed-forward, and a head: a chunk each."""
+    """Add one chunk each for embedding, attention and feed-forward of every layer, and head."""
     embedding = model.chunk(VOCABULARY * HIDDEN * BYTES_PER_PARAM)
     layers = [(model.chunk(4 * SQUARE), model.chunk(8 * SQUARE)) for _ in range(LAYERS)]
     return embedding, layers, model.chunk(VOCABULARY * HIDDEN * BYTES_PER_PARAM)
 
 
 def chain() -> Model:
-    """Forward and backward; all activations are kept."""
+    """Return forward and backward with all activations saved."""
     model = Model()
     embedding, layers, head = gpt(model)
     model.run(embedding, 1, saves=INPUT)
@@ -74,7 +74,7 @@ def chain() -> Model:
 
 
 def checkpointed() -> Model:
-    """Each layer runs once more before its backward; only its input is kept."""
+    """Return forward and backward with activation checkpointing: only layer inputs are saved."""
     model = Model()
     embedding, layers, head = gpt(model)
     model.run(embedding, 1, saves=INPUT)
@@ -92,11 +92,11 @@ def checkpointed() -> Model:
 
 
 def experts() -> Model:
-    """Micro-batches that each choose other experts in each layer."""
-    model, choice = Model(), random.Random(SEED)
+    """Return micro-batches that each use other experts in each layer."""
+    model, rng = Model(), random.Random(SEED)
     layers = [(model.chunk(4 * SQUARE), [model.chunk(SQUARE) for _ in range(EXPERTS)]) for _ in range(EXPERT_LAYERS)]
     for _ in range(MICRO_BATCHES):
-        chosen = [[attention, *sorted(choice.sample(those, CHOSEN))] for attention, those in layers]
+        chosen = [[attention, *sorted(rng.sample(available, CHOSEN))] for attention, available in layers]
         for chunks in chosen:
             for chunk in chunks:
                 model.run(chunk, 1, saves=INPUT)
@@ -116,7 +116,7 @@ def play(model: Model, policy: type[PrefetchPolicy], budget_bytes: int, rate: fl
         seconds=model.work,
         rate_in=rate,
         rate_out=rate,
-        # One chunk that is on its way, and one that follows without a gap.
+        # One chunk in transfer, and one that follows without a gap.
         depth_bytes=2 * max(model.nbytes.values()),
     )
 
@@ -127,18 +127,18 @@ def rows(name: str, model: Model) -> Iterable[list[str]]:
     for part in (8, 4, 2):
         budget_bytes = sum(model.nbytes.values()) // part + peak
         demand = play(model, DemandFetch, budget_bytes, 1.0)
-        enough = max(demand.fetched_bytes, demand.written_bytes) / compute_s
+        balanced_rate = max(demand.fetched_bytes, demand.written_bytes) / compute_s
         for share in ("1/2", "1", "2"):
             numerator, _, denominator = share.partition("/")
-            rate = enough * int(numerator) / int(denominator or 1)
-            found = [play(model, policy, budget_bytes, rate) for policy in POLICIES]
+            rate = balanced_rate * int(numerator) / int(denominator or 1)
+            results = [play(model, policy, budget_bytes, rate) for policy in POLICIES]
             yield [
                 name,
                 f"1/{part}",
                 share,
-                *(f"{each.fetched_bytes / 2**30:.1f}" for each in found),
-                *(f"{each.written_bytes / 2**30:.1f}" for each in found),
-                *(f"{100 * each.stall_s / compute_s:.0f} %" for each in found),
+                *(f"{result.fetched_bytes / 2**30:.1f}" for result in results),
+                *(f"{result.written_bytes / 2**30:.1f}" for result in results),
+                *(f"{100 * result.stall_s / compute_s:.0f} %" for result in results),
             ]
 
 
@@ -146,25 +146,26 @@ def main() -> None:
     models = {"chain": chain(), "checkpointed": checkpointed(), "experts": experts()}
     names = [policy.__name__ for policy in POLICIES]
     columns = ["trace", "budget", "rate"]
-    columns += [f"{what}, {name}" for what in ("GiB in", "GiB out", "stall") for name in names]
+    columns += [f"{metric}, {name}" for metric in ("GiB in", "GiB out", "stall") for name in names]
     table = [columns, ["---"] * len(columns), *(row for name, model in models.items() for row in rows(name, model))]
     sizes = "; ".join(
         f"{name}: {sum(model.nbytes.values()) / 2**30:.1f} GiB in {len(model.nbytes)} chunks, {len(model.moments)} "
-        f"operators, non-model data {max(moment.non_model_bytes for moment in model.moments) / 2**30:.1f} GiB at most"
+        f"operators, non-model data up to {max(moment.non_model_bytes for moment in model.moments) / 2**30:.1f} GiB"
         for name, model in models.items()
     )
     text = (
         "# policies\n\n"
-        "What one iteration moves and waits, by simulation (`schedule/simulator.py`): the third of three from an empty "
-        "device, bf16 parameters, a chunk is written at its last use. `chain` and `checkpointed` are a GPT of "
-        f"{LAYERS} layers, hidden size {HIDDEN}, {TOKENS} tokens; `experts` has {EXPERT_LAYERS} layers of {EXPERTS} "
-        f"experts, of which each of {MICRO_BATCHES} micro-batches chooses {CHOSEN} at random (seed {SEED}). Sizes: "
-        f"{sizes}.\n\n"
-        "Budget: what the device has at the peak of non-model data, as a share of all `param16` chunks. Rate: of each "
-        "channel, as a multiple of what moves the bytes of `DemandFetch` in exactly the time that "
-        "computing takes: below "
-        "1 nothing can hide all of them. Stall: time that computing waits, as a share of the time it computes. Two "
-        "chunks at most are under way ahead of need.\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in table) + "\n"
+        "Transfers and stalls of one iteration, by simulation (`benchmarks/policy_simulator.py`): the third iteration "
+        "after a start with an empty device, bf16 parameters; a chunk is written at its last use. `chain` and "
+        f"`checkpointed` are a GPT of {LAYERS} layers, hidden size {HIDDEN}, {TOKENS} tokens; `experts` has "
+        f"{EXPERT_LAYERS} layers of {EXPERTS} experts, of which each of {MICRO_BATCHES} micro-batches chooses {CHOSEN} "
+        f"at random (seed {SEED}). Sizes: {sizes}.\n\n"
+        "Budget: memory for chunks at the peak of non-model data, as a fraction of all `param16` chunks. Rate: "
+        "bandwidth of each channel, as a multiple of the one that transfers the bytes of `DemandFetch` in exactly the "
+        "compute time; below 1 no policy can hide all transfers. Stall: time that computation waits, relative to "
+        "compute time. At most two chunks are prefetched at a time.\n\n"
+        + "\n".join(f"| {' | '.join(row)} |" for row in table)
+        + "\n"
     )
     print(text)
     RESULT.write_text(text)

@@ -1,4 +1,4 @@
-"""What a policy costs: a trace is played against channels of a given speed, moment by moment, without a device."""
+"""Simulate a prefetch policy: replay a trace over channels of given bandwidth, without a device."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from patrickstar.errors import BudgetError
 
 @dataclass(frozen=True)
 class Simulated:
-    """One iteration as it went; `seconds` are all of it, `stall_s` those of them in which computing waited."""
+    """Result of one iteration; `seconds` include `stall_s`, the time that computation waited."""
 
     fetched_bytes: int
     written_bytes: int
@@ -22,11 +22,11 @@ class Simulated:
 
 
 def last_uses(trace: Trace) -> dict[int, tuple[int, ...]]:
-    """For each moment the chunks that are used for the last time: that is when their gradients come."""
-    found: dict[int, tuple[int, ...]] = {}
+    """Map each moment to the chunks whose last use it is; their gradients are written then."""
+    chunks: dict[int, tuple[int, ...]] = {}
     for chunk, uses in trace.uses.items():
-        found[uses[-1]] = (*found.get(uses[-1], ()), chunk)
-    return found
+        chunks[uses[-1]] = (*chunks.get(uses[-1], ()), chunk)
+    return chunks
 
 
 def simulate(
@@ -42,30 +42,34 @@ def simulate(
     written: Mapping[int, Collection[int]] | None = None,
     iterations: int = 3,
 ) -> Simulated:
-    """The last of some iterations that begin with nothing on the device.
+    """Simulate iterations from an empty device and return the result of the last one.
 
-    seconds: what each moment computes for. rate_in, rate_out: bytes per second to the device and from it, at the same
-    time. depth_bytes: the most that may be under way to the device when more is asked for ahead of need. written: for
-    each moment the chunks that are written in it, by default those used for the last time.
+    Args:
+        seconds: Compute time of each moment.
+        rate_in: Bytes per second to the device, independent of `rate_out`.
+        rate_out: Bytes per second from the device.
+        depth_bytes: Limit of bytes in transfer to the device for prefetches.
+        written: Chunks that each moment writes; by default those used for the last time.
 
-    Raises BudgetError if what one moment accesses doesn't fit.
+    Raises:
+        BudgetError: The chunks of one moment do not fit.
     """
     if written is None:
         written = last_uses(trace)
     device = _Device(nbytes, rate_in, rate_out)
     for _ in range(iterations):
-        began, device.counts = device.clock, _Counts(peak_bytes=device.used_bytes)
+        start, device.counts = device.clock, _Counts(peak_bytes=device.used_bytes)
         for now, moment in enumerate(trace.moments):
             device.enter(moment.chunks, budget_bytes - moment.non_model_bytes, policy, now)
             device.dirty.update(written.get(now, ()))
-            held = {*moment.chunks, *device.under_way()}
-            device.leave(policy.early_evictions(now, device.present, held))
-            limit_bytes = depth_bytes - sum(nbytes[chunk] for chunk in device.under_way())
+            held = {*moment.chunks, *device.incoming()}
+            device.evict(policy.early_evictions(now, device.present, held))
+            limit_bytes = depth_bytes - sum(nbytes[chunk] for chunk in device.incoming())
             for move in policy.prefetches(now, device.present, held, limit_bytes):
-                assert held.isdisjoint(move.evict), "a held chunk was sent away"
-                device.leave(move.evict)
+                assert held.isdisjoint(move.evict), "a held chunk was evicted"
+                device.evict(move.evict)
                 device.fetch(move.fetch)
-                device.check_room()
+                device.check_budget()
             device.advance(device.clock + seconds[now])
     counts = device.counts
     return Simulated(
@@ -74,7 +78,7 @@ def simulate(
         counts.evictions,
         counts.peak_bytes,
         counts.stall_s,
-        device.clock - began,
+        device.clock - start,
     )
 
 
@@ -88,58 +92,58 @@ class _Counts:
 
 
 class _Device:
-    """The device and its two channels. A chunk takes room from when its fetch begins until it has left."""
+    """Device and its two channels. A chunk occupies memory from the start of its fetch to the end of its eviction."""
 
     def __init__(self, nbytes: Mapping[int, int], rate_in: float, rate_out: float) -> None:
         self.nbytes, self.rate_in, self.rate_out = nbytes, rate_in, rate_out
         self.clock = 0.0
-        self.room_bytes = 0
+        self.limit_bytes = 0
         self.present: set[int] = set()
         self.dirty: set[int] = set()
         self.counts = _Counts()
         self._present_bytes = 0
         self.used_bytes = 0
-        self._asked: deque[int] = deque()
-        self._coming: tuple[float, int] | None = None
+        self._queued: deque[int] = deque()
+        self._fetching: tuple[float, int] | None = None
         self._writing: deque[tuple[float, int]] = deque()
         self._out_free = 0.0
 
-    def under_way(self) -> list[int]:
-        """The chunks on their way to the device, and those that wait for it."""
-        return [*([self._coming[1]] if self._coming else []), *self._asked]
+    def incoming(self) -> list[int]:
+        """Return the chunks in transfer to the device, and those queued for it."""
+        return [*([self._fetching[1]] if self._fetching else []), *self._queued]
 
-    def enter(self, chunks: Collection[int], room_bytes: int, policy: PrefetchPolicy, now: int) -> None:
-        """Go on to a moment with this much room, and wait until its chunks are there."""
-        self.room_bytes = room_bytes
-        began = self.clock
+    def enter(self, chunks: Collection[int], limit_bytes: int, policy: PrefetchPolicy, now: int) -> None:
+        """Start a moment with a limit of chunk bytes, and wait until its chunks are on the device."""
+        self.limit_bytes = limit_bytes
+        start = self.clock
         missing = [chunk for chunk in dict.fromkeys(chunks) if chunk not in self.present]
-        short = self._present_bytes + sum(self.nbytes[chunk] for chunk in missing) - room_bytes
+        short = self._present_bytes + sum(self.nbytes[chunk] for chunk in missing) - limit_bytes
         for chunk in policy.order(self.present.difference(chunks), now) if short > 0 else ():
             if short <= 0:
                 break
-            self.leave([chunk])
+            self.evict([chunk])
             short -= self.nbytes[chunk]
         if short > 0:
             raise BudgetError(f"moment {now} accesses more chunks than fit: {short} bytes too many", short)
         for chunk in missing:
             self.fetch(chunk)
-        self.check_room()
-        # What is on its way out has to be out before non-model data may take its place.
-        while self.used_bytes > room_bytes:
+        self.check_budget()
+        # Evictions must complete before non-model data can use their memory.
+        while self.used_bytes > limit_bytes:
             self._step()
-        while not set(chunks).isdisjoint(self.under_way()):
+        while not set(chunks).isdisjoint(self.incoming()):
             self._step()
-        self.counts.stall_s += self.clock - began
+        self.counts.stall_s += self.clock - start
 
-    def leave(self, chunks: Iterable[int]) -> None:
-        """Evict: a clean chunk is gone at once, a dirty one when it has been written back."""
+    def evict(self, chunks: Iterable[int]) -> None:
+        """Evict chunks: a clean one is freed at once, a dirty one after its write-back."""
         for chunk in chunks:
             self.present.remove(chunk)
             self._present_bytes -= self.nbytes[chunk]
-            if chunk in self._asked:
-                self._asked.remove(chunk)
+            if chunk in self._queued:
+                self._queued.remove(chunk)
                 continue
-            while self._coming and self._coming[1] == chunk:
+            while self._fetching and self._fetching[1] == chunk:
                 self._step()
             self.counts.evictions += 1
             if chunk in self.dirty:
@@ -152,49 +156,49 @@ class _Device:
         self._begin()
 
     def fetch(self, chunk: int) -> None:
-        """Ask for a chunk."""
+        """Queue the fetch of a chunk."""
         self.present.add(chunk)
         self._present_bytes += self.nbytes[chunk]
-        self._asked.append(chunk)
+        self._queued.append(chunk)
         self._begin()
 
     def advance(self, until: float) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         while (event := self._next_event()) is not None and event <= until:
             self._step()
         self.clock = until
 
-    def check_room(self) -> None:
-        """The budget holds, also once everything asked for has come."""
-        assert self._present_bytes <= self.room_bytes, (self._present_bytes, self.room_bytes)
+    def check_budget(self) -> None:
+        """Assert that the chunks respect the limit, including queued fetches."""
+        assert self._present_bytes <= self.limit_bytes, (self._present_bytes, self.limit_bytes)
 
     def _next_event(self) -> float | None:
-        under_way = [self._coming, self._writing[0] if self._writing else None]
-        return min((transfer[0] for transfer in under_way if transfer), default=None)
+        running = [self._fetching, self._writing[0] if self._writing else None]
+        return min((transfer[0] for transfer in running if transfer), default=None)
 
     def _step(self) -> None:
-        """Go on to the end of the next transfer."""
+        """Advance the clock to the end of the next transfer."""
         event = self._next_event()
-        assert event is not None, "computing waits for a transfer that never ends"
+        assert event is not None, "computation waits for a transfer that never ends"
         self.clock = max(self.clock, event)
-        if self._coming and self._coming[0] <= self.clock:
-            self._coming = None
+        if self._fetching and self._fetching[0] <= self.clock:
+            self._fetching = None
         while self._writing and self._writing[0][0] <= self.clock:
             _, chunk = self._writing.popleft()
             self.used_bytes -= self.nbytes[chunk]
         self._begin()
 
     def _begin(self) -> None:
-        """Begin the next fetch if the channel is free, what it reads has been written, and there is room."""
-        if self._coming or not self._asked:
+        """Start the next fetch if the channel is free, its chunk is written back, and it fits."""
+        if self._fetching or not self._queued:
             return
-        chunk = self._asked[0]
-        if any(leaving == chunk for _, leaving in self._writing):
+        chunk = self._queued[0]
+        if any(written == chunk for _, written in self._writing):
             return
-        if self.used_bytes + self.nbytes[chunk] > self.room_bytes:
+        if self.used_bytes + self.nbytes[chunk] > self.limit_bytes:
             return
-        self._asked.popleft()
+        self._queued.popleft()
         self.used_bytes += self.nbytes[chunk]
         self.counts.fetched_bytes += self.nbytes[chunk]
         self.counts.peak_bytes = max(self.counts.peak_bytes, self.used_bytes)
-        self._coming = self.clock + self.nbytes[chunk] / self.rate_in, chunk
+        self._fetching = self.clock + self.nbytes[chunk] / self.rate_in, chunk

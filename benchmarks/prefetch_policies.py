@@ -1,4 +1,4 @@
-"""Eviction and prefetch policies that benchmarks compare with the library's own.
+"""Eviction and prefetch policies that benchmarks compare with those of the library.
 
 `Conservative` is the second strategy of Cao, Felten, Karlin and Li (1995), `LifeTime` is Algorithm 1 of Angel-PTM, and
 `NextUse` is Belady's rule. The library itself uses `AggressivePrefetch` (`patrickstar/_schedule/prefetch.py`).
@@ -11,54 +11,54 @@ from patrickstar._schedule.trace import NEVER, Trace
 
 
 class NextUse:
-    """The chunk whose next use is furthest leaves first: Belady's rule over the traced moments."""
+    """Belady's rule over the traced moments: evict the chunk whose next use is furthest."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
 
     def order(self, candidates: Iterable[int], now: int) -> list[int]:
-        """By next use, furthest first; of equals, the lower index first."""
+        """Return the candidates by next use, furthest first; ties go to the lower index."""
         return sorted(candidates, key=lambda chunk: (-self.trace.next_use(chunk, now), chunk))
 
 
 class LaterNarrowMoments(NarrowestMoments):
-    """`NarrowestMoments`, with the next moment that is at least as narrow as a given one."""
+    """`NarrowestMoments` that also finds the next moment at least as narrow as a given one."""
 
     def __init__(self, chunkable: list[int]) -> None:
         super().__init__(chunkable)
         self._next = self._find_next()
 
     def _find_next(self) -> list[int]:
-        """For each moment the first after it that is at least as narrow; the same one an iteration later at most."""
-        found = [0] * self._length
+        """Find for each moment the next one that is at least as narrow, at most one iteration later."""
+        following = [0] * self._length
         waiting: list[int] = []
         for moment, chunkable in enumerate(self._bytes):
             while waiting and chunkable <= self._bytes[waiting[-1]]:
                 before = waiting.pop()
                 if before < self._length:
-                    found[before] = moment
+                    following[before] = moment
             waiting.append(moment)
-        return found
+        return following
 
     def next_as_narrow(self, moment: int) -> int:
-        """The first moment after this one that is at least as narrow."""
-        at = moment % self._length
-        return moment - at + self._next[at]
+        """Return the first moment after this one that is at least as narrow."""
+        index = moment % self._length
+        return moment - index + self._next[index]
 
 
 class Conservative(AggressivePrefetch):
-    """The same authors' strategy `conservative`: those, and only those, leave early that would leave on demand too.
+    """The strategy `conservative` of Cao et al.: evict early only the chunks that on-demand fetching would evict.
 
-    It fetches what `DemandFetch` fetches, to the byte, but earlier; it waits longer than `AggressivePrefetch`.
+    Fetches the same bytes as `DemandFetch`, but earlier; stalls longer than `AggressivePrefetch`.
     """
 
-    # [Note: who leaves early]
-    # A chunk comes at `now` for its use at `use`, and needs room at each moment until then. Say that the narrowest of
-    # them falls short of it by some bytes. On demand it would come at `use`, and room would be made for it then if
-    # there is not enough, or else at the first later moment that is as narrow as the narrowest. At that `turn` those
-    # leave whose next use after it is furthest, of who is here and the chunk itself. If they have no use left until
-    # `turn`, they can leave now as well. If one has, taking another in its place would cost a fetch that on demand does
-    # not happen; so the chunk waits.
+    # [Note: conservative evictions]
+    # A chunk prefetched at `now` for its use at `use` needs memory at each moment until then. Say that the narrowest of
+    # these moments lacks some bytes. On demand the chunk would be fetched at `use`, and memory would be freed then if
+    # needed, or else at the first later moment that is as narrow as the narrowest. At that `turn`, of the present
+    # chunks and the new one, those with the furthest next use are evicted. If these are not used before `turn`, they
+    # can be evicted now as well. If one is used before, evicting another instead would cost a fetch that does not
+    # happen on demand; so the prefetch waits.
 
     def __init__(self, trace: Trace, nbytes: Mapping[int, int], budget_bytes: int) -> None:
         super().__init__(trace, nbytes, budget_bytes)
@@ -72,15 +72,15 @@ class Conservative(AggressivePrefetch):
 
     def _evictions_at(self, turn: int, fetched: int, short: int, held: Collection[int]) -> tuple[int, ...] | None:
         now, moments = self._now, self.trace.moments
-        at = turn % len(moments)
-        # What is missing at the turn itself; the last to leave has to be one whom that takes along.
-        short_then = self._present_bytes + self.nbytes[fetched] - self.chunkable[at]
+        index = turn % len(moments)
+        # Bytes missing at the turn itself: each early eviction must still be needed for these.
+        short_then = self._present_bytes + self.nbytes[fetched] - self.chunkable[index]
         evicted = []
-        for chunk in self.order({*self._present, fetched}.difference(moments[at].chunks), at):
+        for chunk in self.order({*self._present, fetched}.difference(moments[index].chunks), index):
             if self.trace.next_use(chunk, now) <= turn or short_then <= 0:
                 return None
             if chunk in held:
-                # It is being used and will be free in a moment. Others that can't leave are left out of account.
+                # A chunk in use is free again at the next moment. Other held chunks are skipped.
                 if chunk in moments[now].chunks:
                     return None
                 continue
@@ -93,10 +93,10 @@ class Conservative(AggressivePrefetch):
 
 
 class LifeTime(PrefetchPolicy):
-    """Angel-PTM's scheduling by life-times (its Algorithm 1): as early as memory allows, one iteration at a time.
+    """Angel-PTM's lifetime-based scheduling (its Algorithm 1): prefetch as early as memory allows, per iteration.
 
-    What is needed soonest comes as soon as those needed later make enough room. What has no use left in this
-    iteration leaves at once.
+    The chunk needed soonest is fetched as soon as evicting chunks needed later frees enough memory. A chunk without
+    further use in the iteration is evicted at once.
     """
 
     def __init__(self, trace: Trace, nbytes: Mapping[int, int], budget_bytes: int) -> None:
@@ -104,36 +104,36 @@ class LifeTime(PrefetchPolicy):
         self._narrow = NarrowestMoments(self.chunkable)
 
     def next_use(self, chunk: int, now: int) -> int:
-        """The first moment after `now` in this iteration; NEVER if there is none."""
+        """Return the first use after `now` in this iteration; NEVER if there is none."""
         use = self.trace.next_use(chunk, now)
         return use if use < len(self.trace.moments) else NEVER
 
     def prefetches(
         self, now: int, present: Collection[int], held: Collection[int], limit_bytes: int
     ) -> list[PrefetchMove]:
-        """Those needed soonest in this iteration, up to the first for which those needed later make no room."""
-        there = set(present)
-        there_bytes = sum(self.nbytes[chunk] for chunk in there)
+        """Prefetch chunks in order of next use, up to the first that does not fit by evicting later-used ones."""
+        planned = set(present)
+        planned_bytes = sum(self.nbytes[chunk] for chunk in planned)
         moves: list[PrefetchMove] = []
-        for use, chunk in sorted((self.next_use(chunk, now), chunk) for chunk in self.trace.uses.keys() - there):
+        for use, chunk in sorted((self.next_use(chunk, now), chunk) for chunk in self.trace.uses.keys() - planned):
             limit_bytes -= self.nbytes[chunk]
             if use == NEVER or limit_bytes < 0:
                 break
-            there_bytes += self.nbytes[chunk]
-            short = there_bytes - self.chunkable[self._narrow.last(now, use)]
-            leave = []
-            for other in self.order(there.difference(held), now):
+            planned_bytes += self.nbytes[chunk]
+            short = planned_bytes - self.chunkable[self._narrow.last(now, use)]
+            evicted = []
+            for other in self.order(planned.difference(held), now):
                 if short <= 0 or self.next_use(other, now) <= use:
                     break
-                leave.append(other)
+                evicted.append(other)
                 short -= self.nbytes[other]
-                there_bytes -= self.nbytes[other]
+                planned_bytes -= self.nbytes[other]
             if short > 0:
                 break
-            there = there.difference(leave) | {chunk}
-            moves.append(PrefetchMove(chunk, tuple(leave)))
+            planned = planned.difference(evicted) | {chunk}
+            moves.append(PrefetchMove(chunk, tuple(evicted)))
         return moves
 
     def early_evictions(self, now: int, present: Collection[int], held: Collection[int]) -> tuple[int, ...]:
-        """Those whose life-time is over."""
+        """Return the chunks without further use in this iteration."""
         return tuple(sorted(c for c in present if c not in held and self.next_use(c, now) == NEVER))

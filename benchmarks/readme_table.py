@@ -26,7 +26,7 @@ def read(name: str) -> tuple[str, list[dict[str, str]]]:
     text = (ROOT / "benchmarks/results" / f"{name}-cpu.md").read_text()
     machine = re.search(r"^Machine: (.*?);", text, re.M)
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    assert machine is not None and len(lines) > 2, f"{name} holds no table"
+    assert machine is not None and len(lines) > 2, f"{name} contains no table"
     return machine[1], [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark does at its end: name the machine, print a table, keep it under results/."""
+"""Output of the benchmarks: print a table with the machine's name and write it to results/."""
 
 from datetime import date
 from pathlib import Path
@@ -11,7 +11,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def publish(name: str, device: str, intro: str, columns: list[str], rows: list[list[str]]) -> str:
-    """Print a Markdown table and write it to results/NAME-DEVICE.md; returns it."""
+    """Print a Markdown table, write it to results/NAME-DEVICE.md and return it."""
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     machine = f"{machine_name(torch.device(device))}; PyTorch {torch.__version__}; {date.today()}"

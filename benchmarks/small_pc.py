@@ -1,8 +1,8 @@
-"""The paper's $700 PC: gpt-0.7b under 8 GiB of device and 16 GiB of host memory, then under as little as works.
+"""Train gpt-0.7b with the memory of the paper's $700 PC (8 GiB device, 16 GiB host), then with the least that works.
 
 python benchmarks/small_pc.py [--device cpu] [--model gpt-0.7b]
-Each run is a process of its own, so that its resident memory is its own. Three steps of 1 x 256 tokens; plain PyTorch
-runs them too, and a digest of all losses and of every bit of the final fp32 parameters is compared.
+Each run is a separate process, so that its resident memory can be measured. Three steps of 1 x 256 tokens; plain
+PyTorch runs the same steps, and a digest of all losses and all bits of the final fp32 parameters is compared.
 """
 
 import argparse
@@ -38,15 +38,15 @@ def peak_rss_bytes() -> int:
 
 
 def digest(losses: list[float], state: dict[str, torch.Tensor]) -> str:
-    found = hashlib.blake2b(json.dumps([loss.hex() for loss in losses]).encode())
+    hasher = hashlib.blake2b(json.dumps([loss.hex() for loss in losses]).encode())
     for name in sorted(state):
-        found.update(name.encode())
-        found.update(state[name].cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return found.hexdigest()
+        hasher.update(name.encode())
+        hasher.update(state[name].cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return hasher.hexdigest()
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    """One process: train, and say what it took."""
+    """Train in this process and return the measurements."""
     torch.manual_seed(0)
     libraries = peak_rss_bytes()
     config = ps.Config(device=options.device, device_memory=options.budget or None, host_memory=HOST)
@@ -101,25 +101,25 @@ def main() -> None:
         return
     plain = in_a_process(options, 0)
     paper = in_a_process(options, parse_size("8GiB"))
-    least = paper["largest_chunk"] + paper["non_model"]
-    # Measured memory is never the same twice: as a user would, raise the budget by what the error asks for.
-    while "short" in (tight := in_a_process(options, least)):
-        least += tight["short"]
+    min_budget = paper["largest_chunk"] + paper["non_model"]
+    # Measured memory varies between runs: raise the budget by what the error asks for, as a user would.
+    while "short" in (tight := in_a_process(options, min_budget)):
+        min_budget += tight["short"]
     rows = []
-    for name, budget, found in (("paper's", parse_size("8GiB"), paper), ("least", least, tight)):
-        limit = 14 * found["numel"] + found["non_model"] + SLACK
+    for name, budget, result in (("paper", parse_size("8GiB"), paper), ("minimum", min_budget, tight)):
+        limit = 14 * result["numel"] + result["non_model"] + SLACK
         rows.append(
             [
                 f"{name}: {format_size(budget)}",
-                f"{format_size(found['rss'])} of {format_size(limit)}",
-                format_size(14 * found["numel"]),
-                format_size(found["padding"]),
-                format_size(found["non_model"]),
-                format_size(found["libraries"]),
-                format_size(found["device_model"]),
-                format_size(found["moved"]),
-                f"{found['stall_s']:.1f} s",
-                "yes" if found["digest"] == plain["digest"] else "NO",
+                f"{format_size(result['rss'])} of {format_size(limit)}",
+                format_size(14 * result["numel"]),
+                format_size(result["padding"]),
+                format_size(result["non_model"]),
+                format_size(result["libraries"]),
+                format_size(result["device_model"]),
+                format_size(result["moved"]),
+                f"{result['stall_s']:.1f} s",
+                "yes" if result["digest"] == plain["digest"] else "NO",
             ]
         )
     publish(
@@ -127,11 +127,11 @@ def main() -> None:
         options.device,
         f"{options.model}, {paper['numel']:,} parameters, bf16, {STEPS} steps of 1 x {TOKENS} tokens, host budget "
         f"{format_size(HOST)}. Limit of resident memory: 14 bytes x parameters + activations (the measured non-model "
-        f"data) + 1 GiB. The least device budget is the largest chunk ({format_size(paper['largest_chunk'])}) plus the "
-        f"activations measured in the first run, raised by what the error asked for where these came out larger. "
-        f"Plain PyTorch took {format_size(plain['rss'])}.",
+        f"data) + 1 GiB. The minimum device budget is the largest chunk ({format_size(paper['largest_chunk'])}) plus "
+        f"the activations measured in the first run, raised by the missing bytes that an error reports. Plain PyTorch "
+        f"needed {format_size(plain['rss'])}.",
         ["device budget", "peak RSS of limit", "14 B x P", "padding", "activations", "libraries", "device model data",
-         "moved in a step", "stalled in a step", "bits of plain PyTorch"],
+         "transferred per step", "stall per step", "bit-identical to plain PyTorch"],
         rows,
     )  # fmt: skip
     assert paper["digest"] == plain["digest"] == tight["digest"], "results differ"

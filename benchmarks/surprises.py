@@ -1,8 +1,8 @@
-"""Whether what a rehearsal says fits does run, and what it refuses does not, over random models, budgets and batches.
+"""Check fit predictions of dry runs against real runs, over random models, budgets and batches.
 
 python benchmarks/surprises.py [--draws 200] [--seed 0] [--directory DIR]
-Each draw is rehearsed in a process, and trained for three steps in another, whatever was said. With a directory, half
-of the draws have a disk.
+Each draw is dry-run in one process and trained for three steps in another, regardless of the prediction. With a
+directory, half of the draws have a disk.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def draws(count: int, seed: int) -> list[dict]:
 
 
 def outcome(train: Callable[[ps.Config], object], config: ps.Config) -> str:
-    """What a run, or a rehearsal, was refused with; empty where it was not."""
+    """Return the message of the BudgetError of a run or dry run; empty if it succeeds."""
     try:
         train(config)
     except BudgetError as error:
@@ -54,25 +54,25 @@ def outcome(train: Callable[[ps.Config], object], config: ps.Config) -> str:
 
 
 def options_of(draw: dict, directory: str | None) -> ps.Config:
-    plenty = ps.Config(device="cpu", device_memory="16GiB", host_memory="16GiB")
-    wide = dry_run(lambda: build(draw), plenty, step_of(draw), RAM)
+    ample = ps.Config(device="cpu", device_memory="16GiB", host_memory="16GiB")
+    report = dry_run(lambda: build(draw), ample, step_of(draw), RAM)
     numel = sum(param.numel() for param in build(draw).parameters())
     return ps.Config(
         device="cpu",
-        device_memory=int(wide.stats.device_peak_non_model_bytes * draw["non_model"] + 2 * numel * draw["params"]),
+        device_memory=int(report.stats.device_peak_non_model_bytes * draw["non_model"] + 2 * numel * draw["params"]),
         host_memory=int(12 * numel * draw["host"]) + (1 << 26),
         disk=ps.Disk(directory) if draw["disk"] and directory is not None else None,
     )
 
 
-def said(draw: dict, config: ps.Config, machine: Machine) -> str:
+def predict(draw: dict, config: ps.Config, machine: Machine) -> str:
     def train(config: ps.Config) -> None:
         dry_run_here(lambda: build(draw), config, step_of(draw), torch.device("cpu"), machine)
 
     return outcome(train, config)
 
 
-def happened(draw: dict, config: ps.Config) -> str:
+def train_draw(draw: dict, config: ps.Config) -> str:
     step = step_of(draw)
 
     def train(config: ps.Config) -> None:
@@ -95,26 +95,26 @@ def main() -> None:
     counts: Counter[tuple[bool, bool]] = Counter()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["foresight"])
-    # A process for each, as who trains has not rehearsed before.
+    # A process for each run: a dry run in the same process would already have initialized libraries.
     with context.Pool(1, maxtasksperchild=1) as pool:
         machine = pool.apply(profile_machine, (torch.device("cpu"), options.directory))
         for draw in draws(options.draws, options.seed):
             config = pool.apply(options_of, (draw, options.directory))
-            told, came = pool.apply(said, (draw, config, machine)), pool.apply(happened, (draw, config))
-            counts[not told, not came] += 1
-            if bool(told) != bool(came):
-                print(json.dumps({"draw": draw, "said": told, "happened": came}), flush=True)
-    where = "half of them with a disk below" if options.directory else "none with a disk"
+            predicted, actual = pool.apply(predict, (draw, config, machine)), pool.apply(train_draw, (draw, config))
+            counts[not predicted, not actual] += 1
+            if bool(predicted) != bool(actual):
+                print(json.dumps({"draw": draw, "predicted": predicted, "actual": actual}), flush=True)
+    disks = "half of them with a disk tier" if options.directory else "none with a disk"
     publish(
         "surprises",
         torch.device("cpu"),
-        f"{options.draws} random GPTs, budgets and batches (seed {options.seed}), {where}: what "
-        f"a rehearsal said, and what happened in {STEPS} steps. Limits: what was said to fit runs always; what was "
-        f"refused is refused in 95 %.",
-        ["said", "it ran", "it was refused"],
+        f"{options.draws} random GPTs, budgets and batches (seed {options.seed}), {disks}: prediction of a dry run, "
+        f"and outcome of {STEPS} training steps. Limits: a predicted fit always runs; a predicted misfit fails in at "
+        f"least 95 % of the cases.",
+        ["prediction", "ran", "failed with BudgetError"],
         [
             [name, str(counts[fits, True]), str(counts[fits, False])]
-            for name, fits in (("it fits", True), ("it does not fit", False))
+            for name, fits in (("fits", True), ("does not fit", False))
         ],
     )
 

@@ -1,9 +1,9 @@
-"""Everything fits: the engine against the plain PyTorch loop of the same precision protocol, GPT-2 124M, bf16.
+"""Compare the engine with a plain PyTorch loop in the same mixed precision if everything fits: GPT-2 124M, bf16.
 
 python benchmarks/throughput.py [--batch 1] [--sequence 512] [--rounds 9]
-Steps of the two take turns in one process, PyTorch's with its fused AdamW; the ratio is the median over pairs. Before
-that, the losses of a few steps must be the same bits as the reference's, whose AdamW is PyTorch's without fused
-multiply-adds.
+Steps of both alternate in one process, PyTorch with its fused AdamW; the ratio is the median over pairs. Before that,
+the losses of a few steps must be bit-identical to those of the reference trainer, whose AdamW is PyTorch's without
+fused multiply-adds.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def run(checkpointing: bool, options: argparse.Namespace) -> list[str]:
         engine_s, engine_loss = timed_step(engine, optimizer, ids)
         assert abs(plain_loss - engine_loss) < 0.01 * plain_loss, f"losses differ: {plain_loss} and {engine_loss}"
         pairs.append((plain_s, engine_s))
-    moved = engine.stats.last.h2d_bytes + engine.stats.last.d2h_bytes
+    transferred = engine.stats.last.h2d_bytes + engine.stats.last.d2h_bytes
     engine.close()
     tokens = options.batch * options.sequence
     plain_s, engine_s = median(p for p, _ in pairs), median(e for _, e in pairs)
@@ -75,7 +75,7 @@ def run(checkpointing: bool, options: argparse.Namespace) -> list[str]:
         f"{tokens / engine_s:,.0f}",
         f"{ratio:.3f}",
         f"{spread[0]:.3f} - {spread[-1]:.3f}",
-        f"{moved}",
+        f"{transferred}",
     ]
 
 
@@ -89,16 +89,17 @@ def main() -> None:
     publish(
         "throughput",
         options.device,
-        f"GPT-2 124M shape, bf16, {options.batch} x {options.sequence} tokens per step, everything fits. The physical "
-        f"limit of the ratio is 1 where the same operators run; the update is one pass over memory where plain PyTorch "
-        f"casts around its fused AdamW. Goal: at least 0.95. The first steps' losses are the reference's, to the bit.",
+        f"GPT-2 124M shape, bf16, {options.batch} x {options.sequence} tokens per step, everything fits. Both sides "
+        f"run the same operators, which limits the ratio to 1, except for the update: one pass over memory, while "
+        f"plain PyTorch casts before and after its fused AdamW. Goal: at least 0.95. The losses of the first steps are "
+        f"bit-identical to the reference.",
         [
             "checkpointing",
             "plain tokens/s",
             "engine tokens/s",
             "ratio (median of pairs)",
             "range",
-            "bytes moved per step",
+            "bytes transferred per step",
         ],
         [run(checkpointing, options) for checkpointing in (False, True)],
     )

@@ -1,9 +1,9 @@
-"""What transformers' Trainer adds to a step: the Trainer on the engine against the engine's own loop.
+"""Measure the overhead of transformers' Trainer: the Trainer on the engine against the engine's own loop.
 
 python benchmarks/trainer.py [--device cpu] [--model gpt-40m] [--batch 1] [--sequence 512] [--rounds 31]
-Two engines of one model in one process, their steps in turns: after each of the Trainer's, the loop takes one. The
-Trainer's is timed from the end of the loop's step to the end of its own, its data and its log within. Both clip, both
-step a learning rate, and both must come to the same losses, to the bit.
+Two engines of one model alternate in one process: each Trainer step is followed by a step of the loop. A Trainer step
+is timed from the end of the loop's step to its own end, including data loading and logging. Both clip gradients and
+step a learning-rate schedule, and their losses must be bit-identical.
 """
 
 import argparse
@@ -29,14 +29,14 @@ def build(name: str) -> PreTrainedModel:
     config = PRESETS[name].config()
     config.use_cache = False
     for dropout in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
-        setattr(config, dropout, 0.0)  # both draw from one generator
+        setattr(config, dropout, 0.0)  # both engines share one random generator
     model = GPT2LMHeadModel(config).train()
     model.loss_type = "ForCausalLM"
     return model
 
 
 class Loop:
-    """The engine's own loop, over batches that are there."""
+    """Training loop on the engine over batches in memory."""
 
     def __init__(self, options: argparse.Namespace, groups: Any) -> None:
         optimizer = ps.AdamW(lr=1e-4, param_groups=groups)
@@ -55,22 +55,22 @@ class Loop:
         return loss.item()
 
 
-class InTurns(TrainerCallback):
-    """After each step of the Trainer's, one of the loop's."""
+class AlternatingSteps(TrainerCallback):
+    """Callback that runs one step of the loop after each Trainer step."""
 
     def __init__(self, loop: Loop, batches: list[dict[str, torch.Tensor]]) -> None:
         self.loop = loop
         self.batches = batches
         self.pairs: list[tuple[float, float]] = []
         self.losses: list[float] = []
-        self.since = time.perf_counter()
+        self.start = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        ended = time.perf_counter()
+        step_end = time.perf_counter()
         self.losses.append(self.loop.step(self.batches[state.global_step - 1]))
         now = time.perf_counter()
-        self.pairs.append((ended - self.since, now - ended))
-        self.since = now
+        self.pairs.append((step_end - self.start, now - step_end))
+        self.start = now
 
 
 def run(options: argparse.Namespace) -> list[str]:
@@ -81,8 +81,8 @@ def run(options: argparse.Namespace) -> list[str]:
         for ids in torch.randint(0, vocabulary, (steps * options.batch, options.sequence))
     ]
     batches = [
-        {name: torch.stack([one[name] for one in examples[at : at + options.batch]]) for name in examples[0]}
-        for at in range(0, len(examples), options.batch)
+        {name: torch.stack([example[name] for example in examples[i : i + options.batch]]) for name in examples[0]}
+        for i in range(0, len(examples), options.batch)
     ]
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
@@ -102,14 +102,14 @@ def run(options: argparse.Namespace) -> list[str]:
         )
         trainer = Trainer(build(options.model), args, train_dataset=examples)
         trainer.create_optimizer()
-        turns = InTurns(Loop(options, trainer._param_groups), batches)
-        trainer.add_callback(turns)
+        alternating = AlternatingSteps(Loop(options, trainer._param_groups), batches)
+        trainer.add_callback(alternating)
         trainer.train()
         logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert logged == turns.losses, f"losses differ: {logged} and {turns.losses}"
-    pairs = turns.pairs[WARM_UP:]
+    assert logged == alternating.losses, f"losses differ: {logged} and {alternating.losses}"
+    pairs = alternating.pairs[WARM_UP:]
     ratios = sorted(trainers / loops for trainers, loops in pairs)
-    for engine in (trainer.engine, turns.loop.engine):
+    for engine in (trainer.engine, alternating.loop.engine):
         engine.close(keep=False)
     return [
         options.model,
@@ -133,8 +133,15 @@ def main() -> None:
         Path(__file__).stem,
         options.device,
         f"bf16, {options.batch} x {options.sequence} tokens per step, everything fits, clipping, a log entry per step. "
-        f"Limit: the Trainer's step takes at most 1.03 of the loop's. Losses of both are the same bits.",
-        ["model", "loop, s/step", "Trainer, s/step", "more, ms (median of pairs)", "ratio (median of pairs)", "range"],
+        f"Limit: a Trainer step takes at most 1.03 times a step of the loop. The losses of both are bit-identical.",
+        [
+            "model",
+            "loop, s/step",
+            "Trainer, s/step",
+            "overhead, ms (median of pairs)",
+            "ratio (median of pairs)",
+            "range",
+        ],
         [run(options)],
     )
 

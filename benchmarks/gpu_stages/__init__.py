@@ -1,1 +1,1 @@
-"""The stages of `benchmarks/gpu.py`: each a module with a function `run(record, options)`."""
+"""Stages of `benchmarks/gpu.py`: modules with functions of `(record, options)`."""

@@ -1,4 +1,4 @@
-"""Bits that a CPU can't show: late copies, kernels chosen by alignment, Triton's arithmetic."""
+"""Bit-exactness that only a GPU can test: late copies, kernels chosen by alignment, Triton arithmetic."""
 
 import argparse
 import os
@@ -17,14 +17,14 @@ from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.worker_pool import Transfer
 
 DELAY_CYCLES = 2_000_000
-"""About a millisecond: many times what the tiny model computes between two copies."""
+"""About a millisecond: many times the compute time of the tiny model between two copies."""
 
 ALIGNMENTS = (64, 128, 256)
-"""In bytes; compared with 512, which is what PyTorch's allocator gives."""
+"""Alignments in bytes, compared with the 512 of PyTorch's allocator."""
 
 
 def run(record: Record, options: argparse.Namespace) -> None:
-    """Compare all of them."""
+    """Run all comparisons."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     device = torch.device(options.device)
@@ -34,7 +34,7 @@ def run(record: Record, options: argparse.Namespace) -> None:
 
 
 class DelayedCopies(CopyStreams):
-    """Copies whose streams are kept busy before each of them, so that a missing wait is seen."""
+    """Copy streams that are kept busy before each copy, which exposes missing synchronization."""
 
     def up(self, chunk: Chunk) -> Transfer:
         self._delay(self.up_stream)
@@ -51,7 +51,7 @@ class DelayedCopies(CopyStreams):
 
 
 class DelayedHardware(Hardware):
-    """The machine itself, but for its copies."""
+    """Hardware of this machine with delayed copies."""
 
     def copies(self) -> CopyStreams:
         return DelayedCopies(self.device)
@@ -67,7 +67,7 @@ def late_copies(record: Record, device: torch.device) -> None:
 
 
 def alignment(record: Record, device: torch.device, shapes: int, largest: int) -> None:
-    """Count the linear layers whose output has other bits where the weight is aligned to fewer bytes."""
+    """Count the linear layers whose output changes with a smaller alignment of the weight."""
     generator = torch.Generator().manual_seed(0)
     differ = dict.fromkeys(ALIGNMENTS, 0)
     for _ in range(shapes):
@@ -80,9 +80,9 @@ def alignment(record: Record, device: torch.device, shapes: int, largest: int) -
             differ[nbytes] += not torch.equal(expected, F.linear(x, _at(weight, nbytes), _at(bias, nbytes)))
     for nbytes, count in differ.items():
         record.figure(
-            f"linear layers with other bits at {nbytes} bytes", count, f"of {shapes}", note="the engine aligns to 256"
+            f"linear layers that differ at {nbytes} bytes", count, f"of {shapes}", note="the engine aligns to 256"
         )
-    record.check("no linear layer has other bits at 256 bytes", differ[256] == 0)
+    record.check("no linear layer differs at 256 bytes", differ[256] == 0)
 
 
 def _at(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
@@ -90,28 +90,32 @@ def _at(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
     items = nbytes // tensor.element_size()
     memory = torch.empty(tensor.numel() + 2048, dtype=tensor.dtype, device=tensor.device)
     first = -(memory.data_ptr() // tensor.element_size()) % 1024 + items
-    found = memory[first : first + tensor.numel()].view(tensor.shape).copy_(tensor)
-    assert found.data_ptr() % (2 * nbytes) == nbytes, "misplaced"
-    return found
+    aligned = memory[first : first + tensor.numel()].view(tensor.shape).copy_(tensor)
+    assert aligned.data_ptr() % (2 * nbytes) == nbytes, "wrong alignment"
+    return aligned
 
 
 def updates(record: Record, device: torch.device, numel: int) -> None:
-    """Compare an update on the device with the same on the host, element by element."""
+    """Compare an update on the device with the same update on the host, element by element."""
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(numel, generator=generator).bfloat16()
     lists = [torch.randn(numel, generator=generator) for _ in range(2)] + [torch.rand(numel, generator=generator)]
     rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=3)
     results = []
-    for place in (torch.device("cpu"), device):
-        param = grad.to(place, copy=True)
-        master, *states = (one.to(place, copy=True) for one in lists)
-        kernels = Kernels.best(place)
+    for target in (torch.device("cpu"), device):
+        param = grad.to(target, copy=True)
+        master, *states = (values.to(target, copy=True) for values in lists)
+        kernels = Kernels.best(target)
         span = Span(param, Gradient(param), master, tuple(states), rule)
         kernels.update([span], (0.5,))
-        results.append([kernels.for_update(span).name, *(one.cpu() for one in (param, master, *states))])
-    (here, *expected), (there, *found) = results
+        results.append([kernels.for_update(span).name, *(tensor.cpu() for tensor in (param, master, *states))])
+    (host_name, *expected), (device_name, *actual) = results
     bad = sum(
-        int((one.view(torch.uint8) != other.view(torch.uint8)).sum())
-        for one, other in zip(expected, found, strict=True)
+        int((left.view(torch.uint8) != right.view(torch.uint8)).sum())
+        for left, right in zip(expected, actual, strict=True)
     )
-    record.check(f"an update of {numel:,} elements: {there} as {here}", bad == 0, f"{bad} bytes differ" if bad else "")
+    record.check(
+        f"update of {numel:,} elements: {device_name} equals {host_name}",
+        bad == 0,
+        f"{bad} bytes differ" if bad else "",
+    )

@@ -1,4 +1,4 @@
-"""A program that is run with a time limit: its output is printed as it comes, and kept."""
+"""Run a program with a time limit; its output is printed and recorded."""
 
 import ctypes
 import signal
@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a program: `problem` is empty if its exit code was 0."""
+    """Result of a program; `problem` is empty if its exit code was 0."""
 
     returncode: int
     text: str
@@ -23,7 +23,7 @@ class Done:
 
 
 def run_logged(command: Sequence[str], environment: Mapping[str, str], *, limit_s: float, cwd: str) -> Done:
-    """Run a program; end it, with all that it has started, at the limit, or when this process dies."""
+    """Run a program; kill it and its children at the time limit, or when this process dies."""
     process = subprocess.Popen(
         command,
         env=dict(environment),
@@ -34,10 +34,10 @@ def run_logged(command: Sequence[str], environment: Mapping[str, str], *, limit_
         errors="replace",
         preexec_fn=_die_with_parent,
     )
-    late = threading.Event()
+    timed_out = threading.Event()
 
     def end() -> None:
-        late.set()
+        timed_out.set()
         _kill_tree(process.pid)
 
     timer = threading.Timer(limit_s, end)
@@ -52,7 +52,7 @@ def run_logged(command: Sequence[str], environment: Mapping[str, str], *, limit_
     finally:
         timer.cancel()
     problem = f"exit code {process.returncode}" if process.returncode else ""
-    if late.is_set():
+    if timed_out.is_set():
         problem = f"ended at its limit of {limit_s:.3g} s"
     return Done(process.returncode, "".join(lines), problem)
 

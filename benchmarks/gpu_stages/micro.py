@@ -1,4 +1,4 @@
-"""Times of single operations: copies, registration of host memory, launches, bookkeeping of the engine."""
+"""Microbenchmarks: copies, page-locking of host memory, kernel launches, bookkeeping of the engine."""
 
 import argparse
 from functools import partial
@@ -26,11 +26,11 @@ from patrickstar.testing import NoMeter
 
 MIB, GIB = 1 << 20, 1 << 30
 PCIE_GB_PER_S = 63.0
-"""PCIe 5.0, 16 lanes, one direction, before headers."""
+"""PCIe 5.0 x16, one direction, without packet headers."""
 
 
 def run(record: Record, options: argparse.Namespace) -> None:
-    """Measure all of them."""
+    """Run all measurements."""
     device = torch.device(options.device)
     bare_copies(record, device, options.small)
     engine_copies(record, device, options.small)
@@ -40,14 +40,14 @@ def run(record: Record, options: argparse.Namespace) -> None:
 
 
 def bare_copies(record: Record, device: torch.device, small: bool) -> None:
-    """Measure PyTorch's own copies between host and device, from locked and from pageable memory."""
+    """Measure PyTorch's copies between host and device, with pinned and pageable memory."""
     cuda = device.type == "cuda"
     for nbytes in (MIB // 4,) if small else (4 * MIB, 8 * MIB, 64 * MIB):
-        there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        on_device = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         for kind, pinned, predicted in (("pinned", cuda, 52.0), ("pageable", False, 8.0)):
-            here = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-            ends = {"host to device": (there[0], here[0]), "device to host": (here[1], there[1])}
-            for name, (target, source) in ends.items():
+            on_host = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+            pairs = {"host to device": (on_device[0], on_host[0]), "device to host": (on_host[1], on_device[1])}
+            for name, (target, source) in pairs.items():
                 copy = partial(target.copy_, source, non_blocking=True)
                 rate = nbytes / seconds(copy, device, inner=20) / 1e9
                 record.figure(
@@ -62,24 +62,28 @@ def bare_copies(record: Record, device: torch.device, small: bool) -> None:
 
 
 def _both_ways(record: Record, device: torch.device, nbytes: int) -> None:
-    here = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    on_host = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    on_device = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
 
-    def act() -> None:
+    def copy_both_ways() -> None:
         with torch.cuda.stream(streams[0]):
-            there[0].copy_(here[0], non_blocking=True)
+            on_device[0].copy_(on_host[0], non_blocking=True)
         with torch.cuda.stream(streams[1]):
-            here[1].copy_(there[1], non_blocking=True)
+            on_host[1].copy_(on_device[1], non_blocking=True)
 
-    rate = 2 * nbytes / seconds(act, device, inner=20) / 1e9
+    rate = 2 * nbytes / seconds(copy_both_ways, device, inner=20) / 1e9
     record.figure(
-        f"copies both ways at once, pinned, {nbytes / MIB:g} MiB", rate, "GB/s", predicted=90, limit=2 * PCIE_GB_PER_S
+        f"concurrent copies in both directions, pinned, {nbytes / MIB:g} MiB",
+        rate,
+        "GB/s",
+        predicted=90,
+        limit=2 * PCIE_GB_PER_S,
     )
 
 
 def engine_copies(record: Record, device: torch.device, small: bool) -> None:
-    """Measure the engine's own copies of a chunk, and how much of them a matrix product hides."""
+    """Measure the engine's copies of a chunk, and the fraction hidden by a matrix product."""
     nbytes = MIB if small else 64 * MIB
     hardware = Hardware(device)
     host, copies = HostTier(2 * nbytes, 2 * nbytes, hardware.host_arena, poison=False), hardware.copies()
@@ -96,32 +100,32 @@ def engine_copies(record: Record, device: torch.device, small: bool) -> None:
         for _ in range(4):
             torch.mm(matrix, matrix)
 
-    def both(act=None) -> None:
-        moves: list[Transfer] = [copies.up(up), copies.down(down)]
-        if act is not None:
-            act()
-        for move in moves:
-            move.wait()
+    def copy_both(during=None) -> None:
+        transfers: list[Transfer] = [copies.up(up), copies.down(down)]
+        if during is not None:
+            during()
+        for transfer in transfers:
+            transfer.wait()
 
     alone = {
-        "up": seconds(lambda: copies.up(up).wait(), device),
-        "down": seconds(lambda: copies.down(down).wait(), device),
+        "H2D": seconds(lambda: copies.up(up).wait(), device),
+        "D2H": seconds(lambda: copies.down(down).wait(), device),
     }
-    for name, took in alone.items():
+    for name, duration_s in alone.items():
         record.figure(
-            f"engine's copy of a chunk {name}, {nbytes / MIB:g} MiB",
-            nbytes / took / 1e9,
+            f"engine: chunk copy {name}, {nbytes / MIB:g} MiB",
+            nbytes / duration_s / 1e9,
             "GB/s",
             predicted=50,
             limit=PCIE_GB_PER_S,
         )
-    copying, computing, together = (
-        seconds(both, device),
+    copy_s, compute_s, both_s = (
+        seconds(copy_both, device),
         seconds(compute, device),
-        seconds(lambda: both(compute), device),
+        seconds(lambda: copy_both(compute), device),
     )
-    hidden = (computing + copying - together) / min(copying, computing)
-    record.figure("copies hidden beside a matrix product", hidden, "of 1", predicted=0.95, limit=1.0)
+    hidden = (compute_s + copy_s - both_s) / min(copy_s, compute_s)
+    record.figure("copies hidden by a matrix product", hidden, "of 1", predicted=0.95, limit=1.0)
     for chunk in (up, down):
         chunk.free_device(poison=False)
         host.free(chunk)
@@ -131,14 +135,14 @@ def engine_copies(record: Record, device: torch.device, small: bool) -> None:
 
 
 def bookkeeping(record: Record, device: torch.device, small: bool) -> None:
-    """Measure the engine's Python per parameter, and one reading of its meter."""
+    """Measure the engine's Python overhead per parameter, and one read of its memory meter."""
     meter = Hardware(device).meter()
     record.figure(
-        "one reading of non-model data", 1e6 * seconds(lambda: meter.now(0), device, inner=50), "us", predicted=10
+        "one read of non-model data", 1e6 * seconds(lambda: meter.now(0), device, inner=50), "us", predicted=10
     )
     if device.type == "cuda":
-        took = seconds(lambda: torch.cuda.memory_allocated(device), device, inner=50)
-        record.figure("torch.cuda.memory_allocated", 1e6 * took, "us", predicted=60)
+        duration_s = seconds(lambda: torch.cuda.memory_allocated(device), device, inner=50)
+        record.figure("torch.cuda.memory_allocated", 1e6 * duration_s, "us", predicted=60)
     layers, width = (4, 32) if small else (64, 64)
     x = torch.randn(8, width, device=device).bfloat16()
 
@@ -149,13 +153,13 @@ def bookkeeping(record: Record, device: torch.device, small: bool) -> None:
     plain = build().to(device, torch.bfloat16)
     steps: dict[str, object] = {"plain PyTorch": lambda: plain(x).float().pow(2).mean().backward()}
     engines = []
-    everything = 16 * layers * (width + 1) * width + 32 * MIB
+    all_bytes = 16 * layers * (width + 1) * width + 32 * MIB
     for name, budget, chunk_bytes in (
-        ("engine, everything on the device", everything, "auto"),
-        ("engine, every layer moves", MIB, 2 * width * (width + 2)),
+        ("engine, everything on the device", all_bytes, "auto"),
+        ("engine, every layer transferred", MIB, 2 * width * (width + 2)),
     ):
         config = ps.Config(device=str(device), device_memory=budget, chunk_size=chunk_bytes)
-        # Workspaces alone are more than the second budget, and are not what is measured here.
+        # NoMeter: workspaces alone exceed the second budget, and are not measured here.
         engine = Engine(build, config, meter=NoMeter())
         engines.append(engine)
 
@@ -163,23 +167,23 @@ def bookkeeping(record: Record, device: torch.device, small: bool) -> None:
             engine.backward(engine(x).float().pow(2).mean())
             engine.optimizer.zero_grad()
 
-        for _ in range(2):  # Both iterations that are watched.
+        for _ in range(2):  # the two traced iterations
             step()
             engine.optimizer.step()
         steps[name] = step
-    predicted = {"plain PyTorch": 30, "engine, everything on the device": 60, "engine, every layer moves": 250}
-    for name, act in steps.items():
-        took = 1e6 * seconds(act, device, rounds=5, inner=2) / layers
-        record.figure(f"forward and backward of a small linear, {name}", took, "us", predicted=predicted[name])
+    predicted = {"plain PyTorch": 30, "engine, everything on the device": 60, "engine, every layer transferred": 250}
+    for name, action in steps.items():
+        duration_us = 1e6 * seconds(action, device, rounds=5, inner=2) / layers
+        record.figure(f"forward and backward of a small linear, {name}", duration_us, "us", predicted=predicted[name])
     for engine in engines:
         engine.close()
     weight = torch.randn(width, width, device=device).bfloat16()
-    took = 1e6 * seconds(lambda: F.linear(x, weight), device, inner=100)
-    record.figure("F.linear alone, without grad", took, "us", predicted=8)
+    duration_us = 1e6 * seconds(lambda: F.linear(x, weight), device, inner=100)
+    record.figure("F.linear alone, without grad", duration_us, "us", predicted=8)
 
 
 def updates(record: Record, device: torch.device, small: bool) -> None:
-    """Measure Adam on either side: the launch for a small parameter, and the rate for a large one."""
+    """Measure Adam on host and device: launch time of a small parameter, bandwidth of a large one."""
     host = Kernels.best(torch.device("cpu"))
     numel = 100_000 if small else 64_000_000
     span = benchmark_span(numel)
@@ -187,10 +191,10 @@ def updates(record: Record, device: torch.device, small: bool) -> None:
     target, source = torch.zeros(numel), torch.zeros(numel)
     copy = 8 * numel / seconds(lambda: target.copy_(source), torch.device("cpu")) / 1e9
     record.figure(
-        "update on the host, 28 bytes per parameter", rate, "GB/s", predicted=100, limit=copy, note="limit: copying"
+        "update on the host, 28 bytes per parameter", rate, "GB/s", predicted=100, limit=copy, note="limit: copies"
     )
     kernels = Kernels.best(device)
-    for what, numel in (
+    for label, numel in (
         ("launch of an update of 4096 elements", 4096),
         ("update on the device", 1 << 20 if small else 1 << 28),
     ):
@@ -199,15 +203,15 @@ def updates(record: Record, device: torch.device, small: bool) -> None:
         )
         rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=1)
         span = Span(param, Gradient(param), master, tuple(moments), rule)
-        took = seconds(lambda span=span: kernels.update([span], ()), device, inner=20 if numel == 4096 else 1)
+        duration_s = seconds(lambda span=span: kernels.update([span], ()), device, inner=20 if numel == 4096 else 1)
         if numel == 4096:
-            record.figure(what, 1e6 * took, "us", predicted=40)
+            record.figure(label, 1e6 * duration_s, "us", predicted=40)
         else:
-            record.figure(what, 28 * numel / took / 1e9, "GB/s", predicted=2600, limit=3350)
+            record.figure(label, 28 * numel / duration_s / 1e9, "GB/s", predicted=2600, limit=3350)
 
 
 def registration(record: Record, device: torch.device, small: bool) -> None:
-    """Measure the locking of host memory: bare, with and without touching it first, and the engine's slab."""
+    """Measure page-locking of host memory: alone, with and without touching it first, and the engine's host arena."""
     import psutil
 
     available = psutil.virtual_memory().available
@@ -219,28 +223,30 @@ def registration(record: Record, device: torch.device, small: bool) -> None:
         if device.type == "cuda":
             for touched in (False, True):
                 _register(record, name, nbytes, touched)
-        slabs: list[HostArena] = []
+        arenas: list[HostArena] = []
         try:
-            took = once(lambda slabs=slabs, nbytes=nbytes: slabs.append(Hardware(device).host_arena(nbytes)), device)
+            duration_s = once(
+                lambda arenas=arenas, nbytes=nbytes: arenas.append(Hardware(device).host_arena(nbytes)), device
+            )
         except BudgetError as error:
-            record.figure(f"the engine's slab of {name}", None, "s", note=str(error)[:300])
+            record.figure(f"engine: host arena of {name}", None, "s", note=str(error)[:300])
             continue
-        record.figure(f"the engine's slab of {name}", took, "s", predicted=0.1 * nbytes / GIB)
-        slabs.pop().close()
+        record.figure(f"engine: host arena of {name}", duration_s, "s", predicted=0.1 * nbytes / GIB)
+        arenas.pop().close()
 
 
 def _register(record: Record, name: str, nbytes: int, touched: bool) -> None:
     memory = torch.empty(nbytes, dtype=torch.uint8)
     device = torch.device("cpu")
     if touched:
-        took = once(memory.zero_, device)
-        record.figure(f"touching {name}", took, "s", predicted=0.05 * nbytes / GIB)
-    what = f"cudaHostRegister of {name}, {'touched before' if touched else 'not touched before'}"
+        duration_s = once(memory.zero_, device)
+        record.figure(f"first touch of {name}", duration_s, "s", predicted=0.05 * nbytes / GIB)
+    label = f"cudaHostRegister of {name}, {'touched before' if touched else 'not touched before'}"
     cuda, locked = CudaDevice(torch.device("cuda")), []
     try:
-        took = once(lambda: locked.extend(cuda.lock(memory.data_ptr(), nbytes)), device)
+        duration_s = once(lambda: locked.extend(cuda.lock(memory.data_ptr(), nbytes)), device)
     except BudgetError as error:
-        record.figure(what, None, "s", note=str(error)[:300])
+        record.figure(label, None, "s", note=str(error)[:300])
         return
-    record.figure(what, took, "s", predicted=(0.03 if touched else 0.1) * nbytes / GIB)
+    record.figure(label, duration_s, "s", predicted=(0.03 if touched else 0.1) * nbytes / GIB)
     cuda.unlock(locked)

@@ -1,4 +1,4 @@
-"""Other trainers: plain PyTorch, FSDP2 with its parameters on the host, DeepSpeed if it is installed."""
+"""Trainers for comparison: plain PyTorch, FSDP2 with CPU offload, DeepSpeed if it is installed."""
 
 import os
 import tempfile
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from gpu_stages.trainer import Run
 
 Step = Callable[[torch.Tensor], torch.Tensor]
-Made = tuple[Step, Callable[[], None]]
+StepAndClose = tuple[Step, Callable[[], None]]
 
 
-def nothing() -> None:
-    """End nothing."""
+def no_close() -> None:
+    """Do nothing: there is nothing to close."""
 
 
-def plain(run: "Run", found: dict[str, Any]) -> Made:
-    """Return a step of plain PyTorch under the same precision protocol, with its fused AdamW over fp32 masters."""
+def plain(run: "Run", result: dict[str, Any]) -> StepAndClose:
+    """Return a step of plain PyTorch in the same mixed precision, with its fused AdamW over fp32 master parameters."""
     options = ps.AdamW()
     fused = partial(torch.optim.AdamW, lr=options.lr, weight_decay=options.weight_decay, fused=True)
     model = materialize(build_on_meta(run.model, run.checkpointing), torch.device(run.device))
@@ -38,7 +38,7 @@ def plain(run: "Run", found: dict[str, Any]) -> Made:
         trainer.optimizer.zero_grad()
         return loss.detach()
 
-    return step, nothing
+    return step, no_close
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -47,8 +47,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return list(body.layers if hasattr(body, "layers") else body.h)
 
 
-def fsdp2(run: "Run", found: dict[str, Any]) -> Made:
-    """Return a step of FSDP2 on one device; beside a GPU fp32 parameters, gradients and states are on the host."""
+def fsdp2(run: "Run", result: dict[str, Any]) -> StepAndClose:
+    """Return a step of FSDP2 on one device; on a GPU with fp32 parameters, gradients and states on the host."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -81,8 +81,8 @@ def fsdp2(run: "Run", found: dict[str, Any]) -> Made:
     return step, dist.destroy_process_group
 
 
-def deepspeed(run: "Run", found: dict[str, Any]) -> Made:
-    """Return a step of DeepSpeed's ZeRO-3 with parameters and optimizer on the host."""
+def deepspeed(run: "Run", result: dict[str, Any]) -> StepAndClose:
+    """Return a step of DeepSpeed ZeRO-3 with parameters and optimizer on the host."""
     import deepspeed
 
     options = ps.AdamW()
@@ -102,7 +102,11 @@ def deepspeed(run: "Run", found: dict[str, Any]) -> Made:
         trainer.step()
         return loss.detach()
 
-    return step, nothing
+    return step, no_close
 
 
-PEERS: dict[str, Callable[["Run", dict[str, Any]], Made]] = {"plain": plain, "fsdp2": fsdp2, "deepspeed": deepspeed}
+PEERS: dict[str, Callable[["Run", dict[str, Any]], StepAndClose]] = {
+    "plain": plain,
+    "fsdp2": fsdp2,
+    "deepspeed": deepspeed,
+}

@@ -1,4 +1,4 @@
-"""Findings of a stage: figures beside their predictions, and checks that passed or failed."""
+"""Results of a stage: measurements with predictions, checks and facts."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -10,15 +10,15 @@ class Figure:
     """One measurement.
 
     Args:
-        what: what was measured.
-        measured: its value; None if it could not be measured, for the reason in `note`.
-        unit: of all three numbers.
-        predicted: what it was expected to be, said before the first run.
-        limit: what physics allows.
-        note: how it was measured, or why it was not.
+        label: Name of the measured quantity.
+        measured: Its value; None if it could not be measured, for the reason in `note`.
+        unit: Unit of all three numbers.
+        predicted: Value predicted before the first run.
+        limit: Physical limit.
+        note: Method of measurement, or the reason that there is none.
     """
 
-    what: str
+    label: str
     measured: float | None
     unit: str
     predicted: float | None = None
@@ -27,7 +27,7 @@ class Figure:
 
     @property
     def misses(self) -> bool:
-        """Return whether the prediction was off by more than half, either way."""
+        """Return whether measurement and prediction differ by more than a factor of 1.5."""
         if self.measured is None or not self.predicted:
             return False
         return not 2 / 3 <= self.measured / self.predicted <= 1.5
@@ -35,30 +35,30 @@ class Figure:
 
 @dataclass(frozen=True)
 class Check:
-    """Something that holds or does not."""
+    """One check that passed or failed."""
 
-    what: str
+    label: str
     passed: bool
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Something to know about the machine or the run."""
+    """One fact about the machine or the run."""
 
-    what: str
+    label: str
     text: str
 
 
-TensorEntry = Figure | Check | Fact
+Entry = Figure | Check | Fact
 
 
 class Record:
-    """Findings of one stage, written to a file one by one, so that a stage that is killed leaves what it had.
+    """Results of one stage, written to a file one at a time, so that a killed stage keeps its results.
 
     Args:
-        path: the file.
-        predicting: whether predictions and limits, which are of an H100, apply to this machine.
+        path: The file.
+        predicting: Keep predictions and limits, which are for an H100.
     """
 
     def __init__(self, path: Path, *, predicting: bool = True) -> None:
@@ -67,7 +67,7 @@ class Record:
 
     def figure(
         self,
-        what: str,
+        label: str,
         measured: float | None,
         unit: str,
         *,
@@ -78,26 +78,26 @@ class Record:
         """Add a measurement. See `Figure`."""
         if not self.predicting:
             predicted = limit = None
-        self._add(Figure(what, measured, unit, predicted, limit, note))
+        self._add(Figure(label, measured, unit, predicted, limit, note))
 
-    def check(self, what: str, passed: bool, note: str = "") -> None:
+    def check(self, label: str, passed: bool, note: str = "") -> None:
         """Add a check."""
-        self._add(Check(what, passed, note))
+        self._add(Check(label, passed, note))
 
-    def fact(self, what: str, text: str) -> None:
+    def fact(self, label: str, text: str) -> None:
         """Add a fact."""
-        self._add(Fact(what, text))
+        self._add(Fact(label, text))
 
-    def _add(self, entry: TensorEntry) -> None:
+    def _add(self, entry: Entry) -> None:
         line = json.dumps({"kind": type(entry).__name__} | asdict(entry))
         with self.path.open("a") as file:
             file.write(line + "\n")
         print(line, flush=True)
 
-    def read(self) -> list[TensorEntry]:
-        """Return all findings so far."""
+    def read(self) -> list[Entry]:
+        """Return all results so far."""
         kinds = {kind.__name__: kind for kind in (Figure, Check, Fact)}
         if not self.path.exists():
             return []
-        found = [json.loads(line) for line in self.path.read_text().splitlines()]
-        return [kinds[values.pop("kind")](**values) for values in found]
+        entries = [json.loads(line) for line in self.path.read_text().splitlines()]
+        return [kinds[values.pop("kind")](**values) for values in entries]

@@ -1,4 +1,4 @@
-"""Races between streams and accesses out of bounds: PyTorch's CUDA sanitizer, and NVIDIA's compute-sanitizer."""
+"""Stream races and out-of-bounds accesses, checked by PyTorch's CUDA sanitizer and NVIDIA's compute-sanitizer."""
 
 import argparse
 import os
@@ -15,12 +15,12 @@ LIMIT_S = 90
 
 
 def run(record: Record, options: argparse.Namespace) -> None:
-    """Train the tiny model under each."""
+    """Train the tiny model under each sanitizer."""
     settings = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if options.device == "cpu":
         _check(record, "the tiny model trains", [*TRAIN, options.device], settings, unwanted="CSAN detected")
         return
-    # It compares the addresses of whole tensors, and would not see the second parameter of a chunk.
+    # CSAN compares addresses of whole tensors; it would miss the second parameter of a chunk. The tiny model has one.
     _check(
         record,
         "no race between streams (TORCH_CUDA_SANITIZER)",
@@ -35,18 +35,17 @@ def run(record: Record, options: argparse.Namespace) -> None:
     _check(
         record,
         "no access out of bounds (compute-sanitizer)",
-        # A query of an event that has not ended is no error.
+        # cudaErrorNotReady from an event query is no error.
         [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9", *TRAIN, options.device],
         settings | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         unwanted="Invalid __",
     )
 
 
-def _check(record: Record, what: str, command: list[str], settings: dict[str, str], unwanted: str) -> None:
+def _check(record: Record, label: str, command: list[str], settings: dict[str, str], unwanted: str) -> None:
     done = run_logged(command, os.environ | settings, limit_s=LIMIT_S, cwd=os.getcwd())
     passed = done.returncode == 0 and unwanted not in done.text and EXACT in done.text
     lines = done.text.strip().splitlines()
-    at = next((number for number, line in enumerate(lines) if unwanted in line), max(0, len(lines) - 3))
-    record.check(
-        what, passed, "" if passed else f"{done.problem or 'exit code 0'}: {' / '.join(lines[at : at + 4])[:400]}"
-    )
+    first = next((number for number, line in enumerate(lines) if unwanted in line), max(0, len(lines) - 3))
+    note = f"{done.problem or 'exit code 0'}: {' / '.join(lines[first : first + 4])[:400]}"
+    record.check(label, passed, "" if passed else note)

@@ -1,4 +1,4 @@
-"""Models by name, built without holding their parameters, and values to fill these with."""
+"""Models by name, built on the meta device, and initial values for their parameters."""
 
 import math
 from functools import cache
@@ -37,7 +37,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
     },
 }
-"""The shapes of Llama 3.2 3B and Llama 3.1 8B, and a tiny one. Other names are presets of the command line."""
+"""Shapes of Llama 3.2 3B, Llama 3.1 8B and a tiny model. Other names are presets of the command line."""
 
 PATTERN_NUMEL = 1 << 20
 
@@ -57,22 +57,22 @@ def build(name: str, checkpointing: bool) -> nn.Module:
         model = GPT2LMHeadModel(config)
     model.train()
     if checkpointing:
-        # Its name before transformers 5.23.
+        # gradient_checkpointing_enable is the name before transformers 5.23.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model
 
 
 def build_on_meta(name: str, checkpointing: bool) -> nn.Module:
-    """Build it with its parameters on the meta device, and its buffers real."""
+    """Build a model with parameters on the meta device and real buffers."""
     with parameters_on_meta():
         return build(name, checkpointing)
 
 
 def pattern(model: nn.Module, name: str) -> torch.Tensor:
-    """Return a value for a parameter: norms are 1, biases 0, matrices a row of normal numbers, repeated.
+    """Return initial values: norms 1, biases 0, matrices repeated normal numbers.
 
-    Drawing billions of numbers would take minutes.
+    Drawing billions of random numbers would take minutes.
     """
     param = model.get_parameter(name)
     if param.dim() < 2:
@@ -87,7 +87,7 @@ def _numbers() -> torch.Tensor:
 
 
 def materialize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give a model whose parameters are on the meta device the values of `pattern`, in fp32."""
+    """Fill a model on the meta device with the values of `pattern`, in fp32."""
     seen: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for name, param in list(module.named_parameters(recurse=False)):

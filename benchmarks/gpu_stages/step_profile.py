@@ -1,4 +1,4 @@
-"""One step under PyTorch's profiler: how often the host waited for the device, and how long the device was idle."""
+"""Profile of one step: host waits for the device, and the share of time that kernels and copies ran."""
 
 import time
 from collections.abc import Callable
@@ -11,9 +11,9 @@ WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize
 
 
 def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """Run a step; return counts of waits, and the shares of its time in which kernels and copies ran.
+    """Run a step under PyTorch's profiler; return counts of waits, and the time shares of kernels and copies.
 
-    On a CPU nothing is counted: only that the profiler runs is rehearsed.
+    On a CPU only the profiler itself is tested.
     """
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
@@ -22,12 +22,12 @@ def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, 
         step()
         if cuda:
             torch.cuda.synchronize(device)
-        took = time.perf_counter() - start
-    found: dict[str, Any] = {"profiled_s": took}
+        duration_s = time.perf_counter() - start
+    result: dict[str, Any] = {"profiled_s": duration_s}
     events = prof.events()
     assert events is not None
     for name in WAITS:
-        found[name] = sum(1 for event in events if event.name == name)
+        result[name] = sum(1 for event in events if event.name == name)
     if cuda:
         on_device = [
             event
@@ -37,14 +37,14 @@ def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, 
         ]
         copies = [event for event in on_device if event.name.startswith("Memcpy")]
         kernels = [event for event in on_device if not event.name.startswith(("Memcpy", "Memset"))]
-        found["kernels"] = len(kernels)
-        found["busy"] = _covered_s(kernels) / took
-        found["copying"] = _covered_s(copies) / took
-    return found
+        result["kernels"] = len(kernels)
+        result["busy"] = _covered_s(kernels) / duration_s
+        result["copying"] = _covered_s(copies) / duration_s
+    return result
 
 
 def _covered_s(events: list[Any]) -> float:
-    """Return how long at least one of them ran."""
+    """Return the seconds in which at least one of the events ran."""
     covered, end = 0.0, float("-inf")
     for begin, stop in sorted((event.time_range.start, event.time_range.end) for event in events):
         covered += max(0.0, stop - max(begin, end))

@@ -1,4 +1,4 @@
-"""tests/cuda, file by file, each in a process of its own."""
+"""Stage that runs each file of tests/cuda in a separate process."""
 
 import argparse
 import os
@@ -12,18 +12,18 @@ from gpu_stages.logged import run_logged
 from gpu_stages.record import Record
 
 ROOT = Path(__file__).parents[2]
-MOST_FAILURES = 20
+MAX_FAILURES = 20
 LIMIT_S = 120
-"""For one file."""
+"""Time limit of one file."""
 
 
 def run(record: Record, options: argparse.Namespace) -> None:
-    """Run every file of tests/cuda as it is."""
+    """Run every file of tests/cuda."""
     run_files(record, options, {})
 
 
 def run_blocking(record: Record, options: argparse.Namespace) -> None:
-    """Run them again with every launch blocking, so that an error is raised where it is made."""
+    """Run every file with blocking launches, so that an error is raised by the operation that caused it."""
     environment = {"CUDA_LAUNCH_BLOCKING": "1"}
     if options.small:
         file = ROOT / "tests" / "cuda" / "test_triton_cuda.py"
@@ -37,36 +37,37 @@ def run_files(record: Record, options: argparse.Namespace, environment: dict[str
     files = sorted((ROOT / "tests" / "cuda").glob("test_*.py"))
     assert files, "tests/cuda has no tests"
     if options.small:
-        # The rehearsal: that every test is found.
+        # Smoke test: all tests can be collected.
         _run_pytest(record, "tests/cuda, collected", [*map(str, files), "--collect-only"], environment)
         return
     for file in files:
         _run_pytest(record, file.name, [str(file)], environment)
 
 
-def _run_pytest(record: Record, what: str, arguments: list[str], environment: dict[str, str]) -> None:
+def _run_pytest(record: Record, label: str, arguments: list[str], environment: dict[str, str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         start = time.perf_counter()
         command = [
             *(sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-W", "default", "--tb=short", "-rN"),
-            *("-o", "faulthandler_timeout=60", f"--maxfail={MOST_FAILURES}", f"--junit-xml={report}", *arguments),
+            *("-o", "faulthandler_timeout=60", f"--maxfail={MAX_FAILURES}", f"--junit-xml={report}", *arguments),
         ]
         done = run_logged(command, os.environ | environment, limit_s=LIMIT_S, cwd=str(ROOT))
-        took = time.perf_counter() - start
+        duration_s = time.perf_counter() - start
         if not report.exists():
-            record.check(what, False, f"{done.problem or 'no report'}: {_last_line(done.text)}")
+            record.check(label, False, f"{done.problem or 'no report'}: {_last_line(done.text)}")
             return
         suite = ElementTree.parse(report).getroot()
     cases = list(suite.iter("testcase"))
     bad = [(case, fault) for case in cases for fault in (*case.findall("failure"), *case.findall("error"))]
     skipped = [fault for case in cases for fault in case.findall("skipped")]
-    note = f"{len(cases) - len(bad) - len(skipped)} passed, {len(bad)} failed, {len(skipped)} skipped in {took:.0f} s"
+    passed = len(cases) - len(bad) - len(skipped)
+    note = f"{passed} passed, {len(bad)} failed, {len(skipped)} skipped in {duration_s:.0f} s"
     reasons = sorted({(fault.get("message") or "")[:120] for fault in skipped})
-    # 5: nothing was collected to run.
-    record.check(what, not bad and done.returncode in (0, 5), "; ".join([note, *reasons]))
+    # Exit code 5: no tests were collected.
+    record.check(label, not bad and done.returncode in (0, 5), "; ".join([note, *reasons]))
     for case, fault in bad:
-        record.check(f"{what}: {case.get('name')}", False, (fault.get("message") or "")[:300])
+        record.check(f"{label}: {case.get('name')}", False, (fault.get("message") or "")[:300])
 
 
 def _last_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Wall-clock time of work on a device, its queue emptied before and after."""
+"""Wall-clock timing of work on a device, synchronized before and after."""
 
 import time
 from collections.abc import Callable
@@ -8,28 +8,28 @@ import torch
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all that was launched."""
+    """Wait for all work launched on a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def seconds(act: Callable[[], object], device: torch.device, *, rounds: int = 7, inner: int = 1) -> float:
-    """Return the median time of one `act`, of `rounds` of `inner` calls each, after one round that does not count."""
-    taken = []
+def seconds(action: Callable[[], object], device: torch.device, *, rounds: int = 7, inner: int = 1) -> float:
+    """Return the median time of one call over `rounds` of `inner` calls each, after one warm-up round."""
+    times = []
     for _ in range(rounds + 1):
         synchronize(device)
         start = time.perf_counter()
         for _ in range(inner):
-            act()
+            action()
         synchronize(device)
-        taken.append((time.perf_counter() - start) / inner)
-    return median(taken[1:])
+        times.append((time.perf_counter() - start) / inner)
+    return median(times[1:])
 
 
-def once(act: Callable[[], object], device: torch.device) -> float:
-    """Return the time of a single `act`."""
+def once(action: Callable[[], object], device: torch.device) -> float:
+    """Return the time of a single call."""
     synchronize(device)
     start = time.perf_counter()
-    act()
+    action()
     synchronize(device)
     return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""A tiny model that trains for some steps with one parameter per chunk, everything moving: what sanitizers look at."""
+"""Tiny model with one parameter per chunk and transfers in every step, for the sanitizers."""
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ def build() -> nn.Module:
 
 
 def config(device: str) -> ps.Config:
-    """Return a configuration whose budget holds three of the chunks."""
+    """Return a configuration with a device budget of three chunks."""
     return ps.Config(device=device, chunk_size=256, device_memory=3 * 2 * WIDTH * (WIDTH + 8))
 
 
@@ -35,15 +35,15 @@ def train(trainer, optimizer, steps: int = 3) -> list[torch.Tensor]:
 
 
 def compare(device: str, hardware: Hardware) -> None:
-    """Assert that the bits are those of plain PyTorch."""
+    """Assert bit-exactness with plain PyTorch."""
     torch.manual_seed(0)
     reference = testing.ReferenceTrainer(build, config(device))
     expected = train(reference, reference.optimizer, 5)
     torch.manual_seed(0)
     engine = Engine(build, config(device), meter=testing.NoMeter(), hardware=hardware, poison=True)
-    found = train(engine, engine.optimizer, 5)
-    assert engine.stats.total.evictions > 0, "nothing moved"
-    testing.assert_same_bits(expected, found, "losses")
+    actual = train(engine, engine.optimizer, 5)
+    assert engine.stats.total.evictions > 0, "no chunk was evicted"
+    testing.assert_same_bits(expected, actual, "losses")
     testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
     engine.close()
 

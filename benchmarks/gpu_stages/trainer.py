@@ -1,4 +1,4 @@
-"""Train one model by one trainer in a process of its own; one line that it prints holds its figures, as a JSON object.
+"""Train one model with one trainer in this process and print the results as one line of JSON.
 
 python -m gpu_stages.trainer '{"trainer": "engine", "model": "tiny", "device": "cpu", ...}', in benchmarks/
 """
@@ -21,25 +21,25 @@ from gpu_stages.timing import synchronize
 from gpu_stages.training import RESULT
 
 WARM_UP_STEPS = 3
-"""The first is watched, the second checks the trace, the third is the first that is planned."""
+"""Traced iteration, iteration that verifies the trace, first planned iteration."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training run: the model, the trainer, the budget and the number of steps.
+    """Configuration of one training run.
 
     Args:
         trainer: "engine", "plain", "fsdp2" or "deepspeed".
-        model: a name of `shapes.LLAMAS`, or a preset of the command line.
+        model: A name of `shapes.LLAMAS`, or a preset of the command line.
         device: "cuda" or "cpu".
-        batch: samples per step.
-        sequence: tokens per sample.
-        steps: how many are timed.
-        checkpointing: whether layers are recomputed in backward.
-        device_memory: the engine's budget in bytes; by default what the device has.
-        update: whether the engine updates beside backward.
-        deterministic: use PyTorch's deterministic kernels.
-        plan: have `engine.plan` say beforehand what a step takes.
+        batch: Samples per step.
+        sequence: Tokens per sample.
+        steps: Number of timed steps.
+        checkpointing: Use activation checkpointing.
+        device_memory: Device budget of the engine in bytes; by default the memory of the device.
+        update: Update in backward (engine only).
+        deterministic: Use PyTorch's deterministic kernels.
+        plan: Predict the step with `engine.plan` first.
     """
 
     trainer: str
@@ -55,13 +55,13 @@ class Run:
     plan: bool = False
 
 
-def engine(run: Run, found: dict[str, Any]) -> tuple[Step, Callable[[], None]]:
-    """Return one step of this library's engine, and what ends it."""
+def engine(run: Run, result: dict[str, Any]) -> tuple[Step, Callable[[], None]]:
+    """Return a step function of this library's engine and its close function."""
     config = ps.Config(device=run.device, device_memory=run.device_memory)
     model = build_on_meta(run.model, run.checkpointing)
     trainer, optimizer = ps.initialize(model, config, weights=lambda name: pattern(model, name))
-    found["parameters"] = trainer.layout.numel
-    found["device_memory"] = trainer.device_budget_bytes
+    result["parameters"] = trainer.layout.numel
+    result["device_memory"] = trainer.device_budget_bytes
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss = trainer(input_ids=ids, labels=ids).loss
@@ -69,17 +69,17 @@ def engine(run: Run, found: dict[str, Any]) -> tuple[Step, Callable[[], None]]:
         optimizer.step()
         optimizer.zero_grad()
         last = trainer.stats.last
-        found["moved"] = last.h2d_bytes + last.d2h_bytes
-        found["stall_s"] = last.stall_s
-        found["memory_retries"] = last.memory_retries
-        found["non_model"] = last.device_peak_non_model_bytes
+        result["moved"] = last.h2d_bytes + last.d2h_bytes
+        result["stall_s"] = last.stall_s
+        result["memory_retries"] = last.memory_retries
+        result["non_model"] = last.device_peak_non_model_bytes
         return loss.detach()
 
     if run.plan:
         ids = tokens(run, trainer.device)
-        said = trainer.plan(input_ids=ids, labels=ids)
-        found["said_s"] = said.seconds
-        found["said_compute_s"] = said.compute_s
+        report = trainer.plan(input_ids=ids, labels=ids)
+        result["predicted_s"] = report.seconds
+        result["predicted_compute_s"] = report.compute_s
     return step, trainer.close
 
 
@@ -90,17 +90,17 @@ def tokens(run: Run, device: torch.device) -> torch.Tensor:
 
 
 def main(run: Run) -> dict[str, Any]:
-    """Train, and return what was found."""
+    """Train and return the results."""
     device = torch.device(run.device)
     if run.deterministic:
         torch.use_deterministic_algorithms(True)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     start = time.perf_counter()
     make = engine if run.trainer == "engine" else PEERS[run.trainer]
-    step, close = make(run, found)
-    found["build_s"] = time.perf_counter() - start
+    step, close = make(run, result)
+    result["build_s"] = time.perf_counter() - start
     ids = tokens(run, device)
-    losses, taken = [], []
+    losses, times = [], []
     for number in range(WARM_UP_STEPS + run.steps):
         if number == WARM_UP_STEPS and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -108,22 +108,22 @@ def main(run: Run) -> dict[str, Any]:
         start = time.perf_counter()
         losses.append(step(ids).float().item())
         synchronize(device)
-        taken.append(time.perf_counter() - start)
-        print(f"step {number}: {taken[-1]:.3f} s, loss {losses[-1]:.6f}", flush=True)
-    found |= {"losses": losses, "first_s": taken[0], "step_s": median(taken[WARM_UP_STEPS:])}
+        times.append(time.perf_counter() - start)
+        print(f"step {number}: {times[-1]:.3f} s, loss {losses[-1]:.6f}", flush=True)
+    result |= {"losses": losses, "first_s": times[0], "step_s": median(times[WARM_UP_STEPS:])}
     if device.type == "cuda":
         stats = torch.cuda.memory_stats()
-        found |= {
+        result |= {
             "allocated": stats["allocated_bytes.all.peak"],
             "reserved": stats["reserved_bytes.all.peak"],
             "inactive_split": stats["inactive_split_bytes.all.peak"],
             "alloc_retries": stats["num_alloc_retries"],
         }
-    found |= profile_step(lambda: step(ids), device)
+    result |= profile_step(lambda: step(ids), device)
     close()
-    return found
+    return result
 
 
 if __name__ == "__main__":
-    found = main(Run(**json.loads(sys.argv[1])))
-    print(f"{RESULT}{json.dumps(found)}", flush=True)
+    result = main(Run(**json.loads(sys.argv[1])))
+    print(f"{RESULT}{json.dumps(result)}", flush=True)

@@ -1,4 +1,4 @@
-"""The machine, the packages, `patrickstar doctor`, and memory that CUDA takes outside of PyTorch's allocator."""
+"""Machine, package versions, `patrickstar doctor`, and memory that CUDA uses outside PyTorch's allocator."""
 
 import argparse
 import importlib.metadata
@@ -16,7 +16,7 @@ PACKAGES = (
 
 
 def run(record: Record, options: argparse.Namespace) -> None:
-    """Record what the machine is."""
+    """Record the machine and package versions."""
     import torch
 
     from patrickstar._cli.doctor import examine
@@ -38,7 +38,7 @@ def run(record: Record, options: argparse.Namespace) -> None:
         record.fact(f"doctor: {finding.name}", finding.text + advice)
     from patrickstar._kernels.cpp_backend import CppBackend
 
-    record.check("the C++ kernel is there", CppBackend.find() is not None)
+    record.check("the C++ kernel is installed", CppBackend.find() is not None)
 
 
 def _gpu(record: Record, device) -> None:
@@ -47,14 +47,18 @@ def _gpu(record: Record, device) -> None:
     from patrickstar._memory.hardware import Hardware
 
     if (tool := shutil.which("nvidia-smi")) is not None:
-        asked = [tool, "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"]
-        found = subprocess.run([*asked, "--format=csv,noheader"], stdout=subprocess.PIPE, text=True, timeout=60)
-        record.fact("nvidia-smi", found.stdout.strip())
+        query = [tool, "--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"]
+        done = subprocess.run([*query, "--format=csv,noheader"], stdout=subprocess.PIPE, text=True, timeout=60)
+        record.fact("nvidia-smi", done.stdout.strip())
     record.fact("CUDA", f"{torch.version.cuda}, capability {torch.cuda.get_device_capability(device)}")
     before, total = torch.cuda.mem_get_info(device)
     record.figure("device memory", total / 2**30, "GiB", predicted=79.1)
     record.figure(
-        "context", (total - before) / 2**20, "MiB", predicted=530, note="used before the first allocation, others' too"
+        "context",
+        (total - before) / 2**20,
+        "MiB",
+        predicted=530,
+        note="before the first allocation, all processes",
     )
     Hardware(device).library_bytes(torch.bfloat16)
     torch.cuda.synchronize()
@@ -65,7 +69,7 @@ def _gpu(record: Record, device) -> None:
         held / 2**20,
         "MiB",
         predicted=64,
-        note="cuBLAS of two threads, inside the allocator, after a linear forward and backward",
+        note="cuBLAS of two threads, in the allocator, after a linear forward and backward",
     )
     outside = before - after - reserved
-    record.figure("libraries", outside / 2**20, "MiB", predicted=250, note="handles and kernels, outside the allocator")
+    record.figure("libraries", outside / 2**20, "MiB", predicted=250, note="handles and kernels outside the allocator")

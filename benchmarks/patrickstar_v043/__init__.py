@@ -1,1 +1,1 @@
-"""The original PatrickStar, v0.4.3, simulated: the published figures are compared with what its policy predicts."""
+"""Simulation of the original PatrickStar v0.4.3, to compare its published figures with what its policy predicts."""

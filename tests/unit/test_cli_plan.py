@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from patrickstar._cli.main import app
 from patrickstar._cli.presets import PRESETS
-from patrickstar._perf_model.text_tables import PICTURE_WIDTH, picture
+from patrickstar._perf_model.text_tables import SPARKLINE_WIDTH, sparkline
 
 runner = CliRunner()
 
@@ -91,11 +91,11 @@ def test_a_configuration_that_can_not_be_used_is_told_in_one_line(tmp_path):
     assert result.exit_code == 2 and "positions for 1024 tokens" in result.output
 
 
-def test_a_picture_of_memory_shows_the_most_in_each_part_of_the_time():
-    drawn = picture([(0.0, 0), (0.5, 100), (0.51, 1), (1.0, 50)], 1.0, 100)
-    assert len(drawn) == PICTURE_WIDTH
-    assert drawn[0] == " " and drawn[PICTURE_WIDTH // 2] == "█" and drawn[-1] == "▄"
-    assert picture([], 1.0, 100) == picture([(0.0, 1)], 0.0, 100) == ""
+def test_a_sparkline_of_memory_shows_the_most_in_each_part_of_the_time():
+    drawn = sparkline([(0.0, 0), (0.5, 100), (0.51, 1), (1.0, 50)], 1.0, 100)
+    assert len(drawn) == SPARKLINE_WIDTH
+    assert drawn[0] == " " and drawn[SPARKLINE_WIDTH // 2] == "█" and drawn[-1] == "▄"
+    assert sparkline([], 1.0, 100) == sparkline([(0.0, 1)], 0.0, 100) == ""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How fast a disk is: a short probe of the very path that chunks take."""
+"""Disk benchmark over the code path that chunk transfers use."""
 
 import time
 from dataclasses import dataclass
@@ -15,27 +15,28 @@ from patrickstar._memory.worker_pool import Transfer
 
 CHUNK_BYTES = 16 * PAGE_BYTES
 ROUNDS = 5
-"""Chunks that are written, then read; the middle one counts."""
+"""Number of chunks written and read; the result is the median."""
 
 
 @dataclass(frozen=True)
 class DiskRates:
-    """Bytes per second, checksums included."""
+    """Disk throughput in bytes per second, checksums included."""
 
     read: float
     write: float
 
 
 def measure(directory: str | Path, chunk_bytes: int = CHUNK_BYTES) -> DiskRates:
-    """Write some chunks, read them back, and take the time of each: about a second.
+    """Time writing and reading back a few chunks; takes about a second.
 
-    Raises DiskError if the directory can't be used.
+    Raises:
+        DiskError: The directory cannot be used.
     """
     device = torch.device("cpu")
-    bank = PagePool() if can_move_pages() else None
+    pages = PagePool() if can_move_pages() else None
     tier = DiskTier(SwapFile(directory, chunk_bytes * ROUNDS))
     chunks = [Chunk(PARAM16, i, chunk_bytes // 2, "bfloat16", device) for i in range(ROUNDS)]
-    buffer = Chunk(PARAM16, ROUNDS, chunk_bytes // 2, "bfloat16", device, bank)
+    buffer = Chunk(PARAM16, ROUNDS, chunk_bytes // 2, "bfloat16", device, pages)
     buffer.allocate_device()
     memory = buffer.on_device(buffer.whole).view(torch.uint8)
     memory.random_()

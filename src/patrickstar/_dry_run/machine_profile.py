@@ -1,4 +1,4 @@
-"""This machine as estimates see it: its memory, and rates that a short probe measures."""
+"""Machine spec of the local machine: memory sizes, and rates measured by short benchmarks."""
 
 import os
 import time
@@ -24,18 +24,19 @@ from patrickstar._perf_model.workload import UPDATE_BYTES
 ROUNDS = 5
 CHUNK_BYTES = 1 << 26
 COPIED_BYTES = 1 << 29
-UPDATED = 64_000_000
-"""What is copied, and the parameters that are updated: more than caches hold."""
+UPDATED_NUMEL = 64_000_000
+"""Bytes copied and parameters updated: larger than any cache."""
 SMALLEST_MATRIX, LARGEST_MATRIX = 256, 8192
-"""Rows and columns of the matrices that are multiplied: twice as many until a product takes `LEAST_PRODUCT_S`."""
-LEAST_PRODUCT_S = 0.005
-"""Many times what launching a product and waiting for it takes. Processors without bf16 take seconds for large ones."""
+"""Sides of the square matrices in the matmul benchmark, doubled until a product takes `MIN_PRODUCT_S`."""
+MIN_PRODUCT_S = 0.005
+"""Many times the overhead of launch and synchronization. CPUs without bf16 need seconds for large products."""
 
 
 def profile_machine(device: torch.device, directory: str | Path | None = None) -> Machine:
-    """Measure this machine: about three seconds, and one more for the disk under `directory`.
+    """Measure this machine; takes about three seconds, and one more for the disk of `directory`.
 
-    Raises DiskError if that can't be used.
+    Raises:
+        DiskError: `directory` cannot be used.
     """
     hardware = Hardware(device)
     hardware.start()
@@ -43,7 +44,7 @@ def profile_machine(device: torch.device, directory: str | Path | None = None) -
     if directory is not None:
         rates = measure(directory)
         disk = DiskDrive(capacity=hardware.free_disk_bytes(Path(directory)), read=rates.read, write=rates.write)
-    up, down = _copy_rates(hardware)
+    h2d, d2h = _copy_rates(hardware)
     gpu = None
     if device.type == "cuda":
         gpu = Gpu(
@@ -64,73 +65,73 @@ def profile_machine(device: torch.device, directory: str | Path | None = None) -
             cores=os.cpu_count() or 1,
             matmul_tflops=_matmul_tflops(cpu),
         ),
-        links=Links(h2d=up, d2h=down),
+        links=Links(h2d=h2d, d2h=d2h),
         disk=disk,
     )
 
 
-def elapsed_s(act: Callable[[], object], device: torch.device) -> float:
-    """What an act takes until the device has done it."""
+def elapsed_s(action: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that `action` takes, including its work on the device."""
     start = time.perf_counter()
-    act()
+    action()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
 
-def _seconds(act: Callable[[], object], device: torch.device) -> float:
-    """The middle one of some runs, after one that does not count."""
-    return median([elapsed_s(act, device) for _ in range(ROUNDS + 1)][1:])
+def _median_s(action: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of several runs after one warm-up run."""
+    return median([elapsed_s(action, device) for _ in range(ROUNDS + 1)][1:])
 
 
 def _matmul_tflops(device: torch.device) -> float:
     size = SMALLEST_MATRIX
     while True:
         a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-        took = _seconds(partial(torch.mm, a, b), device)
-        if took >= LEAST_PRODUCT_S or size >= LARGEST_MATRIX:
-            return 2 * size**3 / took / 1e12
+        seconds = _median_s(partial(torch.mm, a, b), device)
+        if seconds >= MIN_PRODUCT_S or size >= LARGEST_MATRIX:
+            return 2 * size**3 / seconds / 1e12
         size *= 2
 
 
 def _copy_bandwidth(device: torch.device) -> float:
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    return 2 * COPIED_BYTES / _seconds(lambda: target.copy_(source), device)
+    return 2 * COPIED_BYTES / _median_s(lambda: target.copy_(source), device)
 
 
 def benchmark_span(numel: int) -> Span:
-    """So many parameters on the host, for Adam in mixed precision to update."""
+    """Return a span of `numel` parameters on the host for a mixed-precision Adam update."""
     param = torch.zeros(numel, dtype=torch.bfloat16, device="cpu")
-    master, first, second = (torch.zeros(numel, device="cpu") for _ in range(3))
+    master, exp_avg, exp_avg_sq = (torch.zeros(numel, device="cpu") for _ in range(3))
     rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=1)
-    return Span(param, Gradient(param), master, (first, second), rule)
+    return Span(param, Gradient(param), master, (exp_avg, exp_avg_sq), rule)
 
 
 def _update_rate() -> float:
-    span = benchmark_span(UPDATED)
+    span = benchmark_span(UPDATED_NUMEL)
     kernels = Kernels.best(torch.device("cpu"))
-    return UPDATE_BYTES * UPDATED / _seconds(lambda: kernels.update([span], ()), torch.device("cpu"))
+    return UPDATE_BYTES * UPDATED_NUMEL / _median_s(lambda: kernels.update([span], ()), torch.device("cpu"))
 
 
 def _copy_rates(hardware: Hardware) -> tuple[float, float]:
-    """Chunks that come to the device's memory, and go, by the very path that chunks take."""
-    compute = DeviceTier(hardware, CHUNK_BYTES, poison=False)
+    """Return H2D and D2H bytes per second, measured over the code path that chunk transfers use."""
+    device_tier = DeviceTier(hardware, CHUNK_BYTES, poison=False)
     host, copies = HostTier(CHUNK_BYTES, CHUNK_BYTES, hardware.host_arena, poison=False), CopyStreams(hardware.device)
-    chunk = compute.new(PARAM16, 0, CHUNK_BYTES // 2, "bfloat16")
+    chunk = device_tier.new(PARAM16, 0, CHUNK_BYTES // 2, "bfloat16")
     host.allocate(chunk).zero_()
 
-    def come() -> None:
-        compute.allocate(chunk)
+    def fetch() -> None:
+        device_tier.allocate(chunk)
         copies.up_now(chunk)
 
-    ups, downs = [], []
+    h2d_times, d2h_times = [], []
     for _ in range(ROUNDS + 1):
-        ups.append(elapsed_s(come, hardware.device))
-        downs.append(elapsed_s(lambda: copies.down_now(chunk), hardware.device))
-        compute.free(chunk)
+        h2d_times.append(elapsed_s(fetch, hardware.device))
+        d2h_times.append(elapsed_s(lambda: copies.down_now(chunk), hardware.device))
+        device_tier.free(chunk)
     host.free(chunk)
     chunk.memory.close()
     copies.close()
     host.close()
-    return CHUNK_BYTES / median(ups[1:]), CHUNK_BYTES / median(downs[1:])
+    return CHUNK_BYTES / median(h2d_times[1:]), CHUNK_BYTES / median(d2h_times[1:])

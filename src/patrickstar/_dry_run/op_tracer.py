@@ -1,4 +1,4 @@
-"""What operators would take, seen one by one as they run on tensors without bytes: seconds, and memory."""
+"""Operator tracer for dry runs: counts the time and memory of each operator that runs on meta tensors."""
 
 import time
 import weakref
@@ -16,21 +16,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 @dataclass(frozen=True)
 class OpCost:
-    """What an operator takes beside its tensors."""
+    """Time and extra memory of one operator."""
 
     seconds: float
     scratch_bytes: int = 0
-    """Memory of its own while it runs."""
+    """Temporary memory while it runs."""
     first_bytes: int = 0
-    """The same when it runs for the first time in a process, which is when libraries make themselves ready."""
-    kept_bytes: int = 0
-    """What libraries keep from then on: code made for these shapes, and caches."""
+    """Temporary memory of its first run in a process, when libraries initialize."""
+    retained_bytes: int = 0
+    """Memory that libraries retain after the first run: compiled code and caches."""
 
 
 OpCosts = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], OpCost]
-"""From an operator, its arguments and what it returned."""
+"""Cost model: (operator, args, kwargs, result) -> cost."""
 
-_MADE_OF_NOTHING = {
+_FREE_OPS = {
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
     torch.ops.aten.empty_strided,
@@ -41,16 +41,16 @@ _MADE_OF_NOTHING = {
     torch.ops.aten._unsafe_view,
     torch.ops.aten.lift_fresh,
 }
-"""What touches no byte, beside views."""
+"""Operators other than views that touch no bytes."""
 
 
 def is_free(func: Any) -> bool:
-    """Whether an operator touches no bytes: a view, or memory that is only taken."""
-    return func.is_view or func.overloadpacket in _MADE_OF_NOTHING
+    """Return whether an operator touches no bytes: views and plain allocations."""
+    return func.is_view or func.overloadpacket in _FREE_OPS
 
 
 def operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Multiplications and additions of an operator's matrix products."""
+    """Count the multiplications and additions of an operator's matrix products."""
     aten = torch.ops.aten
     if func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu:
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
@@ -61,24 +61,24 @@ def operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
 
 
 def matrix_size(args: tuple[Any, ...]) -> int | None:
-    """The smallest side of the matrices that an operator multiplies; None where it multiplies none, or many at once."""
+    """Return the smallest side of the multiplied matrices; None for batched products and other operators."""
     matrices = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 2]
     return min(side for matrix in matrices for side in matrix.shape) if len(matrices) >= 2 else None
 
 
 def touched_bytes(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Bytes of memory that an operator reads and writes, each tensor once."""
+    """Return the bytes that an operator reads and writes, each tensor counted once."""
     return sum(leaf.nbytes for leaf in pytree.tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor))
 
 
 HOST_GRAIN_BYTES = 4096
-"""Memory on a CPU comes in pages, as far as the system can tell."""
+"""Page size: the system accounts CPU memory in pages."""
 DEVICE_GRAIN_BYTES = 512
-"""The CUDA caching allocator rounds up to as many."""
+"""Rounding of the CUDA caching allocator."""
 
 
 class TensorMeter:
-    """Counts the bytes of tensors that live, in whole grains, and the most there were. A `Meter`."""
+    """`Meter` that counts current and peak bytes of live tensors, rounded up to a granularity."""
 
     source = "bytes of tensors"
     caching = False
@@ -86,14 +86,14 @@ class TensorMeter:
     def __init__(self, grain_bytes: int = 1, counts_freed: bool = False) -> None:
         self.grain_bytes = grain_bytes
         self.counts_freed = counts_freed
-        """As the meter whose place it takes: that is looked at more often if so."""
+        """Same value as the real meter: the engine reads such a meter more often."""
         self.live_bytes = 0
         self.peak_bytes = 0
         self.baseline_bytes = 0
         self._known: dict[int, int] = {}
 
     def track(self, tensor: torch.Tensor) -> None:
-        """A tensor has come: its memory counts until the last that shares it is gone."""
+        """Count a tensor's storage until the last tensor that shares it is freed."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._known:
             return
@@ -103,11 +103,11 @@ class TensorMeter:
         weakref.finalize(storage, self._forget, storage._cdata).atexit = False
 
     def add_transient(self, nbytes: int) -> None:
-        """So much more was there for a moment."""
+        """Record memory that was used briefly."""
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + nbytes)
 
     def add_persistent(self, nbytes: int) -> None:
-        """So much more is there from now on."""
+        """Record memory that stays in use."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
@@ -115,55 +115,55 @@ class TensorMeter:
         self.live_bytes -= self._known.pop(key)
 
     def calibrate(self, chunk_bytes: int) -> None:
-        """What is there now is nobody's."""
+        """Take current usage as the baseline."""
         self.baseline_bytes = self.live_bytes
 
     def now(self, chunk_bytes: int) -> int:
-        """Bytes of tensors."""
+        """Return the bytes of live tensors above the baseline."""
         return max(0, self.live_bytes - self.baseline_bytes)
 
     def peak(self, chunk_bytes: int) -> int:
-        """The most since `restart`."""
+        """Return the peak bytes since `restart`."""
         return max(0, self.peak_bytes - self.baseline_bytes)
 
     def restart(self) -> None:
-        """Forget the peak."""
+        """Reset the peak."""
         self.peak_bytes = self.live_bytes
 
     def reclaim(self) -> None:
-        """Nothing is kept for reuse."""
+        """Do nothing: freed memory is never cached."""
 
     def set_caching(self, allowed: bool) -> None:
-        """Nor will it be."""
+        """Do nothing: freed memory is never cached."""
 
 
 # [Note: values of integers]
-# Models ask small questions of positions, masks and labels ("is this sequence packed?") and go on accordingly. So what
-# follows from whole numbers alone is computed, beside the tensor without bytes; it is little beside what follows from
-# numbers with a fraction, which is not. Asking for a value of those is an error, as nobody knows it before a run.
+# Models branch on values of positions, masks and labels ("is this sequence packed?"). Operators whose inputs are all
+# integers are therefore also computed on real CPU tensors beside the meta tensors; their cost is small. Values of
+# floating-point tensors are unknown in a dry run, and reading one is an error.
 
 
-_WHOLE = (torch.int64, torch.int32, torch.bool)
-"""What positions, masks and labels are made of. Bytes are chunks'."""
+_INTEGER_DTYPES = (torch.int64, torch.int32, torch.bool)
+"""Dtypes of positions, masks and labels. uint8 is excluded: it is the dtype of raw chunk memory."""
 
 
 class IntegerValues:
-    """The values of tensors of whole numbers that have no bytes. See [Note: values of integers]."""
+    """Values of integer meta tensors. See [Note: values of integers]."""
 
     def __init__(self) -> None:
         self._known = WeakTensorKeyDictionary()
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Compute what an operator returned, if whole numbers are all that it has to do with."""
-        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        if not made or any(leaf.dtype not in _WHOLE for leaf in made):
+        """Compute the result of an operator whose inputs and outputs are all integers."""
+        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        if not results or any(leaf.dtype not in _INTEGER_DTYPES for leaf in results):
             return
-        found: list[Any] = []
+        inputs: list[Any] = []
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and leaf.is_meta and leaf not in self._known:
                 return
-            found.append(self._value(leaf))
-        args, kwargs = pytree.tree_unflatten(found, pytree.tree_structure((args, kwargs)))
+            inputs.append(self._value(leaf))
+        args, kwargs = pytree.tree_unflatten(inputs, pytree.tree_structure((args, kwargs)))
         values = pytree.tree_leaves(func(*args, **kwargs))
         for leaf, value in zip(pytree.tree_leaves(out), values, strict=True):
             if isinstance(leaf, torch.Tensor) and leaf.is_meta:
@@ -175,36 +175,36 @@ class IntegerValues:
         return self._known[leaf] if isinstance(leaf, torch.Tensor) and leaf.is_meta else leaf
 
     def item(self, tensor: torch.Tensor) -> Any:
-        """The one value of a tensor. Raises NotImplementedError if nobody knows it."""
+        """Return the value of a one-element tensor; raise NotImplementedError if it is unknown."""
         if tensor not in self._known:
-            raise NotImplementedError(f"the value of a tensor of {tensor.dtype} is asked for, which only a run knows")
+            raise NotImplementedError(f"the model reads a value of a {tensor.dtype} tensor, known only in a real run")
         return self._known[tensor].item()
 
 
 class OpTracer(TorchDispatchMode):
-    """Inside, every operator's memory is metered and its seconds are told to `spend`."""
+    """Dispatch mode that meters each operator's memory and passes its seconds to `advance`."""
 
-    def __init__(self, meter: TensorMeter, costs: OpCosts, spend: Callable[[float], None]) -> None:
+    def __init__(self, meter: TensorMeter, costs: OpCosts, advance: Callable[[float], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.meter, self.costs, self.spend = meter, costs, spend
+        self.meter, self.costs, self.advance = meter, costs, advance
         self.values = IntegerValues()
-        self._cached_costs: set[int] = set()
+        self._seen_costs: set[int] = set()
         self.scratch_bytes = 0
-        """What the last operator took of its own."""
-        self.inside_s = 0.0
-        """What was spent here: the rest of a step's time is Python's, autograd's and the engine's."""
+        """Temporary memory of the last operator."""
+        self.tracing_s = 0.0
+        """Real time spent in this mode; the rest of a step is Python, autograd and the engine."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start = time.perf_counter()
         try:
-            return self._see(func, args, kwargs or {})
+            return self._trace(func, args, kwargs or {})
         finally:
-            self.inside_s += time.perf_counter() - start
+            self.tracing_s += time.perf_counter() - start
 
-    def _see(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _trace(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return self.values.item(args[0])
-        # Without bytes some operators are Python's, and their own operators are nobody's accesses.
+        # Some meta kernels are written in Python: the operators that they call must not count as parameter accesses.
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
             self.values.follow(func, args, kwargs, out)
@@ -213,18 +213,18 @@ class OpTracer(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self.meter.track(leaf)
         if cost is not None:
-            self._take(cost)
-            self.spend(cost.seconds)
+            self._count_memory(cost)
+            self.advance(cost.seconds)
         return out
 
-    def _take(self, cost: OpCost) -> None:
-        """Reckon with the memory of an operator that has run; equal ones have one and the same cost."""
-        first = id(cost) not in self._cached_costs and (cost.first_bytes or cost.kept_bytes)
+    def _count_memory(self, cost: OpCost) -> None:
+        """Count the extra memory of one operator; equal operators share one `OpCost` object."""
+        first = id(cost) not in self._seen_costs and (cost.first_bytes or cost.retained_bytes)
         self.scratch_bytes = cost.first_bytes if first else cost.scratch_bytes
         self.meter.add_transient(self.scratch_bytes)
         if first:
-            self._cached_costs.add(id(cost))
-            self.meter.add_persistent(cost.kept_bytes)
+            self._seen_costs.add(id(cost))
+            self.meter.add_persistent(cost.retained_bytes)
 
 
 def _attention(
@@ -257,24 +257,24 @@ def _attention(
 
 
 @contextmanager
-def watching(watch: OpTracer, device_type: str) -> Iterator[None]:
-    """Inside, operators are seen, those of autograd too.
+def trace_operators(tracer: OpTracer, device_type: str) -> Iterator[None]:
+    """Trace all operators in the context, including those of autograd.
 
-    Attention takes the kernel that it takes on a real device: which one it is depends on the device's type, and for
-    tensors without bytes it would be another. A mode could not see to that: autograd leaves it while it recomputes.
+    Attention is replaced so that it uses the kernel of the real device type; for meta tensors PyTorch would choose
+    another. The dispatch mode cannot do this, because autograd leaves the mode during recomputation.
     """
     functional: Any = torch.nn.functional
     real = functional.scaled_dot_product_attention
 
     def attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        found: torch.Tensor = (
+        out: torch.Tensor = (
             _attention(device_type, query, *args, **kwargs) if query.is_meta else real(query, *args, **kwargs)
         )
-        return found
+        return out
 
     functional.scaled_dot_product_attention = attention
     try:
-        with watch:
+        with tracer:
             yield
     finally:
         functional.scaled_dot_product_attention = real

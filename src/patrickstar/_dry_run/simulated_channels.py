@@ -1,4 +1,4 @@
-"""Lanes: what moves bytes at a given rate, one transfer after the other, on a clock that runs on estimates."""
+"""Simulated channels: serial transfers at a given rate on a simulated clock."""
 
 from collections import deque
 
@@ -6,48 +6,48 @@ from patrickstar._memory.worker_pool import Transfer
 
 
 class SimulatedClock:
-    """The time of a rehearsal, in seconds since it began."""
+    """Clock of a dry run, in seconds since its start."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
 
 class SimulatedTransfer(Transfer):
-    """Bytes on a lane. Who waits for them has the clock go on to their end."""
+    """Transfer on a simulated channel; waiting for it advances the clock."""
 
-    def __init__(self, lane: "SimulatedChannel", nbytes: int, what: str) -> None:
-        self.lane = lane
+    def __init__(self, channel: "SimulatedChannel", nbytes: int, label: str) -> None:
+        self.channel = channel
         self.nbytes = nbytes
-        self.label = what
-        self.asked_at = lane.clock.now
+        self.label = label
+        self.requested_at = channel.clock.now
         self.ends_at: float | None = None
 
     def __repr__(self) -> str:
-        return f"LaneTransfer({self.label!r}, {self.nbytes} bytes on {self.lane.name})"
+        return f"SimulatedTransfer({self.label!r}, {self.nbytes} bytes on {self.channel.name})"
 
     @property
     def done(self) -> bool:
-        self.lane.catch_up()
-        return self.ends_at is not None and self.ends_at <= self.lane.clock.now
+        self.channel.catch_up()
+        return self.ends_at is not None and self.ends_at <= self.channel.clock.now
 
     def wait(self) -> None:
         while not self.done:
-            self.lane.clock.now = self.lane.free_at
+            self.channel.clock.now = self.channel.free_at
 
     def prioritize(self) -> None:
-        self.lane.catch_up()
-        if self in self.lane.waiting:
-            self.lane.waiting.remove(self)
-            self.lane.waiting.appendleft(self)
+        self.channel.catch_up()
+        if self in self.channel.waiting:
+            self.channel.waiting.remove(self)
+            self.channel.waiting.appendleft(self)
 
     def cancel(self) -> None:
-        if self in self.lane.waiting:
-            self.lane.waiting.remove(self)
-        self.ends_at = self.lane.clock.now
+        if self in self.channel.waiting:
+            self.channel.waiting.remove(self)
+        self.ends_at = self.channel.clock.now
 
 
 class SimulatedChannel:
-    """One transfer at a time, in the order in which they were asked for, urgent ones first."""
+    """Channel that runs one transfer at a time, in request order, urgent transfers first."""
 
     def __init__(self, name: str, rate: float, clock: SimulatedClock) -> None:
         self.name = name
@@ -56,14 +56,14 @@ class SimulatedChannel:
         self.clock = clock
         self.waiting: deque[SimulatedTransfer] = deque()
         self.free_at = 0.0
-        """When what has begun ends."""
+        """End time of the last transfer that has begun."""
         self.busy_s = 0.0
         self.nbytes = 0
 
-    def begin(self, nbytes: int, what: str, urgent: bool = False) -> SimulatedTransfer:
-        """Ask for so many bytes to be moved."""
+    def begin(self, nbytes: int, label: str, urgent: bool = False) -> SimulatedTransfer:
+        """Queue a transfer of `nbytes`."""
         self.catch_up()
-        transfer = SimulatedTransfer(self, nbytes, what)
+        transfer = SimulatedTransfer(self, nbytes, label)
         if urgent:
             self.waiting.appendleft(transfer)
         else:
@@ -71,15 +71,15 @@ class SimulatedChannel:
         self.catch_up()
         return transfer
 
-    def run(self, nbytes: int, what: str) -> None:
-        """The same, and wait for it."""
-        self.begin(nbytes, what, urgent=True).wait()
+    def run(self, nbytes: int, label: str) -> None:
+        """Run an urgent transfer of `nbytes` and wait for it."""
+        self.begin(nbytes, label, urgent=True).wait()
 
     def catch_up(self) -> None:
-        """Begin what has had its turn by now."""
+        """Start the queued transfers whose turn has come by the current time."""
         while self.waiting and self.free_at <= self.clock.now:
             transfer = self.waiting.popleft()
             seconds = transfer.nbytes / self.rate
-            transfer.ends_at = self.free_at = max(self.free_at, transfer.asked_at) + seconds
+            transfer.ends_at = self.free_at = max(self.free_at, transfer.requested_at) + seconds
             self.busy_s += seconds
             self.nbytes += transfer.nbytes

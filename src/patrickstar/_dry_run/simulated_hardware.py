@@ -1,4 +1,4 @@
-"""A machine to rehearse on: memory without bytes, and transfers that take as long as its description says."""
+"""Simulated hardware for dry runs: meta memory, and transfers timed by the rates of a machine spec."""
 
 import os
 from collections.abc import Callable
@@ -23,7 +23,7 @@ META = torch.device("meta")
 
 
 class SimulatedArena(HostArena):
-    """Places in memory that is not there."""
+    """Arena blocks of meta memory."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
@@ -31,15 +31,15 @@ class SimulatedArena(HostArena):
     def _reserve(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=META)
 
-    def _move(self, place: ArenaBlock, start: int) -> None:
-        """There is nothing to move."""
+    def _move(self, block: ArenaBlock, start: int) -> None:
+        """Do nothing: meta memory has no content."""
 
     def _discard(self, start: int, nbytes: int) -> None:
-        """Nor to give back."""
+        """Do nothing: there are no pages to free."""
 
 
 class SimulatedCopyStreams(CopyStreams):
-    """Copies on two lanes."""
+    """Copies between host and device on two simulated channels."""
 
     def __init__(self, up: SimulatedChannel, down: SimulatedChannel) -> None:
         super().__init__(META)
@@ -59,7 +59,7 @@ class SimulatedCopyStreams(CopyStreams):
 
 
 class SimulatedSwapFile(SwapFile):
-    """Keeps accounts of places on a disk, and has none."""
+    """Swap file that only does the accounting."""
 
     def __init__(self, directory: Path, nbytes: int, free_bytes: int, capacity_bytes: int | None) -> None:
         self.free_bytes = free_bytes
@@ -73,14 +73,12 @@ class SimulatedSwapFile(SwapFile):
 
     def _grow(self, nbytes: int, what: str) -> None:
         if nbytes > self.free_bytes:
-            raise DiskError(
-                f"{what} brings what lies on the disk to {nbytes} bytes, of {self.free_bytes} that are free"
-            )
+            raise DiskError(f"{what} needs a swap file of {nbytes} bytes, but the disk has {self.free_bytes} free")
         self.nbytes = max(self.nbytes, nbytes)
 
 
 class SimulatedDiskTier(DiskTier):
-    """Pages on two lanes."""
+    """Disk tier whose reads and writes run on two simulated channels."""
 
     def __init__(
         self, file: SimulatedSwapFile, page_bytes: int, read: SimulatedChannel, write: SimulatedChannel
@@ -90,14 +88,14 @@ class SimulatedDiskTier(DiskTier):
 
     def _submit(
         self,
-        movers: WorkerPool,
+        pool: WorkerPool,
         move: Callable[[torch.Tensor, str, int, torch.Tensor], None],
         chunk: Chunk,
         start: int,
         memory: torch.Tensor,
         urgent: bool,
     ) -> Transfer:
-        if movers is self.readers:
+        if pool is self.readers:
             nbytes = self.written_bytes(chunk, start, memory.numel())
             self.file.read_bytes += nbytes
             return self._read.begin(nbytes, repr(chunk), urgent)
@@ -106,7 +104,7 @@ class SimulatedDiskTier(DiskTier):
 
 
 class SimulatedHardware(Hardware):
-    """What a `Machine` describes; `meter` counts the bytes of tensors that would be there."""
+    """Hardware of a described `Machine`; `meter` counts the bytes of its device tensors."""
 
     def __init__(self, machine: Machine, meter: Meter, library_bytes: int = 0) -> None:
         super().__init__(META)
@@ -115,27 +113,27 @@ class SimulatedHardware(Hardware):
         self.host_device = META
         self.has_gpu = machine.gpu is not None
         self.clock = SimulatedClock()
-        up, down = machine.crossing_rates(1)
-        self.up = SimulatedChannel("host to device", up, self.clock)
-        self.down = SimulatedChannel("device to host", down, self.clock)
+        h2d_rate, d2h_rate = machine.transfer_rates(1)
+        self.up = SimulatedChannel("host to device", h2d_rate, self.clock)
+        self.down = SimulatedChannel("device to host", d2h_rate, self.clock)
         self.read = SimulatedChannel("disk read", machine.disk.read if machine.disk is not None else 1.0, self.clock)
         self.write = SimulatedChannel("disk write", machine.disk.write if machine.disk is not None else 1.0, self.clock)
         self.update = SimulatedChannel(
             "update on the host", machine.host.update_bandwidth(1, machine.host.cores), self.clock
         )
         self.computed_s = 0.0
-        """What the device has computed for since somebody set it to zero."""
+        """Compute seconds of the device since the last reset."""
         self._meter = meter
         self._host_storages: set[int] = set()
 
     def compute(self, seconds: float) -> None:
-        """The device is busy for so long."""
+        """Advance the clock by `seconds` of device computation."""
         self.computed_s += seconds
         self.clock.now += seconds
 
     @property
     def channels(self) -> tuple[SimulatedChannel, ...]:
-        """All that move bytes beside what computes."""
+        """All channels."""
         return self.up, self.down, self.read, self.write, self.update
 
     def seconds(self) -> float:
@@ -157,12 +155,12 @@ class SimulatedHardware(Hardware):
         return None
 
     def host_arena(self, nbytes: int) -> HostArena:
-        slab = SimulatedArena(nbytes)
-        self._host_storages.add(slab.memory.untyped_storage()._cdata)
-        return slab
+        arena = SimulatedArena(nbytes)
+        self._host_storages.add(arena.memory.untyped_storage()._cdata)
+        return arena
 
     def on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the host tier."""
+        """Return whether a tensor is stored in the host tier."""
         return tensor.untyped_storage()._cdata in self._host_storages
 
     def copies(self) -> CopyStreams:

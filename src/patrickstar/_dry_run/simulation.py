@@ -1,7 +1,7 @@
-"""A rehearsal: the engine itself trains a model without bytes, on a machine that is only described.
+"""Dry run: the real engine trains a meta-device model on simulated hardware.
 
-What it decides, moves and holds is what a run would, to the byte, since it is the same code; what that takes is what
-the machine's rates say.
+Decisions, transfers and memory use equal those of a real run to the byte, because the same code makes them. Times
+follow from the rates of a machine spec.
 """
 
 import copy
@@ -28,7 +28,7 @@ from patrickstar._dry_run.op_tracer import (
     matrix_size,
     operations,
     touched_bytes,
-    watching,
+    trace_operators,
 )
 from patrickstar._dry_run.report import ChannelUse, DryRunReport, MemorySample
 from patrickstar._dry_run.simulated_channels import SimulatedTransfer
@@ -43,23 +43,23 @@ from patrickstar._step.stats import StepStats
 from patrickstar.config import Config
 from patrickstar.errors import ModelError, PatrickStarError
 
-FEWEST_STEPS, MOST_STEPS = 3, 8
-"""One that is traced, one that follows its trace, and one that begins where a planned one has ended; then until a step
-moves what the one before it did."""
+MIN_STEPS, MAX_STEPS = 3, 8
+"""At least a warm-up step, a planned step and one that starts from the end state of a planned step; then until a step
+transfers the same bytes as the previous one."""
 
-UNSEEN_BYTES = 3 << 19
-"""What Python's objects, autograd's and other small ones add on a CPU to a step's peak, beside tensors and operators,
-and what one run differs from another by. Chosen: of 200 random runs at all sorts of budgets, none that was said to fit
-was refused with it, and one was with 1 MiB (`benchmarks/surprises.py`)."""
+UNTRACED_BYTES = 3 << 19
+"""Allowance on a CPU for small objects of Python and autograd, which are neither tensors nor operator workspace, and
+for variation between runs. Chosen empirically: of 200 random runs at many budgets, no predicted fit failed with it,
+and one failed with 1 MiB (`benchmarks/surprises.py`)."""
 
-LOOKS = 100
-"""At the meter, to know what one takes."""
+METER_READS = 100
+"""Number of meter reads that are timed to find the cost of one."""
 
 Step = Callable[[Any], None]
 """One step of a training loop: forward, backward, update. Its argument is the engine."""
 
 EngineFactory = Callable[..., Any]
-"""`Engine`, or what makes one. The engine's own room imports this one, so it is passed in."""
+"""`Engine` or a function that makes one. Passed in, because the package of `Engine` imports this one."""
 
 
 class _SimulatedUpdate:
@@ -71,7 +71,7 @@ class _SimulatedUpdate:
 
 
 class SimulatedKernels(Kernels):
-    """Updates nothing, and takes as long as its bytes do in memory."""
+    """Kernels that compute nothing and take the time of their memory traffic."""
 
     def __init__(self, hardware: SimulatedHardware) -> None:
         super().__init__(None)
@@ -81,23 +81,23 @@ class SimulatedKernels(Kernels):
         return True
 
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Any]:
-        below = [span for span in spans if self.hardware.on_host(span.master)]
-        above = [span for span in spans if not self.hardware.on_host(span.master)]
-        self._on_device(sum(_span_bytes(span) for span in above))
-        nbytes = sum(_span_bytes(span) for span in below)
+        on_host = [span for span in spans if self.hardware.on_host(span.master)]
+        on_device = [span for span in spans if not self.hardware.on_host(span.master)]
+        self._run_on_device(sum(_span_bytes(span) for span in on_device))
+        nbytes = sum(_span_bytes(span) for span in on_host)
         if not self.hardware.has_gpu:
             self.hardware.update.run(nbytes, "update")
             return []
         return [_SimulatedUpdate(self.hardware.update.begin(nbytes, "update"))]
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
-        below = [grad for grad in gradients if self.hardware.on_host(grad.latest)]
-        above = [grad for grad in gradients if not self.hardware.on_host(grad.latest)]
-        self._on_device(sum(_gradient_bytes(grad) for grad in above))
-        self.hardware.update.run(sum(_gradient_bytes(grad) for grad in below), "survey")
+        on_host = [grad for grad in gradients if self.hardware.on_host(grad.latest)]
+        on_device = [grad for grad in gradients if not self.hardware.on_host(grad.latest)]
+        self._run_on_device(sum(_gradient_bytes(grad) for grad in on_device))
+        self.hardware.update.run(sum(_gradient_bytes(grad) for grad in on_host), "gradient statistics")
         return GradStats(tuple(1.0 for _ in gradients))
 
-    def _on_device(self, nbytes: int) -> None:
+    def _run_on_device(self, nbytes: int) -> None:
         gpu = self.hardware.machine.gpu
         if gpu is None:
             self.hardware.update.run(nbytes, "update")
@@ -111,24 +111,24 @@ def _gradient_bytes(grad: Gradient) -> int:
 
 
 def _span_bytes(span: Span) -> int:
-    """Gradient read, parameter written, master and states read and written (ZeRO-Offload §5: the update's traffic)."""
-    kept = sum(tensor.nbytes for tensor in (span.master, *span.states))
-    return _gradient_bytes(span.grad) + span.param.nbytes + 2 * kept
+    """Memory traffic of an update: read gradient, write parameter, read and write states (ZeRO-Offload §5)."""
+    state_bytes = sum(tensor.nbytes for tensor in (span.master, *span.states))
+    return _gradient_bytes(span.grad) + span.param.nbytes + 2 * state_bytes
 
 
 def roofline(machine: Machine) -> OpCosts:
-    """What an operator takes where its matrix products, or its bytes, are all that counts."""
+    """Return a cost model in which each operator is bound by its matrix products or by its memory traffic."""
     bandwidth = (machine.gpu or machine.host).memory_bandwidth
 
     def cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost:
-        computing = operations(func, args, kwargs, out) / machine.matmul_rate(matrix_size(args))
-        return OpCost(max(computing, touched_bytes(args, kwargs, out) / bandwidth))
+        compute_s = operations(func, args, kwargs, out) / machine.matmul_rate(matrix_size(args))
+        return OpCost(max(compute_s, touched_bytes(args, kwargs, out) / bandwidth))
 
     return cost
 
 
 def forward_backward_step(loss_of: Callable[[Any], torch.Tensor], args: Any, kwargs: Any) -> Step:
-    """A step as users write it, on inputs without bytes."""
+    """Return a training step on meta copies of the inputs: forward, backward, update."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
 
     def step(engine: Any) -> None:
@@ -140,7 +140,7 @@ def forward_backward_step(loss_of: Callable[[Any], torch.Tensor], args: Any, kwa
 
 
 def _to_meta(value: torch.Tensor) -> torch.Tensor:
-    """Whole numbers keep their values. See [Note: values of integers]."""
+    """Convert floating-point tensors to meta; integers keep their values. See [Note: values of integers]."""
     return value.to(META) if value.dtype.is_floating_point else value
 
 
@@ -152,11 +152,9 @@ def simulate_on_this_machine(
     device: torch.device,
     machine: Machine | None = None,
 ) -> DryRunReport:
-    """The same on this machine, whose operators are measured one by one: some seconds.
+    """Run `simulate` for this machine with measured operator costs; takes a few seconds.
 
-    machine: what `profile_machine` said of it; by default it is asked, which takes some more. Random numbers that
-    come after
-    are those that would have come without it.
+    `machine` comes from `profile_machine`; by default the machine is profiled first. The random state is restored.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         if machine is None:
@@ -175,15 +173,14 @@ def _simulate_on_this_machine(
     library_bytes = Hardware(device).library_bytes(config.compute_dtype)
     bandwidth = (machine.gpu or machine.host).memory_bandwidth
     costs = OpBenchmark(device, bandwidth, roofline(machine))
-    simulate(
-        make_engine, model, config, step, machine, costs, steps=1
-    )  # after which all operators, and libraries, are known
+    # Measure all operators first: the second run then times Python, autograd and the engine alone.
+    simulate(make_engine, model, config, step, machine, costs, steps=1)
     start = time.perf_counter()
-    for _ in range(LOOKS):
+    for _ in range(METER_READS):
         costs.meter.now(0)
-    meter_s = (time.perf_counter() - start) / LOOKS
-    unseen_bytes = UNSEEN_BYTES if device.type == "cpu" else 0
-    found = simulate(
+    meter_s = (time.perf_counter() - start) / METER_READS
+    untraced_bytes = UNTRACED_BYTES if device.type == "cpu" else 0
+    report = simulate(
         make_engine,
         model,
         config,
@@ -191,14 +188,14 @@ def _simulate_on_this_machine(
         machine,
         costs,
         meter_s=meter_s,
-        unseen_bytes=unseen_bytes,
+        untraced_bytes=untraced_bytes,
         library_bytes=library_bytes,
     )
-    return replace(found, estimated=tuple(sorted(costs.estimated)))
+    return replace(report, estimated=tuple(sorted(costs.estimated)))
 
 
-def dry_run_report(engine: Any, step: Step) -> DryRunReport:
-    """What a step of this engine's model takes on this machine, whose rates are measured first."""
+def dry_run_engine(engine: Any, step: Step) -> DryRunReport:
+    """Run a dry run of `step` with an existing engine's model and budgets on this machine."""
     budgets = {"device_memory": engine.device_budget_bytes, "host_memory": engine.host_budget_bytes}
     model = engine.module
     return simulate_on_this_machine(
@@ -207,7 +204,7 @@ def dry_run_report(engine: Any, step: Step) -> DryRunReport:
 
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters and buffers have no bytes."""
+    """Return a copy of a module with parameters and buffers on the meta device."""
     memo: dict[int, Any] = {}
     for param in module.parameters():
         with torch._C.DisableTorchFunctionSubclass():
@@ -218,7 +215,7 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
 
 
 def _disk_bytes(engine: Any, machine: Machine) -> int:
-    """What the disk has to give."""
+    """Return the capacity of the disk tier."""
     if engine._core.manager.disk_tier is None:
         return 0
     return engine._core.manager.disk_tier.file.capacity_bytes or (
@@ -226,14 +223,14 @@ def _disk_bytes(engine: Any, machine: Machine) -> int:
     )
 
 
-def _settled(found: list[StepStats], steps: int | None) -> bool:
-    """Whether enough steps were taken: so many, or as many as it takes until they repeat."""
-    if steps is not None or len(found) >= MOST_STEPS:
-        return len(found) == (steps or MOST_STEPS)
-    return len(found) >= FEWEST_STEPS and _moved(found[-1]) == _moved(found[-2])
+def _enough_steps(history: list[StepStats], steps: int | None) -> bool:
+    """Return whether `steps` steps have run or, by default, whether the transfers of steps repeat."""
+    if steps is not None or len(history) >= MAX_STEPS:
+        return len(history) == (steps or MAX_STEPS)
+    return len(history) >= MIN_STEPS and _transfers(history[-1]) == _transfers(history[-2])
 
 
-def _moved(stats: StepStats) -> tuple[int, ...]:
+def _transfers(stats: StepStats) -> tuple[int, ...]:
     return stats.h2d_bytes, stats.d2h_bytes, stats.disk_read_bytes, stats.disk_write_bytes
 
 
@@ -250,28 +247,28 @@ def _memory_sample(manager: ChunkManager, non_model_bytes: int, at_s: float) -> 
 
 @contextmanager
 def _name_failing_module(model: nn.Module) -> Iterator[None]:
-    """Say which module can't run without bytes, and how to go on."""
+    """Raise ModelError naming the module whose forward fails on meta tensors."""
     names = {module: name for name, module in model.named_modules()}
-    inside: list[nn.Module] = []
+    stack: list[nn.Module] = []
 
-    def enter(module: nn.Module, args: Any) -> None:
-        inside.append(module)
+    def before_forward(module: nn.Module, args: Any) -> None:
+        stack.append(module)
 
-    def leave(module: nn.Module, args: Any, out: Any) -> None:
-        inside.pop()
+    def after_forward(module: nn.Module, args: Any, out: Any) -> None:
+        stack.pop()
 
-    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
+    hooks = register_module_forward_pre_hook(before_forward), register_module_forward_hook(after_forward)
     try:
         yield
     except PatrickStarError:
         raise
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        where = "the step, outside of all modules,"
-        if inside:
-            where = f"module {names.get(inside[-1], '?')!r} ({type(inside[-1]).__name__})"
+        source = "the code outside of all modules"
+        if stack:
+            source = f"module {names.get(stack[-1], '?')!r} ({type(stack[-1]).__name__})"
         raise ModelError(
-            f"{where} can't be rehearsed on tensors without bytes: {error}. Train it without a rehearsal: the first "
-            f"step traces what it does"
+            f"{source} cannot run on meta tensors: {error}. Train without a dry run: the first step then traces the "
+            f"model"
         ) from error
     finally:
         for hook in hooks:
@@ -288,67 +285,73 @@ def simulate(
     *,
     steps: int | None = None,
     meter_s: float | None = None,
-    unseen_bytes: int = 0,
+    untraced_bytes: int = 0,
     library_bytes: int = 0,
     **hooks: Any,
 ) -> DryRunReport:
-    """Train a model for some steps without its bytes, and tell of the last of them.
+    """Train a meta-device model for a few steps and report the last one.
 
-    model: on the meta device, or a function that builds it, which is called under it. step: must read no value of a
-    tensor. steps: how many; by default until they repeat. costs: what operators take; by default what the machine's
-    rates say. meter_s: what a look at the meter takes on this machine; given, the time that Python, autograd and the
-    engine took here counts too. unseen_bytes: non-model data that is neither a tensor nor an operator's.
-    library_bytes: what the device's libraries keep of it from the start. hooks: the engine's.
-    Raises BudgetError, as a run would, where the model does not fit.
+    Args:
+        model: On the meta device, or a function that builds it and is called under the meta device.
+        step: Must not read values of floating-point tensors.
+        costs: Cost model of operators; by default a roofline of the machine.
+        steps: Number of steps; by default until their transfers repeat.
+        meter_s: Seconds per meter read. If given, the real time of Python, autograd and the engine counts too.
+        untraced_bytes: Non-model data that belongs to no tensor and no operator.
+        library_bytes: Device memory that libraries occupy from the start.
+        hooks: Keyword arguments of the engine.
+
+    Raises:
+        BudgetError: The model does not fit, as in a real run.
     """
     meter = TensorMeter(DEVICE_GRAIN_BYTES) if machine.gpu is not None else TensorMeter(HOST_GRAIN_BYTES, True)
     hardware = SimulatedHardware(machine, meter, library_bytes)
     engine: Any = None
     timeline: list[MemorySample] = []
 
-    def spend(taken: float) -> None:
-        hardware.compute(taken)
+    def advance(seconds: float) -> None:
+        hardware.compute(seconds)
         if engine is not None:
             timeline.append(
-                _memory_sample(engine._core.manager, meter.now(0) + watch.scratch_bytes, hardware.clock.now)
+                _memory_sample(engine._core.manager, meter.now(0) + tracer.scratch_bytes, hardware.clock.now)
             )
 
-    watch = OpTracer(meter, costs if costs is not None else roofline(machine), spend)
+    tracer = OpTracer(meter, costs if costs is not None else roofline(machine), advance)
     if not isinstance(model, nn.Module):
         with META:
             model = model()
     values = {name: torch.empty_like(param, device=META) for name, param in model.named_parameters()}
-    meter.add_persistent(library_bytes)  # calibration forgets it, and it is counted anew below
-    with watching(watch, "cpu" if machine.gpu is None else "cuda"):
+    meter.add_persistent(library_bytes)  # part of the baseline after calibration, hence added again below
+    with trace_operators(tracer, "cpu" if machine.gpu is None else "cuda"):
         engine = make_engine(
             model, config, values.__getitem__, kernels=SimulatedKernels(hardware), hardware=hardware, **hooks
         )
-        meter.add_persistent(unseen_bytes + library_bytes)
+        meter.add_persistent(untraced_bytes + library_bytes)
         try:
-            found: list[StepStats] = []
-            while not _settled(found, steps):
-                began, hardware.computed_s, watch.inside_s = hardware.clock.now, 0.0, 0.0
+            history: list[StepStats] = []
+            while not _enough_steps(history, steps):
+                start_s, hardware.computed_s, tracer.tracing_s = hardware.clock.now, 0.0, 0.0
                 timeline.clear()
-                started = time.perf_counter()
-                before = [(lane.busy_s, lane.nbytes) for lane in hardware.channels]
+                real_start_s = time.perf_counter()
+                before = [(channel.busy_s, channel.nbytes) for channel in hardware.channels]
                 with _name_failing_module(engine.module):
                     step(engine)
-                found.append(engine.stats.last)
+                history.append(engine.stats.last)
             channels = tuple(
-                ChannelUse(lane.name, lane.busy_s - busy_s, lane.nbytes - nbytes)
-                for lane, (busy_s, nbytes) in zip(hardware.channels, before, strict=True)
+                ChannelUse(channel.name, channel.busy_s - busy_s, channel.nbytes - nbytes)
+                for channel, (busy_s, nbytes) in zip(hardware.channels, before, strict=True)
             )
-            managing = 0.0
+            overhead_s = 0.0
             if meter_s is not None:
-                managing = time.perf_counter() - started - watch.inside_s
-                managing += meter_s * len(engine._core.tracer.trace.moments)
+                overhead_s = time.perf_counter() - real_start_s - tracer.tracing_s
+                overhead_s += meter_s * len(engine._core.tracer.trace.moments)
             return DryRunReport(
-                hardware.clock.now - began + managing,
-                hardware.computed_s + managing,
+                hardware.clock.now - start_s + overhead_s,
+                hardware.computed_s + overhead_s,
                 channels,
                 engine.stats.last,
                 engine._core.tracer.trace,
-                tuple(replace(one, at_s=one.at_s - began) for one in timeline),
+                tuple(replace(sample, at_s=sample.at_s - start_s) for sample in timeline),
                 engine.device_budget_bytes,
                 engine.host_budget_bytes,
                 _disk_bytes(engine, machine),

@@ -1,4 +1,4 @@
-"""The work of any model's step, traced on tensors without bytes: no accelerator, and no memory for weights."""
+"""Workloads of arbitrary models, traced in a dry run on meta tensors."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,29 +14,30 @@ from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.workload import Workload, Workloads
 from patrickstar.config import Config
 
-PLENTY = 64
-"""Bytes of memory per parameter with which nothing has to move, on either tier."""
-OF_ACTIVATIONS = 1 << 44
-"""Bytes that activations won't exceed."""
+AMPLE_BYTES_PER_PARAM = 64
+"""Budget per parameter that makes transfers unnecessary, on either tier."""
+AMPLE_ACTIVATION_BYTES = 1 << 44
+"""More bytes than any model's activations need."""
 
 
 class _OpCounter:
-    """Counts operations, and the size of the matrices that they are done on."""
+    """Cost model that also counts floating-point operations and matrix sizes."""
 
     def __init__(self, machine: Machine) -> None:
         self.costs = roofline(machine)
         self.operations = 0
-        self.per_size = 0.0
-        """Operations of matrix products, each over the smallest side of its matrices."""
-        self.sized = 0
+        self.sized_operations = 0
+        """Operations of matrix products with a known size."""
+        self.operations_over_size = 0.0
+        """Sum of their operations divided by their matrix size."""
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost:
-        found = operations(func, args, kwargs, out)
-        self.operations += found
+        count = operations(func, args, kwargs, out)
+        self.operations += count
         size = matrix_size(args)
-        if found and size:
-            self.sized += found
-            self.per_size += found / size
+        if count and size:
+            self.sized_operations += count
+            self.operations_over_size += count / size
         return self.costs(func, args, kwargs, out)
 
 
@@ -47,51 +48,56 @@ def traced_workloads(
     tokens_of: Callable[[int], int],
     machine: Machine,
 ) -> Workloads:
-    """The work of a model by batch and checkpointing, each found by one rehearsed step.
+    """Return a function from (batch, checkpointing) to the workload of one dry-run step.
 
-    build: the model, with activation checkpointing or without. step_of: a step over so many sequences, which have
-    `tokens_of` as many tokens. machine: its kind decides which kernels attention takes. Raises ModelError naming a
-    module that can't be rehearsed.
+    Args:
+        build: Returns the model, with or without activation checkpointing.
+        step_of: Returns a step over a batch of the given number of sequences.
+        tokens_of: Returns the number of tokens in such a batch.
+        machine: Decides by its type which attention kernels are used.
+
+    Raises:
+        ModelError: A module cannot run on meta tensors; the message names it.
     """
 
     @cache
     def workload(batch: int, checkpointing: bool) -> Workload:
-        counted = _OpCounter(machine)
-        seen: list[Any] = []
+        counter = _OpCounter(machine)
+        engines: list[Any] = []
         step = step_of(batch)
 
-        def watched(engine: Any) -> None:
-            seen.append(engine)
+        def recorded_step(engine: Any) -> None:
+            engines.append(engine)
             step(engine)
 
         model = build(checkpointing)
         if not isinstance(model, nn.Module):
             with META:
                 model = model()
-        # No chunk can be smaller than the largest parameter, and none need be larger.
+        # The smallest possible chunks: those that hold the largest parameter.
         sizes = [param.numel() for param in model.parameters()]
         largest, numel = max(sizes, default=1), sum(sizes)
         config = Config(
             device="cpu",
-            device_memory=PLENTY * numel + OF_ACTIVATIONS,
-            host_memory=PLENTY * (numel + largest),
+            device_memory=AMPLE_BYTES_PER_PARAM * numel + AMPLE_ACTIVATION_BYTES,
+            host_memory=AMPLE_BYTES_PER_PARAM * (numel + largest),
             chunk_size=largest,
         )
-        found = simulate(make_engine, model, config, watched, machine, counted, steps=1)
-        layout = seen[0].layout
+        report = simulate(make_engine, model, config, recorded_step, machine, counter, steps=1)
+        layout = engines[0].layout
         chunk_bytes = layout.chunk_numel * config.compute_dtype.itemsize
-        used = [set(moment.chunks) for moment in found.trace.moments if moment.chunks]
-        at_once = max((len(one | other) for one, other in pairwise(used)), default=1)
-        size = counted.sized / counted.per_size if counted.per_size else 1
+        used = [set(moment.chunks) for moment in report.trace.moments if moment.chunks]
+        working_chunks = max((len(chunks | following) for chunks, following in pairwise(used)), default=1)
+        size = counter.sized_operations / counter.operations_over_size if counter.operations_over_size else 1
         return Workload(
             params=layout.numel,
             batch=batch,
             tokens=tokens_of(batch),
             checkpointing=checkpointing,
-            operations=counted.operations,
+            operations=counter.operations,
             matrix_size=max(1, round(size)),
-            non_model_bytes=found.trace.peak_non_model_bytes,
-            working_bytes=at_once * chunk_bytes,
+            non_model_bytes=report.trace.peak_non_model_bytes,
+            working_bytes=working_chunks * chunk_bytes,
         )
 
     return workload

@@ -11,7 +11,7 @@ from torch import nn
 from patrickstar._checkpoint.hf_export import HFExport
 from patrickstar._distributed.process_group import World
 from patrickstar._dry_run.report import DryRunReport
-from patrickstar._dry_run.simulation import dry_run_report, forward_backward_step
+from patrickstar._dry_run.simulation import dry_run_engine, forward_backward_step
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.engine_checkpoint import EMPTY_STATE, EngineCheckpoint
@@ -248,7 +248,7 @@ class Engine:
         """
         if self.world is not None:
             raise ConfigError("engine.plan simulates a single process; for several use patrickstar plan --gpus")
-        return dry_run_report(self, forward_backward_step(loss or _loss_of, args, kwargs))
+        return dry_run_engine(self, forward_backward_step(loss or _loss_of, args, kwargs))
 
     def close(self, *, keep: bool = True) -> None:
         """Free all chunks and turn the parameters into ordinary tensors on the host, in full precision.

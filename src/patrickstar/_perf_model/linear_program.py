@@ -1,4 +1,4 @@
-"""Linear programs in a few variables that are shares or times: what is written as expressions, HiGHS solves."""
+"""Linear programs over a few non-negative variables, written as expressions and solved by HiGHS."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,46 +8,46 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 Expression = NDArray[np.float64]
-"""A constant, and the coefficient of each variable."""
+"""A constant, followed by the coefficient of each variable."""
 
 SLACK = 1e-9
-"""What a solver may be off by, relative to what it compares."""
+"""Relative tolerance of the solver."""
 
 
 @dataclass(frozen=True)
 class Variables:
-    """Some variables, none of them below zero."""
+    """Non-negative variables; indexing returns the expression of one of them."""
 
     count: int
 
     @property
     def one(self) -> Expression:
-        """The constant."""
+        """Constant expression 1."""
         return self[-1]
 
     def __getitem__(self, index: int) -> Expression:
-        found = np.zeros(self.count + 1)
-        found[index + 1] = 1.0
-        return found
+        expression = np.zeros(self.count + 1)
+        expression[index + 1] = 1.0
+        return expression
 
 
-def value(expression: Expression, at: NDArray[np.float64]) -> float:
-    """What an expression is where the variables have these values."""
-    return float(expression[0] + expression[1:] @ at)
+def value(expression: Expression, values: NDArray[np.float64]) -> float:
+    """Evaluate an expression at the given values of the variables."""
+    return float(expression[0] + expression[1:] @ values)
 
 
-def least(
+def minimize(
     objective: Expression, not_above_zero: Sequence[Expression], zero: Sequence[Expression]
 ) -> NDArray[np.float64] | None:
-    """The values of the variables with the least objective, under conditions; None where there are none such."""
-    upper, equal = np.array([_scaled(one) for one in not_above_zero]), np.array(zero)
-    found = linprog(
+    """Return the values of the variables that minimize the objective; None if the constraints are infeasible."""
+    upper, equal = np.array([_scaled(expression) for expression in not_above_zero]), np.array(zero)
+    solution = linprog(
         objective[1:], A_ub=upper[:, 1:], b_ub=-upper[:, 0], A_eq=equal[:, 1:], b_eq=-equal[:, 0], method="highs"
     )
-    # A solver keeps to its bounds but for some rounding.
-    return None if found.x is None else np.maximum(0.0, np.asarray(found.x, dtype=np.float64))
+    # The solver respects bounds only up to rounding.
+    return None if solution.x is None else np.maximum(0.0, np.asarray(solution.x, dtype=np.float64))
 
 
 def _scaled(expression: Expression) -> Expression:
-    """Bytes are counted in billions and shares in ones: a solver wants them alike."""
+    """Scale the largest coefficient to 1: bytes are in billions and shares below 1, which the solver handles badly."""
     return expression / max(1e-12, float(np.abs(expression).max()))

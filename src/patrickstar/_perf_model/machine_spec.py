@@ -1,4 +1,4 @@
-"""What a machine has and how fast its parts are: the description that estimates are made for. Files are TOML."""
+"""Machine specs: memory sizes and rates of a machine, read from TOML files."""
 
 import tomllib
 from difflib import get_close_matches
@@ -20,9 +20,9 @@ def _parse_size(value: Any) -> Any:
 
 
 Bytes = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]
-"""A number of bytes, also as "32GB"."""
+"""Number of bytes; a string such as "32GB" is parsed."""
 Rate = Annotated[float, BeforeValidator(_parse_size), Field(gt=0)]
-"""Bytes per second, also as "12GB"."""
+"""Bytes per second; a string such as "12GB" is parsed."""
 
 
 class _Part(BaseModel):
@@ -30,41 +30,41 @@ class _Part(BaseModel):
 
 
 class Gpu(_Part):
-    """The GPUs, all alike. Rates are of one, and sustained: what large operators reach, not what a data sheet says."""
+    """Identical GPUs. Rates are per GPU and sustained, as large operators reach them, not data-sheet peaks."""
 
     count: int = Field(gt=0)
     memory: Bytes
     matmul_tflops: float = Field(gt=0)
-    """Of matrix products in 16 bits, 10^12 operations per second; a multiplication and an addition are two."""
+    """Rate of 16-bit matrix products in 10^12 operations per second; a multiply-add counts as two."""
     memory_bandwidth: Rate
     half_rate_size: int = Field(default=0, ge=0)
-    """The size of square products that reach half of `matmul_tflops`; 0 where all sizes reach it."""
+    """Size of square products that reach half of `matmul_tflops`; 0 if all sizes reach it."""
 
     def matmul_rate(self, size: int) -> float:
-        """Operations per second of a product whose smallest side is `size`: the larger, the nearer to the limit."""
+        """Return the operations per second of a product whose smallest side is `size`."""
         return self.matmul_tflops * 1e12 * size / (size + self.half_rate_size)
 
 
 class Host(_Part):
-    """The processors and their memory."""
+    """CPUs and host memory."""
 
     memory: Bytes
     memory_bandwidth: Rate
-    """What all cores reach together, reads and writes counted."""
+    """Bandwidth of all cores together, reads plus writes."""
     update_rate: Rate | None = None
-    """What an update was measured to read and write per second, by all cores; None for what memory and cores say."""
+    """Measured traffic of an optimizer update on all cores, reads plus writes; None derives it from the bandwidths."""
     cores: int = Field(gt=0)
     sockets: int = Field(default=1, gt=0)
-    """A process has its memory on one, with that one's part of the bandwidth."""
+    """A process allocates its memory on one socket and gets that socket's part of the bandwidth."""
     core_bandwidth: Rate | None = None
-    """What one core moves in an update, reads and writes counted; None where a few cores reach all of it."""
+    """Bandwidth of one core in an update, reads plus writes; None if a few cores saturate the memory."""
     page_lock: Rate | None = None
-    """What a process fills of memory that it allocates and page-locks anew; None where links are slower."""
+    """Rate at which a process allocates, page-locks and fills new memory; None if the links are slower."""
     matmul_tflops: float | None = Field(default=None, gt=0)
-    """Of all cores, in bfloat16; needed where the compute tier is the host's."""
+    """Rate of all cores in bfloat16; required if the host is the compute tier."""
 
     def update_bandwidth(self, processes: int, threads: int) -> float:
-        """Bytes per second that the updates of so many processes move together, with so many threads each."""
+        """Return the total update traffic in bytes per second of `processes` with `threads` each."""
         memory = (self.update_rate or self.memory_bandwidth) * (min(processes, self.sockets) / self.sockets)
         if self.core_bandwidth is None:
             return memory
@@ -72,21 +72,21 @@ class Host(_Part):
 
 
 class Links(_Part):
-    """Between GPUs and host. All rates are of one GPU and one direction, while the other direction is busy too."""
+    """Links between GPUs and host. Rates are per GPU and direction, with both directions busy."""
 
     h2d: Rate
     d2h: Rate
     shared_by: int = Field(default=1, gt=0)
-    """How many GPUs have one such link together, which is as fast as the faster direction of one."""
+    """Number of GPUs that share one link, whose rate is that of the faster direction."""
     gpu_gpu: Rate | None = None
-    """Bytes that one GPU sends in a collective among all; needed for more than one GPU."""
+    """Bytes per second that one GPU sends in a collective among all; required for more than one GPU."""
 
-    def h2d_of_one(self, gpus: int) -> float:
-        """Bytes per second to each of `gpus` GPUs while all are busy."""
+    def h2d_per_gpu(self, gpus: int) -> float:
+        """Return the H2D bytes per second of each of `gpus` GPUs while all are busy."""
         return min(self.h2d, self._share(gpus))
 
-    def d2h_of_one(self, gpus: int) -> float:
-        """Bytes per second from each of `gpus` GPUs while all are busy."""
+    def d2h_per_gpu(self, gpus: int) -> float:
+        """Return the D2H bytes per second of each of `gpus` GPUs while all are busy."""
         return min(self.d2h, self._share(gpus))
 
     def _share(self, gpus: int) -> float:
@@ -94,7 +94,7 @@ class Links(_Part):
 
 
 class DiskDrive(_Part):
-    """Below the host's memory."""
+    """Disk below the host memory."""
 
     capacity: Bytes
     read: Rate
@@ -102,11 +102,11 @@ class DiskDrive(_Part):
 
 
 class Machine(_Part):
-    """A machine as an estimate sees it. Where there is no GPU, the host computes."""
+    """Machine spec. Without a GPU, the host computes."""
 
     name: str
     source: str
-    """Where the figures come from."""
+    """Origin of the figures."""
     gpu: Gpu | None = None
     host: Host
     links: Links | None = None
@@ -114,34 +114,38 @@ class Machine(_Part):
 
     @property
     def device_memory(self) -> int:
-        """Bytes of one compute tier: a GPU's, or the host's."""
+        """Bytes of one compute tier: a GPU or the host."""
         return self.gpu.memory if self.gpu is not None else self.host.memory
 
     def matmul_rate(self, size: int | None = None) -> float:
-        """Operations per second of matrix products whose smallest side is `size`; None for large ones."""
+        """Return the operations per second of products whose smallest side is `size`; None means large."""
         if self.gpu is None:
             assert self.host.matmul_tflops is not None
             return self.host.matmul_tflops * 1e12
         return self.gpu.matmul_rate(size) if size is not None else self.gpu.matmul_tflops * 1e12
 
-    def crossing_rates(self, processes: int) -> tuple[float, float]:
-        """Bytes per second to and from the device of each process while all are busy.
+    def transfer_rates(self, processes: int) -> tuple[float, float]:
+        """Return the H2D and D2H bytes per second of each process while all are busy.
 
-        Without links the host's cores copy: a copied byte is read and written.
+        Without links the cores of the host copy: each byte is read and written.
         """
         if self.links is None:
             return self.host.memory_bandwidth / 2, self.host.memory_bandwidth / 2
-        return self.links.h2d_of_one(processes), self.links.d2h_of_one(processes)
+        return self.links.h2d_per_gpu(processes), self.links.d2h_per_gpu(processes)
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine that a TOML file describes. Raises ConfigError, naming the field, for one that is none."""
+    """Read a machine spec from a TOML file.
+
+    Raises:
+        ConfigError: The file is unreadable or invalid; the message names the field.
+    """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"the machine file {path} can't be read: {error.strerror}") from error
+        raise ConfigError(f"the machine file {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the machine file {path} is no TOML: {error}") from error
+        raise ConfigError(f"the machine file {path} is not valid TOML: {error}") from error
     try:
         machine = Machine.model_validate(table)
     except ValidationError as error:
@@ -154,28 +158,29 @@ def read_machine(path: Path) -> Machine:
 
 def _check(machine: Machine, path: Path) -> None:
     if machine.gpu is None and machine.host.matmul_tflops is None:
-        raise ConfigError(f"the machine file {path}: host.matmul_tflops: needed where there is no [gpu]")
+        raise ConfigError(f"the machine file {path}: host.matmul_tflops: required without a [gpu] section")
     if machine.gpu is not None and machine.links is None:
-        raise ConfigError(f"the machine file {path}: links: a [gpu] needs the rates between it and the host")
+        raise ConfigError(f"the machine file {path}: links: required with a [gpu] section")
     if machine.gpu and machine.gpu.count > 1 and machine.links and machine.links.gpu_gpu is None:
-        raise ConfigError(f"the machine file {path}: links.gpu_gpu: needed for more than one GPU")
+        raise ConfigError(f"the machine file {path}: links.gpu_gpu: required for more than one GPU")
 
 
 def known_machines() -> dict[str, Path]:
-    """The machines whose files come with this package, by name."""
+    """Return the files of the machine specs in this package by name."""
     folder = Path(str(resources.files("patrickstar") / "_perf_model" / "machines"))
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
-def find_machine(place: str) -> Machine:
-    """The machine that `place` means: the name of one that comes with the package, or a TOML file.
+def find_machine(name_or_path: str) -> Machine:
+    """Return the machine spec with a name from this package, or read it from a TOML file.
 
-    Raises ConfigError, with the nearest names, if it means none.
+    Raises:
+        ConfigError: There is no such name or file; the message lists the nearest names.
     """
     known = known_machines()
-    if place in known:
-        return read_machine(known[place])
-    if Path(place).is_file():
-        return read_machine(Path(place))
-    nearest = get_close_matches(place, known, n=3, cutoff=0.3) or list(known)
-    raise ConfigError(f"{place!r} is no machine known here, and no file; did you mean {', '.join(nearest)}?")
+    if name_or_path in known:
+        return read_machine(known[name_or_path])
+    if Path(name_or_path).is_file():
+        return read_machine(Path(name_or_path))
+    nearest = get_close_matches(name_or_path, known, n=3, cutoff=0.3) or list(known)
+    raise ConfigError(f"{name_or_path!r} is neither a known machine nor a file; did you mean {', '.join(nearest)}?")

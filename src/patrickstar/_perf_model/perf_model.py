@@ -1,7 +1,7 @@
-"""How fast a step can be on a machine, with everything overlapped, and where model data should lie for that.
+"""Performance model: the fastest step on a machine with full overlap, and the placement that reaches it.
 
-Bytes follow from shares of the model data, linearly; so do the seconds of every lane. The shares with which the busiest
-lane is done first are a linear program's, and what is missing where nothing fits is another's.
+Bytes per tier and seconds per channel are linear in the shares of model data that each tier holds. One linear program
+minimizes the time of the busiest channel; another finds the missing bytes if the model does not fit.
 """
 
 import math
@@ -12,55 +12,55 @@ from enum import Enum
 import numpy as np
 
 from patrickstar._layout.byte_size import format_size
-from patrickstar._perf_model.linear_program import SLACK, Expression, Variables, least, value
+from patrickstar._perf_model.linear_program import SLACK, Expression, Variables, minimize, value
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.workload import PARAM_BYTES, STATE_BYTES, UPDATE_BYTES, Workload, Workloads
 from patrickstar.errors import BudgetError
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Sequences per process that are tried."""
+"""Candidate batch sizes in sequences per process."""
 
-_KEPT, _RESIDENT, _ON_HOST, _STREAMED, _LEFT, _IN_RAM, _ON_DISK, _PAGED, _LONGEST, _MORE = range(10)
-_OF = Variables(10)
+_KEPT, _RESIDENT, _ON_HOST, _STREAMED, _REFETCHED, _IN_RAM, _ON_DISK, _PAGED, _TIME, _EXTRA = range(10)
+_VAR = Variables(10)
 
 PAGED_READ_BYTES, PAGED_WRITE_BYTES = 2 * PARAM_BYTES, PARAM_BYTES
-"""Of a parameter that lies on disk: read for forward and for backward, written when it was updated."""
+"""Disk traffic of a parameter stored on disk: read for forward and backward, written after its update."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Which part of a process's model data lies where, and is updated where (each from 0 to 1)."""
+    """Placement of a process's model data, and where it is updated; each share is from 0 to 1."""
 
     kept: float
-    """Of the parameters: those that stay on the device from forward to backward, and to the next forward."""
+    """Parameters that stay on the device from forward to backward, and to the next forward."""
     resident: float
-    """Those whose whole state lives on the device, and which are updated there."""
+    """Parameters whose states are on the device, and which are updated there."""
     on_host: float
-    """Those updated on the host; the rest have their state streamed to the device for their update."""
+    """Parameters updated on the host; the states of the rest are streamed to the device for the update."""
     in_ram: float
-    """Of the state that is not on the device: what lies in the host's memory, the rest on disk."""
+    """Part of the states outside the device that is in host memory; the rest is on disk."""
     paged: float
-    """Of the parameters: those that lie on disk, too."""
+    """Parameters that are stored on disk, too."""
 
 
 @dataclass(frozen=True)
-class SimulatedChannel:
-    """What one resource does in a step."""
+class ChannelLoad:
+    """Load of one resource in a step."""
 
     name: str
     seconds: float
     amount: float
-    """Bytes, or operations."""
+    """Bytes or operations."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step of all processes."""
+    """Estimate of one step of all processes."""
 
     workload: Workload
     processes: int
     shares: Shares
-    channels: tuple[SimulatedChannel, ...]
+    channels: tuple[ChannelLoad, ...]
     fill_s: float
     device_bytes: int
     host_bytes: int
@@ -68,29 +68,29 @@ class Estimate:
 
     @property
     def bound_s(self) -> float:
-        """The busiest lane. No other shares have one that is done sooner."""
-        return max(lane.seconds for lane in self.channels)
+        """Seconds of the busiest channel, minimal over all shares."""
+        return max(channel.seconds for channel in self.channels)
 
     @property
     def seconds(self) -> float:
-        """What a step takes."""
+        """Seconds of a step."""
         return self.bound_s + self.fill_s
 
     @property
     def tflops(self) -> float:
-        """Of one process, 10^12 operations per second."""
+        """Throughput of one process in 10^12 operations per second."""
         return self.workload.operations / self.seconds / 1e12
 
     @property
     def free_tokens(self) -> int:
-        """Tokens per process and step from which on moving model data costs no time: computing takes as long."""
-        compute = next(lane for lane in self.channels if lane.name == "compute")
-        others = max(lane.seconds for lane in self.channels if lane is not compute)
-        return math.ceil(self.workload.tokens * others / compute.seconds) if compute.seconds else 0
+        """Tokens per process and step from which on computation hides all transfers."""
+        compute = next(channel for channel in self.channels if channel.name == "compute")
+        transfer_s = max(channel.seconds for channel in self.channels if channel is not compute)
+        return math.ceil(self.workload.tokens * transfer_s / compute.seconds) if compute.seconds else 0
 
 
-class Room(Enum):
-    """What a model may need more of."""
+class Tier(Enum):
+    """Memory tiers; the values are their names in messages."""
 
     DEVICE = "device memory"
     HOST = "host memory"
@@ -98,64 +98,69 @@ class Room(Enum):
 
 
 def estimate(work: Workload, machine: Machine, processes: int = 1) -> Estimate:
-    """The fastest step of `processes` on a machine, each with an equal part of the model data.
+    """Estimate the fastest step of `processes` on a machine, each with an equal part of the model data.
 
-    Raises BudgetError, with the smallest changes that help, where the model fits with no shares.
+    Raises:
+        BudgetError: The model does not fit; the message names the smallest sufficient changes.
     """
     busy = _channels(work, machine, processes)
     used = _used(work, processes)
-    within = [*_conditions(used, machine), *(seconds - _OF[_LONGEST] for _, seconds, _ in busy)]
-    fastest = least(_OF[_LONGEST], within, _WHOLE)
+    limits = [*_capacity_limits(used, machine), *(seconds - _VAR[_TIME] for _, seconds, _ in busy)]
+    fastest = minimize(_VAR[_TIME], limits, _TOTALS)
     if fastest is None:
-        raise _does_not_fit(work, machine, processes)
-    # Of what is equally fast, the least movement: it wears no disk and leaves room for what was not foreseen.
-    longest = _OF[_LONGEST] - _OF.one * fastest[_LONGEST] * (1 + SLACK)
-    at = least(np.sum([seconds for _, seconds, _ in busy], axis=0), [*within, longest], _WHOLE)
-    at = fastest if at is None else at
-    found = tuple(SimulatedChannel(name, value(seconds, at), value(amount, at)) for name, seconds, amount in busy)
-    below = at[_IN_RAM] + at[_ON_DISK]
+        raise _budget_error(work, machine, processes)
+    # Of equally fast solutions, the one with the fewest transfers: less disk wear, and slack for unforeseen load.
+    time_limit = _VAR[_TIME] - _VAR.one * fastest[_TIME] * (1 + SLACK)
+    solution = minimize(np.sum([seconds for _, seconds, _ in busy], axis=0), [*limits, time_limit], _TOTALS)
+    solution = fastest if solution is None else solution
+    channels = tuple(
+        ChannelLoad(name, value(seconds, solution), value(amount, solution)) for name, seconds, amount in busy
+    )
+    off_device = solution[_IN_RAM] + solution[_ON_DISK]
     return Estimate(
         work,
         processes,
         Shares(
-            float(at[_KEPT]),
-            float(at[_RESIDENT]),
-            float(at[_ON_HOST]),
-            float(at[_IN_RAM] / below) if below > SLACK else 1.0,
-            float(at[_PAGED]),
+            float(solution[_KEPT]),
+            float(solution[_RESIDENT]),
+            float(solution[_ON_HOST]),
+            float(solution[_IN_RAM] / off_device) if off_device > SLACK else 1.0,
+            float(solution[_PAGED]),
         ),
-        found,
-        work.fill_share * max(lane.seconds for lane in found if lane.name != "compute"),
-        *(math.floor(value(used[room], at)) for room in Room),
+        channels,
+        work.fill_share * max(channel.seconds for channel in channels if channel.name != "compute"),
+        *(math.floor(value(used[tier], solution)) for tier in Tier),
     )
 
 
-def least_moved_bytes(work: Workload, machine: Machine, processes: int = 1) -> tuple[int, int]:
-    """The fewest bytes that any step of one process moves between host and device, and the fewest to and from disk.
+def min_transfer_bytes(work: Workload, machine: Machine, processes: int = 1) -> tuple[int, int]:
+    """Return lower bounds of the bytes of a step between host and device, and to and from disk, per process.
 
-    Each by itself, and as if non-model data took nothing: at most moments it takes less than at its peak, and a plan
-    may use that. Lookups on the host aside, no plan has less of either. Raises BudgetError where the model fits with
-    no shares.
+    Each bound is minimized separately and assumes no non-model data, because a plan may use the memory that non-model
+    data leaves free below its peak. Embedding lookups on the host are not considered.
+
+    Raises:
+        BudgetError: The model does not fit.
     """
     work = replace(work, non_model_bytes=0, working_bytes=0)
     amounts = {name: amount for name, _, amount in _channels(work, machine, processes)}
-    within = _conditions(_used(work, processes), machine)
-    found = []
+    limits = _capacity_limits(_used(work, processes), machine)
+    bounds = []
     for pair in (("host to device", "device to host"), ("disk read", "disk write")):
-        moved = np.sum([amounts.get(name, 0 * _OF.one) for name in pair], axis=0)
-        at = least(moved / 1e9, within, _WHOLE)
-        if at is None:
-            raise _does_not_fit(work, machine, processes)
-        found.append(math.ceil(value(moved, at)))
-    return found[0], found[1]
+        transferred = np.sum([amounts.get(name, 0 * _VAR.one) for name in pair], axis=0)
+        solution = minimize(transferred / 1e9, limits, _TOTALS)
+        if solution is None:
+            raise _budget_error(work, machine, processes)
+        bounds.append(math.ceil(value(transferred, solution)))
+    return bounds[0], bounds[1]
 
 
-def least_more(work: Workload, machine: Machine, processes: int, room: Room) -> int | None:
-    """Bytes of one kind of room that a model needs beside what a machine has; None where no amount helps."""
+def min_extra_bytes(work: Workload, machine: Machine, processes: int, tier: Tier) -> int | None:
+    """Return the bytes that a tier must gain for the model to fit; None if no amount is enough."""
     used = _used(work, processes)
-    used[room] = used[room] - _OF[_MORE] * 1e9
-    at = least(_OF[_MORE], _conditions(used, machine), _WHOLE)
-    return None if at is None else math.ceil(at[_MORE] * 1e9 * (1 + SLACK)) + 1
+    used[tier] = used[tier] - _VAR[_EXTRA] * 1e9
+    solution = minimize(_VAR[_EXTRA], _capacity_limits(used, machine), _TOTALS)
+    return None if solution is None else math.ceil(solution[_EXTRA] * 1e9 * (1 + SLACK)) + 1
 
 
 def best_estimate(
@@ -165,144 +170,148 @@ def best_estimate(
     checkpointing: Sequence[bool] = (True, False),
     batches: Sequence[int] = BATCHES,
 ) -> Estimate:
-    """The step with the most tokens a second over batches that fit, with activations kept or computed again.
+    """Return the estimate with the most tokens per second over batch sizes, with and without checkpointing.
 
-    Of equals, the smallest. Raises the BudgetError of the smallest batch where none fits.
+    Ties go to the smallest batch.
+
+    Raises:
+        BudgetError: No batch fits; the error is that of the smallest.
     """
-    found: list[Estimate] = []
-    refused: BudgetError | None = None
-    for again in checkpointing:
+    estimates: list[Estimate] = []
+    first_error: BudgetError | None = None
+    for recompute in checkpointing:
         for batch in sorted(batches):
             try:
-                found.append(estimate(work_of(batch, again), machine, processes))
+                estimates.append(estimate(work_of(batch, recompute), machine, processes))
             except BudgetError as error:
-                refused = refused or error
-                break  # larger ones need more
-    if not found:
-        assert refused is not None, "no batch was given"
-        raise refused
+                first_error = first_error or error
+                break  # larger batches need more memory
+    if not estimates:
+        assert first_error is not None, "no batch was given"
+        raise first_error
 
-    def merit(one: Estimate) -> tuple[float, int, bool]:
-        speed = one.workload.tokens / one.seconds
-        return float(f"{speed:.4g}"), -one.workload.tokens, not one.workload.checkpointing
+    def merit(candidate: Estimate) -> tuple[float, int, bool]:
+        speed = candidate.workload.tokens / candidate.seconds
+        return float(f"{speed:.4g}"), -candidate.workload.tokens, not candidate.workload.checkpointing
 
-    return max(found, key=merit)
+    return max(estimates, key=merit)
 
 
 def fits(work: Workload, machine: Machine, processes: int) -> bool:
-    """Whether there are shares with which nothing is over its budget."""
-    return least(_OF.one, _conditions(_used(work, processes), machine), _WHOLE) is not None
+    """Return whether some placement respects all budgets."""
+    return minimize(_VAR.one, _capacity_limits(_used(work, processes), machine), _TOTALS) is not None
 
 
 def largest_batch(
     work_of: Workloads, machine: Machine, processes: int, checkpointing: bool, below: int = 1 << 20
 ) -> int:
-    """The most sequences per process that fit; 0 where one alone does not."""
+    """Return the largest number of sequences per process that fits; 0 if not even one does."""
 
     def possible(batch: int) -> bool:
         return fits(work_of(batch, checkpointing), machine, processes)
 
     if not possible(1):
         return 0
-    most, too_many = 1, 2
-    while too_many < below and possible(too_many):
-        most, too_many = too_many, 2 * too_many
-    too_many = min(too_many, below)
-    while too_many - most > 1:
-        middle = (most + too_many) // 2
-        most, too_many = (middle, too_many) if possible(middle) else (most, middle)
-    return most
+    largest, too_large = 1, 2
+    while too_large < below and possible(too_large):
+        largest, too_large = too_large, 2 * too_large
+    too_large = min(too_large, below)
+    while too_large - largest > 1:
+        middle = (largest + too_large) // 2
+        largest, too_large = (middle, too_large) if possible(middle) else (largest, middle)
+    return largest
 
 
-_WHOLE = [
-    _OF[_RESIDENT] + _OF[_ON_HOST] + _OF[_STREAMED] - _OF.one,
-    _OF[_RESIDENT] + _OF[_IN_RAM] + _OF[_ON_DISK] - _OF.one,
+_TOTALS = [
+    _VAR[_RESIDENT] + _VAR[_ON_HOST] + _VAR[_STREAMED] - _VAR.one,
+    _VAR[_RESIDENT] + _VAR[_IN_RAM] + _VAR[_ON_DISK] - _VAR.one,
 ]
-"""Every parameter is updated somewhere, and every state lies somewhere."""
+"""Equality constraints: every parameter is updated on some tier, and every state is stored on some tier."""
 
 
-def _used(work: Workload, processes: int) -> dict[Room, Expression]:
-    """Bytes that one process takes of its device, and all of the host and its disk."""
-    part, whole = work.params / processes, float(work.params)
-    below = _OF.one - _OF[_KEPT] - _OF[_RESIDENT] - _OF[_PAGED]
+def _used(work: Workload, processes: int) -> dict[Tier, Expression]:
+    """Bytes used on one process's device, and by all processes on the host and its disk."""
+    shard, total = work.params / processes, float(work.params)
+    on_host = _VAR.one - _VAR[_KEPT] - _VAR[_RESIDENT] - _VAR[_PAGED]
     return {
-        Room.DEVICE: _OF.one * (work.non_model_bytes + work.working_bytes)
-        + part * (PARAM_BYTES * _OF[_KEPT] + (PARAM_BYTES + STATE_BYTES) * _OF[_RESIDENT]),
-        Room.HOST: whole * (PARAM_BYTES * below + STATE_BYTES * _OF[_IN_RAM]),
-        Room.DISK: whole * (STATE_BYTES * _OF[_ON_DISK] + PARAM_BYTES * _OF[_PAGED]),
+        Tier.DEVICE: _VAR.one * (work.non_model_bytes + work.working_bytes)
+        + shard * (PARAM_BYTES * _VAR[_KEPT] + (PARAM_BYTES + STATE_BYTES) * _VAR[_RESIDENT]),
+        Tier.HOST: total * (PARAM_BYTES * on_host + STATE_BYTES * _VAR[_IN_RAM]),
+        Tier.DISK: total * (STATE_BYTES * _VAR[_ON_DISK] + PARAM_BYTES * _VAR[_PAGED]),
     }
 
 
-def _conditions(used: dict[Room, Expression], machine: Machine) -> list[Expression]:
+def _capacity_limits(used: dict[Tier, Expression], machine: Machine) -> list[Expression]:
+    """Inequality constraints: expressions that must not be above zero."""
     disk_bytes = machine.disk.capacity if machine.disk is not None else 0
     if machine.gpu is not None:
         in_memory = [
-            used[Room.DEVICE] - _OF.one * machine.gpu.memory,
-            used[Room.HOST] - _OF.one * machine.host.memory,
+            used[Tier.DEVICE] - _VAR.one * machine.gpu.memory,
+            used[Tier.HOST] - _VAR.one * machine.host.memory,
         ]
     else:  # one memory for both tiers
-        in_memory = [used[Room.DEVICE] + used[Room.HOST] - _OF.one * machine.host.memory]
-    # What stays on the device lies nowhere else.
-    above = _OF[_KEPT] + _OF[_RESIDENT] + _OF[_PAGED] - _OF.one
-    # Of what is updated on the device, all that does not stay there comes again for the next forward.
-    left = _OF[_STREAMED] - _OF[_KEPT] - _OF[_LEFT]
-    return [*in_memory, used[Room.DISK] - _OF.one * disk_bytes, above, left]
+        in_memory = [used[Tier.DEVICE] + used[Tier.HOST] - _VAR.one * machine.host.memory]
+    # Parameters are kept, resident or paged, at most one of them.
+    exclusive = _VAR[_KEPT] + _VAR[_RESIDENT] + _VAR[_PAGED] - _VAR.one
+    # Parameters that are updated on the device but not kept there are fetched again for the next forward.
+    refetched = _VAR[_STREAMED] - _VAR[_KEPT] - _VAR[_REFETCHED]
+    return [*in_memory, used[Tier.DISK] - _VAR.one * disk_bytes, exclusive, refetched]
 
 
 def _channels(work: Workload, machine: Machine, processes: int) -> list[tuple[str, Expression, Expression]]:
-    """Each resource with the seconds it is busy and what it moves, for one process; what is shared counts all."""
-    part = work.params / processes
-    below = _OF.one - _OF[_KEPT] - _OF[_RESIDENT]
+    """Name, busy seconds and amount of each resource for one process; seconds of shared resources count all."""
+    shard = work.params / processes
+    fetched = _VAR.one - _VAR[_KEPT] - _VAR[_RESIDENT]
     disk, rate = machine.disk, machine.matmul_rate(work.matrix_size)
-    down = part * (PARAM_BYTES * _OF[_ON_HOST] + STATE_BYTES * _OF[_STREAMED])
-    up = down + part * PARAM_BYTES * (below + _OF[_LEFT])
-    read = part * (STATE_BYTES * _OF[_ON_DISK] + PAGED_READ_BYTES * _OF[_PAGED])
-    written = part * (STATE_BYTES * _OF[_ON_DISK] + PAGED_WRITE_BYTES * _OF[_PAGED])
-    updated = UPDATE_BYTES * _OF[_ON_HOST] + 2 * STATE_BYTES * _OF[_STREAMED]
-    above = part * UPDATE_BYTES * (_OF[_RESIDENT] + _OF[_STREAMED])
-    ram = part * (updated + PARAM_BYTES * below) + read + written
-    compute = _OF.one * (work.operations / rate)
+    d2h_bytes = shard * (PARAM_BYTES * _VAR[_ON_HOST] + STATE_BYTES * _VAR[_STREAMED])
+    h2d_bytes = d2h_bytes + shard * PARAM_BYTES * (fetched + _VAR[_REFETCHED])
+    read_bytes = shard * (STATE_BYTES * _VAR[_ON_DISK] + PAGED_READ_BYTES * _VAR[_PAGED])
+    write_bytes = shard * (STATE_BYTES * _VAR[_ON_DISK] + PAGED_WRITE_BYTES * _VAR[_PAGED])
+    host_update = UPDATE_BYTES * _VAR[_ON_HOST] + 2 * STATE_BYTES * _VAR[_STREAMED]
+    device_update_bytes = shard * UPDATE_BYTES * (_VAR[_RESIDENT] + _VAR[_STREAMED])
+    ram_bytes = shard * (host_update + PARAM_BYTES * fetched) + read_bytes + write_bytes
+    compute = _VAR.one * (work.operations / rate)
     if machine.gpu is not None:
-        compute = compute + above / machine.gpu.memory_bandwidth
+        compute = compute + device_update_bytes / machine.gpu.memory_bandwidth
     else:
-        ram = ram + above
-    h2d, d2h = machine.crossing_rates(processes)
+        ram_bytes = ram_bytes + device_update_bytes
+    h2d, d2h = machine.transfer_rates(processes)
     memory = machine.host.update_bandwidth(processes, max(1, machine.host.cores // processes))
     channels = [
-        ("compute", compute, _OF.one * work.operations),
-        ("host to device", up / h2d, up),
-        ("device to host", down / d2h, down),
-        ("host memory", ram * processes / memory, ram),
+        ("compute", compute, _VAR.one * work.operations),
+        ("host to device", h2d_bytes / h2d, h2d_bytes),
+        ("device to host", d2h_bytes / d2h, d2h_bytes),
+        ("host memory", ram_bytes * processes / memory, ram_bytes),
     ]
     if disk is not None:
-        channels.append(("disk read", read * processes / disk.read, read))
-        channels.append(("disk write", written * processes / disk.write, written))
+        channels.append(("disk read", read_bytes * processes / disk.read, read_bytes))
+        channels.append(("disk write", write_bytes * processes / disk.write, write_bytes))
     if processes > 1:
         assert machine.links is not None and machine.links.gpu_gpu is not None
-        # Two gathers of parameters and a scatter of gradients (PatrickStar §7: 6(p-1)/p bytes per parameter).
-        sent = _OF.one * (3 * PARAM_BYTES * (processes - 1) / processes * work.params)
-        channels.append(("between GPUs", sent / machine.links.gpu_gpu, sent))
+        # Two all-gathers of parameters, one reduce-scatter of gradients (PatrickStar §7: 6(p-1)/p bytes per parameter).
+        sent_bytes = _VAR.one * (3 * PARAM_BYTES * (processes - 1) / processes * work.params)
+        channels.append(("between GPUs", sent_bytes / machine.links.gpu_gpu, sent_bytes))
     return channels
 
 
-def _does_not_fit(work: Workload, machine: Machine, processes: int) -> BudgetError:
-    rooms = Room if machine.gpu is not None else (Room.HOST, Room.DISK)
-    needs = {room: least_more(work, machine, processes, room) for room in rooms}
-    ways = [f"{format_size(nbytes)} more {room.value}" for room, nbytes in needs.items() if nbytes is not None]
+def _budget_error(work: Workload, machine: Machine, processes: int) -> BudgetError:
+    tiers = Tier if machine.gpu is not None else (Tier.HOST, Tier.DISK)
+    needs = {tier: min_extra_bytes(work, machine, processes, tier) for tier in tiers}
+    remedies = [f"{format_size(nbytes)} more {tier.value}" for tier, nbytes in needs.items() if nbytes is not None]
     memory = machine.device_memory
     if work.non_model_bytes + work.working_bytes > memory:
-        what = (
-            f"the device's {format_size(memory)} don't hold {format_size(work.non_model_bytes)} of non-model data "
-            f"beside {format_size(work.working_bytes)} of parameters that are needed at once"
+        problem = (
+            f"{format_size(work.non_model_bytes)} of non-model data and {format_size(work.working_bytes)} of "
+            f"parameters used at the same time exceed the device memory of {format_size(memory)}"
         )
-        ways = [
+        remedies = [
             *(["a smaller batch"] if work.batch > 1 else []),
             *([] if work.checkpointing else ["activation checkpointing"]),
-            *ways,
+            *remedies,
         ]
     else:
         total = format_size((PARAM_BYTES + STATE_BYTES) * work.params)
         devices = f"{processes} devices" if processes > 1 else "the device"
-        what = f"the model data of {total} has no room on {devices}, the host and its disk"
+        problem = f"the model data of {total} do not fit on {devices}, the host and its disk"
     short = min((nbytes for nbytes in needs.values() if nbytes is not None), default=None)
-    return BudgetError(f"{what}. What helps: {', or '.join(ways) or 'more of device and host memory both'}", short)
+    return BudgetError(f"{problem}. Try {', or '.join(remedies) or 'more device memory and more host memory'}", short)

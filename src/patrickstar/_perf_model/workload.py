@@ -1,4 +1,4 @@
-"""What a step has to do, as far as an estimate needs to know it."""
+"""Workload of one training step, the input of the performance model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,46 +6,46 @@ from dataclasses import dataclass
 from patrickstar._perf_model.gpt_costs import SAVED_BYTES_PER_SCORE, Gpt
 
 PARAM_BYTES = 2
-"""Of a parameter in the dtype that operators compute in, and of its gradient, which takes its place."""
+"""Bytes of a parameter in the compute dtype; its gradient reuses the same memory."""
 STATE_BYTES = 12
-"""Of a parameter's master and two moments."""
+"""Bytes of a parameter's fp32 master copy and two optimizer moments."""
 UPDATE_BYTES = 2 * PARAM_BYTES + 2 * STATE_BYTES
-"""What an update on the host reads and writes: gradient, parameter, states."""
+"""Bytes per parameter that an update reads and writes: gradient, parameter, states."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of one process."""
+    """Workload of one step of one process."""
 
     params: int
     batch: int
-    """Sequences."""
+    """Number of sequences."""
     tokens: int
     checkpointing: bool
-    """Whether activations are computed again in backward."""
+    """Activations are recomputed in backward."""
     operations: float
     matrix_size: int
-    """The smallest side of most matrix products: the larger, the faster they are."""
+    """Typical smallest side of matrix products; larger products are faster."""
     non_model_bytes: int
-    """The most non-model data on the device: activations kept for backward, and what operators take."""
+    """Peak non-model data on the device: saved activations and operator workspace."""
     working_bytes: int
-    """Parameters that have to be on the device at once: those of two layers, one in use and one on its way."""
+    """Parameters needed on the device at once: those of two layers, one in use and one in transfer."""
 
     @property
     def fill_share(self) -> float:
-        """The part of all movement that nothing hides: what is needed at once, when it is the first or the last."""
+        """Fraction of the transfers that cannot overlap with computation: the first and last working sets."""
         return min(1.0, self.working_bytes / (PARAM_BYTES * self.params))
 
 
 Workloads = Callable[[int, bool], Workload]
-"""From sequences per process, and whether activations are computed again."""
+"""Function from (sequences per process, checkpointing) to the workload."""
 
 
 def gpt_workload(gpt: Gpt, batch: int, checkpointing: bool = True) -> Workload:
-    """A step of one process over `batch` sequences. Attention is fused: it keeps no scores."""
+    """Return the workload of one process for `batch` sequences, with fused attention, which saves no scores."""
     tokens = batch * gpt.sequence
-    layer = gpt.saved_bytes(batch) - SAVED_BYTES_PER_SCORE * gpt.score_numel(batch)
-    kept = gpt.checkpoint_bytes(batch) + layer if checkpointing else gpt.layers * layer
+    layer_bytes = gpt.saved_bytes(batch) - SAVED_BYTES_PER_SCORE * gpt.score_numel(batch)
+    activations = gpt.checkpoint_bytes(batch) + layer_bytes if checkpointing else gpt.layers * layer_bytes
     return Workload(
         params=gpt.numel,
         batch=batch,
@@ -53,6 +53,6 @@ def gpt_workload(gpt: Gpt, batch: int, checkpointing: bool = True) -> Workload:
         checkpointing=checkpointing,
         operations=gpt.operations(tokens, checkpointing),
         matrix_size=min(gpt.hidden, tokens),
-        non_model_bytes=kept + gpt.logit_bytes(batch),
+        non_model_bytes=activations + gpt.logit_bytes(batch),
         working_bytes=2 * PARAM_BYTES * gpt.layer_numel,
     )

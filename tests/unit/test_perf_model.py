@@ -1,4 +1,4 @@
-"""Estimates: bytes are conserved, no tier is over its budget, more of anything is never slower."""
+"""Performance model: bytes are conserved, tiers stay within budget, and faster hardware is never slower."""
 
 from functools import partial
 from itertools import product
@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
-from patrickstar._perf_model.perf_model import Room, best_estimate, estimate, fits, largest_batch, least_more
+from patrickstar._perf_model.perf_model import Tier, best_estimate, estimate, fits, largest_batch, min_extra_bytes
 from patrickstar._perf_model.workload import PARAM_BYTES, STATE_BYTES, UPDATE_BYTES, Workload, gpt_workload
 from patrickstar.errors import BudgetError
 
 machines = st.builds(
     Machine,
     name=st.just("any"),
-    source=st.just("made up"),
+    source=st.just("invented"),
     gpu=st.builds(
         Gpu,
         count=st.just(8),
@@ -62,7 +62,7 @@ def best(work, machine, processes):
 
 @few
 @given(works, machines, st.sampled_from([1, 2, 8]))
-def test_all_bytes_lie_somewhere_and_no_tier_is_over_its_budget(work, machine, processes):
+def test_all_bytes_are_placed_and_tiers_stay_within_budget(work, machine, processes):
     found = best(work, machine, processes)
     assume(found is not None)
     assert found.device_bytes <= machine.gpu.memory and found.host_bytes <= machine.host.memory
@@ -75,16 +75,21 @@ def test_all_bytes_lie_somewhere_and_no_tier_is_over_its_budget(work, machine, p
 
 @few
 @given(works, machines, st.sampled_from([1, 2, 8]))
-def test_the_step_is_as_long_as_its_busiest_lane_at_least(work, machine, processes):
+def test_the_busiest_channel_is_a_lower_bound_of_the_step(work, machine, processes):
     found = best(work, machine, processes)
     assume(found is not None)
-    assert found.seconds >= found.bound_s == max(lane.seconds for lane in found.channels)
-    assert {lane.name for lane in found.channels} >= {"compute", "host to device", "device to host", "host memory"}
+    assert found.seconds >= found.bound_s == max(channel.seconds for channel in found.channels)
+    assert {channel.name for channel in found.channels} >= {
+        "compute",
+        "host to device",
+        "device to host",
+        "host memory",
+    }
 
 
 @few
 @given(works, machines, st.sampled_from(["h2d", "memory", "bandwidth", "tflops"]))
-def test_more_is_never_slower(work, machine, what):
+def test_faster_hardware_is_never_slower(work, machine, resource):
     before = best(work, machine, 1)
     assume(before is not None)
     more = {
@@ -92,23 +97,23 @@ def test_more_is_never_slower(work, machine, what):
         "memory": {"gpu": machine.gpu.model_copy(update={"memory": machine.gpu.memory * 2})},
         "bandwidth": {"host": machine.host.model_copy(update={"memory_bandwidth": machine.host.memory_bandwidth * 2})},
         "tflops": {"gpu": machine.gpu.model_copy(update={"matmul_tflops": machine.gpu.matmul_tflops * 2})},
-    }[what]
+    }[resource]
     after = best(work, machine.model_copy(update=more), 1)
     assert after.bound_s <= before.bound_s * (1 + 1e-9)
 
 
 @few
 @given(works, machines)
-def test_from_the_free_tokens_on_computing_is_the_slowest(work, machine):
+def test_from_the_free_tokens_on_computation_is_the_bottleneck(work, machine):
     found = best(work, machine, 1)
     assume(found is not None)
-    compute = next(lane.seconds for lane in found.channels if lane.name == "compute")
-    others = max(lane.seconds for lane in found.channels if lane.name != "compute")
+    compute = next(channel.seconds for channel in found.channels if channel.name == "compute")
+    others = max(channel.seconds for channel in found.channels if channel.name != "compute")
     assert (found.free_tokens <= work.tokens) is (compute >= others)
 
 
 def seconds_of(work, machine, processes, kept, resident, on_host, in_ram):
-    """The busiest lane with given shares of the model data, written down once more; None where they don't fit."""
+    """Return the seconds of the busiest channel for given shares, implemented independently; None if they don't fit."""
     streamed, below = 1 - resident - on_host, 1 - kept - resident
     part, away = work.params / processes, 1 - resident
     disk_bytes = work.params * 12 * away * (1 - in_ram)
@@ -120,7 +125,7 @@ def seconds_of(work, machine, processes, kept, resident, on_host, in_ram):
         return None
     down = part * (2 * on_host + 12 * streamed)
     ram = part * (UPDATE_BYTES * on_host + 24 * streamed + 2 * below) + 2 * disk_bytes / processes
-    h2d, d2h = machine.crossing_rates(processes)
+    h2d, d2h = machine.transfer_rates(processes)
     channels = [
         work.operations / machine.gpu.matmul_rate(work.matrix_size)
         + part * UPDATE_BYTES * (resident + streamed) / machine.gpu.memory_bandwidth,
@@ -137,7 +142,7 @@ def seconds_of(work, machine, processes, kept, resident, on_host, in_ram):
 
 @few
 @given(works, machines, st.sampled_from([1, 2, 8]))
-def test_no_shares_are_faster_than_those_that_are_chosen(work, machine, processes):
+def test_no_shares_are_faster_than_the_chosen_ones(work, machine, processes):
     grid = np.linspace(0, 1, 9)
     tried = (
         seconds_of(work, machine, processes, kept, resident, on_host, in_ram)
@@ -162,57 +167,57 @@ def test_no_shares_are_faster_than_those_that_are_chosen(work, machine, processe
         shares.in_ram,
     )
     if again is not None:
-        assert again == pytest.approx(found.bound_s, rel=1e-3), "the shares don't take what was said"
+        assert again == pytest.approx(found.bound_s, rel=1e-3), "the shares do not give the estimated time"
 
 
-# Most draws fit, and are passed over.
+# Most draws fit and are skipped.
 @settings(few, suppress_health_check=[HealthCheck.filter_too_much])
 @given(works, machines, st.sampled_from([1, 8]))
-def test_what_is_missing_is_enough_and_no_byte_more_than_needed(work, machine, processes):
+def test_the_missing_bytes_are_sufficient_and_minimal(work, machine, processes):
     assume(not fits(work, machine, processes))
 
-    def with_more(room, nbytes):
-        if room is Room.DEVICE:
+    def with_more(tier, nbytes):
+        if tier is Tier.DEVICE:
             return machine.model_copy(
                 update={"gpu": machine.gpu.model_copy(update={"memory": machine.gpu.memory + nbytes})}
             )
-        if room is Room.HOST:
+        if tier is Tier.HOST:
             return machine.model_copy(
                 update={"host": machine.host.model_copy(update={"memory": machine.host.memory + nbytes})}
             )
-        there = machine.disk.capacity if machine.disk is not None else 0
-        return machine.model_copy(update={"disk": DiskDrive(capacity=there + nbytes, read="3GB", write="2GB")})
+        capacity = machine.disk.capacity if machine.disk is not None else 0
+        return machine.model_copy(update={"disk": DiskDrive(capacity=capacity + nbytes, read="3GB", write="2GB")})
 
-    for room in Room:
-        more = least_more(work, machine, processes, room)
+    for tier in Tier:
+        more = min_extra_bytes(work, machine, processes, tier)
         if more is not None:
-            # A solver's tolerance is relative to the largest number in a condition.
+            # The solver's tolerance is relative to the largest coefficient of a constraint.
             tolerance = int(1e-5 * (14 * work.params + work.non_model_bytes))
-            assert fits(work, with_more(room, more + tolerance), processes)
+            assert fits(work, with_more(tier, more + tolerance), processes)
             if more > tolerance:
-                assert not fits(work, with_more(room, more - tolerance), processes)
+                assert not fits(work, with_more(tier, more - tolerance), processes)
 
 
-def test_what_does_not_fit_says_by_how_much_and_that_is_enough():
+def test_the_error_has_the_missing_bytes_and_they_suffice():
     work = Workload(10**11, 1, 1024, True, 1e15, 2048, 1 << 30, 1 << 30)
     machine = Machine(
         name="small",
-        source="made up",
+        source="invented",
         gpu=Gpu(count=1, memory="8GiB", matmul_tflops=50, memory_bandwidth="400GB"),
         host=Host(memory="64GiB", memory_bandwidth="40GB", cores=8),
         links=Links(h2d="12GB", d2h="12GB"),
     )
     with pytest.raises(BudgetError, match=r"more host memory, or .* more disk") as caught:
         estimate(work, machine)
-    enough = machine.host.memory + int(least_more(work, machine, 1, Room.HOST) * (1 + 1e-6))
+    enough = machine.host.memory + int(min_extra_bytes(work, machine, 1, Tier.HOST) * (1 + 1e-6))
     larger = machine.model_copy(update={"host": machine.host.model_copy(update={"memory": enough})})
     assert estimate(work, larger).host_bytes <= enough
-    assert caught.value.short_bytes == min(least_more(work, machine, 1, room) for room in Room)
+    assert caught.value.short_bytes == min(min_extra_bytes(work, machine, 1, tier) for tier in Tier)
 
 
 V100 = Machine(
     name="V100",
-    source="made up",
+    source="invented",
     gpu=Gpu(count=1, memory="32GiB", matmul_tflops=100, memory_bandwidth="900GB"),
     host=Host(memory="240GB", memory_bandwidth="100GB", cores=16),
     links=Links(h2d="12GB", d2h="12GB"),
@@ -223,33 +228,33 @@ def test_batch_and_checkpointing_are_chosen_by_tokens_per_second():
     work_of = partial(gpt_workload, Gpt(20, 2048, 16))
     chosen = best_estimate(work_of, V100, 1)
     speeds = {}
-    for batch, again in product((1, 2, 4, 8, 16, 32, 64, 128), (True, False)):
-        if fits(work_of(batch, again), V100, 1):
-            one = estimate(work_of(batch, again), V100)
-            speeds[batch, again] = one.workload.tokens / one.seconds
+    for batch, recompute in product((1, 2, 4, 8, 16, 32, 64, 128), (True, False)):
+        if fits(work_of(batch, recompute), V100, 1):
+            step = estimate(work_of(batch, recompute), V100)
+            speeds[batch, recompute] = step.workload.tokens / step.seconds
     assert len(speeds) > 5
     fastest = max(speeds.values())
     assert chosen.workload.tokens / chosen.seconds == pytest.approx(fastest, rel=1e-3)
-    assert not chosen.workload.checkpointing, "what is not computed again takes less time, and here it fits"
+    assert not chosen.workload.checkpointing, "recomputation costs time, and here the activations fit"
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_the_largest_batch_fits_and_one_more_does_not(again):
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_largest_batch_fits_and_one_more_does_not(recompute):
     work_of = partial(gpt_workload, Gpt(60, 4096, 16))
-    most = largest_batch(work_of, V100, 1, again)
-    assert most > 0
-    assert fits(work_of(most, again), V100, 1) and not fits(work_of(most + 1, again), V100, 1)
-    assert largest_batch(work_of, V100, 1, again, below=2) == 1
+    batch = largest_batch(work_of, V100, 1, recompute)
+    assert batch > 0
+    assert fits(work_of(batch, recompute), V100, 1) and not fits(work_of(batch + 1, recompute), V100, 1)
+    assert largest_batch(work_of, V100, 1, recompute, below=2) == 1
     tiny = V100.model_copy(update={"gpu": V100.gpu.model_copy(update={"memory": 1 << 20})})
-    assert largest_batch(work_of, tiny, 1, again) == 0
+    assert largest_batch(work_of, tiny, 1, recompute) == 0
 
 
-def test_where_the_host_computes_both_tiers_share_its_memory():
+def test_without_a_gpu_both_tiers_share_the_host_memory():
     work = Workload(10**9, 1, 1024, True, 1e13, 1024, 1 << 30, 1 << 28)
     model_data = (PARAM_BYTES + STATE_BYTES) * work.params
     for memory, possible in ((model_data + (3 << 30), True), (model_data + (1 << 30), False)):
         host = Host(memory=memory, memory_bandwidth="20GB", cores=2, matmul_tflops=0.5)
-        machine = Machine(name="laptop", source="made up", host=host)
+        machine = Machine(name="laptop", source="invented", host=host)
         found = best(work, machine, 1)
         assert (found is not None) is possible
         assert found is None or found.device_bytes + found.host_bytes <= memory

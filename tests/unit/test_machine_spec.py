@@ -1,4 +1,4 @@
-"""Machine files: those that come along are whole, and an error names the field."""
+"""Machine specs: packaged files are complete, and errors name the field."""
 
 import re
 
@@ -11,7 +11,7 @@ from patrickstar.errors import ConfigError
 
 quick = settings(derandomize=True, deadline=None, max_examples=100)
 
-WHOLE = """
+COMPLETE = """
 name = "test"
 source = "invented"
 [gpu]
@@ -44,26 +44,26 @@ def read(tmp_path, text):
 
 
 @pytest.mark.parametrize("name", known_machines())
-def test_machines_that_come_along_are_whole_and_say_where_their_figures_come_from(name):
+def test_packaged_specs_are_complete_and_cite_their_sources(name):
     machine = find_machine(name)
     assert machine.name == name
     assert len(machine.source) > 50
 
 
-def test_what_is_asked_for_comes_along():
-    named = {"8xV100-32GB", "8xV100-32GB-120GB", "700-dollar-pc", "8xA100-40GB", "H200", "RTX4090-desktop"}
-    assert named <= set(known_machines())
+def test_the_expected_specs_are_packaged():
+    expected = {"8xV100-32GB", "8xV100-32GB-120GB", "700-dollar-pc", "8xA100-40GB", "H200", "RTX4090-desktop"}
+    assert expected <= set(known_machines())
 
 
-def test_half_the_memory_is_the_only_difference():
+def test_the_variant_differs_only_in_host_memory():
     whole, half = find_machine("8xV100-32GB"), find_machine("8xV100-32GB-120GB")
     assert half.host.memory * 2 == whole.host.memory
     same = {"name": whole.name, "source": whole.source, "host": whole.host}
     assert half.model_copy(update=same) == whole
 
 
-def test_a_file_of_ones_own(tmp_path):
-    machine = read(tmp_path, WHOLE)
+def test_a_user_file_is_read(tmp_path):
+    machine = read(tmp_path, COMPLETE)
     assert machine.gpu is not None and machine.links is not None and machine.disk is not None
     assert machine.gpu.memory == 16 * 1024**3
     assert machine.links.h2d == 12e9
@@ -71,7 +71,7 @@ def test_a_file_of_ones_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("was", "becomes", "field"),
+    ("old", "new", "field"),
     [
         ('h2d = "12GB"', "", "links.h2d"),
         ('h2d = "12GB"', "h2d = -1.0", "links.h2d"),
@@ -90,28 +90,28 @@ def test_a_file_of_ones_own(tmp_path):
         ('write = "2GB"', "", "disk.write"),
         ('name = "test"', "", "name"),
         ('[links]\nh2d = "12GB"\nd2h = "11GB"\ngpu_gpu = "40GB"', "", "links"),
-        (WHOLE[WHOLE.index("[gpu]") : WHOLE.index("[host]")], "", "host.matmul_tflops"),
+        (COMPLETE[COMPLETE.index("[gpu]") : COMPLETE.index("[host]")], "", "host.matmul_tflops"),
     ],
 )
-def test_an_error_names_the_file_and_the_field(tmp_path, was, becomes, field):
-    assert was in WHOLE
+def test_an_error_names_the_file_and_the_field(tmp_path, old, new, field):
+    assert old in COMPLETE
     with pytest.raises(ConfigError, match=rf"machine\.toml: {re.escape(field)}: "):
-        read(tmp_path, WHOLE.replace(was, becomes))
+        read(tmp_path, COMPLETE.replace(old, new))
 
 
-def test_what_is_no_toml_or_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="is no TOML"):
+def test_invalid_toml_and_missing_files_raise(tmp_path):
+    with pytest.raises(ConfigError, match="is not valid TOML"):
         read(tmp_path, "name =")
-    with pytest.raises(ConfigError, match="can't be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_machine(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize(
-    ("asked", "near"), [("8xV100", "8xV100-32GB"), ("h200", "H200"), ("4090", "RTX4090-desktop"), ("zzz", "H200")]
+    ("name", "near"), [("8xV100", "8xV100-32GB"), ("h200", "H200"), ("4090", "RTX4090-desktop"), ("zzz", "H200")]
 )
-def test_an_unknown_machine_gives_the_nearest_names(asked, near):
-    with pytest.raises(ConfigError, match=f"{asked!r} is no machine known here.*{near}"):
-        find_machine(asked)
+def test_an_unknown_machine_lists_the_nearest_names(name, near):
+    with pytest.raises(ConfigError, match=f"{name!r} is neither a known machine.*{near}"):
+        find_machine(name)
 
 
 @quick
@@ -124,7 +124,7 @@ def test_products_of_half_rate_size_reach_half(size, half):
 
 @quick
 @given(rates, rates, counts, counts, counts)
-def test_updates_are_bound_by_cores_and_by_memory(memory_rate, core_rate, sockets, processes, threads):
+def test_updates_are_limited_by_cores_and_memory(memory_rate, core_rate, sockets, processes, threads):
     host = Host(memory=1, memory_bandwidth=memory_rate, cores=64, sockets=sockets, core_bandwidth=core_rate)
     rate = host.update_bandwidth(processes, threads)
     assert rate <= memory_rate and rate <= processes * threads * core_rate
@@ -136,9 +136,9 @@ def test_updates_are_bound_by_cores_and_by_memory(memory_rate, core_rate, socket
 
 @quick
 @given(rates, rates, counts, counts)
-def test_gpus_on_one_link_have_no_more_than_it_has(h2d, d2h, shared_by, gpus):
+def test_gpus_on_one_link_share_its_bandwidth(h2d, d2h, shared_by, gpus):
     links = Links(h2d=h2d, d2h=d2h, shared_by=shared_by)
     busy = min(gpus, shared_by)
-    for own, rate in ((h2d, links.h2d_of_one(gpus)), (d2h, links.d2h_of_one(gpus))):
+    for own, rate in ((h2d, links.h2d_per_gpu(gpus)), (d2h, links.d2h_per_gpu(gpus))):
         assert rate <= own and busy * rate <= max(h2d, d2h) * (1 + 1e-9)
         assert rate == own or gpus > 1 < shared_by

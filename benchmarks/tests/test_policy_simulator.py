@@ -1,4 +1,4 @@
-"""The simulator: what must hold of any policy, and what prefetching is for."""
+"""Policy simulator: invariants of all policies, and benefits of prefetching."""
 
 import pytest
 from hypothesis import given, settings
@@ -33,21 +33,21 @@ def run(policy: type[PrefetchPolicy], case, rate_in=1.0, rate_out=1.0, depth_byt
 
 @quick
 @given(st.sampled_from(POLICIES), cases(), rates, rates, depths)
-def test_what_holds_of_any_policy(policy, case, rate_in, rate_out, depth_bytes):
-    """The budget at each moment, and that no held chunk leaves, are asserted inside."""
+def test_invariants_of_all_policies(policy, case, rate_in, rate_out, depth_bytes):
+    """The simulator itself asserts the budget at each moment, and that no held chunk is evicted."""
     trace, nbytes, budget_bytes = case
     found = run(policy, case, rate_in, rate_out, depth_bytes)
     assert found == run(policy, case, rate_in, rate_out, depth_bytes)
     assert found.peak_bytes <= budget_bytes
     assert found.seconds == pytest.approx(len(trace.moments) + found.stall_s)
     assert found.written_bytes <= found.fetched_bytes + sum(nbytes.values())
-    # The channel is one: what was fetched took its time, but for what was still under way at either end.
+    # Fetches share one channel; transfers in progress at the start and the end of the iteration are tolerated.
     assert found.seconds + (depth_bytes + max(nbytes.values())) / rate_in >= found.fetched_bytes / rate_in
 
 
 @quick
 @given(st.sampled_from(POLICIES), cases(), rates)
-def test_what_is_never_written_is_never_written_back(policy, case, rate_in):
+def test_clean_chunks_are_never_written_back(policy, case, rate_in):
     found = run(policy, case, rate_in, written={})
     assert found.written_bytes == 0
 
@@ -57,7 +57,7 @@ chains = st.integers(2, 9).flatmap(lambda layers: st.tuples(st.just(layers), st.
 
 @settings(quick, max_examples=500)
 @given(st.sampled_from(AHEAD), chains, rates, rates, depths)
-def test_ahead_waits_no_longer_over_a_chain(policy, drawn, rate_in, rate_out, depth_bytes):
+def test_prefetching_never_stalls_longer_over_a_chain(policy, drawn, rate_in, rate_out, depth_bytes):
     demand = run(DemandFetch, chain(*drawn), rate_in, rate_out, depth_bytes)
     ahead = run(policy, chain(*drawn), rate_in, rate_out, depth_bytes)
     assert ahead.stall_s <= demand.stall_s
@@ -67,34 +67,34 @@ def test_ahead_waits_no_longer_over_a_chain(policy, drawn, rate_in, rate_out, de
 
 @quick
 @given(st.sampled_from(AHEAD), chains, depths)
-def test_ahead_never_waits_where_bandwidth_is_ample(policy, drawn, depth_bytes):
-    """A chunk comes, after another was written back, in less than one layer's time."""
+def test_prefetching_never_stalls_with_ample_bandwidth(policy, drawn, depth_bytes):
+    """A write-back and a fetch together take less than the compute time of one layer."""
     assert run(policy, chain(*drawn), 2.0, 2.0, depth_bytes).stall_s == 0
     layers, fit = drawn
     if fit < layers:
         assert run(DemandFetch, chain(*drawn), 2.0, 2.0, depth_bytes).stall_s > 0
 
 
-def test_figures_by_hand():
-    """Two layers, room for one: each change of layer waits for a fetch, and before it for the gradient's way out."""
+def test_results_computed_by_hand():
+    """Two layers, memory for one: each change of layer waits for the write-back of a gradient, then for a fetch."""
     demand = run(DemandFetch, chain(2, 1), rate_in=0.5, rate_out=0.25)
-    # Layer 1 comes after layer 0 was used in backward (written), layer 0 after layer 1's backward (written).
+    # Layer 1 is fetched after layer 0 was used in backward (written), layer 0 after the backward of layer 1 (written).
     assert demand == Simulated(
         fetched_bytes=2, written_bytes=2, evictions=2, peak_bytes=1, stall_s=2 * (4.0 + 2.0), seconds=4 + 12.0
     )
-    # With room for both, nothing moves once they are there.
+    # With memory for both, nothing is transferred after the first iteration.
     assert run(AggressivePrefetch, chain(2, 2)) == Simulated(0, 0, 0, 2, 0.0, 4.0)
-    # Life-times end with the iteration: the last moment's chunk is in use when it ends, the other one has left.
+    # Lifetimes end with the iteration: the chunk of the last moment is in use at its end, the other one was evicted.
     assert run(LifeTime, chain(2, 2)).fetched_bytes == 1
 
 
-def test_gradients_come_with_the_last_use():
+def test_gradients_are_written_at_the_last_use():
     trace, _, _ = chain(2, 1)
     assert last_uses(trace) == {2: (1,), 3: (0,)}
 
 
-def test_non_model_data_waits_for_what_it_drives_out():
-    """Room for two, then for one: the chunk that leaves was written and takes 4 seconds to leave."""
+def test_non_model_data_waits_for_evictions():
+    """Memory for two, then for one: the evicted chunk was written, and its write-back takes 4 seconds."""
     trace = Trace([Moment((0,)), Moment((1,)), Moment((1,), 1)])
     found = run(DemandFetch, (trace, {0: 1, 1: 1}, 2), rate_out=0.25, written={0: (0,)}, rate_in=1.0)
     assert found == Simulated(
@@ -102,7 +102,7 @@ def test_non_model_data_waits_for_what_it_drives_out():
     )
 
 
-def test_what_cannot_fit_is_said():
+def test_chunks_that_do_not_fit_raise():
     trace = Trace([Moment((0, 1), 1)])
     with pytest.raises(BudgetError) as caught:
         run(DemandFetch, (trace, {0: 2, 1: 3}, 5))

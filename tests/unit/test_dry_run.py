@@ -1,4 +1,4 @@
-"""What a rehearsal refuses, and what of a model's questions it can answer."""
+"""Dry runs: errors, values of integer tensors, and dry runs of an existing engine."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ LAPTOP = Machine(
 CONFIG = ps.Config(device="cpu", device_memory="64MiB", host_memory="1GiB")
 
 
-class Asks(nn.Module):
-    """Goes on as a value says."""
+class Branching(nn.Module):
+    """Module that branches on the value of a tensor."""
 
     def __init__(self, about: str) -> None:
         super().__init__()
@@ -42,17 +42,17 @@ def once(engine):
     engine.optimizer.step()
 
 
-def test_what_follows_from_whole_numbers_is_known():
-    assert dry_run(lambda: nn.Sequential(Asks("integers")).get_submodule("0"), CONFIG, once, LAPTOP).seconds > 0
+def test_integer_values_are_computed():
+    assert dry_run(lambda: nn.Sequential(Branching("integers")).get_submodule("0"), CONFIG, once, LAPTOP).seconds > 0
 
 
-def test_what_only_a_run_knows_is_refused_and_the_module_is_named():
-    with pytest.raises(ModelError, match=r"module 'inner' \(Asks\) can't be rehearsed.*without a rehearsal"):
+def test_reading_a_float_value_raises_and_names_the_module():
+    with pytest.raises(ModelError, match=r"module 'inner' \(Branching\) cannot run on meta tensors.*without a dry run"):
 
         class Outer(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.inner = Asks("numbers")
+                self.inner = Branching("numbers")
 
             def forward(self, *args):
                 return self.inner(*args)
@@ -60,32 +60,32 @@ def test_what_only_a_run_knows_is_refused_and_the_module_is_named():
         dry_run(Outer, CONFIG, once, LAPTOP)
 
 
-def test_what_does_not_fit_is_refused_as_by_a_run():
+def test_a_model_that_does_not_fit_raises_the_error_of_a_real_run():
     small = ps.Config(device="cpu", device_memory=64, host_memory=64)
     with pytest.raises(BudgetError, match="does not fit") as caught:
-        dry_run(lambda: Asks("integers"), small, once, LAPTOP)
+        dry_run(lambda: Branching("integers"), small, once, LAPTOP)
     with pytest.raises(BudgetError) as run:
-        ps.initialize(lambda: Asks("integers"), small)
+        ps.initialize(lambda: Branching("integers"), small)
     assert caught.value.short_bytes == run.value.short_bytes
 
 
-def test_a_running_engine_tells_what_a_step_takes_and_goes_on_as_before():
+def test_planning_does_not_change_a_running_engine():
     torch.manual_seed(0)
-    engine, optimizer = ps.initialize(lambda: Asks("integers"), CONFIG)
+    engine, optimizer = ps.initialize(lambda: Branching("integers"), CONFIG)
     x, positions = torch.randn(4, 8), torch.arange(4)
     before, random = engine.state_dict(), torch.get_rng_state()
-    dry_run_report = engine.plan(x, positions, loss=lambda out: out.float().mean())
-    assert dry_run_report.seconds >= dry_run_report.bound_s > 0
+    report = engine.plan(x, positions, loss=lambda out: out.float().mean())
+    assert report.seconds >= report.bound_s > 0
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
-    assert torch.equal(random, torch.get_rng_state()), "losses with dropout would be others"
-    assert "where the time goes" in str(dry_run_report) and "nothing was trained" in str(dry_run_report)
+    assert torch.equal(random, torch.get_rng_state()), "the random state must not change"
+    assert "where the time goes" in str(report) and "nothing was trained" in str(report)
     engine.backward(engine(x, positions).float().mean())
     optimizer.step()
-    assert engine.stats.last.device_peak_model_bytes == dry_run_report.stats.device_peak_model_bytes
+    assert engine.stats.last.device_peak_model_bytes == report.stats.device_peak_model_bytes
     engine.close()
 
 
-def test_a_copy_without_bytes_keeps_ties_and_what_is_frozen():
+def test_a_meta_copy_keeps_ties_and_frozen_parameters():
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     model["b"].weight = model["a"].weight
     model["a"].bias.requires_grad_(False)
@@ -95,7 +95,7 @@ def test_a_copy_without_bytes_keeps_ties_and_what_is_frozen():
     assert not model["a"].weight.is_meta
 
 
-def test_memory_counts_until_the_last_tensor_over_it_is_gone():
+def test_memory_is_counted_until_its_last_tensor_is_freed():
     meter = TensorMeter()
     tensor = torch.empty(1000, device="meta")
     meter.track(tensor)

@@ -1,4 +1,4 @@
-"""What follows from a GPT's shape, against counts that others published and against sums over its parts."""
+"""Analytic GPT costs against published counts and against sums over parameters."""
 
 from math import isclose
 
@@ -25,14 +25,14 @@ def test_gpt2_has_as_many_parameters_as_its_checkpoint():
     assert GPT2.numel == 124_439_808
 
 
-def test_a_classifier_has_as_many_parameters_as_the_originals_log_says():
-    # Tencent/PatrickStar, issue 67: 0.72940493e9, of which 2.4e6 are a pooler and an output that a GPT has not.
+def test_a_classifier_has_as_many_parameters_as_in_the_originals_log():
+    # Tencent/PatrickStar, issue 67: 0.72940493e9, of which 2.4e6 are a pooler and an output layer that a GPT lacks.
     assert isclose(Gpt(24, 1536, 16, vocab=30_522, sequence=128, head=False).numel, 0.72940493e9, rel_tol=0.005)
 
 
 @quick
 @given(shapes)
-def test_a_layers_parameters_are_those_of_its_tensors(gpt):
+def test_layer_parameters_are_the_sum_of_its_tensors(gpt):
     assert sum(gpt.layer_tensors()) == gpt.layer_numel
     assert gpt.numel == gpt.layers * gpt.layer_numel + gpt.embedding_numel + 2 * gpt.hidden
 
@@ -48,14 +48,14 @@ def test_operations_are_two_per_matrix_element_and_token(gpt, tokens):
     assert gpt.operations(tokens) == gpt.operations(tokens, recompute=False) + tokens * forward
 
 
-def test_where_matrices_are_all_that_counts_the_papers_count_is_the_true_one():
+def test_the_papers_count_is_exact_if_matrices_dominate():
     large = Gpt(layers=100, hidden=16_384, heads=64, head=False)
     assert isclose(large.paper_operations(1000), large.operations(1000), rel_tol=0.02)
 
 
 @quick
 @given(shapes, st.integers(1, 64))
-def test_activations_are_in_proportion_to_the_batch(gpt, batch):
+def test_activations_are_proportional_to_the_batch(gpt, batch):
     assert gpt.checkpoint_bytes(batch) == batch * gpt.checkpoint_bytes(1) == gpt.checkpoint_bytes(batch, gpt.layers)
     assert gpt.checkpoint_bytes(batch, 0) == 0
     assert gpt.saved_bytes(batch) == batch * gpt.saved_bytes(1)
@@ -63,6 +63,6 @@ def test_activations_are_in_proportion_to_the_batch(gpt, batch):
     assert (gpt.logit_bytes(batch) > 0) == gpt.head
 
 
-def test_what_a_layer_saves_for_its_backward():
+def test_saved_bytes_of_a_layer():
     # Korthikanti et al. 2022, equation 1, with GPT-3's numbers: s b h (34 + 5 a s / h).
     assert Gpt(96, 12_288, 96, sequence=2048).saved_bytes(1) == 2048 * 12_288 * (34 + 5 * 96 * 2048 // 12_288)

@@ -1,4 +1,4 @@
-"""Dry run: it predicts the accesses of a real run, and its bytes on every tier and channel."""
+"""Dry runs equal real runs: same accesses, same bytes on every tier and channel."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ from patrickstar import testing
 from patrickstar._engine.dry_run import dry_run
 from patrickstar._engine.engine import Engine
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
-from patrickstar._perf_model.perf_model import least_moved_bytes
+from patrickstar._perf_model.perf_model import min_transfer_bytes
 from patrickstar._perf_model.workload import Workload
 
 from . import models
@@ -32,50 +32,51 @@ def compare(build, options, **hooks):
     """Compare the transfers of three steps, the peaks of the last one, and its trace."""
     hooks["meter"] = testing.NoMeter()
     with contextlib.closing(Engine(build, options, **hooks)) as engine:
-        moved = steps(engine, 3)
+        expected = steps(engine, 3)
         trace, last = engine._core.tracer.trace, engine.stats.last
-    predicted = []
-    dry_run_report = dry_run(build, options, lambda other: predicted.extend(steps(other, 1)), LAPTOP, steps=3, **hooks)
-    assert predicted == moved
-    assert [moment.chunks for moment in dry_run_report.trace.moments] == [moment.chunks for moment in trace.moments]
+    actual = []
+    report = dry_run(build, options, lambda other: actual.extend(steps(other, 1)), LAPTOP, steps=3, **hooks)
+    assert actual == expected
+    assert [moment.chunks for moment in report.trace.moments] == [moment.chunks for moment in trace.moments]
     for name in PEAKS:
-        assert getattr(dry_run_report.stats, name) == getattr(last, name), name
+        assert getattr(report.stats, name) == getattr(last, name), name
 
 
 def steps(engine, count):
-    """Return the bytes that each step moves, including its update, but not speculative reads for the next one."""
+    """Return the bytes that each step transfers, including its update and without reads for the next step."""
     transfers = []
     for batch in batches(count):
-        before, speculative = engine._core.manager.counters.copy(), speculative_bytes(engine)
+        before, ahead = engine._core.manager.counters.copy(), read_ahead_bytes(engine)
         engine.backward(engine(*batch))
         engine.optimizer.step()
         engine._core.complete()
         moved = engine._core.manager.counters.since(before)
-        read = moved.disk_read_bytes + speculative - speculative_bytes(engine)
+        read = moved.disk_read_bytes + ahead - read_ahead_bytes(engine)
         transfers.append((moved.h2d_bytes, moved.d2h_bytes, read, moved.disk_write_bytes))
     return transfers
 
 
-def speculative_bytes(engine):
+def read_ahead_bytes(engine):
+    """Return the bytes in staging buffers that belong to no update yet."""
     pool = (
         engine._core.optimizer_step.disk_step.staging_pool
         if engine._core.optimizer_step.disk_step is not None
         else None
     )
-    return sum(bytes_of(engine, pages) for pages in pool.live if pages.owner is None) if pool is not None else 0
+    return sum(bytes_of(engine, buffer) for buffer in pool.live if buffer.owner is None) if pool is not None else 0
 
 
 @settings(max_examples=10, deadline=None, print_blob=True)
 @given(shapes, st.sampled_from([1000, 9000, "auto"]), st.sampled_from(["bf16", "fp32"]), st.integers(0, 4000))
-def test_in_memory_it_equals_the_run_to_the_byte(shape, chunk_size, precision, spare_bytes):
-    """fp16 is left out: its first steps overflow and skip the update."""
+def test_without_a_disk_bytes_equal_those_of_a_run(shape, chunk_size, precision, spare_bytes):
+    """fp16 is excluded: its first steps overflow and update nothing."""
     device = smallest_device_bytes(shape, chunk_size, precision) + spare_bytes
     compare(shape.build, config(precision, chunk_size, device_memory=device, host_memory=1 << 30))
 
 
 @settings(max_examples=8, deadline=None, print_blob=True)
 @given(shapes, st.sampled_from([1000, 9000, 40000]), rooms)
-def test_with_a_disk_it_equals_the_run_to_the_byte(tmp_path_factory, shape, chunk_size, room):
+def test_with_a_disk_bytes_equal_those_of_a_run(tmp_path_factory, shape, chunk_size, room):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "WIDTH", WIDTH)
         folder = tmp_path_factory.mktemp("disk")
@@ -85,7 +86,7 @@ def test_with_a_disk_it_equals_the_run_to_the_byte(tmp_path_factory, shape, chun
 
 @settings(max_examples=10, deadline=None, print_blob=True)
 @given(shapes, st.sampled_from([1000, 9000, "auto"]), st.integers(32_000, 100_000))
-def test_no_tier_exceeds_its_budget_and_channels_move_the_counted_bytes(shape, chunk_size, spare_bytes):
+def test_tiers_stay_within_budget_and_channel_bytes_match_the_stats(shape, chunk_size, spare_bytes):
     def step(engine):
         steps(engine, 1)
 
@@ -93,23 +94,23 @@ def test_no_tier_exceeds_its_budget_and_channels_move_the_counted_bytes(shape, c
     non_model = wide.stats.device_peak_non_model_bytes
     device = smallest_device_bytes(shape, chunk_size, "bf16") + non_model + spare_bytes
     options_ = config("bf16", chunk_size, device_memory=device, host_memory=wide.stats.device_peak_model_bytes * 8)
-    dry_run_report = dry_run(shape.build, options_, step, LAPTOP)
-    assert dry_run_report.timeline
-    for sample in dry_run_report.timeline:
+    report = dry_run(shape.build, options_, step, LAPTOP)
+    assert report.timeline
+    for sample in report.timeline:
         assert sample.device_bytes <= device and sample.host_bytes <= options_.host_memory
-        assert 0 <= sample.at_s <= dry_run_report.seconds
-    moved = {channel.name: channel for channel in dry_run_report.channels}
-    # Operators copy the rows of embeddings that stay on the host, in their own time.
-    assert moved["host to device"].nbytes <= dry_run_report.stats.h2d_bytes
-    assert moved["device to host"].nbytes <= dry_run_report.stats.d2h_bytes
-    assert all(channel.busy_s <= dry_run_report.seconds * (1 + 1e-9) for channel in dry_run_report.channels)
-    assert dry_run_report.compute_s <= dry_run_report.seconds * (1 + 1e-9)
+        assert 0 <= sample.at_s <= report.seconds
+    channels = {channel.name: channel for channel in report.channels}
+    # Embedding rows looked up on the host are copied by operators, not on a channel.
+    assert channels["host to device"].nbytes <= report.stats.h2d_bytes
+    assert channels["device to host"].nbytes <= report.stats.d2h_bytes
+    assert all(channel.busy_s <= report.seconds * (1 + 1e-9) for channel in report.channels)
+    assert report.compute_s <= report.seconds * (1 + 1e-9)
 
 
 @settings(max_examples=15, deadline=None, print_blob=True)
 @given(st.integers(4, 12), st.floats(0.5, 1.5), st.floats(1.0, 2.0), st.booleans())
-def test_no_plan_moves_less_than_the_lower_bound(layers, device, host, in_backward):
-    """Simulate a chain of layers on a GPU, with and without optimizer-in-backward."""
+def test_no_plan_transfers_less_than_the_lower_bound(layers, device, host, in_backward):
+    """Run a chain of layers on a simulated GPU, with and without updates in backward."""
     width = 256
 
     def build():
@@ -128,20 +129,20 @@ def test_no_plan_moves_less_than_the_lower_bound(layers, device, host, in_backwa
         host=Host(memory=int(14 * params * host) + (1 << 20), memory_bandwidth="20GB", cores=2),
         links=Links(h2d="1GB", d2h="1GB"),
     )
-    dry_run_report = dry_run(build, config("bf16", width * width), step, machine)
+    report = dry_run(build, config("bf16", width * width), step, machine)
     work = Workload(params, 8, 8, False, 6.0 * params * 8, width, 0, 0)
-    fewest, _ = least_moved_bytes(work, machine)
-    assert dry_run_report.stats.h2d_bytes + dry_run_report.stats.d2h_bytes >= fewest * (1 - 1e-6)
-    assert dry_run_report.seconds >= dry_run_report.bound_s
+    fewest, _ = min_transfer_bytes(work, machine)
+    assert report.stats.h2d_bytes + report.stats.d2h_bytes >= fewest * (1 - 1e-6)
+    assert report.seconds >= report.bound_s
 
 
-def test_it_allocates_no_memory_for_weights():
+def test_a_dry_run_allocates_no_memory_for_weights():
     def build():
         return torch.nn.Sequential(*(torch.nn.Linear(20_000, 20_000) for _ in range(4)))
 
-    # 22 GB of model data, on the meta device.
+    # 22 GB of model data, all on the meta device.
     options_ = config("bf16", "auto", device_memory=8 << 30, host_memory=40 << 30)
-    dry_run_report = dry_run(
+    report = dry_run(
         build,
         options_,
         lambda engine: (
@@ -150,11 +151,11 @@ def test_it_allocates_no_memory_for_weights():
         ),
         LAPTOP,
     )
-    assert dry_run_report.stats.host_peak_model_bytes == 12 * 4 * 20_000 * 20_000, "the matrices' states"
-    assert dry_run_report.seconds >= dry_run_report.bound_s > 0
+    assert report.stats.host_peak_model_bytes == 12 * 4 * 20_000 * 20_000, "states of the matrices"
+    assert report.seconds >= report.bound_s > 0
 
 
-def test_time_is_bounded_by_the_slowest_channel():
+def test_the_busiest_channel_is_a_lower_bound_of_the_time():
     slow = LAPTOP.model_copy(update={"host": LAPTOP.host.model_copy(update={"memory_bandwidth": 1e9})})
 
     def build():
@@ -168,6 +169,6 @@ def test_time_is_bounded_by_the_slowest_channel():
 
     fast, other = (dry_run(build, options_, once, machine) for machine in (LAPTOP, slow))
     assert other.seconds > fast.seconds
-    for dry_run_report in (fast, other):
-        assert dry_run_report.seconds >= dry_run_report.bound_s
-        assert dry_run_report.stats.h2d_bytes > 0
+    for report in (fast, other):
+        assert report.seconds >= report.bound_s
+        assert report.stats.h2d_bytes > 0

@@ -1,0 +1,74 @@
+"""Simulated channels: one transfer at a time, none lost, and a monotonic clock."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedClock
+
+actions = st.lists(
+    st.tuples(st.sampled_from(["begin", "urgent", "wait", "prioritize", "compute"]), st.integers(0, 1000)), max_size=40
+)
+
+
+@given(actions)
+def test_transfers_take_their_time_and_never_overlap(actions):
+    clock = SimulatedClock()
+    channel = SimulatedChannel("disk", 100.0, clock)
+    made, before = [], 0.0
+    for action, number in actions:
+        if action in ("begin", "urgent"):
+            made.append(channel.begin(number, "page", urgent=action == "urgent"))
+        elif action == "compute":
+            clock.now += number / 100
+        elif made:
+            transfer = made[number % len(made)]
+            getattr(transfer, action)()
+            assert action != "wait" or (transfer.done and transfer.ends_at <= clock.now)
+        assert clock.now >= before
+        before = clock.now
+    for transfer in made:
+        transfer.wait()
+    assert channel.nbytes == sum(transfer.nbytes for transfer in made)
+    assert abs(channel.busy_s - channel.nbytes / 100.0) < 1e-6
+    # Sorted by end time: start times are rounded, and a transfer of 0 bytes could seem to start before its predecessor.
+    made.sort(key=lambda transfer: (transfer.ends_at, transfer.nbytes == 0))
+    spans = [(transfer.ends_at - transfer.nbytes / 100.0, transfer.ends_at) for transfer in made]
+    assert all(start >= end - 1e-6 for (_, end), (start, _) in pairwise(spans))
+    for transfer in made:
+        assert transfer.ends_at - transfer.nbytes / 100 >= transfer.requested_at - 1e-6
+
+
+def test_urgent_transfers_run_before_queued_ones():
+    clock = SimulatedClock()
+    channel = SimulatedChannel("disk", 100.0, clock)
+    first, second, urgent = channel.begin(100, "a"), channel.begin(100, "b"), channel.begin(100, "c", urgent=True)
+    second.wait()
+    assert (first.ends_at, urgent.ends_at, second.ends_at) == (1.0, 2.0, 3.0)
+
+
+def test_a_queued_transfer_can_be_prioritized():
+    clock = SimulatedClock()
+    channel = SimulatedChannel("disk", 100.0, clock)
+    first, second, third = (channel.begin(100, name) for name in "abc")
+    third.prioritize()
+    second.wait()
+    assert (first.ends_at, third.ends_at, second.ends_at) == (1.0, 2.0, 3.0)
+
+
+def test_a_cancelled_transfer_never_begins():
+    channel = SimulatedChannel("disk", 100.0, SimulatedClock())
+    first, second = channel.begin(100, "a"), channel.begin(100, "b")
+    second.cancel()
+    first.wait()
+    assert second.done and channel.nbytes == 100
+
+
+def test_an_idle_channel_begins_at_the_request():
+    clock = SimulatedClock()
+    channel = SimulatedChannel("disk", 100.0, clock)
+    channel.run(100, "a")
+    clock.now = 10.0
+    channel.run(100, "b")
+    assert clock.now == 11.0 and channel.busy_s == 2.0
