@@ -8,7 +8,7 @@ START, END = "<!-- table: written by benchmarks/readme_table.py -->\n", "<!-- en
 
 TOKENS = 512
 """Tokens of one step in results/throughput-cpu.md."""
-PLAIN_RESIDENT = "plain's resident"
+PLAIN_RESIDENT = "plain peak RSS"
 """Column of results/disk_training_plain-cpu.md: resident memory of the plain PyTorch loop."""
 UPDATE_BYTES = 28
 """Bytes that one AdamW update must move per parameter: see results/adam-cpu.md."""
@@ -51,12 +51,12 @@ def table() -> tuple[str, list[list[str]]]:
         [
             "124M GPT-2, RAM limited to 2 GiB, the rest on disk: one step",
             f"{disk['plain step']} in {disk[PLAIN_RESIDENT]} (PyTorch)",
-            f"{disk['our step']} in {disk['resident'].split(' of ')[0]}",
+            f"{disk['our step']} in {disk['peak RSS'].split(' of ')[0]}",
             "PyTorch's step",
         ]
     )
     caption = (ROOT / "benchmarks/results/small_pc-cpu.md").read_text()
-    plain_memory = re.search(r"Plain PyTorch took ([\d.]+ GiB)", caption)
+    plain_memory = re.search(r"Plain PyTorch needed ([\d.]+ GiB)", caption)
     assert plain_memory is not None
     small = read("small_pc")[1][-1]
     used, limit = small["peak RSS of limit"].split(" of ")
@@ -64,7 +64,7 @@ def table() -> tuple[str, list[list[str]]]:
     task = f"0.7B GPT, device budget {budget}: peak memory of the process"
     rows.append([task, f"{plain_memory[1]} (PyTorch)", used, f"{limit} (14 bytes per parameter + activations)"])
     large = read("disk_training_large")[1][0]
-    resident = large["resident of limit"].split(" of ")[0]
+    resident = large["peak RSS of limit"].split(" of ")[0]
     task = f"2.0B GPT, {large['model data']} of model data, 24 GB machine: one step"
     rows.append([task, "does not fit (PyTorch)", f"{large['steps'].split(' / ')[1]} in {resident}", "the disk's rate"])
     for row in read("data_parallel_time")[1]:
@@ -80,7 +80,7 @@ def table() -> tuple[str, list[list[str]]]:
     bound = f"{UPDATE_BYTES} bytes per parameter; at {adam['update GB/s']} GB/s, where a copy reaches {copying}"
     task = f"AdamW update of {adam['parameters']} parameters on the CPU"
     rows.append([task, peers, f"{ours:.3f} s", bound])
-    saved = {row["what"]: row for row in read("checkpoints")[1]}["saving"]
+    saved = {row["metric"]: row for row in read("checkpoints")[1]}["save rate"]
     bare = saved["limit"].split(",")[0]
     rows.append(["124M GPT-2, writing a checkpoint of 1.39 GiB", "", saved["measured"], f"{bare}, the disk's rate"])
     return machine, rows
