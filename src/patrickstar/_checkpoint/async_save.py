@@ -21,6 +21,7 @@ from patrickstar._checkpoint.save_planner import (
 from patrickstar._checkpoint.storage_writer import CheckpointWriter
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._params.model_data import ModelData
 from patrickstar.errors import CheckpointError, PatrickStarError
 
@@ -186,11 +187,12 @@ class AsyncSave:
         assert self._next is not None
         shard, part, last = self._next
         try:
-            for values in read_slice(shard, self.data, part) if shard.box.numel else ():
-                owner = self._owner(shard)
-                self._file.write(values, owner)
-                if owner is not None:
-                    owner.save_reader = self._file.file
+            with profiler_range("save", shard.name):
+                for values in read_slice(shard, self.data, part) if shard.box.numel else ():
+                    owner = self._owner(shard)
+                    self._file.write(values, owner)
+                    if owner is not None:
+                        owner.save_reader = self._file.file
         except BaseException as error:
             self._end(error)
             if not isinstance(error, CheckpointError):

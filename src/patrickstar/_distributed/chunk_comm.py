@@ -7,6 +7,7 @@ import torch
 
 from patrickstar._distributed.coordinator import CHUNKS_PER_ENGINE, Coordinator
 from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._memory.transfer_counters import TransferCounters
 from patrickstar._memory.worker_pool import Transfer
 from patrickstar._schedule.coordination import Agreement, Request
@@ -170,7 +171,8 @@ class ChunkComm:
         assert self.owner is not None
         own = self._unmark_ready(index)
         whole, target, chunk = self.owner.begin_reduction(index, ranks)
-        transfer = self.collectives.reduce(whole, target, self.shard_bounds[index], ranks)
+        with profiler_range("reduce-scatter", chunk):
+            transfer = self.collectives.reduce(whole, target, self.shard_bounds[index], ranks)
         chunk.h2d_transfer = transfer
         if own is not None:
             own.collective = transfer
@@ -188,12 +190,13 @@ class ChunkComm:
             whole = self._gather_target.on_device(self._gather_target.whole)
             self.collectives.shard(whole, shard_bounds).copy_(own)
             self.counters.h2d_bytes += own.nbytes
-        if len(ranks) == self.world.size:
-            assert whole is not None
-            self._gathering = self.collectives.gather(whole, shard_bounds)
-        else:
-            sending = self.collectives.send(own, whole, shard_bounds, ranks)
-            if whole is not None:
-                self._gathering = sending
-            sending.wait()  # the source may change as soon as this process continues
+        with profiler_range("all-gather", f"param16[{index}]"):
+            if len(ranks) == self.world.size:
+                assert whole is not None
+                self._gathering = self.collectives.gather(whole, shard_bounds)
+            else:
+                sending = self.collectives.send(own, whole, shard_bounds, ranks)
+                if whole is not None:
+                    self._gathering = sending
+                sending.wait()  # the source may change as soon as this process continues
         self.counters.gathered_bytes += own.nbytes * (len(ranks) - (me in ranks))

@@ -1,5 +1,6 @@
 """Eviction of chunks from the device, within byte budgets (PatrickStar, Algorithm 2)."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -18,6 +19,8 @@ from patrickstar._memory.transfers import ChunkTransfers
 from patrickstar._schedule.eviction import EvictionPolicy, ListOrder
 from patrickstar._schedule.placement import Tier
 from patrickstar.errors import BudgetError
+
+_log = logging.getLogger(__name__)
 
 
 class DeviceEviction:
@@ -169,6 +172,7 @@ class DeviceEviction:
             self.transfers.complete(chunk)
         if self._start_eviction(chunk):
             self.counters.evictions += 1
+            _log.debug("evicted %s (%d bytes) at moment %d", chunk, chunk.nbytes, self.now)
 
     def _start_eviction(self, chunk: Chunk) -> bool:
         """Start to evict a chunk, written back only if no tier below has a valid copy. Return False without room below.

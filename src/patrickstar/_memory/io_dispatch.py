@@ -9,6 +9,7 @@ import torch
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.disk_tier import DiskTier
 from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._memory.transfer_counters import TransferCounters
 from patrickstar._memory.worker_pool import Transfer
 from patrickstar.errors import DiskError, MoveError, TrainingError
@@ -104,7 +105,7 @@ class IODispatch:
                 transfer.wait()
                 return
             transfer.prioritize()
-            with self.stalled():
+            with profiler_range("wait", transfer.label), self.stalled():
                 transfer.wait()
         except (DiskError, MoveError) as error:
             self.failed = error

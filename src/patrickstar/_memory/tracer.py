@@ -1,5 +1,6 @@
 """Runtime tracer: counts moments, traces the first iteration of each kind and follows the trace in later ones."""
 
+import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -11,6 +12,8 @@ from patrickstar._schedule.eviction import ListOrder
 from patrickstar._schedule.placement import WARM_UP_PERCENT
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
 from patrickstar._schedule.trace import Moment, Trace
+
+_log = logging.getLogger(__name__)
 
 MAX_TRACES = 64
 """Number of traces kept, one per kind of iteration (input shapes); the oldest is dropped first."""
@@ -66,6 +69,7 @@ class Tracer:
                 self.manager.policy = self.manager.prefetch = self._prefetch(self.trace)
                 self._checking = not self.trace.checked
             else:
+                _log.info("tracing an iteration with inputs %s", key)
                 self.mode, self.trace = Mode.TRACE, Trace()
                 self.manager.policy = ListOrder()
             if self.mode is Mode.TRACE or self._checking:
@@ -86,6 +90,8 @@ class Tracer:
             if len(self.traces) > MAX_TRACES:
                 self.traces.pop(next(iter(self.traces)))
         elif mode is Mode.PLAN and self.manager.now != len(self.trace.moments) - 1:
+            ended, expected = self.manager.now + 1, len(self.trace.moments)
+            _log.info("trace dropped: the iteration had %d moments, the trace has %d", ended, expected)
             self.traces.pop(key, None)
         elif self._checking:
             self.trace.settle()
@@ -161,6 +167,7 @@ class Tracer:
             if self._matches_trace(chunks):
                 return
             self.mode, self._checking = Mode.DEMAND, False
+            _log.info("trace dropped: moment %d accesses chunks %s, unlike the trace", self.manager.now, chunks)
             self.traces.pop(self.open_key, None)
             self.manager.policy = ListOrder()
             self.manager.cancel_prefetch()

@@ -8,6 +8,7 @@ from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.device_tier import DeviceTier
 from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.io_dispatch import IODispatch
+from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._schedule.placement import Tier
 
 # [Note: transfers in flight]
@@ -52,7 +53,7 @@ class ChunkTransfers:
             self.wait_fetch(chunk)
             return
         self.device_tier.allocate(chunk)
-        with self.io_dispatch.stalled():
+        with profiler_range("fetch", chunk), self.io_dispatch.stalled():
             self.io_dispatch.copies.up_now(chunk)
         chunk.device_valid = True
         self._count_h2d(chunk)
@@ -64,7 +65,8 @@ class ChunkTransfers:
         self.in_flight[chunk] = None  # first: Ctrl-C may interrupt between any two lines
         try:
             self.device_tier.allocate(chunk)
-            chunk.fetch_transfer = self.io_dispatch.start_fetch(chunk, urgent)
+            with profiler_range("fetch" if urgent else "prefetch", chunk):
+                chunk.fetch_transfer = self.io_dispatch.start_fetch(chunk, urgent)
         except torch.OutOfMemoryError:
             del self.in_flight[chunk]
             if chunk.device_bytes:
@@ -92,7 +94,7 @@ class ChunkTransfers:
     def evict_now(self, chunk: Chunk) -> None:
         """Copy a chunk to its host block synchronously and free its device memory."""
         if not chunk.host_valid:
-            with self.io_dispatch.stalled():
+            with profiler_range("evict", chunk), self.io_dispatch.stalled():
                 self.io_dispatch.copies.down_now(chunk)
             chunk.host_valid = True
             self._count_d2h(chunk)
@@ -102,10 +104,11 @@ class ChunkTransfers:
         """Start to write a chunk to a tier below; its device memory is freed when that is complete."""
         self.in_flight[chunk] = None
         chunk.eviction_tier = tier
-        if tier is Tier.HOST:
-            chunk.eviction_transfer = self.io_dispatch.copies.down(chunk)
-        else:
-            chunk.eviction_transfer = self.io_dispatch.write(chunk, 0, chunk.device_bytes_view())
+        with profiler_range("evict", chunk):
+            if tier is Tier.HOST:
+                chunk.eviction_transfer = self.io_dispatch.copies.down(chunk)
+            else:
+                chunk.eviction_transfer = self.io_dispatch.write(chunk, 0, chunk.device_bytes_view())
         self._count_d2h(chunk)
 
     def start_regather(self, chunk: Chunk) -> None:

@@ -1,6 +1,7 @@
 """One parameter of the user's model, its location in the chunks and its training state."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from patrickstar._layout.chunk_mapping import ParamLocation
 from patrickstar._layout.schema import PARAM16, PARAM32, ParamSchema
 from patrickstar._layout.shard_geometry import memory_order
 from patrickstar._memory.chunk import Chunk, Region
+from patrickstar._memory.profiler_range import is_profiling
 from patrickstar._schedule.tensor_state import TensorState, check_transition
 
 
@@ -138,3 +140,8 @@ class ManagedParam:
                 value
             )
         return value.as_strided((self.numel,), (1,))
+
+
+def profiled_names(managed_params: Iterable[ManagedParam]) -> str:
+    """Return the names of parameters for a profiler range; empty, to save time, if no profiler runs."""
+    return ", ".join(managed.name for managed in managed_params) if is_profiling() else ""

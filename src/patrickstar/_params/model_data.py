@@ -11,9 +11,10 @@ from patrickstar._layout.schema import GRAD32, PARAM16, PARAM32
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._memory.tracer import Tracer
 from patrickstar._params.local_shards import follow_rounded
-from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.param_views import ParamViews
 from patrickstar._params.save_in_progress import SaveInProgress
 from patrickstar._schedule.coordination import Request
@@ -63,7 +64,8 @@ class ModelData(ParamViews):
         self.restore_params(managed_params)
         chunks = self.chunks_to_fetch(managed_params)
         self.tracer.begin_moment(tuple(chunk.index for chunk in chunks), belongs)
-        self.fetch(chunks, gently=gently)
+        with profiler_range("access", profiled_names(managed_params)):
+            self.fetch(chunks, gently=gently)
         self.tracer.transfers_done()
         self.pin(managed_params)
         self.manager.poll_transfers()

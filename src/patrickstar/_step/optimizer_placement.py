@@ -1,5 +1,7 @@
 """Placement of optimizer chunks: first as planned, then by the traces (PatrickStar §8.2, device-aware)."""
 
+import logging
+from collections import Counter
 from collections.abc import Mapping
 
 from patrickstar._layout.chunk_mapping import Layout
@@ -8,6 +10,8 @@ from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import WARM_UP_PERCENT, ChunkTiers, Tier, home_tiers, margin_chunks
 from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._step.tier_planning import optimizer_room_bytes
+
+_log = logging.getLogger(__name__)
 
 
 class OptimizerPlacement:
@@ -39,11 +43,21 @@ class OptimizerPlacement:
         )
         if manager.disk_tier is None:
             self._optimizer_step.home_tiers = dict.fromkeys(on_device, Tier.DEVICE)
+            self._log_plan(layout)
             return
         host_bytes = manager.host_tier.budget_bytes - manager.host_tier.other_peak
         device_param_bytes = 0 if manager.evict_everything else chunkable
         room = optimizer_room_bytes(layout, host_bytes, device_param_bytes, on_host)
         self._optimizer_step.home_tiers = home_tiers(chunks, on_device, room, accumulates=accumulates)
+        self._log_plan(layout)
+
+    def _log_plan(self, layout: Layout) -> None:
+        tiers = Counter(self._optimizer_step.home_tiers.values())
+        on_host = layout.chunk_count - tiers[Tier.DEVICE] - tiers[Tier.DISK]
+        _log.info(
+            "plan: optimizer chunks of %d indices on the device, %d on the host, %d on disk; %d bytes of non-model data",
+            *(tiers[Tier.DEVICE], on_host, tiers[Tier.DISK], self._tracer.peak_non_model_bytes),
+        )
 
     def _set_keep_duplicates(self, layout: Layout, non_model_bytes: int) -> None:
         """Keep duplicate copies on the host, unless all of `param16` fits on the device beside the non-model data.

@@ -12,7 +12,8 @@ from patrickstar._kernels.update_rule import Rule, Span
 from patrickstar._layout.schema import GRAD32, PARAM32
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._params.managed_param import ManagedParam
+from patrickstar._memory.profiler_range import profiler_range
+from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep, count_update_transfers
@@ -101,7 +102,8 @@ class OptimizerStep:
             self.disk_step.submit(index, rules, scales)
             return []
         try:
-            running = self._start(rules, scales)
+            with profiler_range("update", profiled_names(rules)):
+                running = self._start(rules, scales)
         except BaseException as error:
             for managed in rules:
                 self.data.give_up(managed)
