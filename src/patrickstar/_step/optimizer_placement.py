@@ -55,7 +55,7 @@ class OptimizerPlacement:
         tiers = Counter(self._optimizer_step.home_tiers.values())
         on_host = layout.chunk_count - tiers[Tier.DEVICE] - tiers[Tier.DISK]
         _log.info(
-            "plan: optimizer chunks of %d indices on the device, %d on the host, %d on disk; %d bytes of non-model data",
+            "plan: optimizer chunks: %d on the device, %d on the host, %d on disk; %d bytes of non-model data",
             *(tiers[Tier.DEVICE], on_host, tiers[Tier.DISK], self._tracer.peak_non_model_bytes),
         )
 

@@ -1,0 +1,198 @@
+"""The field's words are used, and those that they replaced do not return: in code, docstrings and documentation."""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import patrickstar as ps
+from patrickstar import errors, runtime, testing
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(path for room in ("src", "benchmarks", "examples") for path in (ROOT / room).rglob("*.py"))
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+
+OPENINGS = re.compile(r"(What|Who|Have|Whether|The same|How|Where|That|Those|Says|Tells|So many)\b")
+"""A docstring begins with an imperative verb or a noun."""
+IDENTIFIERS = set(
+    [
+        "told",
+        "come",
+        "leave",
+        "land",
+        "give",
+        "give_way",
+        "hasten",
+        "settle",
+        "bring",
+        "adopt",
+        "promote",
+        "told",
+        "here",
+        "kept",
+        "homes",
+        "early",
+        "cuts",
+        "slot",
+        "slots",
+        "scheme",
+        "lane",
+        "lanes",
+        "rehearse",
+        "rehearsal",
+        "survey",
+        "tick",
+        "slab",
+        "mover",
+        "movers",
+        "transit",
+        "moves",
+        "meet",
+        "rounds_of",
+        "tide",
+        "go_on_saving",
+        "follow_moves",
+        "hand_over",
+        "put_gradient",
+        "about_to_change",
+        "uncover",
+        "bring_back",
+        "take_back",
+        "let_keep",
+        "stuck",
+        "watched",
+    ]
+)
+CLASSES = set(
+    [
+        "Slot",
+        "Scheme",
+        "Clock",
+        "Lane",
+        "Rehearsal",
+        "Forecast",
+        "Movers",
+        "Moves",
+        "Transit",
+        "Slab",
+        "Homes",
+        "EarlyUpdate",
+        "Ring",
+        "Kept",
+        "Stored",
+        "Piece",
+        "Document",
+        "Rounds",
+        "Peers",
+        "Want",
+        "Word",
+        "Native",
+        "Listed",
+        "Fused",
+        "Survey",
+        "PageBank",
+        "ScratchFile",
+        "Uninterrupted",
+        "SharedModelData",
+    ]
+)
+WORDS = {
+    "rehearsal": "dry run",
+    "rehearse": "simulate",
+    "scratch file": "swap file",
+    "slab": "host arena",
+    "mover": "worker thread",
+    "gives? way": "is moved out",
+    "hasten": "prioritize",
+    "slots?": "managed parameter",
+}
+"""Replaced words of the prose, with what to write."""
+
+
+def named(paths: list[Path]) -> list:
+    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in paths]
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield name and docstring of the module and everything defined in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text is not None:
+                yield getattr(node, "name", "the module"), text
+
+
+def identifiers(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that a module defines: classes, functions, arguments, variables and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+@pytest.mark.parametrize("path", named(SOURCES))
+def test_docstrings_begin_as_sentences_of_the_field(path):
+    tree = ast.parse(path.read_text())
+    wrong = [f"{name}: {text.splitlines()[0]}" for name, text in docstrings(tree) if OPENINGS.match(text)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", named(SOURCES))
+def test_replaced_names_do_not_return(path):
+    defined = set(identifiers(ast.parse(path.read_text())))
+    plain = {name.lstrip("_") for name in defined}
+    assert not plain & (IDENTIFIERS | CLASSES)
+
+
+@pytest.mark.parametrize("path", named([*SOURCES, *PAGES]))
+def test_replaced_words_do_not_return(path):
+    text = path.read_text()
+    for word, better in WORDS.items():
+        found = re.search(rf"(?i)(?<![\w_`/.-]){word}(?![\w_])", text)
+        assert found is None, f"{found[0]!r} at character {found.start()}: write {better!r}"
+
+
+def public_objects() -> Iterator[tuple[str, object]]:
+    """Yield what users may import, with the public methods of classes."""
+    roots = {name: getattr(ps, name) for name in ps.__all__ if name not in ("errors", "testing")}
+    for module in (testing, runtime, errors):
+        for name, value in vars(module).items():
+            if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__:
+                roots[f"{module.__name__}.{name}"] = value
+    for name, value in roots.items():
+        yield name, value
+        if inspect.isclass(value):
+            for key, member in vars(value).items():
+                if not key.startswith("_") and (
+                    inspect.isfunction(member) or isinstance(member, property | classmethod)
+                ):
+                    yield f"{name}.{key}", member
+
+
+@pytest.mark.parametrize(("name", "value"), [pytest.param(*pair, id=pair[0]) for pair in public_objects()])
+def test_public_docstrings_say_what_the_signature_needs(name, value):
+    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    text = inspect.getdoc(function)
+    assert text, f"{name} has no docstring"
+    if inspect.isclass(function) or isinstance(value, property):
+        return
+    signature = inspect.signature(function)
+    arguments = [key.lstrip("*") for key in signature.parameters if key not in ("self", "cls")]
+    if arguments:
+        assert "Args:" in text, f"{name} does not document {', '.join(arguments)}"
+        section = text.split("Args:")[1]
+        missing = [key for key in arguments if not re.search(rf"\b{key}\b", section)]
+        assert not missing, f"{name} does not document {', '.join(missing)}"
+    returns = signature.return_annotation
+    if returns not in (None, "None", inspect.Signature.empty):
+        first = text.splitlines()[0]
+        assert "Returns:" in text or re.match(r"Return|Yield", first), f"{name} does not say what it returns"
+    raised = re.findall(r"^ +raise (\w+Error)\(", inspect.getsource(function), re.M)
+    missing = [kind for kind in raised if kind not in text]
+    assert not missing, f"{name} raises {', '.join(missing)}, which its docstring does not say"
