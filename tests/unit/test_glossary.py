@@ -17,87 +17,20 @@ PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTR
 
 OPENINGS = re.compile(r"(What|Who|Have|Whether|The same|How|Where|That|Those|Says|Tells|So many)\b")
 """A docstring begins with an imperative verb or a noun."""
-IDENTIFIERS = set(
-    [
-        "told",
-        "come",
-        "leave",
-        "land",
-        "give",
-        "give_way",
-        "hasten",
-        "settle",
-        "bring",
-        "adopt",
-        "promote",
-        "told",
-        "here",
-        "kept",
-        "homes",
-        "early",
-        "cuts",
-        "slot",
-        "slots",
-        "scheme",
-        "lane",
-        "lanes",
-        "rehearse",
-        "rehearsal",
-        "survey",
-        "tick",
-        "slab",
-        "mover",
-        "movers",
-        "transit",
-        "moves",
-        "meet",
-        "rounds_of",
-        "tide",
-        "go_on_saving",
-        "follow_moves",
-        "hand_over",
-        "put_gradient",
-        "about_to_change",
-        "uncover",
-        "bring_back",
-        "take_back",
-        "let_keep",
-        "stuck",
-        "watched",
-    ]
+IDENTIFIERS = frozenset(
+    """
+    about_to_change adopt bring bring_back come cuts early follow_moves give give_way go_on_saving hand_over
+    hasten here homes kept land lane lanes leave let_keep meet mover movers moves promote put_gradient
+    rehearsal rehearse rounds_of scheme settle slab slot slots stuck survey take_back tick tide told transit
+    uncover watched
+    """.split()  # noqa: SIM905
 )
-CLASSES = set(
-    [
-        "Slot",
-        "Scheme",
-        "Clock",
-        "Lane",
-        "Rehearsal",
-        "Forecast",
-        "Movers",
-        "Moves",
-        "Transit",
-        "Slab",
-        "Homes",
-        "EarlyUpdate",
-        "Ring",
-        "Kept",
-        "Stored",
-        "Piece",
-        "Document",
-        "Rounds",
-        "Peers",
-        "Want",
-        "Word",
-        "Native",
-        "Listed",
-        "Fused",
-        "Survey",
-        "PageBank",
-        "ScratchFile",
-        "Uninterrupted",
-        "SharedModelData",
-    ]
+CLASSES = frozenset(
+    """
+    Clock Document EarlyUpdate Forecast Fused Homes Kept Lane Listed Movers Moves Native PageBank Peers Piece
+    Rehearsal Ring Rounds Scheme ScratchFile SharedModelData Slab Slot Stored Survey Transit Uninterrupted Want
+    Word
+    """.split()  # noqa: SIM905
 )
 WORDS = {
     "rehearsal": "dry run",
