@@ -114,7 +114,7 @@ class LifeTime(PrefetchPolicy):
         """Prefetch chunks in order of next use, up to the first that does not fit by evicting later-used ones."""
         planned = set(present)
         planned_bytes = sum(self.nbytes[chunk] for chunk in planned)
-        moves: list[PrefetchMove] = []
+        fetches: list[PrefetchMove] = []
         for use, chunk in sorted((self.next_use(chunk, now), chunk) for chunk in self.trace.uses.keys() - planned):
             limit_bytes -= self.nbytes[chunk]
             if use == NEVER or limit_bytes < 0:
@@ -131,8 +131,8 @@ class LifeTime(PrefetchPolicy):
             if short > 0:
                 break
             planned = planned.difference(evicted) | {chunk}
-            moves.append(PrefetchMove(chunk, tuple(evicted)))
-        return moves
+            fetches.append(PrefetchMove(chunk, tuple(evicted)))
+        return fetches
 
     def early_evictions(self, now: int, present: Collection[int], held: Collection[int]) -> tuple[int, ...]:
         """Return the chunks without further use in this iteration."""

@@ -26,12 +26,14 @@ class NoMeter:
     caching = False
 
     def calibrate(self, chunk_bytes: int) -> None:
-        """Do nothing."""
+        """Ignore `chunk_bytes`: there is no baseline."""
 
     def now(self, chunk_bytes: int) -> int:
+        """Return 0 bytes, whatever `chunk_bytes` are."""
         return 0
 
     def peak(self, chunk_bytes: int) -> int:
+        """Return 0 bytes, whatever `chunk_bytes` are."""
         return 0
 
     def restart(self) -> None:
@@ -41,7 +43,7 @@ class NoMeter:
         """Do nothing."""
 
     def set_caching(self, allowed: bool) -> None:
-        """Do nothing."""
+        """Ignore `allowed`: nothing is cached."""
 
 
 class PlainOptimizer(torch.optim.Optimizer):
@@ -128,7 +130,7 @@ class ReferenceOptimizer:
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict into the inner `torch.optim` optimizer."""
+        """Load `state_dict` into the inner `torch.optim` optimizer."""
         self.inner.load_state_dict(state_dict)
 
 
@@ -165,7 +167,7 @@ class ReferenceTrainer:
         self.optimizer = ReferenceOptimizer(self)
 
     def master(self, param: nn.Parameter) -> torch.Tensor:
-        """Return the master parameter that the optimizer updates."""
+        """Return the master of `param`, which the optimizer updates."""
         return self.masters[param]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,18 +177,24 @@ class ReferenceTrainer:
         return self.module(*args, **kwargs)
 
     def train(self, mode: bool = True) -> "ReferenceTrainer":
-        """Set the model's training mode."""
+        """Set the model's training mode to `mode`, and return the trainer."""
         self.module.train(mode)
         return self
 
     def eval(self) -> "ReferenceTrainer":
-        """Set the model's evaluation mode."""
+        """Set the model's evaluation mode, and return the trainer."""
         return self.train(False)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, *, update: bool = False, accumulate: bool = False
     ) -> None:
-        """Compute gradients and accumulate them in fp32. `update` and `accumulate` do not change the result here."""
+        """Compute gradients and accumulate them in fp32.
+
+        Args:
+            loss: Scalar loss.
+            retain_graph: Keep the graph for another backward.
+            update, accumulate: As for `Engine.backward`; they do not change the result here.
+        """
         scaled = loss * self.scaler.scale if self.scaler.enabled else loss
         try:
             torch.autograd.backward(scaled, retain_graph=retain_graph)
@@ -235,7 +243,7 @@ class ReferenceTrainer:
         return torch.tensor(total, dtype=torch.float32, device=self.device)
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """Return an unscaled copy of the accumulated gradient of a named parameter in the master's dtype, or None."""
+        """Return an unscaled copy of the accumulated gradient of parameter `name` in the master's dtype, or None."""
         grad = self.masters[dict(self.module.named_parameters())[name]].grad
         if grad is None:
             return None
@@ -250,7 +258,7 @@ class ReferenceTrainer:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Load master parameters and buffers by name."""
+        """Load master parameters and buffers from `state_dict`."""
         with torch.no_grad():
             for name, tensor in self.module.state_dict(keep_vars=True).items():
                 tensor.copy_(state_dict[name])

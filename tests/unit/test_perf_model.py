@@ -69,7 +69,7 @@ def test_all_bytes_are_placed_and_tiers_stay_within_budget(work, machine, proces
     assert found.disk_bytes <= (machine.disk.capacity if machine.disk is not None else 0)
     on_devices = (found.device_bytes - work.non_model_bytes - work.working_bytes) * processes
     model_data = (PARAM_BYTES + STATE_BYTES) * work.params
-    assert found.shares.kept + found.shares.resident + found.shares.paged <= 1 + 1e-6
+    assert found.shares.retained + found.shares.resident + found.shares.paged <= 1 + 1e-6
     assert on_devices + found.host_bytes + found.disk_bytes == pytest.approx(model_data, rel=1e-3)
 
 
@@ -161,7 +161,7 @@ def test_no_shares_are_faster_than_the_chosen_ones(work, machine, processes):
         work,
         machine.model_copy(update={"host": machine.host.model_copy(update={"memory": machine.host.memory + 1000})}),
         processes,
-        shares.kept * (1 - 1e-6),
+        shares.retained * (1 - 1e-6),
         shares.resident * (1 - 1e-6),
         shares.on_host,
         shares.in_ram,

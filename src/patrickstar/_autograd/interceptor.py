@@ -72,7 +72,7 @@ class Interceptor:
 
     # Parameters
 
-    def adopt(self, managed: ManagedParam) -> None:
+    def intercept(self, managed: ManagedParam) -> None:
         """Start to intercept a parameter's operators and its gradients."""
         adopt_parameter(managed, self)
         self.hook_gradient(managed)

@@ -262,6 +262,6 @@ def _choices(best: Estimate) -> str:
     return (
         f"of the optimizer states {shares.resident:.0%} stay on the device, {shares.on_host:.0%} are updated on the "
         f"host and {streamed:.0%} are copied to the device for their update{in_ram}; of the parameters "
-        f"{shares.kept:.0%} stay on the device from forward to backward{paged}. These shares minimize the time of the "
-        f"busiest resource, {slowest.name} (a linear program); the batch maximizes tokens per second."
+        f"{shares.retained:.0%} stay on the device from forward to backward{paged}. These shares minimize the time of "
+        f"the busiest resource, {slowest.name} (a linear program); the batch maximizes tokens per second."
     )

@@ -117,7 +117,7 @@ class Engine:
         return out
 
     def train(self, mode: bool = True) -> "Engine":
-        """Set the training mode of the model and return the engine."""
+        """Set the training mode of the model to `mode`, and return the engine."""
         self.module.train(mode)
         return self
 
@@ -221,7 +221,7 @@ class Engine:
                 return self._core.gradients.read(self._core.by_name[name])
 
     def average(self, value: float | torch.Tensor) -> float:
-        """Return the mean of a number or one-element tensor over all processes, summed in fp64 in rank order."""
+        """Return the mean of `value`, a number or one-element tensor, over all processes: an fp64 sum in rank order."""
         self._core.check_open()
         number = float(value)
         if self.world is None:

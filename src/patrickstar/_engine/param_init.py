@@ -177,7 +177,7 @@ def move_params(
                 replace_data(param, torch.empty(0, dtype=chunk.dtype, device=chunk.device))
             del flat
             data.add(managed)
-            interceptor.adopt(managed)
+            interceptor.intercept(managed)
     data.managed_params.sort(key=lambda managed: creation[managed.name])
 
 

@@ -94,7 +94,7 @@ class Tracer:
             _log.info("trace dropped: the iteration had %d moments, the trace has %d", ended, expected)
             self.traces.pop(key, None)
         elif self._checking:
-            self.trace.settle()
+            self.trace.mark_checked()
             traced = self.trace.peak_non_model_bytes > self.peak_non_model_bytes
             self.peak_non_model_bytes = max(self.peak_non_model_bytes, self.trace.peak_non_model_bytes)
         self._stop_following()

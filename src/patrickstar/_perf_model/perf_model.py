@@ -31,7 +31,7 @@ PAGED_READ_BYTES, PAGED_WRITE_BYTES = 2 * PARAM_BYTES, PARAM_BYTES
 class Shares:
     """Placement of a process's model data, and where it is updated; each share is from 0 to 1."""
 
-    kept: float
+    retained: float
     """Parameters that stay on the device from forward to backward, and to the next forward."""
     resident: float
     """Parameters whose states are on the device, and which are updated there."""

@@ -84,17 +84,17 @@ class AggressivePrefetch(PrefetchPolicy):
     ) -> list[PrefetchMove]:
         """Return prefetches of the chunks needed soonest, up to the first one that has to wait."""
         self._catch_up(now, present)
-        moves: list[PrefetchMove] = []
+        fetches: list[PrefetchMove] = []
         while (chunk := self._missing()) is not None and (nbytes := self.nbytes[chunk]) <= limit_bytes:
             narrowest = self._narrow.last(now, self._known)
             short = self._present_bytes + nbytes - self.chunkable[narrowest % len(self.chunkable)]
             evicted = self._evictions_for(chunk, short, narrowest, held) if short > 0 else ()
             if evicted is None:
                 break
-            moves.append(PrefetchMove(chunk, evicted))
+            fetches.append(PrefetchMove(chunk, evicted))
             limit_bytes -= nbytes
             self._change({chunk}, evicted)
-        return moves
+        return fetches
 
     def _catch_up(self, now: int, present: Collection[int]) -> None:
         if now < self._now:

@@ -34,7 +34,7 @@ class Trace:
     checked: bool = field(default=False, compare=False)
     """True if a second iteration confirmed the memory figures."""
 
-    def settle(self) -> None:
+    def mark_checked(self) -> None:
         """Mark the trace as confirmed after a second iteration has updated it."""
         self.checked = True
         self.__dict__.pop("peak_non_model_bytes", None)

@@ -35,7 +35,7 @@ class OptimizerInBackward:
 
     @property
     def active(self) -> bool:
-        """Whether a backward with `update=True` awaits its optimizer step."""
+        """True while a backward with `update=True` awaits its optimizer step."""
         return self._groups is not None
 
     def begin(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:

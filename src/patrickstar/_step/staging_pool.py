@@ -64,7 +64,7 @@ class PageSet:
 
     @property
     def ready(self) -> bool:
-        """Whether all reads have finished."""
+        """True if all reads have finished."""
         return len(self.reads) == len(self.lists) and all(transfer.done for transfer in self.reads)
 
     def is_current(self, lists: list[Chunk]) -> bool:
