@@ -47,6 +47,7 @@ def main(options: Sequence[str] | None = None) -> float:
     )
     model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"
+    model.activation_checkpointing_enable()
     if args.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -60,7 +61,6 @@ def main(options: Sequence[str] | None = None) -> float:
             bf16=torch.cuda.is_available(),
             per_device_train_batch_size=1,
             gradient_accumulation_steps=4,
-            gradient_checkpointing=True,
             max_steps=args.steps,
             learning_rate=1e-3,
             warmup_steps=10,

@@ -1,4 +1,4 @@
-"""What every test may share."""
+"""Options and fixtures of all tests."""
 
 import signal
 
@@ -14,6 +14,19 @@ def pytest_addoption(parser):
         metavar="SEED",
         help="run every engine beside a simulated accelerator whose copies are late, by the schedule of this seed",
     )
+
+
+LONGEST = (
+    "test_gpu_rehearsal.py::test_every_stage",
+    "test_interpreted_kernels",
+    "test_the_measured_process",
+    "test_cli.py",
+)
+"""Parts of the names of the longest tests. They start first, so that no worker runs one alone at the end."""
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: next((i for i, part in enumerate(LONGEST) if part in item.nodeid), len(LONGEST)))
 
 
 @pytest.fixture(autouse=True)

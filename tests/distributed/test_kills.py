@@ -1,4 +1,4 @@
-"""Whoever is killed, whenever: the newest checkpoint is whole, and the run goes on from it with its bits."""
+"""Kills at random instants: the newest checkpoint is complete, and the resumed run has an undisturbed one's bits."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ def strike(count: int, size: int, seed: int, seconds: float) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_few_kills(size):
-    strike(5, size, seed=1, seconds=200)
+    strike(2, size, seed=1, seconds=200)
 
 
 @pytest.mark.slow

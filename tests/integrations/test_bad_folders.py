@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import patrickstar as ps
 from patrickstar.errors import CheckpointError, ModelError
+from patrickstar.integrations.transformers import _from_pretrained as load_room
 from patrickstar.integrations.transformers import from_pretrained
-from patrickstar.integrations.transformers import load as load_room
 
 from . import tiny
 from .tiny import small_chunks, step

@@ -24,9 +24,11 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
-def test_interpreted_kernels_give_the_bits_of_the_list():
+@pytest.mark.parametrize("selected", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_interpreted_kernels_give_the_bits_of_the_list(selected):
     # Triton reads the variable when it is imported, which may already have happened in this process.
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "unit/interpreted_triton.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", selected]
+    command.append("unit/interpreted_triton.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-10000:] + result.stderr
