@@ -16,13 +16,17 @@ train: $(INSTALLED)
 		--lr 6e-4 --warmup-steps 10 --weight-decay 0.01 --max-norm 1.0 \
 		--device auto --device-memory 240MiB --precision bf16 --seed 0 --log runs/train.jsonl
 
+# JOBS: how many tests run at a time.
+JOBS ?= 2
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
+
 test: check
-	$(BIN)/pytest -m "not slow"
-	$(BIN)/pytest -m "not slow" --late-copies 1 $(LATE)
+	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --late-copies 1 $(LATE)
 
 nightly: check
-	$(BIN)/pytest tests benchmarks/tests
-	$(BIN)/pytest --late-copies 1 tests/autograd tests/laws/test_exactness.py
+	$(PYTEST) tests benchmarks/tests
+	$(PYTEST) --late-copies 1 tests/autograd tests/laws/test_exactness.py
 
 # What runs a second time, beside a simulated accelerator: sharing, accumulation and early updates.
 LATE := tests/autograd/test_sharing.py tests/autograd/test_accumulation.py tests/autograd/test_early_update.py
