@@ -27,7 +27,7 @@ import patrickstar as ps
 from patrickstar._checkpoint.direct_writer import PAGES
 from patrickstar._cli.presets import PRESETS
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.swap_file import PAGE_BYTES
+from patrickstar._memory.direct_io import PAGE_BYTES
 
 BARE_THREADS = 2
 

@@ -20,7 +20,8 @@ import psutil
 import torch
 from report import publish
 
-from patrickstar._memory.swap_file import PAGE_BYTES, SwapFile
+from patrickstar._memory.direct_io import PAGE_BYTES
+from patrickstar._memory.swap_file import SwapFile
 from patrickstar._memory.worker_pool import WorkerPool
 
 CHUNK_BYTES = 64 * 1024**2

@@ -103,16 +103,16 @@ def test_disk_error_during_a_save(tmp_path, monkeypatch):
     calls = Counter()
 
     def failing(fd, memory, offset):
-        calls["pwrite"] += 1
-        if calls["pwrite"] > 3:
+        calls["pwritev"] += 1
+        if calls["pwritev"] > 3:
             raise OSError(errno.EIO, "Input/output error")
         return write(fd, memory, offset)
 
-    write = os.pwrite
-    monkeypatch.setattr(os, "pwrite", failing)
+    write = os.pwritev
+    monkeypatch.setattr(os, "pwritev", failing)
     with pytest.raises(CheckpointError, match="Input/output error"):
         engine.save(tmp_path / "one")
     monkeypatch.undo()
-    assert calls["pwrite"] > 3 and not list(tmp_path.iterdir())
+    assert calls["pwritev"] > 3 and not list(tmp_path.iterdir())
     train(engine)
     engine.save(tmp_path / "one")

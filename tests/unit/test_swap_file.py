@@ -19,7 +19,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from patrickstar._memory import swap_file
-from patrickstar._memory.swap_file import BLOCK_BYTES, PAGE_BYTES, SwapFile, round_up
+from patrickstar._memory.direct_io import BLOCK_BYTES, PAGE_BYTES
+from patrickstar._memory.swap_file import SwapFile
+from patrickstar._memory.vm_pool import round_up
 from patrickstar.errors import BudgetError, DiskError
 
 MIB = 1024**2

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar._memory.swap_file import PAGE_BYTES
+from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.worker_pool import WorkerPool
 from patrickstar.errors import MoveError
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import fcntl
 import os
 from collections import deque
 from collections.abc import Hashable
@@ -13,8 +12,8 @@ import torch
 from xxhash import xxh3_64_hexdigest
 
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.swap_file import BLOCK_BYTES, NO_SPACE, PAGE_BYTES, REFUSED
-from patrickstar._memory.vm_pool import private_memory
+from patrickstar._memory.direct_io import BLOCK_BYTES, FULL, PAGE_BYTES, free_bytes, reserve, transfer_all, try_direct
+from patrickstar._memory.vm_pool import private_memory, round_up
 from patrickstar._memory.worker_pool import Transfer, WorkerPool
 from patrickstar.errors import CheckpointError, MoveError
 
@@ -72,8 +71,8 @@ class DirectWriter:
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             if nbytes:
-                self._reserve(nbytes)
-            self._direct = self._try_direct()
+                reserve(self._fd, 0, nbytes)
+            self._direct = try_direct(self._fd)
         except OSError as error:
             self.abandon()
             raise self._failure(error) from error
@@ -122,34 +121,14 @@ class DirectWriter:
         except OSError as error:
             raise self._failure(error) from error
         finally:
-            self._release_file()
+            self.abandon()
 
     def abandon(self) -> None:
         """Close the file without completing it."""
-        self._release_file()
-
-    def _release_file(self) -> None:
         self._workers.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def _reserve(self, nbytes: int) -> None:
-        try:
-            os.posix_fallocate(self._fd, 0, nbytes)
-        except OSError as error:
-            if error.errno not in REFUSED:
-                raise
-
-    def _try_direct(self) -> bool:
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        except OSError as error:
-            if error.errno not in REFUSED:
-                raise
-            return False
-        return True
 
     def _add(self, number: int, begin: int, part: torch.Tensor, owner: Hashable) -> None:
         """Add a part to the current page, directly after the previous part."""
@@ -187,7 +166,7 @@ class DirectWriter:
         """Start writing a full page."""
         self._wait_for(WRITERS - 1)
         parts, fd, sums, offset = self._parts, self._fd, self.sums, number * self.page_bytes
-        whole = -(-length // BLOCK_BYTES) * BLOCK_BYTES if self._direct else length
+        whole = round_up(length, BLOCK_BYTES) if self._direct else length
 
         def run(stage: torch.Tensor) -> None:
             address = parts[0].address
@@ -211,20 +190,16 @@ class DirectWriter:
 
 
 def write_all(fd: int, memory: memoryview, offset: int) -> None:
-    """Write all bytes at an offset; one pwrite may write only a part."""
-    done = 0
-    while done < len(memory):
-        written = os.pwrite(fd, memory[done:], offset + done)
-        if not written:
-            raise OSError(errno.EIO, f"short write, {done} of {len(memory)} bytes")
-        done += written
+    """Write all bytes at an offset."""
+    done = transfer_all(os.pwritev, fd, memory, offset)
+    if done < len(memory):
+        raise OSError(errno.EIO, f"short write, {done} of {len(memory)} bytes")
 
 
 def write_error(path: Path, error: OSError, nbytes: int) -> CheckpointError:
     """Return the error for a checkpoint file that could not be written."""
-    if error.errno in NO_SPACE:
-        space = os.statvfs(path.parent)
-        free = space.f_bavail * space.f_frsize
+    if error.errno in FULL:
+        free = free_bytes(path.parent)
         advice = f"{free} bytes ({format_size(free)}) are free there; free more space or use another directory"
     else:
         advice = "check the directory's permissions and the system log, or use another directory"

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from patrickstar._checkpoint.save_planner import boxes_in, chunk_of, list_kind, name_of, saved_kinds, unfolded
 from patrickstar._checkpoint.storage_reader import narrowed
 from patrickstar._layout.shard_geometry import Box, memory_order
-from patrickstar._memory.swap_file import PAGE_BYTES
+from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar.errors import CheckpointError

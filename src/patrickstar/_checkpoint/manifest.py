@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from xxhash import xxh3_64_hexdigest
 
 from patrickstar._checkpoint.safetensors_file import DTYPES
-from patrickstar._memory.swap_file import BLOCK_BYTES
+from patrickstar._memory.direct_io import BLOCK_BYTES
 from patrickstar.errors import CheckpointError
 
 NAME = "checkpoint.jsonl"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from patrickstar._checkpoint.direct_writer import DirectWriter
-from patrickstar._memory.swap_file import BLOCK_BYTES, PAGE_BYTES
+from patrickstar._memory.direct_io import BLOCK_BYTES, PAGE_BYTES
 
 DTYPES = {
     torch.float64: "F64",

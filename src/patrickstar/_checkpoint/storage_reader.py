@@ -23,6 +23,7 @@ from torch.futures import Future
 from xxhash import xxh3_64_hexdigest
 
 from patrickstar._checkpoint.manifest import Manifest, read_manifest
+from patrickstar._memory.direct_io import transfer_all
 from patrickstar.errors import CheckpointError
 
 
@@ -187,12 +188,9 @@ class CheckpointReader(StorageReader):
         memory = memoryview(self._page)
         try:
             with path.open("rb", buffering=0) as stream:
-                done = 0
-                while done < length:
-                    read = os.preadv(stream.fileno(), [memory[done:]], page * page_bytes + done)
-                    if not read:
-                        raise OSError(0, f"the file ends after {page * page_bytes + done} bytes")
-                    done += read
+                done = transfer_all(os.preadv, stream.fileno(), memory, page * page_bytes)
+                if done < length:
+                    raise OSError(0, f"the file ends after {page * page_bytes + done} bytes")
                 os.posix_fadvise(stream.fileno(), page * page_bytes, length, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise CheckpointError(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from patrickstar._distributed.process_group import World, gather_into
 from patrickstar._memory.copy_streams import StreamTransfer
-from patrickstar._memory.swap_file import PAGE_BYTES
+from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.worker_pool import Job, Transfer, WorkerPool
 from patrickstar.errors import MoveError
 

@@ -8,8 +8,9 @@ import torch
 
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.disk_tier import DiskTier
-from patrickstar._memory.swap_file import PAGE_BYTES, SwapFile
+from patrickstar._memory.swap_file import SwapFile
 from patrickstar._memory.vm_pool import PagePool, can_move_pages
 from patrickstar._memory.worker_pool import Transfer
 

@@ -29,9 +29,9 @@ from patrickstar._engine.teardown import release
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.memory_meter import Meter
-from patrickstar._memory.swap_file import PAGE_BYTES
 from patrickstar._memory.tracer import Tracer
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.swap_file import BLOCK_BYTES, PAGE_BYTES, SwapFile
+from patrickstar._memory.direct_io import BLOCK_BYTES, PAGE_BYTES
+from patrickstar._memory.swap_file import SwapFile
 from patrickstar._memory.worker_pool import Transfer, WorkerPool
 
 STAGES = (READERS := 4) + (WRITERS := 2)

@@ -1,6 +1,5 @@
 """Factory of the resources behind the tiers: memory, copy streams, disk, clock. A dry run simulates them."""
 
-import os
 import time
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import torch
 
 from patrickstar._memory.copy_streams import CopyStreams
 from patrickstar._memory.cuda_device import AllocatorStats, CudaDevice, default_budget
+from patrickstar._memory.direct_io import free_bytes
 from patrickstar._memory.disk_tier import DiskTier
 from patrickstar._memory.host_arena import HostArena
 from patrickstar._memory.memory_meter import Meter, default_meter, installed_bytes
@@ -89,12 +89,11 @@ class Hardware:
     def free_disk_bytes(self, directory: Path) -> int:
         """Return the free bytes of a directory's file system. Raises DiskError if it cannot be used."""
         try:
-            space = os.statvfs(directory)
+            return free_bytes(directory)
         except OSError as error:
             raise DiskError(
                 f"the disk tier's directory {directory} can't be used: {error.strerror}; create it, or use another"
             ) from error
-        return space.f_bavail * space.f_frsize
 
     def disk(
         self, directory: Path, nbytes: int, page_bytes: int, *, checksums: bool, capacity_bytes: int | None

@@ -1,14 +1,12 @@
 """Swap file of the disk tier: chunks are read and written page by page with direct I/O."""
 
 import errno
-import fcntl
-import mmap
 import os
 import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -16,27 +14,9 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 from patrickstar._layout.byte_size import format_size
+from patrickstar._memory.direct_io import BLOCK_BYTES, FULL, PAGE_BYTES, free_bytes, reserve, transfer_all, try_direct
+from patrickstar._memory.vm_pool import round_up
 from patrickstar.errors import BudgetError, DiskError
-
-PAGE_BYTES = 4 * 1024**2
-BLOCK_BYTES = 4096
-
-NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}
-
-Call = Callable[[int, Sequence[memoryview], int], int]
-
-# [Note: direct I/O]
-# Memory of the page cache is outside every budget, and errors of its delayed writes are reported to no caller. So pages
-# are transferred directly (O_DIRECT) between the disk and the caller's buffer. This requires alignment: offsets,
-# lengths and addresses are multiples of BLOCK_BYTES, and the last page of an extent is transferred up to the end of its
-# last block. The flag is set after the file has been created: some file systems refuse it in open(), and leave the file
-# behind.
-
-
-def round_up(nbytes: int) -> int:
-    """Round up to whole blocks."""
-    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class SwapFile:
@@ -62,13 +42,13 @@ class SwapFile:
         self._free_extents: dict[int, list[int]] = {}  # offsets of freed extents, by size
         self._active_calls = 0
         self._closed = False
-        self._check_capacity(round_up(nbytes), "the file")
+        self._check_capacity(round_up(nbytes, BLOCK_BYTES), "the file")
         self._fd, self.path = self._make()
         self._close_fd = weakref.finalize(self, os.close, self._fd)
         self._close_fd.atexit = False
         try:
             self.direct = self._try_direct()
-            self._grow(round_up(nbytes), "the file")
+            self._grow(round_up(nbytes, BLOCK_BYTES), "the file")
             if not self.direct:
                 _warn_buffered()
         except BaseException:
@@ -85,9 +65,9 @@ class SwapFile:
         with self._lock:
             if self._closed:
                 raise self._closed_error(label)
-            if freed := self._free_extents.get(round_up(nbytes)):
+            if freed := self._free_extents.get(round_up(nbytes, BLOCK_BYTES)):
                 return freed.pop()
-            offset, end = self.used_bytes, self.used_bytes + round_up(nbytes)
+            offset, end = self.used_bytes, self.used_bytes + round_up(nbytes, BLOCK_BYTES)
             self._check_capacity(end, label)
             self._grow(end, label)
             self.used_bytes = end
@@ -96,7 +76,7 @@ class SwapFile:
     def free(self, offset: int, nbytes: int) -> None:
         """Free an extent for reuse by another of its size."""
         with self._lock:
-            self._free_extents.setdefault(round_up(nbytes), []).append(offset)
+            self._free_extents.setdefault(round_up(nbytes, BLOCK_BYTES), []).append(offset)
 
     def _check_capacity(self, nbytes: int, label: str) -> None:
         if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
@@ -113,12 +93,7 @@ class SwapFile:
         if more <= 0:
             return
         try:
-            try:
-                os.posix_fallocate(self._fd, self.nbytes, more)
-            except OSError as error:
-                if error.errno not in REFUSED:
-                    raise
-                # The file system can't reserve; a full disk is found when a page is written.
+            if not reserve(self._fd, self.nbytes, more):
                 os.ftruncate(self._fd, nbytes)
         except OSError as error:
             os.ftruncate(self._fd, self.nbytes)  # release what was reserved before the failure
@@ -134,7 +109,7 @@ class SwapFile:
         DiskError if the read fails, the file is too short, or the bytes differ from those written.
         """
         with self._using("read", offset, nbytes, label):
-            self._move(os.preadv, "read", offset, buffer, nbytes, label)
+            self._move("read", offset, buffer, nbytes, label)
             if self.checksums:
                 self._check_sum(offset, buffer, nbytes, label)
             with self._lock:
@@ -145,7 +120,7 @@ class SwapFile:
         with self._using("write", offset, nbytes, label):
             self._sums.pop(offset, None)  # a failed write leaves neither the old page nor the new one
             hashed = xxh3_64_intdigest(buffer[:nbytes]) if self.checksums else 0
-            self._move(os.pwritev, "write", offset, buffer, nbytes, label)
+            self._move("write", offset, buffer, nbytes, label)
             with self._lock:
                 self.written_bytes += nbytes
                 if self.checksums:
@@ -160,21 +135,18 @@ class SwapFile:
                 self._idle.wait()
             self._close_fd()
 
-    def _move(self, call: Call, operation: str, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
-        """Transfer all blocks of a page; the system may transfer them in parts."""
-        length, done = round_up(nbytes), 0
-        while done < length:
-            try:
-                moved = call(self._fd, [buffer[done:length]], offset + done)
-            except OSError as error:
-                reason = f"{error.strerror} (errno {error.errno})"
-                raise self._io_error(operation, offset, nbytes, label, reason, error.errno in NO_SPACE) from error
-            if self.direct:
-                moved -= moved % BLOCK_BYTES  # partial blocks are repeated; at the end of the file none remain
-            if not moved:
-                reason = f"short {operation}, {done} of {length} bytes, as if the file had been truncated"
-                raise self._io_error(operation, offset, nbytes, label, reason)
-            done += moved
+    def _move(self, operation: str, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
+        """Transfer all blocks of a page."""
+        call = os.preadv if operation == "read" else os.pwritev
+        length = round_up(nbytes, BLOCK_BYTES)
+        try:
+            done = transfer_all(call, self._fd, buffer[:length], offset, BLOCK_BYTES if self.direct else 1)
+        except OSError as error:
+            reason = f"{error.strerror} (errno {error.errno})"
+            raise self._io_error(operation, offset, nbytes, label, reason, error.errno in FULL) from error
+        if done < length:
+            reason = f"short {operation}, {done} of {length} bytes, as if the file had been truncated"
+            raise self._io_error(operation, offset, nbytes, label, reason)
         if not self.direct:
             os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
 
@@ -211,7 +183,7 @@ class SwapFile:
         try:
             fd, path = tempfile.mkstemp(prefix="patrickstar-", suffix=".chunks", dir=self.directory)
         except OSError as error:
-            if error.errno in NO_SPACE:
+            if error.errno in FULL:
                 raise self._no_space_error(error, self.directory, BLOCK_BYTES, "the file") from error
             if error.errno == errno.ENOTDIR:
                 reason = "is not a directory; give one"
@@ -225,22 +197,11 @@ class SwapFile:
 
     def _try_direct(self) -> bool:
         """Write and read one block with O_DIRECT; return True if that works. See [Note: direct I/O]."""
-        block = mmap.mmap(-1, BLOCK_BYTES)
         try:
-            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-            try:
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-                os.pwritev(self._fd, [block], 0)
-                os.preadv(self._fd, [block], 0)
-                direct = True
-            except OSError as error:
-                if error.errno not in REFUSED:
-                    raise
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
-                direct = False
+            direct = try_direct(self._fd, os.pwritev, os.preadv)
             os.ftruncate(self._fd, 0)
         except OSError as error:
-            if error.errno in NO_SPACE:
+            if error.errno in FULL:
                 raise self._no_space_error(error, self._fd, BLOCK_BYTES, "the file") from error
             raise self._io_error("try", 0, BLOCK_BYTES, "the first block", str(error.strerror)) from error
         return direct
@@ -260,8 +221,7 @@ class SwapFile:
         )
 
     def _no_space_error(self, error: OSError, path: int | Path, nbytes: int, label: str) -> DiskError:
-        disk = os.statvfs(path)
-        free = disk.f_bavail * disk.f_frsize
+        free = free_bytes(path)
         return DiskError(
             f"{label} needs {nbytes} more bytes ({format_size(nbytes)}) on the disk, and {self.directory} has {free} "
             f"bytes ({format_size(free)}) free: {error.strerror}; free space there, use another directory, or a "

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from patrickstar._memory.swap_file import PAGE_BYTES
+from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.vm_pool import private_memory
 from patrickstar.errors import MoveError
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patrickstar._layout.chunk_mapping import Layout
+from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.disk_tier import STAGES, DiskTier
 from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.swap_file import PAGE_BYTES
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.feasibility import check_budgets, working_set_bytes
 from patrickstar._schedule.placement import Budgets, ChunkTiers, disk_bytes, initial_placement

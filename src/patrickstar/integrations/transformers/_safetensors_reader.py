@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from patrickstar._checkpoint.safetensors_file import DTYPES as FORMAT
+from patrickstar._memory.direct_io import transfer_all
 from patrickstar.errors import ModelError
 
 DTYPES = {
@@ -41,18 +42,16 @@ class TensorInFile:
 
         Raises ModelError if the file is too short or cannot be read.
         """
-        remaining = target.view(torch.uint8).numpy().data
+        memory = target.view(torch.uint8).numpy().data
         offset = self.offset_bytes + first * target.itemsize
         try:
             # No mmap: its pages would stay resident in addition to the copy.
             with open(self.file, "rb", buffering=0) as file:
-                while remaining:
-                    count = os.preadv(file.fileno(), [remaining], offset)
-                    if not count:
-                        raise ModelError(f"{self.file} ends at byte {offset}, within {self.key}; download it again")
-                    remaining, offset = remaining[count:], offset + count
+                end = offset + transfer_all(os.preadv, file.fileno(), memory, offset)
         except OSError as error:
             raise ModelError(f"{self.file} can't be read: {error}") from error
+        if end < offset + len(memory):
+            raise ModelError(f"{self.file} ends at byte {end}, within {self.key}; download it again")
 
 
 @dataclass(frozen=True)
