@@ -22,7 +22,7 @@ from report import publish
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar as ps
-from patrickstar._dry_run.disk_benchmark import measure
+from patrickstar._dry_run.machine_profile import measure_disk
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import format_size
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
@@ -191,7 +191,7 @@ def bound(options: argparse.Namespace) -> None:
     work = {"model": "124m", "batch": 8, "sequence": 256, "steps": 6, "checkpointing": 1}
     rounds = []
     for _ in range(options.rounds):
-        rates = measure(options.directory)
+        rates = measure_disk(options.directory)
         memory = in_a_process(options, "memory", **work, device_memory=options.bound_device, host_memory="4GiB")
         disk = in_a_process(options, "disk", **work, device_memory=options.bound_device, host_memory="240MiB")
         rounds.append((rates, memory, disk))

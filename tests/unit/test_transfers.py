@@ -5,7 +5,7 @@ import torch
 
 from patrickstar._distributed.chunk_comm import COMPLETED, PendingReduction
 from patrickstar._distributed.collectives import CollectiveTransfer
-from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedClock
+from patrickstar._dry_run.simulated_hardware import SimulatedChannel, SimulatedClock
 from patrickstar._memory import copy_streams
 from patrickstar._memory.copy_streams import StreamTransfer
 from patrickstar._memory.worker_pool import Transfer, WorkerPool

@@ -1,8 +1,5 @@
 """The command ``patrickstar doctor``: capabilities of the machine and the installation, with advice."""
 
-import shutil
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -13,8 +10,7 @@ from rich.text import Text
 
 import patrickstar
 from patrickstar._cli.machine_name import machine_name
-from patrickstar._dry_run.disk_benchmark import measure
-from patrickstar._dry_run.machine_profile import benchmark_span
+from patrickstar._dry_run.machine_profile import benchmark_span, elapsed_s, measure_disk
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.dispatch import Backend
 from patrickstar._kernels.eager_backend import EagerBackend
@@ -64,15 +60,14 @@ def examine(trial_numel: int = TRIAL_NUMEL, disk: Path | None = None) -> list[Fi
 
 
 def _disk(directory: Path) -> list[Finding]:
-    rates = measure(directory)
-    space = shutil.disk_usage(directory).free
+    drive = measure_disk(directory)
     state_bytes = 10**9 * STATE_BYTES
     return [
         Finding(
             "disk",
-            f"{directory}: {format_size(space)} free, reads {rates.read / 1e9:.2f} GB/s, writes "
-            f"{rates.write / 1e9:.2f} GB/s with checksums; per step, the optimizer states of 10^9 parameters take "
-            f"{state_bytes / rates.read:.0f} s to read and {state_bytes / rates.write:.0f} s to write",
+            f"{directory}: {format_size(drive.capacity)} free, reads {drive.read / 1e9:.2f} GB/s, writes "
+            f"{drive.write / 1e9:.2f} GB/s with checksums; per step, the optimizer states of 10^9 parameters take "
+            f"{state_bytes / drive.read:.0f} s to read and {state_bytes / drive.write:.0f} s to write",
         )
     ]
 
@@ -126,12 +121,13 @@ def _triton() -> Finding:
 
 def _speed(backend: Backend, numel: int) -> list[Finding]:
     """Time an update and a copy on the host, and report which share of the memory bandwidth the update reaches."""
-    span, target = benchmark_span(numel), torch.zeros(numel, device="cpu")
-    copies, updates = [], []
+    cpu = torch.device("cpu")
+    span, target = benchmark_span(numel), torch.zeros(numel, device=cpu)
+    copy_s, update_s = [], []
     for _ in range(ROUNDS):
-        copies.append(_gb_per_s(lambda: target.copy_(span.master), 8 * numel))
-        updates.append(_gb_per_s(lambda: backend.update([span], ()), UPDATE_BYTES * numel))
-    update, copy = median(updates), median(copies)
+        copy_s.append(elapsed_s(lambda: target.copy_(span.master), cpu))
+        update_s.append(elapsed_s(lambda: backend.update([span], ()), cpu))
+    copy, update = 8 * numel / median(copy_s) / 1e9, UPDATE_BYTES * numel / median(update_s) / 1e9
     return [
         Finding("memory speed", f"{copy:.1f} GB/s for a copy (bytes read and written)"),
         Finding(
@@ -140,9 +136,3 @@ def _speed(backend: Backend, numel: int) -> list[Finding]:
             f"{update / UPDATE_BYTES:.2f} billion parameters per second with Adam, {UPDATE_BYTES} bytes each",
         ),
     ]
-
-
-def _gb_per_s(run: Callable[[], object], nbytes: int) -> float:
-    start = time.perf_counter()
-    run()
-    return nbytes / (time.perf_counter() - start) / 1e9

@@ -13,8 +13,8 @@ from patrickstar._cli.presets import PRESETS, Preset
 from patrickstar._layout.byte_size import format_size, parse_size
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
-from patrickstar._perf_model.perf_model import BATCHES, Estimate, best_estimate, largest_batch
-from patrickstar._perf_model.text_tables import ChannelRow, TierRow, channels_table, memory_table, rows
+from patrickstar._perf_model.perf_model import BATCHES, ChannelLoad, Estimate, best_estimate, largest_batch
+from patrickstar._perf_model.text_tables import channels_table, memory_table, rows
 from patrickstar._perf_model.workload import Workloads, gpt_workload
 from patrickstar.errors import BudgetError, ConfigError
 
@@ -218,7 +218,7 @@ def print_plan(console: Console, model: PlannedModel, machine: Machine, best: Es
     )
     parts = (
         rows(summary),
-        channels_table(_channels(best), best.seconds),
+        channels_table(((load.name, load.seconds, _amount(load)) for load in best.channels), best.seconds),
         memory_table(_tiers(machine, best)),
         _choices(best),
     )
@@ -226,30 +226,25 @@ def print_plan(console: Console, model: PlannedModel, machine: Machine, best: Es
     console.print("\n".join(parts), soft_wrap=True, markup=False, highlight=False)
 
 
-def _channels(best: Estimate) -> list[ChannelRow]:
-    def amount(name: str, value: float) -> str:
-        return f"{value / 1e12:,.1f}e12 op." if name == "compute" else format_size(int(value))
-
-    return [
-        ChannelRow(channel.name, channel.seconds, amount(channel.name, channel.amount)) for channel in best.channels
-    ]
+def _amount(channel: ChannelLoad) -> str:
+    return f"{channel.amount / 1e12:,.1f}e12 op." if channel.name == "compute" else format_size(int(channel.amount))
 
 
-def _tiers(machine: Machine, best: Estimate) -> list[TierRow]:
+def _tiers(machine: Machine, best: Estimate) -> list[tuple[str, int, int]]:
     non_model = best.workload.non_model_bytes
     if machine.gpu is not None:
         rows = [
-            TierRow("each GPU", best.device_bytes, machine.gpu.memory),
-            TierRow("- non-model data", non_model, machine.gpu.memory),
-            TierRow("host", best.host_bytes, machine.host.memory),
+            ("each GPU", best.device_bytes, machine.gpu.memory),
+            ("- non-model data", non_model, machine.gpu.memory),
+            ("host", best.host_bytes, machine.host.memory),
         ]
     else:
         rows = [
-            TierRow("RAM", best.device_bytes + best.host_bytes, machine.host.memory),
-            TierRow("- non-model data", non_model, machine.host.memory),
+            ("RAM", best.device_bytes + best.host_bytes, machine.host.memory),
+            ("- non-model data", non_model, machine.host.memory),
         ]
     if machine.disk is not None:
-        rows.append(TierRow("disk", best.disk_bytes, machine.disk.capacity))
+        rows.append(("disk", best.disk_bytes, machine.disk.capacity))
     return rows
 
 

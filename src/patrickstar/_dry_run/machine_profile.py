@@ -9,20 +9,26 @@ from statistics import median
 
 import torch
 
-from patrickstar._dry_run.disk_benchmark import measure
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._layout.schema import PARAM16
+from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.copy_streams import CopyStreams
 from patrickstar._memory.device_tier import DeviceTier
+from patrickstar._memory.direct_io import PAGE_BYTES
+from patrickstar._memory.disk_tier import DiskTier
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_tier import HostTier
+from patrickstar._memory.swap_file import SwapFile
+from patrickstar._memory.vm_pool import PagePool, can_move_pages
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
 from patrickstar._perf_model.workload import UPDATE_BYTES
 
 ROUNDS = 5
+"""Number of measurements, of which the median is the result."""
 CHUNK_BYTES = 1 << 26
+DISK_CHUNK_BYTES = 16 * PAGE_BYTES
 COPIED_BYTES = 1 << 29
 UPDATED_NUMEL = 64_000_000
 """Bytes copied and parameters updated: larger than any cache."""
@@ -40,10 +46,7 @@ def profile_machine(device: torch.device, directory: str | Path | None = None) -
     """
     hardware = Hardware(device)
     hardware.start()
-    disk = None
-    if directory is not None:
-        rates = measure(directory)
-        disk = DiskDrive(capacity=hardware.free_disk_bytes(Path(directory)), read=rates.read, write=rates.write)
+    disk = measure_disk(directory) if directory is not None else None
     h2d, d2h = _copy_rates(hardware)
     gpu = None
     if device.type == "cuda":
@@ -68,6 +71,35 @@ def profile_machine(device: torch.device, directory: str | Path | None = None) -
         links=Links(h2d=h2d, d2h=d2h),
         disk=disk,
     )
+
+
+def measure_disk(directory: str | Path, chunk_bytes: int = DISK_CHUNK_BYTES) -> DiskDrive:
+    """Time writing and reading back a few chunks, over the code path of chunk transfers; takes about a second.
+
+    Returns:
+        The free space, and the rates with checksums.
+
+    Raises:
+        DiskError: The directory cannot be used.
+    """
+    device = torch.device("cpu")
+    pages = PagePool() if can_move_pages() else None
+    tier = DiskTier(SwapFile(directory, chunk_bytes * ROUNDS))
+    chunks = [Chunk(PARAM16, i, chunk_bytes // 2, "bfloat16", device) for i in range(ROUNDS)]
+    buffer = Chunk(PARAM16, ROUNDS, chunk_bytes // 2, "bfloat16", device, pages)
+    buffer.allocate_device()
+    memory = buffer.on_device(buffer.whole).view(torch.uint8)
+    memory.random_()
+    try:
+        for chunk in chunks:
+            tier.reserve(chunk)
+        write_s = median([elapsed_s(tier.write(chunk, 0, memory).wait, device) for chunk in chunks])
+        read_s = median([elapsed_s(tier.read(chunk, 0, memory).wait, device) for chunk in chunks])
+    finally:
+        tier.close()
+        buffer.memory.close()
+    free_bytes = Hardware(device).free_disk_bytes(Path(directory))
+    return DiskDrive(capacity=free_bytes, read=chunk_bytes / read_s, write=chunk_bytes / write_s)
 
 
 def elapsed_s(action: Callable[[], object], device: torch.device) -> float:

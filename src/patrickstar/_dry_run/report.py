@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from patrickstar._layout.byte_size import format_size
-from patrickstar._perf_model.text_tables import ChannelRow, TierRow, channels_table, memory_table, rows, sparkline
+from patrickstar._perf_model.text_tables import channels_table, memory_table, rows, sparkline
 from patrickstar._schedule.trace import Trace
 from patrickstar._step.stats import StepStats
 
@@ -53,29 +53,27 @@ class DryRunReport:
     def __str__(self) -> str:
         """Format the report that `patrickstar train --dry-run` prints."""
         tiers = self._tiers()
-        channels = [
-            ChannelRow(used.name, used.busy_s, format_size(used.nbytes)) for used in self.channels if used.nbytes
-        ]
+        channels = [(used.name, used.busy_s, format_size(used.nbytes)) for used in self.channels if used.nbytes]
         parts = [
             rows(self._rows()),
-            channels_table([ChannelRow("compute", self.compute_s, ""), *channels], self.seconds),
+            channels_table([("compute", self.compute_s, ""), *channels], self.seconds),
             memory_table(tiers),
             "memory over the step (full height: the budget)",
         ]
         end_s = self.timeline[-1].at_s if self.timeline else 0.0
         device = [(sample.at_s, sample.device_bytes) for sample in self.timeline]
         host = [(sample.at_s, sample.host_bytes) for sample in self.timeline]
-        for tier, samples in zip(tiers, (device, host), strict=False):
-            parts.append(f"  {tier.name:<8}{sparkline(samples, end_s, tier.capacity_bytes)}")
+        for (name, _, capacity), samples in zip(tiers, (device, host), strict=False):
+            parts.append(f"  {name:<8}{sparkline(samples, end_s, capacity)}")
         return "\n".join(parts)
 
-    def _tiers(self) -> list[TierRow]:
+    def _tiers(self) -> list[tuple[str, int, int]]:
         stats = self.stats
         device = max((sample.device_bytes for sample in self.timeline), default=0)
         host = max((sample.host_bytes for sample in self.timeline), default=0)
-        tiers = [TierRow("device", device, self.device_budget_bytes), TierRow("host", host, self.host_budget_bytes)]
+        tiers = [("device", device, self.device_budget_bytes), ("host", host, self.host_budget_bytes)]
         if stats.disk_bytes:
-            tiers.append(TierRow("disk", stats.disk_bytes, self.disk_capacity_bytes))
+            tiers.append(("disk", stats.disk_bytes, self.disk_capacity_bytes))
         return tiers
 
     def _rows(self) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from patrickstar._dry_run.op_tracer import (
     trace_operators,
 )
 from patrickstar._dry_run.report import ChannelUse, DryRunReport, MemorySample
-from patrickstar._dry_run.simulated_channels import SimulatedTransfer
 from patrickstar._dry_run.simulated_hardware import META, SimulatedHardware
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.grad_norm import GradStats
@@ -62,14 +62,6 @@ EngineFactory = Callable[..., Any]
 """`Engine` or a function that makes one. Passed in, because the package of `Engine` imports this one."""
 
 
-class _SimulatedUpdate:
-    def __init__(self, transfer: SimulatedTransfer) -> None:
-        self.transfer = transfer
-
-    def finish(self) -> None:
-        self.transfer.wait()
-
-
 class SimulatedKernels(Kernels):
     """Kernels that compute nothing and take the time of their memory traffic."""
 
@@ -88,7 +80,7 @@ class SimulatedKernels(Kernels):
         if not self.hardware.has_gpu:
             self.hardware.update.run(nbytes, "update")
             return []
-        return [_SimulatedUpdate(self.hardware.update.begin(nbytes, "update"))]
+        return [self.hardware.update.begin(nbytes, "update")]
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         on_host = [grad for grad in gradients if self.hardware.on_host(grad.latest)]
@@ -159,39 +151,19 @@ def simulate_on_this_machine(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         if machine is None:
             machine = profile_machine(device, config.disk.directory if config.disk is not None else None)
-        return _simulate_on_this_machine(make_engine, model, config, step, device, machine)
-
-
-def _simulate_on_this_machine(
-    make_engine: EngineFactory,
-    model: nn.Module | Callable[[], nn.Module],
-    config: Config,
-    step: Step,
-    device: torch.device,
-    machine: Machine,
-) -> DryRunReport:
-    library_bytes = Hardware(device).library_bytes(config.compute_dtype)
-    bandwidth = (machine.gpu or machine.host).memory_bandwidth
-    costs = OpBenchmark(device, bandwidth, roofline(machine))
-    # Measure all operators first: the second run then times Python, autograd and the engine alone.
-    simulate(make_engine, model, config, step, machine, costs, steps=1)
-    start = time.perf_counter()
-    for _ in range(METER_READS):
-        costs.meter.now(0)
-    meter_s = (time.perf_counter() - start) / METER_READS
-    untraced_bytes = UNTRACED_BYTES if device.type == "cpu" else 0
-    report = simulate(
-        make_engine,
-        model,
-        config,
-        step,
-        machine,
-        costs,
-        meter_s=meter_s,
-        untraced_bytes=untraced_bytes,
-        library_bytes=library_bytes,
-    )
-    return replace(report, estimated=tuple(sorted(costs.estimated)))
+        library_bytes = Hardware(device).library_bytes(config.compute_dtype)
+        bandwidth = (machine.gpu or machine.host).memory_bandwidth
+        costs = OpBenchmark(device, bandwidth, roofline(machine))
+        run = partial(simulate, make_engine, model, config, step, machine, costs)
+        # Measure all operators first: the second run then times Python, autograd and the engine alone.
+        run(steps=1)
+        start = time.perf_counter()
+        for _ in range(METER_READS):
+            costs.meter.now(0)
+        meter_s = (time.perf_counter() - start) / METER_READS
+        untraced_bytes = UNTRACED_BYTES if device.type == "cpu" else 0
+        report = run(meter_s=meter_s, untraced_bytes=untraced_bytes, library_bytes=library_bytes)
+        return replace(report, estimated=tuple(sorted(costs.estimated)))
 
 
 def dry_run_engine(engine: Any, step: Step) -> DryRunReport:
@@ -201,6 +173,14 @@ def dry_run_engine(engine: Any, step: Step) -> DryRunReport:
     return simulate_on_this_machine(
         type(engine), lambda: copy_to_meta(model), engine.config.model_copy(update=budgets), step, engine.device
     )
+
+
+def on_meta(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """Return the model, built on the meta device if it is a function."""
+    if isinstance(model, nn.Module):
+        return model
+    with META:
+        return model()
 
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
@@ -317,9 +297,7 @@ def simulate(
             )
 
     tracer = OpTracer(meter, costs if costs is not None else roofline(machine), advance)
-    if not isinstance(model, nn.Module):
-        with META:
-            model = model()
+    model = on_meta(model)
     values = {name: torch.empty_like(param, device=META) for name, param in model.named_parameters()}
     meter.add_persistent(library_bytes)  # part of the baseline after calibration, hence added again below
     with trace_operators(tracer, "cpu" if machine.gpu is None else "cuda"):

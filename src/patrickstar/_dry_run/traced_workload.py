@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from patrickstar._dry_run.op_tracer import OpCost, matrix_size, operations
-from patrickstar._dry_run.simulated_hardware import META
-from patrickstar._dry_run.simulation import EngineFactory, Step, roofline, simulate
+from patrickstar._dry_run.simulation import EngineFactory, Step, on_meta, roofline, simulate
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._perf_model.workload import Workload, Workloads
 from patrickstar.config import Config
@@ -70,10 +69,7 @@ def traced_workloads(
             engines.append(engine)
             step(engine)
 
-        model = build(checkpointing)
-        if not isinstance(model, nn.Module):
-            with META:
-                model = model()
+        model = on_meta(build(checkpointing))
         # The smallest possible chunks: those that hold the largest parameter.
         sizes = [param.numel() for param in model.parameters()]
         largest, numel = max(sizes, default=1), sum(sizes)

@@ -1,7 +1,6 @@
 """Plain-text output of plans and dry runs: rows, utilization tables and a sparkline of memory over time."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from patrickstar._layout.byte_size import format_size
 
@@ -11,46 +10,25 @@ SPARKLINE_WIDTH = 60
 HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 
-@dataclass(frozen=True)
-class ChannelRow:
-    """Use of one resource in a step."""
-
-    name: str
-    busy_s: float
-    amount: str
-    """Amount of work as text: bytes or operations."""
-
-
-@dataclass(frozen=True)
-class TierRow:
-    """Peak use of one tier."""
-
-    name: str
-    used_bytes: int
-    capacity_bytes: int
-
-
 def rows(pairs: Iterable[tuple[str, str]]) -> str:
     """Format pairs of name and text, one per line."""
     return "\n".join(f"{name:<{NAME_WIDTH}}{text}" for name, text in pairs)
 
 
-def channels_table(channels: Iterable[ChannelRow], seconds: float) -> str:
-    """Format the busy and idle time of each resource in a step of `seconds`."""
+def channels_table(channels: Iterable[tuple[str, float, str]], seconds: float) -> str:
+    """Format the use of each resource in a step of `seconds`: name, busy seconds, bytes or operations as text."""
     cells = [("resource", "busy", "idle", "amount", "utilization")]
-    for channel in channels:
-        share = channel.busy_s / seconds if seconds else 0.0
-        idle_s = max(0.0, seconds - channel.busy_s)
-        cells.append((channel.name, f"{channel.busy_s:.2f} s", f"{idle_s:.2f} s", channel.amount, bar(share)))
+    for name, busy_s, amount in channels:
+        idle_s = max(0.0, seconds - busy_s)
+        cells.append((name, f"{busy_s:.2f} s", f"{idle_s:.2f} s", amount, _bar(busy_s, seconds)))
     return _table("where the time goes", cells)
 
 
-def memory_table(tiers: Iterable[TierRow]) -> str:
-    """Format the peak use of each tier."""
+def memory_table(tiers: Iterable[tuple[str, int, int]]) -> str:
+    """Format the peak use of each tier: name, used bytes, capacity in bytes."""
     cells = [("tier", "used", "capacity", "utilization")]
-    for tier in tiers:
-        share = tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0.0
-        cells.append((tier.name, format_size(tier.used_bytes), format_size(tier.capacity_bytes), bar(share)))
+    for name, used, capacity in tiers:
+        cells.append((name, format_size(used), format_size(capacity), _bar(used, capacity)))
     return _table("memory", cells)
 
 
@@ -60,9 +38,8 @@ def _table(title: str, cells: Sequence[Sequence[str]]) -> str:
     return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
 
 
-def bar(share: float) -> str:
-    """Format a fraction as a bar."""
-    filled = round(BAR_WIDTH * min(1.0, share))
+def _bar(part: float, whole: float) -> str:
+    filled = round(BAR_WIDTH * min(1.0, part / whole)) if whole else 0
     return "#" * filled + "." * (BAR_WIDTH - filled)
 
 
