@@ -1,9 +1,7 @@
 """Optimizers other than Adam: those of this package, of `torch.optim`, and user-defined ones."""
 
-import copy
 import functools
-import io
-from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -12,114 +10,15 @@ from torch.optim import lr_scheduler
 
 import patrickstar as ps
 from patrickstar import testing
-from patrickstar.errors import ConfigError, ModelError, PatrickStarError
+from patrickstar.errors import ConfigError, PatrickStarError
 
-from .zoo import WIDTH, Stack, linear, mean_square, mlp, normal, normal_batches, small_chunks, train
+from .optimizer_cases import OPTIMIZERS, SOME, Torch, build, plain_sgd
+from .zoo import WIDTH, linear, mean_square, normal, normal_batches, small_chunks, train
 
 
 @pytest.fixture(params=["bf16", "fp16", "fp32"])
 def precision(request):
     return request.param
-
-
-# User-defined optimizers
-
-
-@dataclass(frozen=True)
-class SignRule(ps.Rule):
-    """Step in the direction of the sign of a gradient average."""
-
-    lr: float
-    smoothing: float
-
-    @property
-    def kinds(self):
-        """Average of gradients."""
-        return ("velocity",)
-
-    def apply(self, master, grad, states):
-        """The list."""
-        (velocity,) = states
-        velocity.mul_(self.smoothing).add_(grad)
-        master.sub_(velocity.sign().mul_(self.lr))
-
-
-class SignSGD(ps.Optimizer):
-    """User-defined sign-SGD with momentum."""
-
-    lr: float = 1e-2
-    smoothing: float = 0.9
-
-    def rule(self, group, step, memory):
-        """One update."""
-        return SignRule(float(group["lr"]), group["smoothing"])
-
-
-class Counting(ps.Optimizer):
-    """Keeps a scalar of its own and shortens the steps as it grows."""
-
-    lr: float = 1e-2
-
-    def rule(self, group, step, memory):
-        """One update."""
-        memory["updates"] = memory.get("updates", 0) + 1
-        assert memory["updates"] == step
-        return SignRule(group["lr"] / step, 0.5)
-
-
-class TwoSpeeds(torch.optim.Optimizer):
-    """Minimal Lookahead as a `torch.optim.Optimizer`: fast weights return to slow weights every third step."""
-
-    def __init__(self, params, lr=1e-2, every=3):
-        super().__init__(params, {"lr": lr, "every": every})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        """One update."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["step"], state["slow"] = torch.tensor(0.0), param.clone()
-                state["step"] += 1
-                param.sub_(param.grad, alpha=group["lr"])
-                if state["step"] % group["every"] == 0:
-                    param.copy_(state["slow"].lerp_(param, 0.5))
-
-
-Torch = torch.optim
-partial = functools.partial
-OWN = {
-    "SGD": ps.SGD(lr=0.1),
-    "SGD with momentum": ps.SGD(lr=0.1, momentum=0.9, dampening=0.1),
-    "SGD with Nesterov's momentum": ps.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "SGD with weight decay": ps.SGD(lr=0.1, weight_decay=0.1),
-    "Lion": ps.Lion(lr=1e-2),
-    "Lion with weight decay": ps.Lion(lr=1e-2, betas=(0.3, 0.5), weight_decay=0.1),
-    "a user's": SignSGD(),
-}
-THEIRS = {
-    "RMSprop": Torch.RMSprop,
-    "RMSprop, centered": partial(Torch.RMSprop, lr=1e-2, momentum=0.9, centered=True, weight_decay=0.1),
-    "Adagrad": Torch.Adagrad,
-    "Adagrad from 0.1": partial(Torch.Adagrad, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1),
-    "NAdam": Torch.NAdam,
-    "NAdam, decoupled": partial(Torch.NAdam, lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True),
-    "AdamW": Torch.AdamW,
-    "AdamW, amsgrad": partial(Torch.AdamW, lr=1e-2, amsgrad=True),
-    "SGD": partial(Torch.SGD, lr=0.1),
-    "SGD with momentum": partial(Torch.SGD, lr=0.1, momentum=0.9),
-    "home-made": TwoSpeeds,
-}
-OPTIMIZERS = {f"ps: {name}": it for name, it in OWN.items()} | {f"torch: {name}": it for name, it in THEIRS.items()}
-SOME = ["ps: SGD with momentum", "ps: Lion", "ps: a user's"]
-SOME += ["torch: RMSprop, centered", "torch: NAdam", "torch: home-made"]
-
-
-def build(checkpointing="off"):
-    return Stack([mlp(), linear()], checkpointing)
 
 
 @pytest.fixture(params=SOME)
@@ -266,132 +165,6 @@ def test_a_step_that_overflows_changes_no_state():
         testing.assert_same_bits(before, engine.state_dict(), "parameters after an overflow")
         assert engine.optimizer.state_dict()["state"] == {}
         engine.close()
-
-
-# State
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
-
-
-def test_resuming(config):
-    """PyTorch and the engine load each other's states."""
-    saved, continued = [], []
-
-    def save_and_go_on(trainer, optimizer):
-        losses = train(trainer, optimizer, steps=2)
-        saved.append(through_a_file((trainer.state_dict(), optimizer.state_dict())))
-        continued.append(train(trainer, optimizer, steps=2, first=2) + list(trainer.state_dict().values()))
-        return losses
-
-    testing.compare(build, config, save_and_go_on)
-    for model_state, optimizer_state in saved:
-        engine, optimizer = ps.initialize(build, config)
-        engine.load_state_dict(model_state)
-        optimizer.load_state_dict(copy.deepcopy(optimizer_state))
-        found = train(engine, optimizer, steps=2, first=2) + list(engine.state_dict().values())
-        if config.precision != "fp16" or "loss_scale" in optimizer_state:  # plain PyTorch does not store it there
-            testing.assert_same_bits(continued[0], found, "what follows the load")
-
-
-def test_saving_right_after_loading_gives_the_same(config):
-    engine, optimizer = ps.initialize(build, config)
-    train(engine, optimizer, steps=2)
-    state = optimizer.state_dict()
-    other, other_optimizer = ps.initialize(build, config)
-    train(other, other_optimizer, steps=1)
-    other_optimizer.load_state_dict(copy.deepcopy(state))
-    again = other_optimizer.state_dict()
-    assert again["param_groups"] == state["param_groups"]
-    assert again["loss_scale"] == state["loss_scale"]
-    assert again["state"].keys() == state["state"].keys()
-    for position, values in state["state"].items():
-        testing.assert_same_bits(values, again["state"][position], f"states of parameter {position}")
-
-
-def test_the_scalar_of_a_user_defined_rule_is_saved(precision):
-    config = small_chunks(precision, optimizer=Counting())
-    engine, optimizer = ps.initialize(build, config)
-    train(engine, optimizer, steps=2)
-    state = through_a_file((engine.state_dict(), optimizer.state_dict()))
-    expected = train(engine, optimizer, steps=2, first=2) + list(engine.state_dict().values())
-    other, other_optimizer = ps.initialize(build, config)
-    other.load_state_dict(state[0])
-    other_optimizer.load_state_dict(state[1])
-    found = train(other, other_optimizer, steps=2, first=2) + list(other.state_dict().values())
-    testing.assert_same_bits(expected, found, "what follows the load")
-
-
-def plain_sgd(steps, **options):
-    """Train a model with `torch.optim.SGD`; return it, its optimizer and a function for further steps."""
-    torch.manual_seed(0)
-    model = build()
-    optimizer = Torch.SGD(model.parameters(), foreach=False, **options)
-    plain_steps(model, optimizer, steps)
-    return model, optimizer
-
-
-def plain_steps(model, optimizer, steps, first=0):
-    for (x,) in normal_batches(first + steps)[first:]:
-        mean_square(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-SGD_OPTIONS = [
-    {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
-    {"lr": 0.1, "momentum": 0.9, "nesterov": True},
-    {"lr": 0.1},
-]
-
-
-@pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
-def test_state_of_torchs_sgd_resumes_in_the_engine(options):
-    """The momentum is loaded; SGD saves no step count and needs none."""
-    model, optimizer = plain_sgd(2, **options)
-    engine, ours = ps.initialize(build, small_chunks("fp32", optimizer=ps.SGD(**options)))
-    engine.load_state_dict(model.state_dict())
-    ours.load_state_dict(optimizer.state_dict())
-    for name, value in model.state_dict().items():
-        assert torch.equal(engine.state_dict()[name], value)
-    for position, state in optimizer.state_dict()["state"].items():
-        for name, value in state.items():
-            assert torch.equal(ours.state_dict()["state"][position][name], value)
-    plain_steps(model, optimizer, 2, first=2)
-    train(engine, ours, steps=2, first=2)
-    check_near(model, engine)
-
-
-@pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
-def test_state_of_the_engines_sgd_resumes_in_torchs(options):
-    engine, ours = ps.initialize(build, small_chunks("fp32", optimizer=ps.SGD(**options)))
-    train(engine, ours, steps=2)
-    model, optimizer = plain_sgd(0, **options)
-    model.load_state_dict(engine.state_dict())
-    optimizer.load_state_dict(ours.state_dict())
-    plain_steps(model, optimizer, 2, first=2)
-    train(engine, ours, steps=2, first=2)
-    check_near(model, engine)
-
-
-def check_near(model, engine):
-    """Assert equality up to the contracted operations that PyTorch's SGD uses where the machine has them."""
-    for name, value in model.state_dict().items():
-        assert torch.allclose(engine.state_dict()[name], value, rtol=1e-5, atol=1e-7), name
-
-
-def test_states_of_another_optimizer_are_refused(precision):
-    engine, optimizer = ps.initialize(build, small_chunks(precision, optimizer=ps.SGD(lr=0.1)))
-    train(engine, optimizer, steps=1)
-    saved = optimizer.state_dict()
-    for other in (ps.SGD(lr=0.1, momentum=0.9), ps.Lion(), ps.AdamW(), SignSGD(), Torch.RMSprop):
-        engine, optimizer = ps.initialize(build, small_chunks(precision, optimizer=other))
-        with pytest.raises(ModelError, match=r"but this optimizer needs.*nothing was loaded"):
-            optimizer.load_state_dict(saved)
 
 
 # Bytes

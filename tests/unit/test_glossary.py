@@ -136,3 +136,8 @@ def test_public_docstrings_say_what_the_signature_needs(name, value):
     raised = re.findall(r"^ +raise (\w+Error)\(", inspect.getsource(function), re.M)
     missing = [kind for kind in raised if kind not in text]
     assert not missing, f"{name} raises {', '.join(missing)}, which its docstring does not say"
+
+
+@pytest.mark.parametrize("path", named([*SOURCES, *(ROOT / "tests").rglob("*.py")]))
+def test_no_file_is_longer_than_400_lines(path):
+    assert len(path.read_text().splitlines()) <= 400
