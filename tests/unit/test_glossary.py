@@ -93,6 +93,15 @@ def test_replaced_words_do_not_return(path):
         assert found is None, f"{found[0]!r} at character {found.start()}: write {better!r}"
 
 
+@pytest.mark.parametrize("path", named(PAGES))
+def test_files_that_the_documentation_names_exist(path):
+    roots = (ROOT, ROOT / "src/patrickstar", ROOT / "tests", ROOT / "benchmarks", ROOT / "docs")
+    files = set(re.findall(r"`([a-z_][a-z0-9_./-]*/[a-z0-9_.-]+\.(?:py|md|toml|cpp|h))`", path.read_text()))
+    files |= {link for link in re.findall(r"\]\(([^)#:]+?\.\w+)\)", path.read_text())}
+    missing = [file for file in files if not any((root / file).exists() for root in (path.parent, *roots))]
+    assert not missing, f"{path.name} names {', '.join(sorted(missing))}"
+
+
 def public_objects() -> Iterator[tuple[str, object]]:
     """Yield what users may import, with the public methods of classes."""
     roots = {name: getattr(ps, name) for name in ps.__all__ if name not in ("errors", "testing")}
