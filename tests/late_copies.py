@@ -40,6 +40,7 @@ class LateTransfer(StreamTransfer):
     def __init__(self, stream: "LateStream", chunk: Chunk, target: torch.Tensor, source: torch.Tensor) -> None:
         self.device = CPU
         self.stream = stream
+        self.label = repr(chunk)
         self.number = stream.hardware.queued
         self.chunk = chunk
         self.to, self.come, self.nbytes = target.data_ptr(), source.data_ptr(), source.nbytes
