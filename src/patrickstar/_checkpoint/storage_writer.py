@@ -40,11 +40,9 @@ class DataSource(Protocol):
 
     def addresses(self, items: Sequence[WriteItem]) -> dict[int, int]:
         """Return the memory addresses, by item number, of items to write without a copy."""
-        ...
 
     def fill(self, file: SafetensorsFile, items: Sequence[WriteItem], planner: SavePlanner) -> None:
         """Write all items to the file."""
-        ...
 
 
 def entry_of(item: WriteItem) -> TensorEntry:

@@ -19,7 +19,6 @@ class ShardOwner(Protocol):
 
     def parameters(self, index: int) -> torch.Tensor:
         """Return the `param16` shard of a chunk that this process owns, on its current tier."""
-        ...
 
     def begin_reduction(self, index: int, ranks: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
         """Prepare the reduction of a chunk's gradients from these ranks.
@@ -27,7 +26,6 @@ class ShardOwner(Protocol):
         Return this process's gradients of the whole chunk, zero where missing (None if its rank is not among `ranks`);
         the target for the sum of its shard; and the chunk that holds the target.
         """
-        ...
 
 
 class PendingReduction(Transfer):
@@ -59,27 +57,8 @@ class PendingReduction(Transfer):
             self.collective.cancel()
 
 
-class _CompletedTransfer(Transfer):
-    """Transfer that is complete from the start, for a withdrawn request."""
-
-    def __init__(self) -> None:
-        self.label = "nothing"
-
-    @property
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """Do nothing."""
-
-    def prioritize(self) -> None:
-        """Do nothing."""
-
-    def cancel(self) -> None:
-        """Do nothing."""
-
-
-COMPLETED = _CompletedTransfer()
+COMPLETED = Transfer((), "nothing")
+"""Transfer of a withdrawn request."""
 
 
 class ChunkComm:

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -100,16 +99,17 @@ class GlooCollectives(Collectives):
 
     def gather(self, whole: torch.Tensor, bounds: Bounds) -> Transfer:
         if not self.even(bounds):
-            return self._submit(partial(self._broadcast, whole, self.owner(bounds)), "a broadcast")
-        return self._submit(partial(self._gather, whole, self.shard(whole, bounds)), "a gather")
+            owner = self.owner(bounds)
+            return self._submit(lambda _: dist.broadcast(whole, group_src=owner, group=self.world.data), "a broadcast")
+        return self._submit(lambda _: gather_into(whole, self.shard(whole, bounds), self.world.data), "a gather")
 
     def send(self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]) -> Transfer:
-        return self._submit(partial(self._send, own, whole, bounds, ranks), "a gather on some ranks")
+        return self._submit(lambda _: self._send(own, whole, bounds, ranks), "a gather on some ranks")
 
     def reduce(
         self, whole: torch.Tensor | None, target: torch.Tensor, bounds: Bounds, ranks: Sequence[int]
     ) -> Transfer:
-        return self._submit(partial(self._reduce, whole, target, bounds, ranks), "a reduction")
+        return self._submit(lambda stage: self._reduce(whole, target, bounds, ranks, stage), "a reduction")
 
     def close(self) -> None:
         self._thread.close()
@@ -123,20 +123,7 @@ class GlooCollectives(Collectives):
 
         return CollectiveTransfer(self._thread.submit([run], label))
 
-    def _gather(self, whole: torch.Tensor, part: torch.Tensor, stage: torch.Tensor) -> None:
-        gather_into(whole, part, self.world.data)
-
-    def _broadcast(self, whole: torch.Tensor, owner: int, stage: torch.Tensor) -> None:
-        dist.broadcast(whole, group_src=owner, group=self.world.data)
-
-    def _send(
-        self,
-        own: torch.Tensor,
-        whole: torch.Tensor | None,
-        bounds: Bounds,
-        ranks: Sequence[int],
-        stage: torch.Tensor,
-    ) -> None:
+    def _send(self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]) -> None:
         works: list[Any] = []
         peers = [rank for rank in range(self.world.size) if rank != self.world.rank]
         if whole is not None:

@@ -11,12 +11,19 @@ import torch.distributed as dist
 from xxhash import xxh3_64_hexdigest
 
 from patrickstar._checkpoint import dcp_calls, json_codec
-from patrickstar._checkpoint.async_save import AsyncSave
-from patrickstar._checkpoint.background_save import explain_peer_failure
+from patrickstar._checkpoint.async_save import AsyncSave, explain_peer_failure
 from patrickstar._checkpoint.direct_writer import PAGES
 from patrickstar._checkpoint.load_planner import ShardLoadPlanner
-from patrickstar._checkpoint.metadata import COMMON, CommonMetadata, RankMetadata, rank_key, read_common, read_rank
-from patrickstar._checkpoint.rng_state import random_states, restore_random_states
+from patrickstar._checkpoint.metadata import (
+    COMMON,
+    CommonMetadata,
+    RankMetadata,
+    random_states,
+    rank_key,
+    read_common,
+    read_rank,
+    restore_random_states,
+)
 from patrickstar._checkpoint.save_planner import (
     TensorShard,
     json_item,

@@ -21,15 +21,12 @@ class ChunkComm(Protocol):
     @property
     def serving(self) -> bool:
         """True while this process serves requests of other ranks, and so must not wait for them."""
-        ...
 
     def gather(self, chunk: Chunk) -> Transfer:
         """Start to all-gather a chunk into its device memory."""
-        ...
 
     def reduce(self, chunk: Chunk) -> Transfer:
         """Start to reduce-scatter the gradients in a chunk."""
-        ...
 
 
 class IODispatch:

@@ -39,9 +39,9 @@ DIED = "a worker thread died"
 class Transfer:
     """Jobs submitted together and awaited together."""
 
-    def __init__(self, jobs: Sequence[Job], label: str, queue: "_JobQueue") -> None:
+    def __init__(self, jobs: Sequence[Job], label: str, queue: "_JobQueue | None" = None) -> None:
         self.label = label
-        self._queue = queue
+        self._queue = _JobQueue() if queue is None else queue
         self._queued = deque(jobs)
         self._running: list[threading.Thread] = []
         self._error: BaseException | None = None

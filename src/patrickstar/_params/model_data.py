@@ -13,9 +13,8 @@ from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._memory.tracer import Tracer
-from patrickstar._params.local_shards import follow_rounded
+from patrickstar._params.local_shards import LocalShards, follow_rounded
 from patrickstar._params.managed_param import ManagedParam, profiled_names
-from patrickstar._params.param_views import ParamViews
 from patrickstar._params.save_in_progress import SaveInProgress
 from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.placement import Tier, embedding_runs_on_host
@@ -23,7 +22,7 @@ from patrickstar._schedule.tensor_state import TensorState, chunk_state
 from patrickstar.errors import BudgetError, TrainingError
 
 
-class ModelData(ParamViews):
+class ModelData(LocalShards):
     """The managed parameters of one engine."""
 
     def __init__(self, manager: ChunkManager, tracer: Tracer) -> None:

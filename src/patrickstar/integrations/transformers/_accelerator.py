@@ -9,7 +9,7 @@ from torch import nn
 
 from patrickstar._engine.engine import Engine
 from patrickstar.errors import TrainingError
-from patrickstar.integrations.transformers._save_weights import make_savable
+from patrickstar.integrations.transformers._saved_weights import make_savable
 
 
 class _Uncast:

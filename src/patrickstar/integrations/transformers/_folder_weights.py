@@ -8,8 +8,7 @@ from transformers import PreTrainedModel
 
 from patrickstar.errors import ModelError
 from patrickstar.integrations.transformers._key_mapping import find_sources, names_of_each
-from patrickstar.integrations.transformers._model_folder import listed, tensors_of
-from patrickstar.integrations.transformers._safetensors_reader import DTYPES, Source
+from patrickstar.integrations.transformers._model_folder import DTYPES, Source, listed, tensors_of
 
 _COMPARED_NUMEL = 1 << 20
 

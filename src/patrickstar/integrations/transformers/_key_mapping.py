@@ -20,8 +20,7 @@ from transformers.core_model_loading import (
 )
 
 from patrickstar.errors import ModelError
-from patrickstar.integrations.transformers._model_folder import listed
-from patrickstar.integrations.transformers._safetensors_reader import Source, TensorInFile
+from patrickstar.integrations.transformers._model_folder import Source, TensorInFile, listed
 
 # [Note: tensor names in files]
 # Files may hold names of older versions: without the base model's prefix, LayerNorm.gamma, one tensor per expert.
