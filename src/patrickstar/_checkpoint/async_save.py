@@ -108,7 +108,6 @@ class AsyncSave:
 
     @property
     def done(self) -> bool:
-        """True once the checkpoint is complete or has failed."""
         return not self._thread.is_alive()
 
     @property
@@ -117,21 +116,18 @@ class AsyncSave:
         return self._next is None or self._copy_error is not None or self.done
 
     def progress(self) -> None:
-        """Copy as much as the disk accepts without waiting."""
         if not self._ready.is_set():
             return
         while not self.copied and self._file is not None and self._file.file.has_room:
             self._copy_next()
 
     def before_update(self, index: int) -> None:
-        """Copy the remaining shards of a chunk that is about to change."""
         self._copy_while(lambda: self._remaining[index] > 0)
         for managed in self.data.by_chunk[index][:1]:
             for kind in saved_kinds(managed):
                 self.data.manager[list_kind(managed, kind), index].wait_for_save()
 
     def copy_all(self) -> None:
-        """Copy the remaining shards of all chunks."""
         self._copy_while(lambda: True)
         self._release_chunks()
 
@@ -267,7 +263,6 @@ class BackgroundSave:
         return True
 
     def copy_all(self) -> None:
-        """Copy what the save still needs of chunks that are about to change."""
         if (saving := self.data.saving) is not None:
             saving.copy_all()
 

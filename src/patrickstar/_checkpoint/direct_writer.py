@@ -163,7 +163,6 @@ class DirectWriter:
             raise CheckpointError(f"{self.path} is incomplete: {error}") from error
 
     def _send(self, number: int, length: int) -> None:
-        """Start writing a full page."""
         self._wait_for(WRITERS - 1)
         parts, fd, sums, offset = self._parts, self._fd, self.sums, number * self.page_bytes
         whole = round_up(length, BLOCK_BYTES) if self._direct else length

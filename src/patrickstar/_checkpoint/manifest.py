@@ -66,7 +66,6 @@ class StoredBox(ValidatedModel):
 
 
 def _overlap(parts: Sequence[StoredBox]) -> bool:
-    """Return whether two boxes share an element."""
     boxes = sorted(
         [(begin, begin + size) for begin, size in zip(part.offsets, part.sizes, strict=True)]
         for part in parts

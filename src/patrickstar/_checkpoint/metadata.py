@@ -17,7 +17,6 @@ COMMON = "patrickstar"
 
 
 def rank_key(rank: int) -> str:
-    """Return the name of one rank's metadata."""
     return f"patrickstar.rank-{rank:05d}"
 
 

@@ -46,7 +46,6 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -89,11 +88,9 @@ class SafetensorsFile:
         self.file.write(values, owner)
 
     def close(self) -> None:
-        """Wait for all writes and sync the file to disk."""
         self.file.close()
 
     def abandon(self) -> None:
-        """Close the file without completing it."""
         self.file.abandon()
 
 

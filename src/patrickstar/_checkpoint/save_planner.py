@@ -65,16 +65,13 @@ class TensorShard:
 
     @property
     def index(self) -> MetadataIndex:
-        """Name and offsets."""
         return MetadataIndex(self.name, None if self.plain is not None else self.box.offsets)
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """Offsets and sizes in the tensor, for torch.distributed.checkpoint."""
         return chunk_of(self.box)
 
     def item(self) -> WriteItem:
-        """Return the write item for torch.distributed.checkpoint."""
         if self.plain is not None:
             data = BytesIOWriteData(nbytes=len(self.plain))
             return WriteItem(self.index, WriteItemType.BYTE_IO, bytes_io_data=data)
@@ -84,7 +81,6 @@ class TensorShard:
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
-    """Convert a box for torch.distributed.checkpoint."""
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
@@ -209,7 +205,6 @@ class ShardSavePlanner(SavePlanner):
         return create_default_global_save_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:

@@ -77,7 +77,6 @@ class CheckpointWriter(StorageWriter):
         """Do nothing: the folder is created once all processes have a plan."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -132,7 +131,6 @@ class CheckpointWriter(StorageWriter):
 
 
 def file_name(rank: int) -> str:
-    """Return the file name of a process."""
     return f"rank-{rank:05d}.safetensors"
 
 

@@ -117,7 +117,6 @@ class ChunkComm:
             pass
 
     def negotiate(self, request: Request, index: int = -1) -> Agreement:
-        """Take part in one coordination step."""
         if self._left:
             raise PeerError("this engine is being closed and no longer communicates with other processes")
         self.counters.rounds += 1
@@ -146,7 +145,6 @@ class ChunkComm:
     # Execution of agreements
 
     def start_reduction(self, index: int, ranks: tuple[int, ...]) -> None:
-        """Start to reduce the gradients of a chunk from these ranks."""
         assert self.owner is not None
         own = self._unmark_ready(index)
         whole, target, chunk = self.owner.begin_reduction(index, ranks)
@@ -159,7 +157,6 @@ class ChunkComm:
             self.counters.reduced_bytes += (whole.numel() - target.numel()) * target.dtype.itemsize
 
     def start_gather(self, index: int, ranks: tuple[int, ...]) -> None:
-        """Start to gather a chunk on these ranks."""
         assert self.owner is not None
         me, shard_bounds = self.world.rank, self.shard_bounds[index]
         own = self.owner.parameters(index)

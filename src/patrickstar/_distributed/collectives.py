@@ -241,5 +241,4 @@ class NcclCollectives(Collectives):
 
 
 def collectives(world: World, device: torch.device) -> Collectives:
-    """Return the collectives for a device."""
     return NcclCollectives(world, device) if device.type == "cuda" else GlooCollectives(world)

@@ -130,7 +130,6 @@ class World:
         return gathered.view(self.size, -1)
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
-        """Broadcast a host tensor from one rank."""
         try:
             dist.broadcast(tensor, group_src=rank, group=self.control)
         except (RuntimeError, dist.DistError) as error:

@@ -132,7 +132,6 @@ class Chunk:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory allocated to this chunk."""
         return self.nbytes if self.device_resident else 0
 
     @property
@@ -142,7 +141,6 @@ class Chunk:
 
     @property
     def has_page_writes(self) -> bool:
-        """True if writes of its disk pages are in flight."""
         return any(not transfer.done for transfer in self.page_writes)
 
     @property
@@ -158,7 +156,6 @@ class Chunk:
         return alias.set_(self.storage, region.offset, region.shape, region.strides)
 
     def device_bytes_view(self) -> torch.Tensor:
-        """Return this chunk's device memory as flat bytes."""
         assert self.device_resident, f"{self} has no device memory"
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)[: self.nbytes]
 
@@ -186,7 +183,6 @@ class Chunk:
 
     @property
     def whole(self) -> Region:
-        """Region of all elements, as a flat tensor."""
         return Region(0, (self.numel,), (1,))
 
     def allocate_device(self) -> None:

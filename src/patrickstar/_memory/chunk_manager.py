@@ -94,7 +94,6 @@ class ChunkManager(DeviceEviction):
 
     @defer_sigint
     def remove(self, chunk: Chunk) -> None:
-        """Free a chunk on all tiers and forget it."""
         if self.io_dispatch.failed is None:
             self.transfers.wait_idle(chunk)
         if chunk.device_bytes:
@@ -129,7 +128,6 @@ class ChunkManager(DeviceEviction):
 
     @defer_sigint
     def reduce_gradients(self, chunk: Chunk) -> None:
-        """Start to reduce the gradients in a sharded chunk; its device memory is freed when that is complete."""
         self.transfers.start_reduction(chunk)
 
     @defer_sigint

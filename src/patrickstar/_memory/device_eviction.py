@@ -43,12 +43,10 @@ class DeviceEviction:
 
     @property
     def disk_tier(self) -> DiskTier | None:
-        """The tier below the host, if there is one."""
         return self.io_dispatch.disk
 
     @property
     def counters(self) -> TransferCounters:
-        """Transfer counters since the start of the engine."""
         return self.io_dispatch.counters
 
     @defer_sigint
@@ -85,7 +83,6 @@ class DeviceEviction:
             self._raise_device_budget(nbytes + later_bytes, protected)
 
     def _evictable(self, protected: set[Chunk]) -> list[Chunk]:
-        """Return the chunks that may be evicted from the device."""
         return [
             chunk
             for chunk in self.chunks.values()

@@ -69,7 +69,6 @@ class HostArena:
 
     @property
     def pinned(self) -> bool:
-        """True if the memory is page-locked."""
         return self._unlock is not None and self._unlock.alive
 
     def _reserve(self, nbytes: int) -> torch.Tensor:

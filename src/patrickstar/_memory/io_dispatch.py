@@ -58,7 +58,6 @@ class IODispatch:
         return self.read(chunk, 0, chunk.device_bytes_view(), urgent)
 
     def start_reduction(self, chunk: Chunk) -> Transfer:
-        """Start to reduce the gradients in a sharded chunk over the process group."""
         assert self.comm is not None, f"{chunk} is not shared with other processes"
         self.check()
         with self.stalled():

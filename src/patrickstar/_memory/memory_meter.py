@@ -153,7 +153,6 @@ class SampledMeter(_HeapMeter):
 
 
 def default_meter(device: torch.device) -> Meter:
-    """Return the best meter for `device` on this machine."""
     if device.type == "cuda":
         return CudaMeter(device)
     if os.access(_CLEAR_REFS, os.W_OK):

@@ -50,13 +50,11 @@ class Tracer:
         """Peak of needed non-model data since the step began, without freed memory that the heap cached."""
 
     def calibrate(self) -> None:
-        """Set the memory baseline."""
         self.meter.reclaim()
         self.meter.calibrate(self._resident_bytes())
         self.measure()
 
     def invalidate(self) -> None:
-        """Drop all traces."""
         self.traces.clear()
 
     def begin_iteration(self, key: Hashable) -> bool:
@@ -101,7 +99,6 @@ class Tracer:
         return traced
 
     def discard_iteration(self) -> None:
-        """Close the iteration and drop its trace."""
         self.traces.pop(self.open_key, None)
         self._stop_following()
 
@@ -132,7 +129,6 @@ class Tracer:
             self.in_iteration_now -= 1
 
     def current_non_model_bytes(self) -> int:
-        """Return the bytes of non-model data on the device."""
         return self.meter.now(self._resident_bytes())
 
     def measure(self) -> None:

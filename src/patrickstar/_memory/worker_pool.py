@@ -74,7 +74,6 @@ class Transfer:
             del self  # the error's traceback would hold the transfer, which holds the error
 
     def prioritize(self) -> None:
-        """Move the queued jobs to the front of the queue."""
         self._queue.prioritize(self)
 
     def cancel(self) -> None:
@@ -255,7 +254,6 @@ class WorkerPool:
 
     @property
     def in_flight(self) -> int:
-        """Number of transfers that have not ended."""
         with self._queue.lock:
             return sum(not transfer.done for transfer in self._queue.unfinished)
 

@@ -46,7 +46,6 @@ class ModelData(LocalShards):
         self._set_param_view(managed)
 
     def chunk_state(self, index: int) -> TensorState:
-        """Return the state of a `param16` chunk, derived from the states of its tensors."""
         return chunk_state(managed.state for managed in self.by_chunk[index])
 
     # Access and release (Algorithms 1 and 2)
@@ -198,7 +197,6 @@ class ModelData(LocalShards):
         self.manager.make_room(0, protect=())
 
     def finish_forward(self) -> None:
-        """Move parameters from HOLD_AFTER_FWD to HOLD."""
         for managed in self.managed_params:
             if managed.state is TensorState.HOLD_AFTER_FWD:
                 managed.move_to(TensorState.HOLD)

@@ -34,7 +34,6 @@ class TensorInFile:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     def read_into(self, target: torch.Tensor, first: int) -> None:
@@ -63,7 +62,6 @@ class Source:
 
     @property
     def dtype(self) -> str:
-        """Dtype by the format's name."""
         return self.pieces[0].dtype
 
     def __str__(self) -> str:
