@@ -118,7 +118,7 @@ class AsyncSave:
     def progress(self) -> None:
         if not self._ready.is_set():
             return
-        while not self.copied and self._file is not None and self._file.file.has_room:
+        while not self.copied and self._file is not None and self._file.has_room:
             self._copy_next()
 
     def before_update(self, index: int) -> None:
@@ -191,7 +191,7 @@ class AsyncSave:
                     owner = self._owner(shard)
                     self._file.write(values, owner)
                     if owner is not None:
-                        owner.save_reader = self._file.file
+                        owner.save_reader = self._file
         except BaseException as error:
             self._end(error)
             if not isinstance(error, CheckpointError):

@@ -7,12 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import (
     BytesIOWriteData,
     SavePlan,
@@ -67,16 +62,12 @@ class TensorShard:
     def index(self) -> MetadataIndex:
         return MetadataIndex(self.name, None if self.plain is not None else self.box.offsets)
 
-    @property
-    def chunk(self) -> ChunkStorageMetadata:
-        return chunk_of(self.box)
-
     def item(self) -> WriteItem:
         if self.plain is not None:
             data = BytesIOWriteData(nbytes=len(self.plain))
             return WriteItem(self.index, WriteItemType.BYTE_IO, bytes_io_data=data)
         properties = TensorProperties(dtype=self.dtype)
-        tensor_data = TensorWriteData(chunk=self.chunk, properties=properties, size=torch.Size(self.shape))
+        tensor_data = TensorWriteData(chunk=chunk_of(self.box), properties=properties, size=torch.Size(self.shape))
         return WriteItem(self.index, WriteItemType.SHARD, tensor_data=tensor_data)
 
 
@@ -113,15 +104,10 @@ def param_shards(data: ModelData, order: Sequence[int]) -> list[TensorShard]:
         for kind in saved_kinds(data.by_chunk[index][0]):
             for managed in data.by_chunk[index]:
                 if not managed.numel and is_first_rank:
-                    empty = TensorShard(
-                        name_of(managed, kind),
-                        managed.shape,
-                        Box.whole(managed.shape),
-                        managed.full_dtype,
-                        managed,
-                        kind,
+                    whole = Box.whole(managed.shape)
+                    shards.append(
+                        TensorShard(name_of(managed, kind), managed.shape, whole, managed.full_dtype, managed, kind)
                     )
-                    shards.append(empty)
                 dtype = data.manager[list_kind(managed, kind), index].dtype
                 for first, box in boxes_in(managed, slice(0, managed.location.numel)):
                     shards.append(TensorShard(name_of(managed, kind), managed.shape, box, dtype, managed, kind, first))

@@ -104,7 +104,7 @@ class CheckpointWriter(StorageWriter):
             WriteResult(item.index, entry.nbytes, WrittenItem(rank, offset))
             for item, entry, offset in zip(plan.items, entries, file.starts, strict=True)
         ]
-        written = WrittenFile(rank, file.file.nbytes, tuple(file.file.sums))
+        written = WrittenFile(rank, file.nbytes, tuple(file.sums))
         results.append(WriteResult(MetadataIndex(path.name), written.nbytes, written))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)

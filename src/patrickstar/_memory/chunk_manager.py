@@ -127,10 +127,6 @@ class ChunkManager(DeviceEviction):
         self.transfers.cancel_all()
 
     @defer_sigint
-    def reduce_gradients(self, chunk: Chunk) -> None:
-        self.transfers.start_reduction(chunk)
-
-    @defer_sigint
     def drop(self, chunk: Chunk) -> None:
         """Discard the gradients in a sharded chunk; free its device memory, or gather it again if it is pinned."""
         chunk.shards_valid = True

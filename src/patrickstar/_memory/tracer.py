@@ -51,7 +51,7 @@ class Tracer:
 
     def calibrate(self) -> None:
         self.meter.reclaim()
-        self.meter.calibrate(self._resident_bytes())
+        self.meter.calibrate(self.manager.resident_bytes)
         self.measure()
 
     def invalidate(self) -> None:
@@ -129,7 +129,7 @@ class Tracer:
             self.in_iteration_now -= 1
 
     def current_non_model_bytes(self) -> int:
-        return self.meter.now(self._resident_bytes())
+        return self.meter.now(self.manager.resident_bytes)
 
     def measure(self) -> None:
         """Apply the measured non-model bytes, and leave a margin for the unknown ones."""
@@ -215,7 +215,7 @@ class Tracer:
         return predicted
 
     def _peak(self) -> int:
-        peak = self.meter.peak(self._resident_bytes())
+        peak = self.meter.peak(self.manager.resident_bytes)
         self.non_model_peak = max(self.non_model_peak, peak)
         return peak
 
@@ -232,7 +232,3 @@ class Tracer:
         if peak > moment.non_model_bytes:
             moment.entered_bytes += peak - moment.non_model_bytes
             moment.non_model_bytes = peak
-
-    def _resident_bytes(self) -> int:
-        """Return the bytes that the meter must not count: chunks, and on a CPU the host tier."""
-        return self.manager.resident_bytes
