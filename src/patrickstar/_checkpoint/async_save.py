@@ -4,7 +4,6 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from patrickstar._checkpoint.save_planner import (
     saved_kinds,
 )
 from patrickstar._checkpoint.storage_writer import CheckpointWriter
-from patrickstar._distributed.process_group import World
+from patrickstar._distributed.process_group import World, explain_peer_failure
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.profiler_range import profiler_range
@@ -122,19 +121,20 @@ class AsyncSave:
             self._copy_next()
 
     def before_update(self, index: int) -> None:
-        self._copy_while(lambda: self._remaining[index] > 0)
+        self._copy_while(lambda _: self._remaining[index] > 0)
         for managed in self.data.by_chunk[index][:1]:
             for kind in saved_kinds(managed):
                 self.data.manager[list_kind(managed, kind), index].wait_for_save()
 
     def copy_all(self) -> None:
-        self._copy_while(lambda: True)
+        self._copy_while(lambda _: True)
         self._release_chunks()
 
-    def _copy_while(self, needed: Callable[[], bool]) -> None:
-        """Copy while `needed` returns true; wait for the disk where necessary."""
-        while not self.copied and needed():
-            self._wait_for_file()
+    def _copy_while(self, needed: Callable[[TensorShard], bool]) -> None:
+        """Copy while `needed` returns true for the next shard; wait for the disk where necessary."""
+        while not self.copied and self._next is not None and needed(self._next[0]):
+            while not self._ready.wait(POLL_S) and not self.done:
+                pass
             if not self.copied:
                 self._copy_next()
 
@@ -144,12 +144,8 @@ class AsyncSave:
 
     def copy_volatile(self) -> None:
         """Copy everything but master parameters and optimizer states: user code may write the rest at any time."""
-        self._copy_while(lambda: self._next is not None and self._is_volatile(self._next[0]))
+        self._copy_while(lambda shard: shard.managed is None or not shard.managed.schema.trained)
         self._release_chunks()
-
-    @staticmethod
-    def _is_volatile(shard: TensorShard) -> bool:
-        return shard.managed is None or not shard.managed.schema.trained
 
     def finish(self) -> None:
         """Wait for completion. Raises CheckpointError on failure, PyTorch's own error for a lost process."""
@@ -165,10 +161,6 @@ class AsyncSave:
         if not self.copied:
             self._end(CheckpointError(why))
         self._release_chunks()
-
-    def _wait_for_file(self) -> None:
-        while not self._ready.wait(POLL_S) and not self.done:
-            pass
 
     def _all_slices(self) -> Iterator[tuple[TensorShard, slice, bool]]:
         for shard in self._shards:
@@ -265,14 +257,3 @@ class BackgroundSave:
     def copy_all(self) -> None:
         if (saving := self.data.saving) is not None:
             saving.copy_all()
-
-
-@contextmanager
-def explain_peer_failure(world: World | None) -> Iterator[None]:
-    """Replace PyTorch's error for a lost process by one that names the process."""
-    try:
-        yield
-    except (RuntimeError, dist.DistError) as error:
-        if world is None:
-            raise
-        raise world.explain_failure(error) from error

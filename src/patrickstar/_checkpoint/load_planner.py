@@ -102,7 +102,7 @@ class ShardLoadPlanner(LoadPlanner):
             return
         kind = list_kind(managed, target.kind)
         if target.box.numel == tensor.numel():
-            flat = _folded(tensor, managed)
+            flat = tensor.permute(memory_order(managed.shape, managed.region.strides)).reshape(-1)
         else:  # a part of the box: keep its other elements
             flat = torch.empty(target.box.numel, dtype=tensor.dtype, device="cpu")
             for span, part in self.data.parts(managed, kind, within=target.elements):
@@ -146,8 +146,3 @@ class ShardLoadPlanner(LoadPlanner):
 
 def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
     return index.fqn, tuple(index.offset or ())
-
-
-def _folded(tensor: torch.Tensor, managed: ManagedParam) -> torch.Tensor:
-    """Flatten a box in the memory order of the parameter."""
-    return tensor.permute(memory_order(managed.shape, managed.region.strides)).reshape(-1)

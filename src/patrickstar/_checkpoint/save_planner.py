@@ -81,17 +81,14 @@ def boxes_in(managed: ManagedParam, part: slice) -> Iterator[tuple[int, Box]]:
     Elements are counted in memory order; boxes are in tensor coordinates.
     """
     order = memory_order(managed.shape, managed.region.strides)
-    begin = managed.shard_start + part.start
+    inverse, begin = _inverse(order), managed.shard_start + part.start
     for first, box in boxes_of([managed.shape[dim] for dim in order], begin, managed.shard_start + part.stop):
-        yield first - managed.shard_start, in_order(box, order)
+        own_box = Box(tuple(box.offsets[dim] for dim in inverse), tuple(box.sizes[dim] for dim in inverse))
+        yield first - managed.shard_start, own_box
 
 
-def in_order(box: Box, order: Sequence[int]) -> Box:
-    """Convert a box of the tensor with permuted dimensions to the tensor's own dimensions."""
-    offsets, sizes = [0] * len(order), [0] * len(order)
-    for position, dim in enumerate(order):
-        offsets[dim], sizes[dim] = box.offsets[position], box.sizes[position]
-    return Box(tuple(offsets), tuple(sizes))
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=lambda position: order[position])
 
 
 def param_shards(data: ModelData, order: Sequence[int]) -> list[TensorShard]:
@@ -168,8 +165,7 @@ def read_slice(shard: TensorShard, data: ModelData, part: slice) -> Iterator[tor
 def unfolded(flat: torch.Tensor, box: Box, managed: ManagedParam) -> torch.Tensor:
     """View elements in the parameter's memory order as a tensor of the box's sizes."""
     order = memory_order(managed.shape, managed.region.strides)
-    inverse = sorted(range(len(order)), key=lambda position: order[position])
-    return flat.view([box.sizes[dim] for dim in order]).permute(inverse)
+    return flat.view([box.sizes[dim] for dim in order]).permute(_inverse(order))
 
 
 class ShardSavePlanner(SavePlanner):

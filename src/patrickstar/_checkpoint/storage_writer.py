@@ -1,14 +1,14 @@
 """Storage writer for torch.distributed.checkpoint: one file per process and a manifest."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -141,10 +141,11 @@ def _manifest(metadata: Metadata, results: Sequence[WriteResult], page_bytes: in
     tensors = {}
     for name, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
-            parts = [
-                StoredBox(offsets=list(chunk.offsets), sizes=list(chunk.sizes), file=written.rank, at=written.offset)
-                for chunk, written in _stored_boxes(name, stored, items)
-            ]
+            parts = []
+            for chunk in stored.chunks:
+                item = items[MetadataIndex(name, chunk.offsets)]
+                box = StoredBox(offsets=list(chunk.offsets), sizes=list(chunk.sizes), file=item.rank, at=item.offset)
+                parts.append(box)
             dtype = str(stored.properties.dtype).removeprefix("torch.")
             tensors[name] = ManifestTensor(dtype=dtype, shape=list(stored.size), parts=parts)
         else:
@@ -158,10 +159,3 @@ def _manifest(metadata: Metadata, results: Sequence[WriteResult], page_bytes: in
         files=[ManifestFile(name=file_name(file.rank), nbytes=file.nbytes, sums=list(file.sums)) for file in files],
         tensors=tensors,
     )
-
-
-def _stored_boxes(
-    name: str, stored: TensorStorageMetadata, items: dict[MetadataIndex, WrittenItem]
-) -> Iterator[tuple[ChunkStorageMetadata, WrittenItem]]:
-    for chunk in stored.chunks:
-        yield chunk, items[MetadataIndex(name, chunk.offsets)]

@@ -87,7 +87,6 @@ class ChunkComm:
         return self.coordinator.serving
 
     def gather(self, chunk: Chunk) -> Transfer:
-        """Start to gather a whole chunk into its device memory."""
         self._gather_target, self._gathering = chunk, None
         chunk.pins += 1  # serving other processes meanwhile must not evict it
         try:

@@ -2,14 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from patrickstar._distributed.process_group import World, gather_into
+from patrickstar._distributed.process_group import World, explain_peer_failure, gather_into
 from patrickstar._memory.copy_streams import StreamTransfer
 from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.worker_pool import Job, Transfer, WorkerPool
@@ -84,10 +84,8 @@ class CollectiveTransfer(Transfer):
 
     def cancel(self) -> None:
         """Wait for the end; ignore an error."""
-        try:
+        with suppress(MoveError):
             self.inner.wait()
-        except MoveError:
-            return
 
 
 class GlooCollectives(Collectives):
@@ -116,10 +114,8 @@ class GlooCollectives(Collectives):
 
     def _submit(self, job: Job, label: str) -> Transfer:
         def run(stage: torch.Tensor) -> None:
-            try:
+            with explain_peer_failure(self.world):
                 job(stage)
-            except (RuntimeError, dist.DistError) as error:
-                raise self.world.explain_failure(error) from error
 
         return CollectiveTransfer(self._thread.submit([run], label))
 

@@ -55,7 +55,6 @@ class RemappedStorage:
 
 
 def device_memory(nbytes: int, device: torch.device, page_pool: PagePool | None) -> ResizableStorage | RemappedStorage:
-    """Return a storage for a chunk of this size, with no memory allocated yet."""
     if page_pool is None or nbytes == 0:
         return ResizableStorage(nbytes, device)
     return RemappedStorage(nbytes, page_pool)
@@ -186,7 +185,6 @@ class Chunk:
         return Region(0, (self.numel,), (1,))
 
     def allocate_device(self) -> None:
-        """Allocate device memory; its content is undefined."""
         self.memory.allocate()
         self.device_resident = True
 

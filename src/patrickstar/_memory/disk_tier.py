@@ -101,18 +101,16 @@ class DiskTier:
         if offset not in self._written:
             self._clear(page)
             return
-        if _direct(page):
-            self.file.read(offset, _bytes(page), page.numel(), label)
-            return
-        self.file.read(offset, _bytes(stage), page.numel(), label)
-        self._copy(page, stage[: page.numel()])
+        direct = _direct(page)
+        self.file.read(offset, _bytes(page if direct else stage), page.numel(), label)
+        if not direct:
+            self._copy(page, stage[: page.numel()])
 
     def _write_page(self, stage: torch.Tensor, label: str, offset: int, page: torch.Tensor) -> None:
-        if not _direct(page):
+        direct = _direct(page)
+        if not direct:
             self._copy(stage[: page.numel()], page)
-            self.file.write(offset, _bytes(stage), page.numel(), label)
-            return
-        self.file.write(offset, _bytes(page), page.numel(), label)
+        self.file.write(offset, _bytes(page if direct else stage), page.numel(), label)
 
     def _clear(self, page: torch.Tensor) -> None:
         if self._stream is None:

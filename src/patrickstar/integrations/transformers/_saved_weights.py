@@ -114,11 +114,6 @@ def save_weights(engine: Engine, folder: Path, hidden: str = ".weights") -> None
         staging.rmdir()
 
 
-def adapter_state(engine: Engine) -> dict[str, torch.Tensor]:
-    """Return the tensors that PEFT saves, in full precision, without reading the rest of the model. Collective."""
-    return engine.state_dict({name for names in adapter_names(engine.module).values() for name in names.values()})
-
-
 def make_savable(engine: Engine) -> None:
     """Replace the model's `save_pretrained`, which would read the storage of parameters without fetching chunks."""
     model: Any = engine.module
@@ -134,7 +129,8 @@ def make_savable(engine: Engine) -> None:
         if active is None or "state_dict" in options:
             return original(save_directory, **options)
         if is_adapted(model):
-            return original(save_directory, state_dict=adapter_state(active), **options)
+            saved = {name for names in adapter_names(model).values() for name in names.values()}
+            return original(save_directory, state_dict=active.state_dict(saved), **options)
         if options:
             return original(save_directory, state_dict=active.state_dict(), **options)
         return save_weights(active, Path(save_directory))
