@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from patrickstar.errors import CheckpointError
 from patrickstar.integrations.transformers import from_pretrained
-from patrickstar.integrations.transformers._safetensors_reader import TensorInFile
+from patrickstar.integrations.transformers._model_folder import TensorInFile
 
 from .tiny import batch, logits, plain, small_chunks, step
 

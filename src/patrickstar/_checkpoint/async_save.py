@@ -1,6 +1,7 @@
 """Asynchronous save: write a checkpoint while training continues."""
 
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from patrickstar._checkpoint.save_planner import (
     saved_kinds,
 )
 from patrickstar._checkpoint.storage_writer import CheckpointWriter
+from patrickstar._distributed.process_group import World, explain_peer_failure
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.profiler_range import profiler_range
@@ -105,7 +107,6 @@ class AsyncSave:
 
     @property
     def done(self) -> bool:
-        """True once the checkpoint is complete or has failed."""
         return not self._thread.is_alive()
 
     @property
@@ -114,28 +115,26 @@ class AsyncSave:
         return self._next is None or self._copy_error is not None or self.done
 
     def progress(self) -> None:
-        """Copy as much as the disk accepts without waiting."""
         if not self._ready.is_set():
             return
-        while not self.copied and self._file is not None and self._file.file.has_room:
+        while not self.copied and self._file is not None and self._file.has_room:
             self._copy_next()
 
     def before_update(self, index: int) -> None:
-        """Copy the remaining shards of a chunk that is about to change."""
-        self._copy_while(lambda: self._remaining[index] > 0)
+        self._copy_while(lambda _: self._remaining[index] > 0)
         for managed in self.data.by_chunk[index][:1]:
             for kind in saved_kinds(managed):
                 self.data.manager[list_kind(managed, kind), index].wait_for_save()
 
     def copy_all(self) -> None:
-        """Copy the remaining shards of all chunks."""
-        self._copy_while(lambda: True)
+        self._copy_while(lambda _: True)
         self._release_chunks()
 
-    def _copy_while(self, needed: Callable[[], bool]) -> None:
-        """Copy while `needed` returns true; wait for the disk where necessary."""
-        while not self.copied and needed():
-            self._wait_for_file()
+    def _copy_while(self, needed: Callable[[TensorShard], bool]) -> None:
+        """Copy while `needed` returns true for the next shard; wait for the disk where necessary."""
+        while not self.copied and self._next is not None and needed(self._next[0]):
+            while not self._ready.wait(POLL_S) and not self.done:
+                pass
             if not self.copied:
                 self._copy_next()
 
@@ -145,12 +144,8 @@ class AsyncSave:
 
     def copy_volatile(self) -> None:
         """Copy everything but master parameters and optimizer states: user code may write the rest at any time."""
-        self._copy_while(lambda: self._next is not None and self._is_volatile(self._next[0]))
+        self._copy_while(lambda shard: shard.managed is None or not shard.managed.schema.trained)
         self._release_chunks()
-
-    @staticmethod
-    def _is_volatile(shard: TensorShard) -> bool:
-        return shard.managed is None or not shard.managed.schema.trained
 
     def finish(self) -> None:
         """Wait for completion. Raises CheckpointError on failure, PyTorch's own error for a lost process."""
@@ -166,10 +161,6 @@ class AsyncSave:
         if not self.copied:
             self._end(CheckpointError(why))
         self._release_chunks()
-
-    def _wait_for_file(self) -> None:
-        while not self._ready.wait(POLL_S) and not self.done:
-            pass
 
     def _all_slices(self) -> Iterator[tuple[TensorShard, slice, bool]]:
         for shard in self._shards:
@@ -192,7 +183,7 @@ class AsyncSave:
                     owner = self._owner(shard)
                     self._file.write(values, owner)
                     if owner is not None:
-                        owner.save_reader = self._file.file
+                        owner.save_reader = self._file
         except BaseException as error:
             self._end(error)
             if not isinstance(error, CheckpointError):
@@ -222,3 +213,47 @@ def _incomplete_error(target: Path, error: BaseException) -> CheckpointError:
     wrapped = CheckpointError(f"{target} could not be written: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
+
+
+class BackgroundSave:
+    """Waits for the save in `data.saving`, if any, and releases its host memory.
+
+    reserved_bytes: host memory reserved for the save.
+    """
+
+    def __init__(self, data: ModelData, world: World | None) -> None:
+        self.data, self.world = data, world
+        self.reserved_bytes = 0
+
+    def wait_or_raise(self) -> None:
+        """Wait for the save in progress, if any. Raises CheckpointError if it failed."""
+        saving = self.data.saving
+        if saving is not None:
+            try:
+                with explain_peer_failure(self.world):
+                    saving.finish()
+            except KeyboardInterrupt:
+                saving.cancel("it was interrupted")
+                raise
+            finally:
+                self.data.saving = None
+                self.data.manager.host_tier.release_reservation(self.reserved_bytes)
+
+    def poll(self) -> None:
+        """Finish a save that has ended; a failure is a warning, and training continues."""
+        saving = self.data.saving
+        if saving is not None and saving.done:
+            self.wait()
+
+    def wait(self) -> bool:
+        """Wait for the save in progress; warn if it failed. Return False if it failed."""
+        try:
+            self.wait_or_raise()
+        except CheckpointError as error:
+            warnings.warn(f"no checkpoint was written, training continues: {error}", stacklevel=3)
+            return False
+        return True
+
+    def copy_all(self) -> None:
+        if (saving := self.data.saving) is not None:
+            saving.copy_all()

@@ -59,7 +59,6 @@ class AtomicDir:
         os.close(self._lock)
 
     def abandon(self) -> None:
-        """Delete the folder."""
         os.close(self._lock)
         shutil.rmtree(self.path, ignore_errors=True)
 

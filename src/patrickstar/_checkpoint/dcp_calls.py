@@ -47,7 +47,6 @@ def load(reader: CheckpointReader, planner: LoadPlanner, group: dist.ProcessGrou
 
 
 def _wrapped_error(error: CheckpointException) -> str:
-    """Describe the failure of each process."""
     messages = []
     for rank, (cause, _) in sorted(error.failures.items()):
         text = str(cause) if isinstance(cause, PatrickStarError) else f"{type(cause).__name__}: {cause}"

@@ -40,7 +40,6 @@ class _Part:
     keep_alive: torch.Tensor
 
     def memory(self) -> torch.Tensor:
-        """Return the bytes as a tensor, without a copy."""
         return torch.frombuffer((ctypes.c_char * self.nbytes).from_address(self.address), dtype=torch.uint8)
 
 
@@ -75,7 +74,7 @@ class DirectWriter:
             self._direct = try_direct(self._fd)
         except OSError as error:
             self.abandon()
-            raise self._failure(error) from error
+            raise write_error(self.path, error, self.nbytes) from error
 
     @property
     def has_room(self) -> bool:
@@ -119,7 +118,7 @@ class DirectWriter:
             os.ftruncate(self._fd, self.nbytes)
             os.fsync(self._fd)
         except OSError as error:
-            raise self._failure(error) from error
+            raise write_error(self.path, error, self.nbytes) from error
         finally:
             self.abandon()
 
@@ -158,12 +157,11 @@ class DirectWriter:
             if self._failed is not None:
                 raise self._failed
         except OSError as error:
-            raise self._failure(error) from error
+            raise write_error(self.path, error, self.nbytes) from error
         except MoveError as error:  # a MoveError would report a lost chunk, and none is lost
             raise CheckpointError(f"{self.path} is incomplete: {error}") from error
 
     def _send(self, number: int, length: int) -> None:
-        """Start writing a full page."""
         self._wait_for(WRITERS - 1)
         parts, fd, sums, offset = self._parts, self._fd, self.sums, number * self.page_bytes
         whole = round_up(length, BLOCK_BYTES) if self._direct else length
@@ -185,12 +183,8 @@ class DirectWriter:
             self._in_flight_by_owner[owner] = [*active, transfer]
         self._parts = []
 
-    def _failure(self, error: OSError) -> CheckpointError:
-        return write_error(self.path, error, self.nbytes)
-
 
 def write_all(fd: int, memory: memoryview, offset: int) -> None:
-    """Write all bytes at an offset."""
     done = transfer_all(os.pwritev, fd, memory, offset)
     if done < len(memory):
         raise OSError(errno.EIO, f"short write, {done} of {len(memory)} bytes")

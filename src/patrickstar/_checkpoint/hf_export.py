@@ -1,7 +1,8 @@
 """Export of a model to a Hugging Face model folder: sharded safetensors and the model's configuration."""
 
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 
 from patrickstar._checkpoint.atomic_dir import AtomicDir
-from patrickstar._checkpoint.safetensors_file import DTYPES, TensorEntry
-from patrickstar._checkpoint.sharded_safetensors import PRECISIONS, shards_of, write_model_folder
+from patrickstar._checkpoint.direct_writer import write_error
+from patrickstar._checkpoint.safetensors_file import DTYPES, SafetensorsFile, TensorEntry
 from patrickstar._kernels.rounding import rounded
 from patrickstar._layout.byte_size import parse_size
 from patrickstar._params.managed_param import ManagedParam
@@ -19,6 +20,7 @@ from patrickstar._params.state_dict import ModelState
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar.errors import CheckpointError, ConfigError, ModelError
 
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ROUNDED_NUMEL = 1 << 20
 """Number of elements that are rounded at once."""
 
@@ -133,3 +135,61 @@ def _values(state: ModelState, item: ExportItem) -> Iterator[torch.Tensor]:
     for piece in state.pieces(item.source):
         for part in piece.split(_ROUNDED_NUMEL):
             yield rounded(part, item.entry.dtype)
+
+
+def shards_of(entries: Sequence[TensorEntry], max_bytes: int) -> dict[str, list[TensorEntry]]:
+    """Group tensors into files of at most `max_bytes` (or one tensor); return them by file name."""
+    shards: list[list[TensorEntry]] = [[]]
+    shard_bytes = 0
+    for entry in entries:
+        if shards[-1] and shard_bytes + entry.nbytes > max_bytes:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(entry)
+        shard_bytes += entry.nbytes
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    # Wide dtypes first, so that each tensor is aligned to its item size.
+    ordered = [sorted(shard, key=lambda entry: -entry.dtype.itemsize) for shard in shards]
+    return dict(zip(names if count > 1 else ["model.safetensors"], ordered, strict=True))
+
+
+def write_model_folder(
+    folder: Path, shards: Mapping[str, Sequence[TensorEntry]], values: Iterator[torch.Tensor], texts: Mapping[str, str]
+) -> None:
+    """Write the shards from a stream of their elements, their index, and `texts` by file name.
+
+    Raises CheckpointError if the disk is full or fails.
+    """
+    for name, shard in shards.items():
+        file = SafetensorsFile(folder / name, shard, {"format": "pt"})
+        try:
+            remaining = sum(entry.nbytes for entry in shard)
+            while remaining:
+                piece = next(values)
+                file.write(piece)
+                remaining -= piece.nbytes
+            file.close()
+        except BaseException:
+            file.abandon()
+            raise
+    if len(shards) > 1:
+        entries = [(entry, name) for name, shard in shards.items() for entry in shard]
+        index = {
+            "metadata": {"total_size": sum(entry.nbytes for entry, _ in entries)},
+            "weight_map": {entry.name: name for entry, name in sorted(entries, key=lambda item: item[0].name)},
+        }
+        texts = {**texts, "model.safetensors.index.json": json.dumps(index, indent=2) + "\n"}
+    for name, text in texts.items():
+        _write_text(folder / name, text)
+
+
+def _write_text(path: Path, text: str) -> None:
+    data = text.encode()
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise write_error(path, error, len(data)) from error

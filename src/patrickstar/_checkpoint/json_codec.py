@@ -84,28 +84,26 @@ def _decode(value: Any) -> Any:
     if key == "$bytes":
         return base64.b64decode(content, validate=True)
     if key == "$tensor":
-        dtype, shape, raw = _DTYPE_BY_NAME[content[0]], _shape(content[1]), base64.b64decode(content[2], validate=True)
-        if len(raw) != prod(shape) * dtype.itemsize:
-            raise ValueError(f"{len(raw)} bytes for a tensor {shape} of {dtype}")
-        flat = (
-            torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-            if raw
-            else torch.empty(0, dtype=torch.uint8, device="cpu")
-        )
-        return flat.view(dtype).view(shape)
+        dtype = _DTYPE_BY_NAME[content[0]]
+        flat, shape = _elements(content, dtype, "a tensor")
+        return torch.from_numpy(flat).view(dtype).view(shape)
     if key == "$array":
         if not _ARRAY.fullmatch(content[0]):
             raise ValueError(f"arrays of {content[0]} are not supported")
-        kind, shape, raw = np.dtype(content[0]), _shape(content[1]), base64.b64decode(content[2], validate=True)
-        if len(raw) != prod(shape) * kind.itemsize:
-            raise ValueError(f"{len(raw)} bytes for an array {shape} of {kind}")
-        return np.frombuffer(bytearray(raw), kind).reshape(shape) if raw else np.empty(shape, kind)
+        kind = np.dtype(content[0])
+        flat, shape = _elements(content, kind, "an array")
+        return flat.view(kind).reshape(shape)
     if key in _MAPPINGS:
         return _MAPPINGS[key]({_decode(name): _decode(item) for name, item in content})
     return _CONTAINERS[key](_decode(item) for item in content)
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
-        raise ValueError(f"{value!r} is not a shape")
-    return tuple(value)
+def _elements(content: Any, dtype: torch.dtype | np.dtype[Any], label: str) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Return the bytes and the shape of an encoded tensor or array."""
+    shape = content[1]
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"{shape!r} is not a shape")
+    raw = bytearray(base64.b64decode(content[2], validate=True))
+    if len(raw) != prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(raw)} bytes for {label} {tuple(shape)} of {dtype}")
+    return np.frombuffer(raw, np.uint8), tuple(shape)

@@ -31,7 +31,6 @@ class _Target:
 
     @property
     def elements(self) -> slice:
-        """Range of its elements in the shard."""
         return slice(self.first, self.first + self.box.numel)
 
 
@@ -49,7 +48,6 @@ class ShardLoadPlanner(LoadPlanner):
         self._metadata: dict[str, TensorStorageMetadata] = {}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Record the tensors of the checkpoint."""
         assert metadata is not None
         entries = metadata.state_dict_metadata.items()
         self._metadata = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
@@ -75,15 +73,12 @@ class ShardLoadPlanner(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Raise AssertionError: the plan requests no plain data."""
         raise AssertionError(f"{read_item} was not requested")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -107,7 +102,7 @@ class ShardLoadPlanner(LoadPlanner):
             return
         kind = list_kind(managed, target.kind)
         if target.box.numel == tensor.numel():
-            flat = _folded(tensor, managed)
+            flat = tensor.permute(memory_order(managed.shape, managed.region.strides)).reshape(-1)
         else:  # a part of the box: keep its other elements
             flat = torch.empty(target.box.numel, dtype=tensor.dtype, device="cpu")
             for span, part in self.data.parts(managed, kind, within=target.elements):
@@ -151,8 +146,3 @@ class ShardLoadPlanner(LoadPlanner):
 
 def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
     return index.fqn, tuple(index.offset or ())
-
-
-def _folded(tensor: torch.Tensor, managed: ManagedParam) -> torch.Tensor:
-    """Flatten a box in the memory order of the parameter."""
-    return tensor.permute(memory_order(managed.shape, managed.region.strides)).reshape(-1)

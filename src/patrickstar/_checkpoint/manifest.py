@@ -66,7 +66,6 @@ class StoredBox(ValidatedModel):
 
 
 def _overlap(parts: Sequence[StoredBox]) -> bool:
-    """Return whether two boxes share an element."""
     boxes = sorted(
         [(begin, begin + size) for begin, size in zip(part.offsets, part.sizes, strict=True)]
         for part in parts
@@ -171,9 +170,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{path} has {nbytes} bytes, more than the limit of {LARGEST_BYTES} for a manifest")
         content = path.read_bytes()
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder} is not a PatrickStar checkpoint: {_unreadable_error(folder, error)}"
-        ) from error
+        raise _not_a_checkpoint(folder, error) from error
     first, _, text = content.partition(b"\n")
     header = _parse_header(path, first)
     try:
@@ -200,9 +197,7 @@ def read_sequence(folder: Path) -> int:
         with path.open("rb") as file:
             first = file.readline(BLOCK_BYTES)
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder} is not a PatrickStar checkpoint: {_unreadable_error(folder, error)}"
-        ) from error
+        raise _not_a_checkpoint(folder, error) from error
     return _parse_header(path, first).sequence
 
 
@@ -232,19 +227,21 @@ def _check_file(path: Path, nbytes: int) -> None:
         )
 
 
-def _unreadable_error(folder: Path, error: OSError | ValueError) -> str:
+def _not_a_checkpoint(folder: Path, error: OSError | ValueError) -> CheckpointError:
     if os.path.isfile(folder):
-        return "it is a file, not a folder"
-    if not os.path.isdir(folder):
-        return "there is no such folder"
-    if (folder / ".metadata").exists():
-        return (
+        reason = "it is a file, not a folder"
+    elif not os.path.isdir(folder):
+        reason = "there is no such folder"
+    elif (folder / ".metadata").exists():
+        reason = (
             "torch.distributed.checkpoint's own writer wrote it, with metadata as a pickle, which can run code when it "
             "is read; load it with PyTorch and pass the values to engine.load_state_dict"
         )
-    if (folder / "config.json").exists():
-        return "it is a model folder without training state; pass it as the model (--model)"
-    return f"{NAME} can't be read ({error})"
+    elif (folder / "config.json").exists():
+        reason = "it is a model folder without training state; pass it as the model (--model)"
+    else:
+        reason = f"{NAME} can't be read ({error})"
+    return CheckpointError(f"{folder} is not a PatrickStar checkpoint: {reason}")
 
 
 def first_error(error: Exception) -> str:

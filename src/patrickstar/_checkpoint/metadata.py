@@ -1,7 +1,10 @@
-"""Plain data of a checkpoint: metadata common to all processes, and per rank."""
+"""Plain data of a checkpoint: metadata common to all processes, and per rank, with its random number generators."""
 
+import random
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
 from pydantic import NonNegativeInt, ValidationError, field_validator
 
 from patrickstar._checkpoint import json_codec
@@ -14,7 +17,6 @@ COMMON = "patrickstar"
 
 
 def rank_key(rank: int) -> str:
-    """Return the name of one rank's metadata."""
     return f"patrickstar.rank-{rank:05d}"
 
 
@@ -86,3 +88,24 @@ def _read(reader: CheckpointReader, name: str, model: type[_Model]) -> _Model:
         raise CheckpointError(
             f"{name} in {reader.folder} is not valid checkpoint data: {first_error(error)}"
         ) from error
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Return the generator states of Python, NumPy and PyTorch (CPU and this device)."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """Restore the generators; a missing CUDA state leaves that generator unchanged."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -46,11 +46,10 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
-class SafetensorsFile:
+class SafetensorsFile(DirectWriter):
     """New file with the given tensors; `write` takes their bytes in this order, in pieces of any size.
 
     `metadata` goes into the header. `addresses`: memory addresses, by index in `entries`, of tensors to be written
@@ -79,22 +78,14 @@ class SafetensorsFile:
             else:
                 self.starts.append(end)
             end += entry.nbytes
-        self.file = DirectWriter(path, end, page_bytes=page_bytes)
+        super().__init__(path, end, page_bytes=page_bytes)
         self.write(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
     def write(self, values: torch.Tensor, owner: Hashable = None) -> None:
         """Append contiguous elements. See [Note: zero-copy writes] for `owner`."""
-        if self._paddings and self._paddings[0][0] == self.file.accepted_bytes and values.numel():
-            self.file.write(torch.zeros(self._paddings.popleft()[1], dtype=torch.uint8, device="cpu"))
-        self.file.write(values, owner)
-
-    def close(self) -> None:
-        """Wait for all writes and sync the file to disk."""
-        self.file.close()
-
-    def abandon(self) -> None:
-        """Close the file without completing it."""
-        self.file.abandon()
+        if self._paddings and self._paddings[0][0] == self.accepted_bytes and values.numel():
+            super().write(torch.zeros(self._paddings.popleft()[1], dtype=torch.uint8, device="cpu"))
+        super().write(values, owner)
 
 
 def _padded(entries: Sequence[TensorEntry], addresses: Mapping[int, int]) -> Iterator[TensorEntry]:

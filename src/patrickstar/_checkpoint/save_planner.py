@@ -7,12 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import (
     BytesIOWriteData,
     SavePlan,
@@ -65,26 +60,18 @@ class TensorShard:
 
     @property
     def index(self) -> MetadataIndex:
-        """Name and offsets."""
         return MetadataIndex(self.name, None if self.plain is not None else self.box.offsets)
 
-    @property
-    def chunk(self) -> ChunkStorageMetadata:
-        """Offsets and sizes in the tensor, for torch.distributed.checkpoint."""
-        return chunk_of(self.box)
-
     def item(self) -> WriteItem:
-        """Return the write item for torch.distributed.checkpoint."""
         if self.plain is not None:
             data = BytesIOWriteData(nbytes=len(self.plain))
             return WriteItem(self.index, WriteItemType.BYTE_IO, bytes_io_data=data)
         properties = TensorProperties(dtype=self.dtype)
-        tensor_data = TensorWriteData(chunk=self.chunk, properties=properties, size=torch.Size(self.shape))
+        tensor_data = TensorWriteData(chunk=chunk_of(self.box), properties=properties, size=torch.Size(self.shape))
         return WriteItem(self.index, WriteItemType.SHARD, tensor_data=tensor_data)
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
-    """Convert a box for torch.distributed.checkpoint."""
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
@@ -94,17 +81,14 @@ def boxes_in(managed: ManagedParam, part: slice) -> Iterator[tuple[int, Box]]:
     Elements are counted in memory order; boxes are in tensor coordinates.
     """
     order = memory_order(managed.shape, managed.region.strides)
-    begin = managed.shard_start + part.start
+    inverse, begin = _inverse(order), managed.shard_start + part.start
     for first, box in boxes_of([managed.shape[dim] for dim in order], begin, managed.shard_start + part.stop):
-        yield first - managed.shard_start, in_order(box, order)
+        own_box = Box(tuple(box.offsets[dim] for dim in inverse), tuple(box.sizes[dim] for dim in inverse))
+        yield first - managed.shard_start, own_box
 
 
-def in_order(box: Box, order: Sequence[int]) -> Box:
-    """Convert a box of the tensor with permuted dimensions to the tensor's own dimensions."""
-    offsets, sizes = [0] * len(order), [0] * len(order)
-    for position, dim in enumerate(order):
-        offsets[dim], sizes[dim] = box.offsets[position], box.sizes[position]
-    return Box(tuple(offsets), tuple(sizes))
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=lambda position: order[position])
 
 
 def param_shards(data: ModelData, order: Sequence[int]) -> list[TensorShard]:
@@ -117,15 +101,10 @@ def param_shards(data: ModelData, order: Sequence[int]) -> list[TensorShard]:
         for kind in saved_kinds(data.by_chunk[index][0]):
             for managed in data.by_chunk[index]:
                 if not managed.numel and is_first_rank:
-                    empty = TensorShard(
-                        name_of(managed, kind),
-                        managed.shape,
-                        Box.whole(managed.shape),
-                        managed.full_dtype,
-                        managed,
-                        kind,
+                    whole = Box.whole(managed.shape)
+                    shards.append(
+                        TensorShard(name_of(managed, kind), managed.shape, whole, managed.full_dtype, managed, kind)
                     )
-                    shards.append(empty)
                 dtype = data.manager[list_kind(managed, kind), index].dtype
                 for first, box in boxes_in(managed, slice(0, managed.location.numel)):
                     shards.append(TensorShard(name_of(managed, kind), managed.shape, box, dtype, managed, kind, first))
@@ -186,8 +165,7 @@ def read_slice(shard: TensorShard, data: ModelData, part: slice) -> Iterator[tor
 def unfolded(flat: torch.Tensor, box: Box, managed: ManagedParam) -> torch.Tensor:
     """View elements in the parameter's memory order as a tensor of the box's sizes."""
     order = memory_order(managed.shape, managed.region.strides)
-    inverse = sorted(range(len(order)), key=lambda position: order[position])
-    return flat.view([box.sizes[dim] for dim in order]).permute(inverse)
+    return flat.view([box.sizes[dim] for dim in order]).permute(_inverse(order))
 
 
 class ShardSavePlanner(SavePlanner):
@@ -209,7 +187,6 @@ class ShardSavePlanner(SavePlanner):
         return create_default_global_save_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:

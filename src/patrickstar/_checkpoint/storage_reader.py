@@ -63,7 +63,6 @@ class CheckpointReader(StorageReader):
         """Do nothing: a reader reads one folder."""
 
     def read_metadata(self) -> Metadata:
-        """Return the metadata for torch.distributed.checkpoint."""
         entries: dict[str, Any] = {}
         for name, tensor in self.manifest.tensors.items():
             if tensor.plain:
@@ -84,7 +83,6 @@ class CheckpointReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -160,7 +158,6 @@ class CheckpointReader(StorageReader):
             self._fill(target[row], source, first + row * strides[0], strides[1:])
 
     def _read(self, source: _Source, first: int, numel: int) -> torch.Tensor:
-        """Read `numel` elements of a box."""
         values = torch.empty(numel * source.dtype.itemsize, dtype=torch.uint8, device="cpu")
         self._copy(values, source, first)
         return values.view(source.dtype)
@@ -220,7 +217,6 @@ def _within(item: ReadItem, source: _Source) -> tuple[int, tuple[int, ...]]:
 
 
 def _strides(source: _Source) -> tuple[int, ...]:
-    """Return the strides of a row-major box."""
     strides, step = [], 1
     for size in reversed(source.sizes):
         strides.append(step)

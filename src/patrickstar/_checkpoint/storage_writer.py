@@ -1,14 +1,14 @@
 """Storage writer for torch.distributed.checkpoint: one file per process and a manifest."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -40,11 +40,9 @@ class DataSource(Protocol):
 
     def addresses(self, items: Sequence[WriteItem]) -> dict[int, int]:
         """Return the memory addresses, by item number, of items to write without a copy."""
-        ...
 
     def fill(self, file: SafetensorsFile, items: Sequence[WriteItem], planner: SavePlanner) -> None:
         """Write all items to the file."""
-        ...
 
 
 def entry_of(item: WriteItem) -> TensorEntry:
@@ -79,7 +77,6 @@ class CheckpointWriter(StorageWriter):
         """Do nothing: the folder is created once all processes have a plan."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -107,7 +104,7 @@ class CheckpointWriter(StorageWriter):
             WriteResult(item.index, entry.nbytes, WrittenItem(rank, offset))
             for item, entry, offset in zip(plan.items, entries, file.starts, strict=True)
         ]
-        written = WrittenFile(rank, file.file.nbytes, tuple(file.file.sums))
+        written = WrittenFile(rank, file.nbytes, tuple(file.sums))
         results.append(WriteResult(MetadataIndex(path.name), written.nbytes, written))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -134,7 +131,6 @@ class CheckpointWriter(StorageWriter):
 
 
 def file_name(rank: int) -> str:
-    """Return the file name of a process."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -145,10 +141,11 @@ def _manifest(metadata: Metadata, results: Sequence[WriteResult], page_bytes: in
     tensors = {}
     for name, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
-            parts = [
-                StoredBox(offsets=list(chunk.offsets), sizes=list(chunk.sizes), file=written.rank, at=written.offset)
-                for chunk, written in _stored_boxes(name, stored, items)
-            ]
+            parts = []
+            for chunk in stored.chunks:
+                item = items[MetadataIndex(name, chunk.offsets)]
+                box = StoredBox(offsets=list(chunk.offsets), sizes=list(chunk.sizes), file=item.rank, at=item.offset)
+                parts.append(box)
             dtype = str(stored.properties.dtype).removeprefix("torch.")
             tensors[name] = ManifestTensor(dtype=dtype, shape=list(stored.size), parts=parts)
         else:
@@ -162,10 +159,3 @@ def _manifest(metadata: Metadata, results: Sequence[WriteResult], page_bytes: in
         files=[ManifestFile(name=file_name(file.rank), nbytes=file.nbytes, sums=list(file.sums)) for file in files],
         tensors=tensors,
     )
-
-
-def _stored_boxes(
-    name: str, stored: TensorStorageMetadata, items: dict[MetadataIndex, WrittenItem]
-) -> Iterator[tuple[ChunkStorageMetadata, WrittenItem]]:
-    for chunk in stored.chunks:
-        yield chunk, items[MetadataIndex(name, chunk.offsets)]

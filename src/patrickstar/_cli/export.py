@@ -8,9 +8,9 @@ import torch
 from rich.console import Console
 
 from patrickstar._checkpoint.atomic_dir import AtomicDir
+from patrickstar._checkpoint.hf_export import PRECISIONS, shards_of, write_model_folder
 from patrickstar._checkpoint.metadata import model_tensors
 from patrickstar._checkpoint.safetensors_file import TensorEntry
-from patrickstar._checkpoint.sharded_safetensors import PRECISIONS, shards_of, write_model_folder
 from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar._cli.resume_options import newest_in
 from patrickstar._cli.run_metadata import RunMetadata

@@ -19,7 +19,6 @@ class ShardOwner(Protocol):
 
     def parameters(self, index: int) -> torch.Tensor:
         """Return the `param16` shard of a chunk that this process owns, on its current tier."""
-        ...
 
     def begin_reduction(self, index: int, ranks: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
         """Prepare the reduction of a chunk's gradients from these ranks.
@@ -27,7 +26,6 @@ class ShardOwner(Protocol):
         Return this process's gradients of the whole chunk, zero where missing (None if its rank is not among `ranks`);
         the target for the sum of its shard; and the chunk that holds the target.
         """
-        ...
 
 
 class PendingReduction(Transfer):
@@ -59,27 +57,8 @@ class PendingReduction(Transfer):
             self.collective.cancel()
 
 
-class _CompletedTransfer(Transfer):
-    """Transfer that is complete from the start, for a withdrawn request."""
-
-    def __init__(self) -> None:
-        self.label = "nothing"
-
-    @property
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """Do nothing."""
-
-    def prioritize(self) -> None:
-        """Do nothing."""
-
-    def cancel(self) -> None:
-        """Do nothing."""
-
-
-COMPLETED = _CompletedTransfer()
+COMPLETED = Transfer((), "nothing")
+"""Transfer of a withdrawn request."""
 
 
 class ChunkComm:
@@ -108,7 +87,6 @@ class ChunkComm:
         return self.coordinator.serving
 
     def gather(self, chunk: Chunk) -> Transfer:
-        """Start to gather a whole chunk into its device memory."""
         self._gather_target, self._gathering = chunk, None
         chunk.pins += 1  # serving other processes meanwhile must not evict it
         try:
@@ -138,7 +116,6 @@ class ChunkComm:
             pass
 
     def negotiate(self, request: Request, index: int = -1) -> Agreement:
-        """Take part in one coordination step."""
         if self._left:
             raise PeerError("this engine is being closed and no longer communicates with other processes")
         self.counters.rounds += 1
@@ -167,7 +144,6 @@ class ChunkComm:
     # Execution of agreements
 
     def start_reduction(self, index: int, ranks: tuple[int, ...]) -> None:
-        """Start to reduce the gradients of a chunk from these ranks."""
         assert self.owner is not None
         own = self._unmark_ready(index)
         whole, target, chunk = self.owner.begin_reduction(index, ranks)
@@ -180,7 +156,6 @@ class ChunkComm:
             self.counters.reduced_bytes += (whole.numel() - target.numel()) * target.dtype.itemsize
 
     def start_gather(self, index: int, ranks: tuple[int, ...]) -> None:
-        """Start to gather a chunk on these ranks."""
         assert self.owner is not None
         me, shard_bounds = self.world.rank, self.shard_bounds[index]
         own = self.owner.parameters(index)

@@ -2,15 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from patrickstar._distributed.process_group import World, gather_into
+from patrickstar._distributed.process_group import World, explain_peer_failure, gather_into
 from patrickstar._memory.copy_streams import StreamTransfer
 from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.worker_pool import Job, Transfer, WorkerPool
@@ -85,10 +84,8 @@ class CollectiveTransfer(Transfer):
 
     def cancel(self) -> None:
         """Wait for the end; ignore an error."""
-        try:
+        with suppress(MoveError):
             self.inner.wait()
-        except MoveError:
-            return
 
 
 class GlooCollectives(Collectives):
@@ -100,43 +97,29 @@ class GlooCollectives(Collectives):
 
     def gather(self, whole: torch.Tensor, bounds: Bounds) -> Transfer:
         if not self.even(bounds):
-            return self._submit(partial(self._broadcast, whole, self.owner(bounds)), "a broadcast")
-        return self._submit(partial(self._gather, whole, self.shard(whole, bounds)), "a gather")
+            owner = self.owner(bounds)
+            return self._submit(lambda _: dist.broadcast(whole, group_src=owner, group=self.world.data), "a broadcast")
+        return self._submit(lambda _: gather_into(whole, self.shard(whole, bounds), self.world.data), "a gather")
 
     def send(self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]) -> Transfer:
-        return self._submit(partial(self._send, own, whole, bounds, ranks), "a gather on some ranks")
+        return self._submit(lambda _: self._send(own, whole, bounds, ranks), "a gather on some ranks")
 
     def reduce(
         self, whole: torch.Tensor | None, target: torch.Tensor, bounds: Bounds, ranks: Sequence[int]
     ) -> Transfer:
-        return self._submit(partial(self._reduce, whole, target, bounds, ranks), "a reduction")
+        return self._submit(lambda stage: self._reduce(whole, target, bounds, ranks, stage), "a reduction")
 
     def close(self) -> None:
         self._thread.close()
 
     def _submit(self, job: Job, label: str) -> Transfer:
         def run(stage: torch.Tensor) -> None:
-            try:
+            with explain_peer_failure(self.world):
                 job(stage)
-            except (RuntimeError, dist.DistError) as error:
-                raise self.world.explain_failure(error) from error
 
         return CollectiveTransfer(self._thread.submit([run], label))
 
-    def _gather(self, whole: torch.Tensor, part: torch.Tensor, stage: torch.Tensor) -> None:
-        gather_into(whole, part, self.world.data)
-
-    def _broadcast(self, whole: torch.Tensor, owner: int, stage: torch.Tensor) -> None:
-        dist.broadcast(whole, group_src=owner, group=self.world.data)
-
-    def _send(
-        self,
-        own: torch.Tensor,
-        whole: torch.Tensor | None,
-        bounds: Bounds,
-        ranks: Sequence[int],
-        stage: torch.Tensor,
-    ) -> None:
+    def _send(self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]) -> None:
         works: list[Any] = []
         peers = [rank for rank in range(self.world.size) if rank != self.world.rank]
         if whole is not None:
@@ -254,5 +237,4 @@ class NcclCollectives(Collectives):
 
 
 def collectives(world: World, device: torch.device) -> Collectives:
-    """Return the collectives for a device."""
     return NcclCollectives(world, device) if device.type == "cuda" else GlooCollectives(world)

@@ -23,11 +23,9 @@ class CoordinatedEngine(Protocol):
 
     def start_reduction(self, index: int, ranks: tuple[int, ...]) -> None:
         """Start to reduce the gradients of a chunk from these ranks."""
-        ...
 
     def start_gather(self, index: int, ranks: tuple[int, ...]) -> None:
         """Start to gather a chunk on these ranks."""
-        ...
 
 
 class Coordinator:

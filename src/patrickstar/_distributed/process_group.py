@@ -5,8 +5,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -120,21 +120,16 @@ class World:
         The wait is in Python, so that Ctrl-C can interrupt it.
         """
         gathered = torch.empty(self.size * own.numel(), dtype=own.dtype, device="cpu")
-        try:
+        with explain_peer_failure(self):
             work = gather_into(gathered, own, self.control, async_op=True)
             while not work.is_completed():
                 time.sleep(COLLECTIVE_POLL_S)
             work.wait()
-        except (RuntimeError, dist.DistError) as error:
-            raise self.explain_failure(error) from error
         return gathered.view(self.size, -1)
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
-        """Broadcast a host tensor from one rank."""
-        try:
+        with explain_peer_failure(self):
             dist.broadcast(tensor, group_src=rank, group=self.control)
-        except (RuntimeError, dist.DistError) as error:
-            raise self.explain_failure(error) from error
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather JSON-serializable values from all processes, by rank."""
@@ -234,6 +229,17 @@ class World:
             for group in (self.control, self.data, self._checkpoints):
                 if group is not None:
                     dist.destroy_process_group(group)
+
+
+@contextmanager
+def explain_peer_failure(world: "World | None") -> Iterator[None]:
+    """Replace PyTorch's error for a lost process by one that names the process."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        if world is None:
+            raise
+        raise world.explain_failure(error) from error
 
 
 def _destroy_process_group() -> None:

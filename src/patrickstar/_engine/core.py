@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from patrickstar._autograd.activation_offload import ActivationOffload
 from patrickstar._autograd.interceptor import Interceptor, managing
 from patrickstar._autograd.module_hooks import ModuleHooks
-from patrickstar._checkpoint.background_save import BackgroundSave
+from patrickstar._checkpoint.async_save import BackgroundSave
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.distributed_init import broadcast_buffers, create_sharded_data, negotiate_layout
 from patrickstar._engine.param_init import (

@@ -12,11 +12,18 @@ from xxhash import xxh3_64_hexdigest
 
 from patrickstar._checkpoint import dcp_calls, json_codec
 from patrickstar._checkpoint.async_save import AsyncSave
-from patrickstar._checkpoint.background_save import explain_peer_failure
 from patrickstar._checkpoint.direct_writer import PAGES
 from patrickstar._checkpoint.load_planner import ShardLoadPlanner
-from patrickstar._checkpoint.metadata import COMMON, CommonMetadata, RankMetadata, rank_key, read_common, read_rank
-from patrickstar._checkpoint.rng_state import random_states, restore_random_states
+from patrickstar._checkpoint.metadata import (
+    COMMON,
+    CommonMetadata,
+    RankMetadata,
+    random_states,
+    rank_key,
+    read_common,
+    read_rank,
+    restore_random_states,
+)
 from patrickstar._checkpoint.save_planner import (
     TensorShard,
     json_item,
@@ -26,6 +33,7 @@ from patrickstar._checkpoint.save_planner import (
     whole_tensors,
 )
 from patrickstar._checkpoint.storage_reader import CheckpointReader
+from patrickstar._distributed.process_group import explain_peer_failure
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
 from patrickstar._layout.schema import PARAM16, PARAM32

@@ -7,11 +7,57 @@ from typing import Protocol
 import torch
 
 from patrickstar._layout.schema import ITEMSIZE
-from patrickstar._memory.chunk_storage import device_memory
 from patrickstar._memory.host_arena import ArenaBlock
-from patrickstar._memory.vm_pool import PagePool
+from patrickstar._memory.vm_pool import PagePool, VMRange
 from patrickstar._memory.worker_pool import Transfer
 from patrickstar._schedule.placement import Tier
+
+# [Note: one storage for life]
+# Autograd saves views of weights (`weight.t()`), not Parameters, so a chunk must be fetched back into the storage that
+# these views use. Each chunk owns one storage object for its lifetime: its memory is freed and allocated again, and
+# every existing view sees the new bytes. Copies write through a fresh alias (`empty(0).set_(storage)`), which has its
+# own version counter, so autograd does not treat a transfer as an in-place modification.
+
+
+class ResizableStorage:
+    """Memory of PyTorch's allocator: the storage is resized to its bytes or to zero, which is cheap on a GPU."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+
+    def allocate(self) -> None:
+        self.storage.resize_(self.nbytes)
+
+    def free(self) -> None:
+        self.storage.resize_(0)
+
+    def close(self) -> None:
+        self.free()
+
+
+class RemappedStorage:
+    """Address range that pages are remapped to and from. See [Note: movable pages]."""
+
+    def __init__(self, nbytes: int, page_pool: PagePool) -> None:
+        self.page_pool = page_pool
+        self.range = VMRange(nbytes)
+        self.storage = self.range.storage()
+
+    def allocate(self) -> None:
+        self.page_pool.commit(self.range)
+
+    def free(self) -> None:
+        self.page_pool.decommit(self.range)
+
+    def close(self) -> None:
+        self.page_pool.release(self.range)
+
+
+def device_memory(nbytes: int, device: torch.device, page_pool: PagePool | None) -> ResizableStorage | RemappedStorage:
+    if page_pool is None or nbytes == 0:
+        return ResizableStorage(nbytes, device)
+    return RemappedStorage(nbytes, page_pool)
 
 
 @dataclass(frozen=True)
@@ -28,7 +74,6 @@ class MemoryReader(Protocol):
 
     def release(self, owner: Hashable) -> None:
         """Wait until this reader no longer reads the chunk's memory."""
-        ...
 
 
 class Chunk:
@@ -86,7 +131,6 @@ class Chunk:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory allocated to this chunk."""
         return self.nbytes if self.device_resident else 0
 
     @property
@@ -96,7 +140,6 @@ class Chunk:
 
     @property
     def has_page_writes(self) -> bool:
-        """True if writes of its disk pages are in flight."""
         return any(not transfer.done for transfer in self.page_writes)
 
     @property
@@ -112,7 +155,6 @@ class Chunk:
         return alias.set_(self.storage, region.offset, region.shape, region.strides)
 
     def device_bytes_view(self) -> torch.Tensor:
-        """Return this chunk's device memory as flat bytes."""
         assert self.device_resident, f"{self} has no device memory"
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)[: self.nbytes]
 
@@ -140,11 +182,9 @@ class Chunk:
 
     @property
     def whole(self) -> Region:
-        """Region of all elements, as a flat tensor."""
         return Region(0, (self.numel,), (1,))
 
     def allocate_device(self) -> None:
-        """Allocate device memory; its content is undefined."""
         self.memory.allocate()
         self.device_resident = True
 

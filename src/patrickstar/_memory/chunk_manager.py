@@ -94,7 +94,6 @@ class ChunkManager(DeviceEviction):
 
     @defer_sigint
     def remove(self, chunk: Chunk) -> None:
-        """Free a chunk on all tiers and forget it."""
         if self.io_dispatch.failed is None:
             self.transfers.wait_idle(chunk)
         if chunk.device_bytes:
@@ -126,11 +125,6 @@ class ChunkManager(DeviceEviction):
         """Cancel the transfers in flight: chunks stay on the tier they were on."""
         self._fetch_queue.clear()
         self.transfers.cancel_all()
-
-    @defer_sigint
-    def reduce_gradients(self, chunk: Chunk) -> None:
-        """Start to reduce the gradients in a sharded chunk; its device memory is freed when that is complete."""
-        self.transfers.start_reduction(chunk)
 
     @defer_sigint
     def drop(self, chunk: Chunk) -> None:

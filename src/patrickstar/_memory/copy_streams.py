@@ -38,7 +38,7 @@ class StreamTransfer(Transfer):
 
 
 class CopyStreams:
-    """One copy stream for each direction on a GPU; one worker thread on a CPU."""
+    """One copy stream for each direction on a GPU, one worker thread on a CPU. `_now`: copy in the calling thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -48,21 +48,17 @@ class CopyStreams:
         self.thread = WorkerPool(1, "copy")
 
     def up(self, chunk: Chunk) -> Transfer:
-        """Start to copy a chunk from the host to its device memory."""
         assert chunk.host is not None
         return self._start(chunk.on_device(chunk.whole), chunk.host, self.up_stream, repr(chunk))
 
     def down(self, chunk: Chunk) -> Transfer:
-        """Start to copy a chunk from the device to its host block."""
         assert chunk.host is not None
         return self._start(chunk.host, chunk.on_device(chunk.whole), self.down_stream, repr(chunk))
 
     def up_now(self, chunk: Chunk) -> None:
-        """Copy a chunk from the host to its device memory, in the calling thread."""
         chunk.on_device(chunk.whole).copy_(chunk.on_host(chunk.whole))
 
     def down_now(self, chunk: Chunk) -> None:
-        """Copy a chunk from the device to its host block, in the calling thread."""
         chunk.on_host(chunk.whole).copy_(chunk.on_device(chunk.whole))
 
     def _start(

@@ -143,7 +143,6 @@ class CudaDevice:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of allocated blocks."""
         return int(self._stats()["allocated_bytes"]["all"]["current"])
 
     @property
@@ -152,11 +151,9 @@ class CudaDevice:
         return int(self._stats()["allocated_bytes"]["all"]["peak"])
 
     def reset_peak(self) -> None:
-        """Reset the allocator's peak statistics."""
         torch.cuda.reset_peak_memory_stats(self.index)
 
     def allocator_stats(self) -> AllocatorStats:
-        """Return the allocator's statistics."""
         stats = self._stats()
         names = "allocated_bytes", "reserved_bytes", "inactive_split_bytes"
         current = {name: int(stats[name]["all"]["current"]) for name in names}

@@ -46,8 +46,6 @@ class DeferSigint:
 
 
 def defer_sigint(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function in `DeferSigint`."""
-
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         with DeferSigint():

@@ -43,12 +43,10 @@ class DeviceEviction:
 
     @property
     def disk_tier(self) -> DiskTier | None:
-        """The tier below the host, if there is one."""
         return self.io_dispatch.disk
 
     @property
     def counters(self) -> TransferCounters:
-        """Transfer counters since the start of the engine."""
         return self.io_dispatch.counters
 
     @defer_sigint
@@ -66,11 +64,7 @@ class DeviceEviction:
 
     def _evict_until(self, nbytes: int, soft_limit: int, protected: set[Chunk], later_bytes: int, gently: bool) -> None:
         evictable = self._evictable(protected)
-        by_index = {chunk.index: chunk for chunk in evictable if chunk.kind == PARAM16}
-        for index in self.policy.order(by_index, self.now):
-            if self._bytes_after_transfers + nbytes <= soft_limit:
-                break
-            self._evict(by_index[index])
+        self._evict_params(evictable, soft_limit - nbytes)
         for chunk in evictable:
             if gently or self._bytes_after_transfers + nbytes <= self.device_tier.chunkable_bytes:
                 break
@@ -84,8 +78,15 @@ class DeviceEviction:
         if self.device_tier.used + nbytes > self.device_tier.chunkable_bytes:
             self._raise_device_budget(nbytes + later_bytes, protected)
 
+    def _evict_params(self, evictable: Iterable[Chunk], target_bytes: int) -> None:
+        """Evict `param16` chunks in the policy's order until at most `target_bytes` of chunks remain."""
+        by_index = {chunk.index: chunk for chunk in evictable if chunk.kind == PARAM16}
+        for index in self.policy.order(by_index, self.now):
+            if self._bytes_after_transfers <= target_bytes:
+                break
+            self._evict(by_index[index])
+
     def _evictable(self, protected: set[Chunk]) -> list[Chunk]:
-        """Return the chunks that may be evicted from the device."""
         return [
             chunk
             for chunk in self.chunks.values()
@@ -132,12 +133,7 @@ class DeviceEviction:
     def free_memory(self, nbytes: int | None = None, protect: Iterable[Chunk] = ()) -> None:
         """Evict idle `param16` chunks of `nbytes` (default: all) and empty the allocator's cache after an OOM error."""
         protected = set(protect)
-        by_index = {chunk.index: chunk for chunk in self._evictable(protected) if chunk.kind == PARAM16}
-        target = -1 if nbytes is None else self._bytes_after_transfers - nbytes
-        for index in self.policy.order(by_index, self.now):
-            if self._bytes_after_transfers <= target:
-                break
-            self._evict(by_index[index])
+        self._evict_params(self._evictable(protected), -1 if nbytes is None else self._bytes_after_transfers - nbytes)
         for chunk in self._evicting(protected):
             self.transfers.complete(chunk)
         self.hardware.release_cached_memory()

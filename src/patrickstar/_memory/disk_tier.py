@@ -36,12 +36,10 @@ class DiskTier:
         self._stream: torch.cuda.Stream | None = None
 
     def reserve(self, chunk: Chunk) -> None:
-        """Reserve disk space for a chunk, unless it has some."""
         if chunk.disk_offset is None:
             chunk.disk_offset = self.file.reserve(chunk.nbytes, repr(chunk))
 
     def release(self, chunk: Chunk) -> None:
-        """Free a chunk's disk space, if it has any."""
         if chunk.disk_offset is not None:
             self._written.difference_update(
                 chunk.disk_offset + first for first, _ in pages(chunk.nbytes, self.page_bytes)
@@ -66,7 +64,6 @@ class DiskTier:
         return self._submit(self.writers, self._write_page, chunk, start, source, False)
 
     def close(self) -> None:
-        """Stop the threads and close the file."""
         self.readers.close()
         self.writers.close()
         self.file.close()
@@ -104,18 +101,16 @@ class DiskTier:
         if offset not in self._written:
             self._clear(page)
             return
-        if _direct(page):
-            self.file.read(offset, _bytes(page), page.numel(), label)
-            return
-        self.file.read(offset, _bytes(stage), page.numel(), label)
-        self._copy(page, stage[: page.numel()])
+        direct = _direct(page)
+        self.file.read(offset, _bytes(page if direct else stage), page.numel(), label)
+        if not direct:
+            self._copy(page, stage[: page.numel()])
 
     def _write_page(self, stage: torch.Tensor, label: str, offset: int, page: torch.Tensor) -> None:
-        if not _direct(page):
+        direct = _direct(page)
+        if not direct:
             self._copy(stage[: page.numel()], page)
-            self.file.write(offset, _bytes(stage), page.numel(), label)
-            return
-        self.file.write(offset, _bytes(page), page.numel(), label)
+        self.file.write(offset, _bytes(page if direct else stage), page.numel(), label)
 
     def _clear(self, page: torch.Tensor) -> None:
         if self._stream is None:

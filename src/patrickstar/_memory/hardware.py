@@ -43,7 +43,6 @@ class Hardware:
         return library_bytes(self.cuda, dtype) if self.cuda is not None else 0
 
     def allocator_stats(self) -> AllocatorStats:
-        """Return the device allocator's statistics, or zeros on a CPU."""
         return self.cuda.allocator_stats() if self.cuda is not None else AllocatorStats()
 
     def allocator_report(self) -> str:
@@ -71,18 +70,15 @@ class Hardware:
         return PagePool() if self.device.type == "cpu" and can_move_pages() else None
 
     def host_arena(self, nbytes: int) -> HostArena:
-        """Return a host arena, page-locked for a GPU."""
         return HostArena(nbytes, self.cuda)
 
     def copies(self) -> CopyStreams:
-        """Return the streams that copy chunks between host and device."""
         return CopyStreams(self.device)
 
     def on_partial_copy(self, nbytes: int, *, to_device: bool) -> None:
         """Hook for copies of less than a chunk, which the caller runs. A dry run adds their time."""
 
     def release_cached_memory(self) -> None:
-        """Return the allocator's cached memory to the device."""
         if self.cuda is not None:
             torch.cuda.empty_cache()
 
@@ -98,6 +94,5 @@ class Hardware:
     def disk(
         self, directory: Path, nbytes: int, page_bytes: int, *, checksums: bool, capacity_bytes: int | None
     ) -> DiskTier:
-        """Return a disk tier over a swap file of `nbytes`."""
         file = SwapFile(directory, nbytes, checksums=checksums, capacity_bytes=capacity_bytes)
         return DiskTier(file, page_bytes, begin=self.enter_thread)

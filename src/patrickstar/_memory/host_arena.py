@@ -6,6 +6,7 @@ import os
 import weakref
 from bisect import insort
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -33,10 +34,6 @@ class ArenaBlock:
     def end(self) -> int:
         """Offset of the first aligned byte after the block."""
         return self.start + round_up(self.nbytes, ALIGN_BYTES)
-
-
-def _block_start(block: ArenaBlock) -> int:
-    return block.start
 
 
 def _unlock(process: int, cuda: CudaDevice, locked: list[int], memory: torch.Tensor) -> None:
@@ -69,7 +66,6 @@ class HostArena:
 
     @property
     def pinned(self) -> bool:
-        """True if the memory is page-locked."""
         return self._unlock is not None and self._unlock.alive
 
     def _reserve(self, nbytes: int) -> torch.Tensor:
@@ -94,7 +90,7 @@ class HostArena:
         if start + nbytes > self.nbytes:
             return None
         new_block = ArenaBlock(start, nbytes, self)
-        insort(self._blocks, new_block, key=_block_start)
+        insort(self._blocks, new_block, key=attrgetter("start"))
         if nbytes:
             self._touch(new_block)
         return new_block
@@ -138,7 +134,7 @@ class HostArena:
                 block.start = start
                 self._touch(block)
             start = block.end
-        self._blocks.sort(key=_block_start)
+        self._blocks.sort(key=attrgetter("start"))
 
     def _move(self, block: ArenaBlock, start: int) -> None:
         base = self.memory.data_ptr()

@@ -38,7 +38,6 @@ class HostTier:
 
     @property
     def free_bytes(self) -> int:
-        """Unused bytes of the budget."""
         return self.budget_bytes - self.used - self.other_bytes
 
     def allocate(self, chunk: Chunk) -> torch.Tensor:
@@ -100,7 +99,6 @@ class HostTier:
         return block
 
     def release_block(self, block: ArenaBlock) -> None:
-        """Free a block from `allocate_block`."""
         block.arena.free(block)
         self.other_bytes -= block.nbytes
 
@@ -112,7 +110,6 @@ class HostTier:
         self.other_peak = max(self.other_peak, self.other_bytes)
 
     def release_reservation(self, nbytes: int) -> None:
-        """Stop counting bytes from `reserve`."""
         self.other_bytes -= nbytes
         self.outside_bytes -= nbytes
 

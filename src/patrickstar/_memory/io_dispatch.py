@@ -21,15 +21,12 @@ class ChunkComm(Protocol):
     @property
     def serving(self) -> bool:
         """True while this process serves requests of other ranks, and so must not wait for them."""
-        ...
 
     def gather(self, chunk: Chunk) -> Transfer:
         """Start to all-gather a chunk into its device memory."""
-        ...
 
     def reduce(self, chunk: Chunk) -> Transfer:
         """Start to reduce-scatter the gradients in a chunk."""
-        ...
 
 
 class IODispatch:
@@ -61,7 +58,6 @@ class IODispatch:
         return self.read(chunk, 0, chunk.device_bytes_view(), urgent)
 
     def start_reduction(self, chunk: Chunk) -> Transfer:
-        """Start to reduce the gradients in a sharded chunk over the process group."""
         assert self.comm is not None, f"{chunk} is not shared with other processes"
         self.check()
         with self.stalled():

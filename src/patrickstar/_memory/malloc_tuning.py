@@ -49,7 +49,6 @@ class MallocHeap:
 
     @property
     def caching(self) -> bool:
-        """True if freed memory may be cached."""
         return not self._caching_forbidden
 
     def trim(self) -> None:
@@ -106,5 +105,4 @@ class MallocHeap:
 
 @cache
 def process_heap() -> MallocHeap:
-    """Return the heap of this process."""
     return MallocHeap()

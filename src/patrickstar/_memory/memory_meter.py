@@ -26,31 +26,24 @@ class Meter(Protocol):
     @property
     def caching(self) -> bool:
         """True if freed memory may be cached, as set by `set_caching`."""
-        ...
 
     def calibrate(self, chunk_bytes: int) -> None:
         """Set the memory baseline: current usage beyond chunks, which belongs to the libraries."""
-        ...
 
     def now(self, chunk_bytes: int) -> int:
         """Return the current non-model bytes."""
-        ...
 
     def peak(self, chunk_bytes: int) -> int:
         """Return the peak non-model bytes since `restart`; no chunk may be allocated or freed in between."""
-        ...
 
     def restart(self) -> None:
         """Reset the peak."""
-        ...
 
     def reclaim(self) -> None:
         """Return cached freed memory to the system, if it counts as used."""
-        ...
 
     def set_caching(self, allowed: bool) -> None:
         """Allow or forbid caching of freed memory, if it counts as used."""
-        ...
 
 
 class CudaMeter:
@@ -160,7 +153,6 @@ class SampledMeter(_HeapMeter):
 
 
 def default_meter(device: torch.device) -> Meter:
-    """Return the best meter for `device` on this machine."""
     if device.type == "cuda":
         return CudaMeter(device)
     if os.access(_CLEAR_REFS, os.W_OK):

@@ -10,8 +10,7 @@ _NO_RANGE: AbstractContextManager[Any] = nullcontext()
 
 def is_profiling() -> bool:
     """Return True while a profiler runs. Names that cost time are built only then."""
-    enabled: bool = profiler._is_profiler_enabled
-    return enabled
+    return bool(profiler._is_profiler_enabled)
 
 
 def profiler_range(work: str, subject: object) -> AbstractContextManager[Any]:

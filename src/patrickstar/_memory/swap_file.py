@@ -88,7 +88,6 @@ class SwapFile:
             )
 
     def _grow(self, nbytes: int, label: str) -> None:
-        """Grow the file to `nbytes`, reserved on the disk."""
         more = nbytes - self.nbytes
         if more <= 0:
             return
@@ -136,7 +135,6 @@ class SwapFile:
             self._close_fd()
 
     def _move(self, operation: str, offset: int, buffer: memoryview, nbytes: int, label: str) -> None:
-        """Transfer all blocks of a page."""
         call = os.preadv if operation == "read" else os.pwritev
         length = round_up(nbytes, BLOCK_BYTES)
         try:

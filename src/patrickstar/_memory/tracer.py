@@ -50,13 +50,11 @@ class Tracer:
         """Peak of needed non-model data since the step began, without freed memory that the heap cached."""
 
     def calibrate(self) -> None:
-        """Set the memory baseline."""
         self.meter.reclaim()
-        self.meter.calibrate(self._resident_bytes())
+        self.meter.calibrate(self.manager.resident_bytes)
         self.measure()
 
     def invalidate(self) -> None:
-        """Drop all traces."""
         self.traces.clear()
 
     def begin_iteration(self, key: Hashable) -> bool:
@@ -101,7 +99,6 @@ class Tracer:
         return traced
 
     def discard_iteration(self) -> None:
-        """Close the iteration and drop its trace."""
         self.traces.pop(self.open_key, None)
         self._stop_following()
 
@@ -132,8 +129,7 @@ class Tracer:
             self.in_iteration_now -= 1
 
     def current_non_model_bytes(self) -> int:
-        """Return the bytes of non-model data on the device."""
-        return self.meter.now(self._resident_bytes())
+        return self.meter.now(self.manager.resident_bytes)
 
     def measure(self) -> None:
         """Apply the measured non-model bytes, and leave a margin for the unknown ones."""
@@ -219,7 +215,7 @@ class Tracer:
         return predicted
 
     def _peak(self) -> int:
-        peak = self.meter.peak(self._resident_bytes())
+        peak = self.meter.peak(self.manager.resident_bytes)
         self.non_model_peak = max(self.non_model_peak, peak)
         return peak
 
@@ -236,7 +232,3 @@ class Tracer:
         if peak > moment.non_model_bytes:
             moment.entered_bytes += peak - moment.non_model_bytes
             moment.non_model_bytes = peak
-
-    def _resident_bytes(self) -> int:
-        """Return the bytes that the meter must not count: chunks, and on a CPU the host tier."""
-        return self.manager.resident_bytes

@@ -25,7 +25,6 @@ class TransferCounters:
     stall_s: float = 0.0
 
     def since(self, earlier: "TransferCounters") -> "TransferCounters":
-        """Return the difference to an earlier snapshot."""
         return TransferCounters(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
 
     def copy(self) -> "TransferCounters":

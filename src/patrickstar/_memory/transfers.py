@@ -35,7 +35,6 @@ class ChunkTransfers:
 
     @property
     def evicting_bytes(self) -> int:
-        """Device bytes of chunks whose eviction is in flight."""
         return sum(chunk.nbytes for chunk in self.in_flight if chunk.eviction_transfer is not None)
 
     # Fetch

@@ -39,9 +39,9 @@ DIED = "a worker thread died"
 class Transfer:
     """Jobs submitted together and awaited together."""
 
-    def __init__(self, jobs: Sequence[Job], label: str, queue: "_JobQueue") -> None:
+    def __init__(self, jobs: Sequence[Job], label: str, queue: "_JobQueue | None" = None) -> None:
         self.label = label
-        self._queue = queue
+        self._queue = _JobQueue() if queue is None else queue
         self._queued = deque(jobs)
         self._running: list[threading.Thread] = []
         self._error: BaseException | None = None
@@ -74,7 +74,6 @@ class Transfer:
             del self  # the error's traceback would hold the transfer, which holds the error
 
     def prioritize(self) -> None:
-        """Move the queued jobs to the front of the queue."""
         self._queue.prioritize(self)
 
     def cancel(self) -> None:
@@ -255,7 +254,6 @@ class WorkerPool:
 
     @property
     def in_flight(self) -> int:
-        """Number of transfers that have not ended."""
         with self._queue.lock:
             return sum(not transfer.done for transfer in self._queue.unfinished)
 

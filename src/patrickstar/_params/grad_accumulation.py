@@ -40,12 +40,10 @@ class GradAccumulation:
         self.manager.drop(chunk)
 
     def reduce(self, index: int) -> None:
-        """Submit the sum of a chunk for reduction."""
         self._submitted.add(index)
         self.manager[KEPT32, index].h2d_transfer = self.comm.reduce(self.manager[PARAM16, index])
 
     def reduce_rest(self) -> None:
-        """Submit all remaining sums for reduction."""
         for kind, index in list(self.manager.chunks):
             if kind == KEPT32 and index not in self._submitted:
                 self.reduce(index)

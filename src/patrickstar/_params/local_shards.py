@@ -1,6 +1,6 @@
 """Access to this rank's shards of the chunk lists: parameters, masters, optimizer states and gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -13,6 +13,12 @@ from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.tensor_state import TensorState
+
+# [Note: placeholders of evicted parameters]
+# The user's Parameter views its chunk's storage while the chunk is on the device. When the chunk is evicted, the
+# Parameter gets a placeholder of the same shape that expands a single NaN. Operators never see it, since they are
+# intercepted first; code that bypasses interception (native code given the tensor directly) computes NaN instead of
+# reading freed memory.
 
 
 def follow_rounded(master: torch.Tensor, written: torch.Tensor) -> None:
@@ -34,9 +40,40 @@ class LocalShards:
 
     def __init__(self, manager: ChunkManager) -> None:
         self.manager = manager
+        self.by_chunk: dict[int, list[ManagedParam]] = {}
+        self.closed = False
+        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
 
+    @defer_sigint
     def update_param_views(self) -> None:
-        """Update parameter views after chunks have moved; subclasses implement this."""
+        """Point the Parameters of moved chunks at their device memory, or at a placeholder after eviction."""
+        self.set_param_views(self.manager.drain_moved())
+
+    def set_param_views(self, chunks: Iterable[Chunk]) -> None:
+        """Point the Parameters of `chunks` at the current memory of these; do nothing once the engine is closed."""
+        for chunk in () if self.closed else chunks:
+            for managed in self.by_chunk.get(chunk.index, ()):
+                if managed.chunk is chunk:
+                    self._set_param_view(managed)
+
+    def _set_param_view(self, managed: ManagedParam) -> None:
+        """See [Note: placeholders of evicted parameters]."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if managed.chunk.device_valid:
+                if managed.device_view is None:
+                    managed.device_view = managed.chunk.on_device(managed.region)
+                managed.param.data = managed.device_view
+            elif managed.stays_on_host:
+                managed.param.data = managed.chunk.on_host(managed.region)
+            else:
+                managed.param.data = self.placeholder(managed.chunk.dtype).expand(managed.shape)
+
+    def placeholder(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the one-element tensor that evicted parameters expand: NaN, or zero for integers."""
+        if dtype not in self._placeholders:
+            fill = float("nan") if dtype.is_floating_point else 0
+            self._placeholders[dtype] = torch.full((), fill, dtype=dtype, device=self.manager.device)
+        return self._placeholders[dtype]
 
     def parts(
         self, managed: ManagedParam, kind: str, *, write: bool = False, within: slice | None = None
@@ -76,13 +113,8 @@ class LocalShards:
         self._round_master(managed)
         torch.autograd.graph.increment_version(managed.param)
         self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
-        managed.overlays_param, managed.in_grad_list, managed.partial_grad, managed.update_pending = (
-            False,
-            False,
-            None,
-            False,
-        )
-        managed.reduced = False
+        managed.overlays_param = managed.reduced = managed.in_grad_list = managed.update_pending = False
+        managed.partial_grad = None
         if managed.uses == 0:
             managed.move_to(TensorState.HOLD)
 
@@ -94,7 +126,8 @@ class LocalShards:
             self._round_master(managed)
             self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
 
-    def _count_transfer(self, source: Chunk, target: Chunk, nbytes: int) -> None:
+    def _count_transfer(self, managed: ManagedParam, source: Chunk, target: Chunk) -> None:
+        nbytes = managed.location.numel * managed.shard_chunk.dtype.itemsize
         if source.device_valid != target.device_valid and source.in_memory and target.in_memory:
             self.manager.count_transfer(nbytes, to_device=target.device_valid)
 
@@ -127,19 +160,14 @@ class LocalShards:
         """Restore the parameter where a gradient is stored in place of this rank's shard."""
         master = self.manager[PARAM32, managed.location.chunk]
         self._round_master(managed)
-        self._count_transfer(master, managed.shard_chunk, managed.location.numel * managed.shard_chunk.dtype.itemsize)
+        self._count_transfer(managed, master, managed.shard_chunk)
         self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
 
     def _accumulate(self, managed: ManagedParam) -> None:
         """Add the gradient stored in place of a parameter to the gradient list."""
-        index = managed.location.chunk
         self._ensure_list(managed)
         self.ensure_local(managed)  # making room for the list may have evicted it
-        self._count_transfer(
-            managed.shard_chunk,
-            self.manager[GRAD32, index],
-            managed.location.numel * managed.shard_chunk.dtype.itemsize,
-        )
+        self._count_transfer(managed, managed.shard_chunk, self.manager[GRAD32, managed.location.chunk])
         self._add_to_list(managed, managed.flat(managed.shard_chunk))
 
     def _ensure_list(self, managed: ManagedParam) -> None:
@@ -147,20 +175,15 @@ class LocalShards:
         index = managed.location.chunk
         if (GRAD32, index) not in self.manager.chunks:
             master_chunk = self.manager[PARAM32, index]
-            self.manager.new_chunk(
-                GRAD32, index, master_chunk.numel, managed.schema.master_dtype, self._grad_list_tier(master_chunk)
-            )
+            tier = self._grad_list_tier(master_chunk)
+            self.manager.new_chunk(GRAD32, index, master_chunk.numel, managed.schema.master_dtype, tier)
 
     def _grad_list_tier(self, master_chunk: Chunk) -> Tier:
         """Return the tier for a gradient-list chunk: the masters' tier, or disk if the host has no room."""
-        tier = Tier.DEVICE if master_chunk.device_valid else Tier.HOST if master_chunk.host_valid else Tier.DISK
-        if (
-            tier is Tier.HOST
-            and self.manager.disk_tier is not None
-            and master_chunk.nbytes > self.manager.host_tier.free_bytes
-        ):
-            tier = Tier.DISK
-        return tier
+        if master_chunk.device_valid:
+            return Tier.DEVICE
+        fits = self.manager.disk_tier is None or master_chunk.nbytes <= self.manager.host_tier.free_bytes
+        return Tier.HOST if master_chunk.host_valid and fits else Tier.DISK
 
     def _add_to_list(self, managed: ManagedParam, grad: torch.Tensor) -> None:
         self._ensure_list(managed)

@@ -89,7 +89,6 @@ class ManagedParam:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -99,7 +98,6 @@ class ManagedParam:
 
     @property
     def full_dtype(self) -> torch.dtype:
-        """Dtype of the list `full_kind`."""
         dtype: torch.dtype = getattr(torch, self.schema.master_dtype) if self.schema.trained else self.chunk.dtype
         return dtype
 
@@ -121,7 +119,6 @@ class ManagedParam:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
         return self.region.shape
 
     def payload(self) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Protocol
 
 import torch
 
@@ -13,17 +14,38 @@ from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._memory.tracer import Tracer
-from patrickstar._params.local_shards import follow_rounded
+from patrickstar._params.local_shards import LocalShards, follow_rounded
 from patrickstar._params.managed_param import ManagedParam, profiled_names
-from patrickstar._params.param_views import ParamViews
-from patrickstar._params.save_in_progress import SaveInProgress
 from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.placement import Tier, embedding_runs_on_host
 from patrickstar._schedule.tensor_state import TensorState, chunk_state
 from patrickstar.errors import BudgetError, TrainingError
 
 
-class ModelData(ParamViews):
+class SaveInProgress(Protocol):
+    """A checkpoint that is written while training continues (`_checkpoint/async_save.py`)."""
+
+    @property
+    def done(self) -> bool:
+        """True if the checkpoint is complete or has failed."""
+
+    def before_update(self, index: int) -> None:
+        """Copy the parts of a chunk that the checkpoint still needs, before the chunk changes."""
+
+    def copy_all(self) -> None:
+        """Copy everything that the checkpoint still needs from chunks."""
+
+    def progress(self) -> None:
+        """Copy as much as the disk accepts without waiting."""
+
+    def finish(self) -> None:
+        """Wait until the checkpoint is complete. Raises CheckpointError if it failed."""
+
+    def cancel(self, reason: str, /) -> None:
+        """Stop reading chunks and discard the checkpoint."""
+
+
+class ModelData(LocalShards):
     """The managed parameters of one engine."""
 
     def __init__(self, manager: ChunkManager, tracer: Tracer) -> None:
@@ -47,7 +69,6 @@ class ModelData(ParamViews):
         self._set_param_view(managed)
 
     def chunk_state(self, index: int) -> TensorState:
-        """Return the state of a `param16` chunk, derived from the states of its tensors."""
         return chunk_state(managed.state for managed in self.by_chunk[index])
 
     # Access and release (Algorithms 1 and 2)
@@ -146,8 +167,8 @@ class ModelData(ParamViews):
     def gather_parts(self, managed: ManagedParam, flat: torch.Tensor) -> None:
         """All-gather a parameter's elements into `flat`, which already contains this rank's shard."""
 
-    def drop_gathered(self) -> None:
-        """Drop gathered chunks, whose values have changed on other ranks."""
+    def drop_gathered(self, indices: Iterable[int] | None = None) -> None:
+        """Drop gathered chunks (default: all), whose values have changed on other ranks."""
 
     def all_sums(self, sums: dict[ManagedParam, float], not_finite: int) -> tuple[tuple[float, ...], int]:
         """Return the squared gradient sums over all ranks, in creation order, and the count of non-finite elements."""
@@ -199,7 +220,6 @@ class ModelData(ParamViews):
         self.manager.make_room(0, protect=())
 
     def finish_forward(self) -> None:
-        """Move parameters from HOLD_AFTER_FWD to HOLD."""
         for managed in self.managed_params:
             if managed.state is TensorState.HOLD_AFTER_FWD:
                 managed.move_to(TensorState.HOLD)
@@ -229,7 +249,7 @@ class ModelData(ParamViews):
         self.manager.mark_written(managed.chunk, on_device=managed.chunk.device_valid)
         if managed.schema.trained:
             master = self.manager[PARAM32, managed.location.chunk]
-            self._count_transfer(managed.chunk, master, managed.location.numel * managed.chunk.dtype.itemsize)
+            self._count_transfer(managed, managed.chunk, master)
             payload = managed.flat(managed.chunk)
             for part_slice, part in self.parts(managed, PARAM32, write=True):
                 follow_rounded(part, payload[part_slice])

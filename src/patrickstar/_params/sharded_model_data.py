@@ -73,7 +73,9 @@ class ShardedModelData(ModelData):
                 self._accumulate(managed)
                 self._restore_own(managed)
                 managed.reduced = False
-        self._ensure_in_memory(own)
+        if not own.in_memory:
+            self.manager.ensure_in_memory(own)
+            self.update_param_views()
         return own.current(own.whole)
 
     def _finish_reduction(self, index: int) -> None:
@@ -108,11 +110,6 @@ class ShardedModelData(ModelData):
         if tier is Tier.DEVICE and device.used + master_chunk.nbytes > device.chunkable_bytes:
             return Tier.HOST
         return tier
-
-    def _ensure_in_memory(self, chunk: Chunk) -> None:
-        if not chunk.in_memory:
-            self.manager.ensure_in_memory(chunk)
-            self.update_param_views()
 
     def _own_managed_params(self, index: int) -> list[ManagedParam]:
         return [managed for managed in self.by_chunk[index] if managed.location.numel]
@@ -266,7 +263,7 @@ class ShardedModelData(ModelData):
             if not self.accumulates_locally:
                 self.grad_accumulation.reduce(index)
         else:
-            self.manager.reduce_gradients(chunk)
+            self.manager.transfers.start_reduction(chunk)
         self.update_param_views()
 
     def collective_section(self) -> AbstractContextManager[None]:
@@ -314,7 +311,6 @@ class ShardedModelData(ModelData):
         """Discard the reduced gradient of this rank's shard, and restore the shard."""
         self._finish_reduction(managed.chunk.index)
         if managed.reduced:
-            self._ensure_in_memory(managed.shard_chunk)
             self._restore_own(managed)
         managed.reduced = managed.in_grad_list = managed.gradient_ready = False
         managed.partial_grad = None
@@ -360,17 +356,12 @@ class ShardedModelData(ModelData):
                 self.mark_updated((managed,))
             managed.gradient_ready = managed.reducing = False
         self._params_with_gradient.clear()
-        self._drop_gathered(
-            index for index, managed_params in self.by_chunk.items() if managed_params[0].schema.trained
-        )
+        self.drop_gathered(index for index, params in self.by_chunk.items() if params[0].schema.trained)
         self._nothing_to_drop = True
 
-    def drop_gathered(self) -> None:
-        self._drop_gathered(self.by_chunk)
-
-    def _drop_gathered(self, indices: Iterable[int]) -> None:
+    def drop_gathered(self, indices: Iterable[int] | None = None) -> None:
         self._written.clear()
-        self.manager.drop_gathered(indices)
+        self.manager.drop_gathered(self.by_chunk if indices is None else indices)
         self.update_param_views()
 
     def share_optimizer_memory(self) -> None:

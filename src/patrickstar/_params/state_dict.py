@@ -50,7 +50,6 @@ class ModelState:
         return value
 
     def write(self, managed: ManagedParam, kind: str, value: torch.Tensor) -> None:
-        """Write this rank's shard of a parameter in list `kind`."""
         if not managed.location.numel:
             return
         kind = managed.shard_chunk.kind if kind == PARAM16 else kind
@@ -164,7 +163,6 @@ class ModelState:
         return [managed.name for managed in self.data.managed_params if managed.name in names]
 
     def _try_read(self, managed: ManagedParam) -> torch.Tensor | None:
-        """Return a parameter's value, or None if it can't be read."""
         if self.data.comm is not None and not self.synchronized:
             return None
         try:

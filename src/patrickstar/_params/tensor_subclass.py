@@ -46,7 +46,6 @@ class OperatorInterceptor(Protocol):
 
     def operate(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
         """Run `func`, whose managed arguments are `tensors`."""
-        ...
 
 
 def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 
 from patrickstar._engine.engine import Engine
 from patrickstar.errors import TrainingError
-from patrickstar.integrations.transformers._save_weights import make_savable
+from patrickstar.integrations.transformers._saved_weights import make_savable
 
 
 class _Uncast:
@@ -35,13 +35,11 @@ class Managed(nn.Module):
         make_savable(engine)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass through the engine."""
         if isinstance(items := kwargs.get("num_items_in_batch"), torch.Tensor):
             kwargs["num_items_in_batch"] = _Uncast(items)
         return self.engine(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the accumulated gradients."""
         self.engine.optimizer.zero_grad()
 
     def __getattr__(self, name: str) -> Any:
@@ -74,16 +72,13 @@ class EngineAccelerator(Accelerator):  # type: ignore[misc]
         return self.engine
 
     def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        """Return the user's model."""
         inner: nn.Module = super().unwrap_model(model.module if isinstance(model, Managed) else model, *args, **options)
         return inner
 
     def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        """Return the model unchanged."""
         return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> torch.optim.Optimizer:
-        """Return the engine's optimizer unchanged."""
         return optimizer
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

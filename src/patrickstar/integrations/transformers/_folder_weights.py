@@ -8,8 +8,7 @@ from transformers import PreTrainedModel
 
 from patrickstar.errors import ModelError
 from patrickstar.integrations.transformers._key_mapping import find_sources, names_of_each
-from patrickstar.integrations.transformers._model_folder import listed, tensors_of
-from patrickstar.integrations.transformers._safetensors_reader import DTYPES, Source
+from patrickstar.integrations.transformers._model_folder import DTYPES, Source, listed, tensors_of
 
 _COMPARED_NUMEL = 1 << 20
 
@@ -22,27 +21,27 @@ class FolderWeights:
     """
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
-        mapping = find_sources(model, tensors_of(folder))
+        stored, unexpected = find_sources(model, tensors_of(folder))
         optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
         state = model.state_dict()
         self._sources: dict[str, Source] = {}
         missing, mismatched = [], []
         for names in names_of_each(model):
             own = state[names[0]]
-            sources = [mapping.sources[name] for name in names if name in mapping.sources]
+            sources = [stored[name] for name in names if name in stored]
             if not sources:
                 if own.is_meta or not any(re.search(pattern, names[0]) for pattern in optional):
                     missing.append(names[0])
                 continue
             mismatched += [f"{source} for {names[0]} ({_format(own)})" for source in sources if not _fits(source, own)]
             self._sources |= dict.fromkeys(names, sources[0])
-        groups = {"missing": missing, "unexpected": sorted(mapping.unexpected), "mismatched": mismatched}
+        groups = {"missing": missing, "unexpected": sorted(unexpected), "mismatched": mismatched}
         problems = [f"{label}: {listed(names)}" for label, names in groups.items() if names]
         if problems:
             raise ModelError(
                 f"the tensors in {folder} do not match its config.json and the model class: {'; '.join(problems)}"
             )
-        self._check_tied(folder, model, mapping.sources)
+        self._check_tied(folder, model, stored)
         for name, buffer in model.named_buffers():
             if name in self._sources:
                 buffer.copy_(self(name))
@@ -57,7 +56,6 @@ class FolderWeights:
         return self._sources[name].read(first, numel)
 
     def _check_tied(self, folder: Path, model: PreTrainedModel, sources: dict[str, Source]) -> None:
-        """Raise ModelError if the copies of a tied parameter differ."""
         for names in names_of_each(model):
             present = [name for name in names if name in sources]
             for other in present[1:]:

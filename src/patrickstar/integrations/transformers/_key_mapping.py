@@ -3,7 +3,6 @@
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -20,8 +19,7 @@ from transformers.core_model_loading import (
 )
 
 from patrickstar.errors import ModelError
-from patrickstar.integrations.transformers._model_folder import listed
-from patrickstar.integrations.transformers._safetensors_reader import Source, TensorInFile
+from patrickstar.integrations.transformers._model_folder import Source, TensorInFile, listed
 
 # [Note: tensor names in files]
 # Files may hold names of older versions: without the base model's prefix, LayerNorm.gamma, one tensor per expert.
@@ -38,16 +36,11 @@ _STACKED_AND_CONCATENATED = [(MergeModulelist, 0), (Concatenate, 1)]
 _CONCATENATED = [(Concatenate, 0)]
 
 
-@dataclass(frozen=True)
-class KeyMapping:
-    """Source of each tensor of the model. unexpected: keys in files that the model neither has nor ignores."""
+def find_sources(model: PreTrainedModel, stored: Mapping[str, TensorInFile]) -> tuple[dict[str, Source], list[str]]:
+    """Return the source of each tensor of the model, and the keys in files that the model neither has nor ignores.
 
-    sources: dict[str, Source]
-    unexpected: list[str]
-
-
-def find_sources(model: PreTrainedModel, stored: Mapping[str, TensorInFile]) -> KeyMapping:
-    """Map names. See [Note: tensor names in files]. Raises ModelError if only transformers can convert a tensor."""
+    See [Note: tensor names in files]. Raises ModelError if only transformers can convert a tensor.
+    """
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -74,7 +67,7 @@ def find_sources(model: PreTrainedModel, stored: Mapping[str, TensorInFile]) -> 
             unexpected += [tensor.key for tensor in chain(*by_source.values())]
         else:
             sources[name] = _joined(name, by_pattern[next(iter(by_source))], by_source, model)
-    return KeyMapping(sources, unexpected)
+    return sources, unexpected
 
 
 def _ignored(model: nn.Module) -> re.Pattern[str]:

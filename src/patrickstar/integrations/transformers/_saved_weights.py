@@ -1,18 +1,25 @@
-"""Weights of a Trainer checkpoint, by the model's names, read one at a time."""
+"""Weights in the formats of transformers and PEFT: saved from an engine, and read one at a time."""
 
+import re
+import shutil
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.utils.import_utils import is_peft_available
 
+from patrickstar._engine.engine import Engine
+from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar.errors import ModelError
 from patrickstar.integrations.transformers._key_mapping import names_of_each
-from patrickstar.integrations.transformers._model_folder import tensors_of
-from patrickstar.integrations.transformers._safetensors_reader import DTYPES, TensorInFile, read_header
+from patrickstar.integrations.transformers._model_folder import Source, TensorInFile, read_header, tensors_of
 
 ADAPTER_FILE = "adapter_model.safetensors"
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+"""Names of transformers' weight files."""
 
 
 class SavedWeights(Mapping[str, torch.Tensor]):
@@ -23,9 +30,7 @@ class SavedWeights(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored = self.locations[name]
-        values = torch.empty(stored.numel, dtype=DTYPES[stored.dtype], device="cpu")
-        stored.read_into(values, 0)
-        return values.view(stored.shape)
+        return Source((stored,), stored.shape).read(0, stored.numel).view(stored.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.locations)
@@ -86,3 +91,48 @@ def adapter_names(model: nn.Module) -> dict[str, dict[str, str]]:
         picked = get_peft_model_state_dict(model, state_dict=dict(numbers), adapter_name=adapter)
         keys[adapter] = {key: names[int(number)] for key, number in picked.items()}
     return keys
+
+
+def save_weights(engine: Engine, folder: Path, hidden: str = ".weights") -> None:
+    """Save all weights in full precision to a folder that may hold other files. Collective.
+
+    Weights are written to a subfolder first. Raises CheckpointError if it cannot be written.
+    """
+    staging = folder / hidden
+    is_writer = engine.world is None or engine.world.rank == 0
+    if is_writer:
+        folder.mkdir(parents=True, exist_ok=True)
+        if staging.is_dir():
+            shutil.rmtree(staging)
+    engine.save_pretrained(staging)
+    if is_writer:
+        for old in folder.iterdir():
+            if WEIGHTS.fullmatch(old.name):
+                old.unlink()
+        for file in staging.iterdir():
+            file.replace(folder / file.name)
+        staging.rmdir()
+
+
+def make_savable(engine: Engine) -> None:
+    """Replace the model's `save_pretrained`, which would read the storage of parameters without fetching chunks."""
+    model: Any = engine.module
+    original = getattr(model, "save_pretrained", None)
+    if original is None:
+        return
+
+    # A weak reference: the engine closes with its last user, and the model remains usable without it.
+    engine_ref = weakref.ref(engine)
+
+    def save_pretrained(save_directory: Any, **options: Any) -> Any:
+        active = engine_ref() if any(managed_param_of(param) is not None for param in model.parameters()) else None
+        if active is None or "state_dict" in options:
+            return original(save_directory, **options)
+        if is_adapted(model):
+            saved = {name for names in adapter_names(model).values() for name in names.values()}
+            return original(save_directory, state_dict=active.state_dict(saved), **options)
+        if options:
+            return original(save_directory, state_dict=active.state_dict(), **options)
+        return save_weights(active, Path(save_directory))
+
+    model.save_pretrained = save_pretrained

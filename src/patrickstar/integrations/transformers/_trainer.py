@@ -19,8 +19,7 @@ from patrickstar.config import Config
 from patrickstar.errors import BudgetError, ConfigError, TrainingError
 from patrickstar.integrations.transformers import _training_args as training_args
 from patrickstar.integrations.transformers._accelerator import EngineAccelerator, Managed
-from patrickstar.integrations.transformers._save_weights import save_weights
-from patrickstar.integrations.transformers._saved_weights import is_adapted, saved_weights
+from patrickstar.integrations.transformers._saved_weights import is_adapted, save_weights, saved_weights
 from patrickstar.optim import Optimizer
 
 ENGINE_FOLDER = "patrickstar"

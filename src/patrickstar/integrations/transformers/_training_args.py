@@ -44,10 +44,7 @@ def refuse(args: TrainingArguments) -> None:
         "torch_compile": (args.torch_compile, "compile the model's blocks first, with block.compile()"),
         "fp16_full_eval": (args.fp16_full_eval, precision),
         "bf16_full_eval": (args.bf16_full_eval, precision),
-        "save_on_each_node": (
-            args.save_on_each_node,
-            "all processes write to one checkpoint folder",
-        ),
+        "save_on_each_node": (args.save_on_each_node, "all processes write to one checkpoint folder"),
     }
     for name, (value, reason) in unsupported.items():
         if value:
