@@ -11,8 +11,7 @@ from torch.autograd import Variable
 from torch.nn import functional as F
 
 from patrickstar._autograd.embedding_lookup import embedding_lookup
-from patrickstar._autograd.graph import GraphSnapshot, custom_function_nodes
-from patrickstar._autograd.windows import ModuleUse, Window
+from patrickstar._autograd.windows import GraphSnapshot, ModuleUse, Window, custom_function_nodes
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.out_of_memory import explain, is_out_of_memory

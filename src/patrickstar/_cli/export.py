@@ -12,6 +12,7 @@ from patrickstar._checkpoint.metadata import model_tensors
 from patrickstar._checkpoint.safetensors_file import TensorEntry
 from patrickstar._checkpoint.sharded_safetensors import PRECISIONS, shards_of, write_model_folder
 from patrickstar._checkpoint.storage_reader import CheckpointReader
+from patrickstar._cli.console import print_text
 from patrickstar._cli.resume_options import newest_in
 from patrickstar._cli.run_metadata import RunMetadata
 from patrickstar._cli.tokenizer import END_TOKEN
@@ -46,12 +47,7 @@ def export(
         partial.abandon()
         raise
     nbytes = sum(entry.nbytes for entry in entries)
-    console.print(
-        f"{folder}: {len(entries)} tensors, {format_size(nbytes)} in {dtype}, from {reader.folder}",
-        soft_wrap=True,
-        markup=False,
-        highlight=False,
-    )
+    print_text(console, f"{folder}: {len(entries)} tensors, {format_size(nbytes)} in {dtype}, from {reader.folder}")
 
 
 def _tensor_entry(reader: CheckpointReader, name: str, dtype: torch.dtype | None) -> TensorEntry:

@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from patrickstar._cli.presets import PRESETS, Preset
+from patrickstar._cli.console import print_text
+from patrickstar._cli.presets import PRESETS
 from patrickstar._layout.byte_size import format_size, parse_size
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
@@ -115,7 +116,7 @@ def find_planned_model(name: str, sequence: int, machine: Machine) -> PlannedMod
         ConfigError: The name is neither; the message suggests the nearest names.
     """
     if name in PRESETS:
-        return _planned_gpt(name, _gpt(PRESETS[name], sequence))
+        return _planned_gpt(name, replace(PRESETS[name], sequence=sequence))
     if not Path(name).exists():
         nearest = get_close_matches(name, PRESETS, n=3, cutoff=0.3) or list(PRESETS)
         raise ConfigError(f"{name!r} is neither a known model nor a file; did you mean {', '.join(nearest)}?")
@@ -126,10 +127,6 @@ def find_planned_model(name: str, sequence: int, machine: Machine) -> PlannedMod
     source = find_model(name)
     check_sequence(sequence, source)
     return PlannedModel(source.name, sequence, language_model_workloads(source, sequence, machine))
-
-
-def _gpt(preset: Preset, sequence: int) -> Gpt:
-    return Gpt(preset.layers, preset.hidden, preset.heads, preset.vocab_size, sequence)
 
 
 def _planned_gpt(name: str, gpt: Gpt) -> PlannedModel:
@@ -165,7 +162,7 @@ def largest(machine: Machine, processes: int, options: PlanOptions) -> tuple[Pla
     largest_fitting = None
     for hidden, depths in GPT_FAMILY:
         for layers in depths:
-            gpt = Gpt(layers, hidden, 16, 50257, options.sequence)
+            gpt = Gpt(layers, hidden, heads=16, sequence=options.sequence)
             model = _planned_gpt("a GPT", gpt)
             try:
                 best = _best(model, machine, processes, options)
@@ -222,8 +219,7 @@ def print_plan(console: Console, model: PlannedModel, machine: Machine, best: Es
         memory_table(_tiers(machine, best)),
         _choices(best),
     )
-    # Only the terminal wraps lines: a file has no width.
-    console.print("\n".join(parts), soft_wrap=True, markup=False, highlight=False)
+    print_text(console, "\n".join(parts))
 
 
 def _amount(channel: ChannelLoad) -> str:
