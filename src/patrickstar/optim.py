@@ -54,12 +54,12 @@ class Optimizer(Options):
 
     @property
     def counts_itself(self) -> bool:
-        """Whether `memory` includes the step count."""
+        """True if `memory` includes the step count."""
         return False
 
     @property
     def needs_count(self) -> bool:
-        """Whether saved states can be loaded only with their step count."""
+        """True if saved states can be loaded only with their step count."""
         return True
 
     @property
@@ -118,7 +118,7 @@ class Adam(Optimizer):
 
     @property
     def decoupled(self) -> bool:
-        """Whether weight decay is decoupled from the gradient, as in AdamW."""
+        """True if weight decay is decoupled from the gradient, as in AdamW."""
         return False
 
     def defaults(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class AdamW(Adam):
 
     @property
     def decoupled(self) -> bool:
-        """Whether weight decay is decoupled from the gradient, as in AdamW."""
+        """True if weight decay is decoupled from the gradient, as in AdamW."""
         return True
 
 

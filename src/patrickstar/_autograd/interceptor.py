@@ -83,7 +83,6 @@ class Interceptor:
                 self.hooks[managed] = managed.param.register_post_accumulate_grad_hook(_gradient_hook)
 
     def close(self) -> None:
-        """Remove all gradient hooks."""
         for hook in self.hooks.values():
             hook.remove()
         self.hooks.clear()
@@ -268,11 +267,7 @@ class Interceptor:
 
     def _window_prehook(self, managed_params: tuple[ManagedParam, ...]) -> Callable[[Any], None]:
         window = Window(managed_params)
-
-        def enter(_: Any) -> None:
-            self.enter_backward(window)
-
-        return enter
+        return lambda _: self.enter_backward(window)
 
     def _track_outputs(self, out: Any, managed_params: tuple[ManagedParam, ...], before: GraphSnapshot) -> None:
         """Intercept views among an operator's outputs, and open its window before each node it added to the graph."""

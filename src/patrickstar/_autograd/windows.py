@@ -1,6 +1,7 @@
 """Backward windows, and the nodes of the autograd graph that open them."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -67,13 +68,11 @@ def custom_function_nodes(loss: torch.Tensor) -> Iterator[Any]:
             yield node
 
 
+@dataclass(eq=False, slots=True)
 class Window:
     """The parameters that one operator and its backward read."""
 
-    __slots__ = ("managed_params",)
-
-    def __init__(self, managed_params: Sequence[ManagedParam]) -> None:
-        self.managed_params = managed_params
+    managed_params: Sequence[ManagedParam]
 
 
 class ModuleUse(NamedTuple):

@@ -9,7 +9,7 @@ from rich.console import Console
 
 import patrickstar
 from patrickstar._cli.console import print_row
-from patrickstar._dry_run.machine_profile import benchmark_span, elapsed_s, machine_name, measure_disk
+from patrickstar._dry_run.machine_profile import ROUNDS, benchmark_span, elapsed_s, machine_name, measure_disk
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.dispatch import Backend
 from patrickstar._kernels.eager_backend import EagerBackend
@@ -21,8 +21,6 @@ from patrickstar._perf_model.workload import STATE_BYTES, UPDATE_BYTES
 
 TRIAL_NUMEL = 16_000_000
 """Parameters of the trial update: 224 MB, more than caches hold, and fast to update."""
-
-ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,6 @@ def _disk(directory: Path) -> list[Finding]:
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:
-    """Print the findings, each followed by its advice."""
     for finding in findings:
         print_row(console, finding.name, finding.text, finding.advice)
 

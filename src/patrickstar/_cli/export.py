@@ -13,8 +13,7 @@ from patrickstar._checkpoint.safetensors_file import TensorEntry
 from patrickstar._checkpoint.sharded_safetensors import PRECISIONS, shards_of, write_model_folder
 from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar._cli.console import print_text
-from patrickstar._cli.resume_options import newest_in
-from patrickstar._cli.run_metadata import RunMetadata
+from patrickstar._cli.run_checkpoints import RunMetadata, newest_in
 from patrickstar._cli.tokenizer import END_TOKEN
 from patrickstar._kernels.rounding import rounded
 from patrickstar._layout.byte_size import format_size, parse_size

@@ -12,11 +12,10 @@ from rich.console import Console
 from patrickstar._cli.console import print_text
 from patrickstar._cli.presets import PRESETS
 from patrickstar._layout.byte_size import format_size, parse_size
-from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.perf_model import BATCHES, ChannelLoad, Estimate, best_estimate, largest_batch
 from patrickstar._perf_model.text_tables import channels_table, memory_table, rows
-from patrickstar._perf_model.workload import Workloads, gpt_workload
+from patrickstar._perf_model.workload import Gpt, Workloads, gpt_workload
 from patrickstar.errors import BudgetError, ConfigError
 
 GPT_FAMILY = (
@@ -90,7 +89,6 @@ def _machine(name: str) -> Machine:
 
 
 def with_budgets(machine: Machine, device_memory: str | None, host_memory: str | None) -> Machine:
-    """Return the machine with the given memory budgets."""
     changes: dict[str, object] = {}
     if host_memory is not None:
         changes["host"] = machine.host.model_copy(update={"memory": parse_size(host_memory)})
@@ -198,7 +196,6 @@ def plan_as_dict(model: PlannedModel, machine: Machine, best: Estimate, max_batc
 
 
 def print_plan(console: Console, model: PlannedModel, machine: Machine, best: Estimate, max_batch: int) -> None:
-    """Print the plan as text."""
     work = best.workload
     devices = f"{best.processes} GPUs" if best.processes > 1 else "one device"
     activations = "recomputed in backward" if work.checkpointing else "kept for backward"

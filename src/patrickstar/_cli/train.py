@@ -19,9 +19,8 @@ import patrickstar as ps
 from patrickstar._cli.console import LEGEND, Progress, print_summary, print_text
 from patrickstar._cli.corpus import Corpus, open_corpus
 from patrickstar._cli.model_source import ModelSource, find_model
-from patrickstar._cli.resume_options import ResumeOptions
+from patrickstar._cli.run_checkpoints import ResumeOptions, RunMetadata
 from patrickstar._cli.run_log import RunLog, StepRecord, Summary
-from patrickstar._cli.run_metadata import RunMetadata
 from patrickstar._cli.sampler import BatchSampler
 from patrickstar._cli.tokenizer import load_tokens
 from patrickstar._cli.train_options import TrainOptions
@@ -214,7 +213,6 @@ class _TrainingRun:
         return self._metadata.after(self.step)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the saved step."""
         self.step = self._saved = int(state["step"])
 
     @property

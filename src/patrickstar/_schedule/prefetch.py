@@ -13,14 +13,12 @@ class EvictionPolicy(Protocol):
 
     def order(self, candidates: Iterable[int], now: int) -> list[int]:
         """Return the candidates in the order of eviction."""
-        ...
 
 
 class ListOrder:
     """Eviction by chunk index, used during warm-up, before a trace exists."""
 
     def order(self, candidates: Iterable[int], now: int) -> list[int]:
-        """Return the candidates sorted by chunk index."""
         return sorted(candidates)
 
 
@@ -74,7 +72,6 @@ class DemandFetch(PrefetchPolicy):
     def prefetches(
         self, now: int, present: Collection[int], held: Collection[int], limit_bytes: int
     ) -> list[PrefetchMove]:
-        """Return no prefetches."""
         return []
 
 

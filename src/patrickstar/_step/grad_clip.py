@@ -29,7 +29,7 @@ class Gradients:
 
     @property
     def clipped(self) -> bool:
-        """Whether the gradients were clipped, so that no further gradient may be accumulated."""
+        """True if the gradients were clipped, so that no further gradient may be accumulated."""
         return bool(self._clips)
 
     def clip(self, max_norm: float) -> torch.Tensor:
