@@ -1,7 +1,8 @@
 """Mapping of parameters onto chunks, and search for the chunk size with the least padding (PatrickStar §6.1).
 
-Parameters are mapped in creation order, never across a chunk boundary. All chunk lists are parallel: a parameter has the
-same chunk index and the same element offset in each of them.
+Parameters are mapped in creation order, never across a chunk boundary. All chunk lists are parallel: a parameter has
+the same chunk index and the same element offset in each of them.
+"""
 
 from bisect import bisect_left
 from collections.abc import Sequence
