@@ -19,7 +19,8 @@ from report import publish
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar as ps
-from patrickstar._engine.dry_run import dry_run, dry_run_here
+from patrickstar import Engine
+from patrickstar._dry_run.simulation import simulate, simulate_on_this_machine
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.machine_spec import Host, Machine
 from patrickstar._schedule.trace import Trace
@@ -87,12 +88,12 @@ def configured(budget: int) -> ps.Config:
 def predict(draw: dict) -> dict:
     """Dry-run one draw and return the predictions, with the budget chosen for it."""
     step = step_of(draw)
-    unlimited = dry_run(lambda: build(draw), configured(16 << 30), step, RAM)
+    unlimited = simulate(Engine, lambda: build(draw), configured(16 << 30), step, RAM)
     # In some of the draws, this budget forces transfers of parameters.
     param16 = sum(param.numel() * 2 for param in build(draw).parameters())
     budget = int(1.3 * unlimited.stats.device_peak_non_model_bytes + param16 * draw["share"] + (1 << 26))
     start = time.perf_counter()
-    report = dry_run_here(lambda: build(draw), configured(budget), step, torch.device("cpu"))
+    report = simulate_on_this_machine(Engine, lambda: build(draw), configured(budget), step, torch.device("cpu"))
     return {
         "budget": budget,
         "dry_run_s": time.perf_counter() - start,

@@ -12,9 +12,10 @@ import torch
 from report import publish
 
 import patrickstar as ps
+from patrickstar import Engine
 from patrickstar._cli.model_source import find_model
 from patrickstar._cli.train import language_model_workloads
-from patrickstar._engine.dry_run import dry_run
+from patrickstar._dry_run.simulation import simulate
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.machine_spec import find_machine
 from patrickstar._perf_model.perf_model import estimate, min_transfer_bytes
@@ -48,7 +49,7 @@ def row(name: str, machine_name: str, batch: int, disk: bool, directory: str) ->
     work = language_model_workloads(source, 1024, machine)(batch, True)
     start = time.perf_counter()
     config = ps.Config(device="cpu", disk=ps.Disk(directory) if disk else None)
-    report = dry_run(model, config, step, machine)
+    report = simulate(Engine, model, config, step, machine)
     duration_s = time.perf_counter() - start
     min_link_bytes, min_disk_bytes = min_transfer_bytes(work, machine)
     stats = report.stats

@@ -17,8 +17,9 @@ from foresight import RAM, build, step_of
 from report import publish
 
 import patrickstar as ps
+from patrickstar import Engine
 from patrickstar._dry_run.machine_profile import profile_machine
-from patrickstar._engine.dry_run import dry_run, dry_run_here
+from patrickstar._dry_run.simulation import simulate, simulate_on_this_machine
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar.errors import BudgetError
 
@@ -55,7 +56,7 @@ def outcome(train: Callable[[ps.Config], object], config: ps.Config) -> str:
 
 def options_of(draw: dict, directory: str | None) -> ps.Config:
     ample = ps.Config(device="cpu", device_memory="16GiB", host_memory="16GiB")
-    report = dry_run(lambda: build(draw), ample, step_of(draw), RAM)
+    report = simulate(Engine, lambda: build(draw), ample, step_of(draw), RAM)
     numel = sum(param.numel() for param in build(draw).parameters())
     return ps.Config(
         device="cpu",
@@ -67,7 +68,7 @@ def options_of(draw: dict, directory: str | None) -> ps.Config:
 
 def predict(draw: dict, config: ps.Config, machine: Machine) -> str:
     def train(config: ps.Config) -> None:
-        dry_run_here(lambda: build(draw), config, step_of(draw), torch.device("cpu"), machine)
+        simulate_on_this_machine(Engine, lambda: build(draw), config, step_of(draw), torch.device("cpu"), machine)
 
     return outcome(train, config)
 

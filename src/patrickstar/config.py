@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 from pydantic import ValidationInfo, field_validator
 
-from patrickstar._layout.byte_size import parse_size
+from patrickstar._layout.byte_size import parse_size_field
 from patrickstar._options import Options
-from patrickstar.errors import ConfigError, DeviceError
+from patrickstar.errors import DeviceError
 from patrickstar.optim import AdamW, Optimizer, TorchOptimizer
 
 
@@ -34,10 +34,7 @@ class Disk(Options):
     @field_validator("capacity")
     @classmethod
     def _size(cls, value: int | str | None) -> int | None:
-        try:
-            return None if value is None else parse_size(value)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
+        return None if value is None else parse_size_field(value)
 
 
 class Config(Options):
@@ -74,11 +71,8 @@ class Config(Options):
     @field_validator("device_memory", "host_memory", "chunk_size")
     @classmethod
     def _size(cls, value: int | str | None, info: ValidationInfo) -> int | str | None:
-        try:
-            derived = "auto" if info.field_name == "chunk_size" else None
-            return value if value is None or value == derived else parse_size(value)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
+        derived = "auto" if info.field_name == "chunk_size" else None
+        return value if value is None or value == derived else parse_size_field(value)
 
     @field_validator("disk", mode="before")
     @classmethod

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from patrickstar._dry_run.op_tracer import TensorMeter
 from patrickstar._engine.engine import Engine
 from patrickstar._kernels.grad_norm import GradStats, block_sums, fold
 from patrickstar._kernels.rounding import canonical_nan_, round_into
@@ -18,32 +19,10 @@ Script = Callable[[Any, Any], Sequence[torch.Tensor]]
 """Training loop that both trainers run: takes a trainer and its optimizer, returns tensors to compare."""
 
 
-class NoMeter:
+class NoMeter(TensorMeter):
     """Meter that reports no non-model data, so that tests of tiny models do not depend on their process."""
 
     source = "nothing"
-    counts_freed = False
-    caching = False
-
-    def calibrate(self, chunk_bytes: int) -> None:
-        """Ignore `chunk_bytes`: there is no baseline."""
-
-    def now(self, chunk_bytes: int) -> int:
-        """Return 0 bytes, whatever `chunk_bytes` are."""
-        return 0
-
-    def peak(self, chunk_bytes: int) -> int:
-        """Return 0 bytes, whatever `chunk_bytes` are."""
-        return 0
-
-    def restart(self) -> None:
-        """Do nothing."""
-
-    def reclaim(self) -> None:
-        """Do nothing."""
-
-    def set_caching(self, allowed: bool) -> None:
-        """Ignore `allowed`: nothing is cached."""
 
 
 class PlainOptimizer(torch.optim.Optimizer):

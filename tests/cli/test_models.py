@@ -70,7 +70,7 @@ def test_a_preset_has_the_parameters_it_says(name: str) -> None:
     assert weights is None
     with torch.device("meta"):
         model = build()
-    assert sum(parameter.numel() for parameter in model.parameters()) == PRESETS[name].numel()
+    assert sum(parameter.numel() for parameter in model.parameters()) == PRESETS[name].numel
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("b")])

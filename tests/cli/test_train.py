@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from patrickstar import StepStats
+from patrickstar._cli.console import Progress
 from patrickstar._cli.main import app
 from patrickstar._cli.model_source import find_model
-from patrickstar._cli.progress import Progress
 from patrickstar._cli.run_log import RunLog, StepRecord
 from patrickstar._cli.train import learning_rate_factor
 

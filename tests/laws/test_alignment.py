@@ -64,6 +64,6 @@ def test_alignment_adds_at_most_a_thousandth_of_model_data(preset):
     params = param_specs(model, options)
     layout = make_layout(params, options, 8 << 30)
     added = sum((align(param.numel) - param.numel) * param.schema.bytes_per_param for param in params)
-    assert layout.numel == PRESETS[preset].numel()
+    assert layout.numel == PRESETS[preset].numel
     assert added <= layout.padding_bytes, "padding includes the ends of chunks as well"
     assert added <= 0.001 * layout.model_data_bytes

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar import testing
-from patrickstar._engine.dry_run import dry_run
+from patrickstar._dry_run.simulation import simulate
 from patrickstar._engine.engine import Engine
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
 from patrickstar._perf_model.perf_model import min_transfer_bytes
@@ -35,7 +35,7 @@ def compare(build, options, **hooks):
         expected = steps(engine, 3)
         trace, last = engine._core.tracer.trace, engine.stats.last
     actual = []
-    report = dry_run(build, options, lambda other: actual.extend(steps(other, 1)), LAPTOP, steps=3, **hooks)
+    report = simulate(Engine, build, options, lambda other: actual.extend(steps(other, 1)), LAPTOP, steps=3, **hooks)
     assert actual == expected
     assert [moment.chunks for moment in report.trace.moments] == [moment.chunks for moment in trace.moments]
     for name in PEAKS:
@@ -90,11 +90,13 @@ def test_tiers_stay_within_budget_and_channel_bytes_match_the_stats(shape, chunk
     def step(engine):
         steps(engine, 1)
 
-    wide = dry_run(shape.build, config("bf16", chunk_size, device_memory=1 << 30, host_memory=1 << 30), step, LAPTOP)
+    wide = simulate(
+        Engine, shape.build, config("bf16", chunk_size, device_memory=1 << 30, host_memory=1 << 30), step, LAPTOP
+    )
     non_model = wide.stats.device_peak_non_model_bytes
     device = smallest_device_bytes(shape, chunk_size, "bf16") + non_model + spare_bytes
     options_ = config("bf16", chunk_size, device_memory=device, host_memory=wide.stats.device_peak_model_bytes * 8)
-    report = dry_run(shape.build, options_, step, LAPTOP)
+    report = simulate(Engine, shape.build, options_, step, LAPTOP)
     assert report.timeline
     for sample in report.timeline:
         assert sample.device_bytes <= device and sample.host_bytes <= options_.host_memory
@@ -129,7 +131,7 @@ def test_no_plan_transfers_less_than_the_lower_bound(layers, device, host, in_ba
         host=Host(memory=int(14 * params * host) + (1 << 20), memory_bandwidth="20GB", cores=2),
         links=Links(h2d="1GB", d2h="1GB"),
     )
-    report = dry_run(build, config("bf16", width * width), step, machine)
+    report = simulate(Engine, build, config("bf16", width * width), step, machine)
     work = Workload(params, 8, 8, False, 6.0 * params * 8, width, 0, 0)
     fewest, _ = min_transfer_bytes(work, machine)
     assert report.stats.h2d_bytes + report.stats.d2h_bytes >= fewest * (1 - 1e-6)
@@ -142,7 +144,8 @@ def test_a_dry_run_allocates_no_memory_for_weights():
 
     # 22 GB of model data, all on the meta device.
     options_ = config("bf16", "auto", device_memory=8 << 30, host_memory=40 << 30)
-    report = dry_run(
+    report = simulate(
+        Engine,
         build,
         options_,
         lambda engine: (
@@ -167,7 +170,7 @@ def test_the_busiest_channel_is_a_lower_bound_of_the_time():
         engine.backward(engine(torch.empty(8, 256, device="meta")).float().mean())
         engine.optimizer.step()
 
-    fast, other = (dry_run(build, options_, once, machine) for machine in (LAPTOP, slow))
+    fast, other = (simulate(Engine, build, options_, once, machine) for machine in (LAPTOP, slow))
     assert other.seconds > fast.seconds
     for report in (fast, other):
         assert report.seconds >= report.bound_s

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import patrickstar as ps
-from patrickstar._dry_run.simulation import forward_backward_step
-from patrickstar._engine.dry_run import dry_run
+from patrickstar._dry_run.simulation import forward_backward_step, simulate
 from patrickstar._engine.engine import Engine
 from patrickstar._memory.hardware import Hardware
 from patrickstar._perf_model.machine_spec import Gpu, Host, Links, Machine
@@ -122,9 +121,9 @@ def test_a_dry_run_counts_libraries():
     )
     config = ps.Config(device="cpu", chunk_size=2 * WIDTH * (WIDTH + 1))
     step = forward_backward_step(lambda out: out.float().pow(2).mean(), (torch.zeros(4, WIDTH),), {})
-    reports = [dry_run(build, config, step, machine, library_bytes=n) for n in (0, LIBRARY_BYTES)]
+    reports = [simulate(Engine, build, config, step, machine, library_bytes=n) for n in (0, LIBRARY_BYTES)]
     peaks = [report.stats.device_peak_non_model_bytes for report in reports]
     assert abs(peaks[1] - peaks[0] - LIBRARY_BYTES) < 4096, "only transfers in flight may differ otherwise"
     with pytest.raises(BudgetError, match=r"for its libraries"):
         small = machine.model_copy(update={"gpu": machine.gpu.model_copy(update={"memory": LIBRARY_BYTES})})
-        dry_run(build, config, step, small, library_bytes=LIBRARY_BYTES)
+        simulate(Engine, build, config, step, small, library_bytes=LIBRARY_BYTES)

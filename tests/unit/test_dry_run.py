@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import patrickstar as ps
+from patrickstar import Engine
 from patrickstar._dry_run.op_tracer import TensorMeter
-from patrickstar._dry_run.simulation import copy_to_meta
-from patrickstar._engine.dry_run import dry_run
+from patrickstar._dry_run.simulation import copy_to_meta, simulate
 from patrickstar._perf_model.machine_spec import Host, Machine
 from patrickstar.errors import BudgetError, ModelError
 
@@ -43,7 +43,10 @@ def once(engine):
 
 
 def test_integer_values_are_computed():
-    assert dry_run(lambda: nn.Sequential(Branching("integers")).get_submodule("0"), CONFIG, once, LAPTOP).seconds > 0
+    def build() -> nn.Module:
+        return nn.Sequential(Branching("integers")).get_submodule("0")
+
+    assert simulate(Engine, build, CONFIG, once, LAPTOP).seconds > 0
 
 
 def test_reading_a_float_value_raises_and_names_the_module():
@@ -57,13 +60,13 @@ def test_reading_a_float_value_raises_and_names_the_module():
             def forward(self, *args):
                 return self.inner(*args)
 
-        dry_run(Outer, CONFIG, once, LAPTOP)
+        simulate(Engine, Outer, CONFIG, once, LAPTOP)
 
 
 def test_a_model_that_does_not_fit_raises_the_error_of_a_real_run():
     small = ps.Config(device="cpu", device_memory=64, host_memory=64)
     with pytest.raises(BudgetError, match="does not fit") as caught:
-        dry_run(lambda: Branching("integers"), small, once, LAPTOP)
+        simulate(Engine, lambda: Branching("integers"), small, once, LAPTOP)
     with pytest.raises(BudgetError) as run:
         ps.initialize(lambda: Branching("integers"), small)
     assert caught.value.short_bytes == run.value.short_bytes

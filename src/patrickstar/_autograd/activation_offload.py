@@ -41,7 +41,6 @@ class _HostActivation:
         return flat.as_strided(self.meta.shape, self.meta.stride(), flat.storage_offset())
 
     def to_device(self) -> torch.Tensor:
-        """Return a copy on the device."""
         with self.manager.io_dispatch.stalled():
             tensor = torch.empty_like(self.meta, device=self.device).copy_(self._host_view(self.manager))
             self.manager.count_transfer(self.nbytes, to_device=True)

@@ -11,8 +11,7 @@ from torch.autograd import Variable
 from torch.nn import functional as F
 
 from patrickstar._autograd.embedding_lookup import embedding_lookup
-from patrickstar._autograd.graph import GraphSnapshot, custom_function_nodes
-from patrickstar._autograd.windows import ModuleUse, Window
+from patrickstar._autograd.windows import GraphSnapshot, ModuleUse, Window, custom_function_nodes
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.out_of_memory import explain, is_out_of_memory
@@ -84,7 +83,6 @@ class Interceptor:
                 self.hooks[managed] = managed.param.register_post_accumulate_grad_hook(_gradient_hook)
 
     def close(self) -> None:
-        """Remove all gradient hooks."""
         for hook in self.hooks.values():
             hook.remove()
         self.hooks.clear()
@@ -269,11 +267,7 @@ class Interceptor:
 
     def _window_prehook(self, managed_params: tuple[ManagedParam, ...]) -> Callable[[Any], None]:
         window = Window(managed_params)
-
-        def enter(_: Any) -> None:
-            self.enter_backward(window)
-
-        return enter
+        return lambda _: self.enter_backward(window)
 
     def _track_outputs(self, out: Any, managed_params: tuple[ManagedParam, ...], before: GraphSnapshot) -> None:
         """Intercept views among an operator's outputs, and open its window before each node it added to the graph."""

@@ -76,6 +76,5 @@ class ModuleHooks:
         self._undo.append(lambda: setattr(module, "_compiled_call_impl", compiled))
 
     def close(self) -> None:
-        """Remove all hooks and wrappers."""
         for undo in self._undo:
             undo()

@@ -6,11 +6,10 @@ from statistics import median
 
 import torch
 from rich.console import Console
-from rich.text import Text
 
 import patrickstar
-from patrickstar._cli.machine_name import machine_name
-from patrickstar._dry_run.machine_profile import benchmark_span, elapsed_s, measure_disk
+from patrickstar._cli.console import print_row
+from patrickstar._dry_run.machine_profile import ROUNDS, benchmark_span, elapsed_s, machine_name, measure_disk
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.dispatch import Backend
 from patrickstar._kernels.eager_backend import EagerBackend
@@ -22,8 +21,6 @@ from patrickstar._perf_model.workload import STATE_BYTES, UPDATE_BYTES
 
 TRIAL_NUMEL = 16_000_000
 """Parameters of the trial update: 224 MB, more than caches hold, and fast to update."""
-
-ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -73,12 +70,8 @@ def _disk(directory: Path) -> list[Finding]:
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:
-    """Print the findings, each followed by its advice."""
     for finding in findings:
-        # Only the terminal wraps lines: a file has no width.
-        console.print(Text.assemble((f"{finding.name:<16}", "bold"), finding.text), soft_wrap=True)
-        if finding.advice is not None:
-            console.print(Text.assemble(" " * 16, ("-> ", "yellow"), finding.advice), soft_wrap=True)
+        print_row(console, finding.name, finding.text, finding.advice)
 
 
 def _gpus() -> list[Finding]:

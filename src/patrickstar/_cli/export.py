@@ -12,8 +12,8 @@ from patrickstar._checkpoint.hf_export import PRECISIONS, shards_of, write_model
 from patrickstar._checkpoint.metadata import model_tensors
 from patrickstar._checkpoint.safetensors_file import TensorEntry
 from patrickstar._checkpoint.storage_reader import CheckpointReader
-from patrickstar._cli.resume_options import newest_in
-from patrickstar._cli.run_metadata import RunMetadata
+from patrickstar._cli.console import print_text
+from patrickstar._cli.run_checkpoints import RunMetadata, newest_in
 from patrickstar._cli.tokenizer import END_TOKEN
 from patrickstar._kernels.rounding import rounded
 from patrickstar._layout.byte_size import format_size, parse_size
@@ -46,12 +46,7 @@ def export(
         partial.abandon()
         raise
     nbytes = sum(entry.nbytes for entry in entries)
-    console.print(
-        f"{folder}: {len(entries)} tensors, {format_size(nbytes)} in {dtype}, from {reader.folder}",
-        soft_wrap=True,
-        markup=False,
-        highlight=False,
-    )
+    print_text(console, f"{folder}: {len(entries)} tensors, {format_size(nbytes)} in {dtype}, from {reader.folder}")
 
 
 def _tensor_entry(reader: CheckpointReader, name: str, dtype: torch.dtype | None) -> TensorEntry:

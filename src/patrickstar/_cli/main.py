@@ -3,8 +3,9 @@
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -119,6 +120,7 @@ def train(
     traceback: Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")] = False,
 ) -> None:
     """Train a causal language model on text within memory budgets."""
+    arguments = locals()
     with _reported_errors(traceback):
         # Imported here because its libraries take seconds to load, and --help should not.
         from patrickstar._cli.train import dry_run_training
@@ -126,35 +128,7 @@ def train(
         from patrickstar._cli.train_options import TrainOptions
         from patrickstar.errors import ConfigError
 
-        options = TrainOptions(
-            data=tuple(data or ()),
-            model=model,
-            vocab_size=vocab_size,
-            sequence=sequence,
-            batch=batch,
-            accumulation=accumulation,
-            steps=steps,
-            lr=lr,
-            warmup_steps=warmup_steps,
-            weight_decay=weight_decay,
-            max_norm=max_norm,
-            precision=precision,
-            device=device,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            disk=disk,
-            disk_capacity=disk_capacity,
-            chunk_size=chunk_size,
-            activation_checkpointing=activation_checkpointing,
-            activation_offload=activation_offload,
-            seed=seed,
-            log=log,
-            save_every=save_every,
-            save_to=save_to,
-            keep=keep,
-            resume=resume,
-            quiet=quiet,
-        )
+        options = TrainOptions(**_fields(TrainOptions, arguments | {"data": tuple(data or ())}))
         if dry_run:
             dry_run_training(options, Console(), machine)
             return
@@ -189,24 +163,12 @@ def plan(
     traceback: Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")] = False,
 ) -> None:
     """Predict whether a model fits a machine, how fast it trains, and what limits the speed. Nothing is run."""
+    arguments = locals()
     with _reported_errors(traceback):
         from patrickstar._cli.plan import PlanOptions
         from patrickstar._cli.plan import plan as run
 
-        options = PlanOptions(
-            model=model,
-            machine=machine,
-            gpus=gpus,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            batch=batch,
-            sequence=sequence,
-            activation_checkpointing=activation_checkpointing,
-            largest=largest,
-            least_tflops=least_tflops,
-            as_json=as_json,
-        )
-        run(options, Console())
+        run(PlanOptions(**_fields(PlanOptions, arguments)), Console())
 
 
 @app.command()
@@ -238,6 +200,11 @@ def doctor(
         from patrickstar._cli.doctor import examine, print_findings
 
         print_findings(Console(), examine(disk=disk))
+
+
+def _fields(options: type, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return those arguments of a command that are fields of its options."""
+    return {field.name: arguments[field.name] for field in fields(options)}
 
 
 @contextmanager

@@ -2,20 +2,20 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from patrickstar._cli.presets import PRESETS, Preset
+from patrickstar._cli.console import print_text
+from patrickstar._cli.presets import PRESETS
 from patrickstar._layout.byte_size import format_size, parse_size
-from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.perf_model import BATCHES, ChannelLoad, Estimate, best_estimate, largest_batch
 from patrickstar._perf_model.text_tables import channels_table, memory_table, rows
-from patrickstar._perf_model.workload import Workloads, gpt_workload
+from patrickstar._perf_model.workload import Gpt, Workloads, gpt_workload
 from patrickstar.errors import BudgetError, ConfigError
 
 GPT_FAMILY = (
@@ -89,7 +89,6 @@ def _machine(name: str) -> Machine:
 
 
 def with_budgets(machine: Machine, device_memory: str | None, host_memory: str | None) -> Machine:
-    """Return the machine with the given memory budgets."""
     changes: dict[str, object] = {}
     if host_memory is not None:
         changes["host"] = machine.host.model_copy(update={"memory": parse_size(host_memory)})
@@ -115,7 +114,7 @@ def find_planned_model(name: str, sequence: int, machine: Machine) -> PlannedMod
         ConfigError: The name is neither; the message suggests the nearest names.
     """
     if name in PRESETS:
-        return _planned_gpt(name, _gpt(PRESETS[name], sequence))
+        return _planned_gpt(name, replace(PRESETS[name], sequence=sequence))
     if not Path(name).exists():
         nearest = get_close_matches(name, PRESETS, n=3, cutoff=0.3) or list(PRESETS)
         raise ConfigError(f"{name!r} is neither a known model nor a file; did you mean {', '.join(nearest)}?")
@@ -126,10 +125,6 @@ def find_planned_model(name: str, sequence: int, machine: Machine) -> PlannedMod
     source = find_model(name)
     check_sequence(sequence, source)
     return PlannedModel(source.name, sequence, language_model_workloads(source, sequence, machine))
-
-
-def _gpt(preset: Preset, sequence: int) -> Gpt:
-    return Gpt(preset.layers, preset.hidden, preset.heads, preset.vocab_size, sequence)
 
 
 def _planned_gpt(name: str, gpt: Gpt) -> PlannedModel:
@@ -165,7 +160,7 @@ def largest(machine: Machine, processes: int, options: PlanOptions) -> tuple[Pla
     largest_fitting = None
     for hidden, depths in GPT_FAMILY:
         for layers in depths:
-            gpt = Gpt(layers, hidden, 16, 50257, options.sequence)
+            gpt = Gpt(layers, hidden, heads=16, sequence=options.sequence)
             model = _planned_gpt("a GPT", gpt)
             try:
                 best = _best(model, machine, processes, options)
@@ -201,7 +196,6 @@ def plan_as_dict(model: PlannedModel, machine: Machine, best: Estimate, max_batc
 
 
 def print_plan(console: Console, model: PlannedModel, machine: Machine, best: Estimate, max_batch: int) -> None:
-    """Print the plan as text."""
     work = best.workload
     devices = f"{best.processes} GPUs" if best.processes > 1 else "one device"
     activations = "recomputed in backward" if work.checkpointing else "kept for backward"
@@ -222,8 +216,7 @@ def print_plan(console: Console, model: PlannedModel, machine: Machine, best: Es
         memory_table(_tiers(machine, best)),
         _choices(best),
     )
-    # Only the terminal wraps lines: a file has no width.
-    console.print("\n".join(parts), soft_wrap=True, markup=False, highlight=False)
+    print_text(console, "\n".join(parts))
 
 
 def _amount(channel: ChannelLoad) -> str:

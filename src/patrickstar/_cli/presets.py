@@ -3,29 +3,15 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from patrickstar._perf_model.workload import Gpt
+
 if TYPE_CHECKING:
     from transformers import GPT2Config
 
-# GPT-2's vocabulary and context length, which the paper's models use too.
-_GPT2_VOCAB = 50257
-_GPT2_POSITIONS = 1024
-
 
 @dataclass(frozen=True)
-class Preset:
-    """Shape of a GPT-2-like model."""
-
-    layers: int
-    hidden: int
-    heads: int
-    vocab_size: int = _GPT2_VOCAB
-
-    def numel(self) -> int:
-        """Return the number of trainable elements, with the head tied to the embedding."""
-        matrices = 12 * self.hidden**2
-        biases_and_norms = 13 * self.hidden
-        embeddings = (self.vocab_size + _GPT2_POSITIONS) * self.hidden
-        return self.layers * (matrices + biases_and_norms) + embeddings + 2 * self.hidden
+class Preset(Gpt):
+    """Shape of a GPT-2-like model. The default vocabulary and context length are GPT-2's, as in the paper's models."""
 
     def config(self) -> "GPT2Config":
         """Return the Hugging Face configuration, without dropout because training sees each text once."""
@@ -36,8 +22,8 @@ class Preset:
             n_layer=self.layers,
             n_embd=self.hidden,
             n_head=self.heads,
-            vocab_size=self.vocab_size,
-            n_positions=_GPT2_POSITIONS,
+            vocab_size=self.vocab,
+            n_positions=self.sequence,
             # GPT-2's function as one operator; the library's default is a chain of operators that each save a tensor.
             activation_function="gelu_pytorch_tanh",
             resid_pdrop=0.0,
@@ -50,9 +36,9 @@ class Preset:
 
 
 PRESETS = {
-    "gpt-1m": Preset(layers=4, hidden=128, heads=4, vocab_size=1024),
-    "gpt-10m": Preset(layers=6, hidden=320, heads=5, vocab_size=8192),
-    "gpt-40m": Preset(layers=12, hidden=512, heads=8, vocab_size=8192),
+    "gpt-1m": Preset(layers=4, hidden=128, heads=4, vocab=1024),
+    "gpt-10m": Preset(layers=6, hidden=320, heads=5, vocab=8192),
+    "gpt-40m": Preset(layers=12, hidden=512, heads=8, vocab=8192),
     "gpt2-124m": Preset(layers=12, hidden=768, heads=12),
     # PatrickStar, Tables 1 and 2. The names count the layers' matrices, 12 x layers x hidden^2, without embeddings.
     # The shape of the 0.7B model is derived from that: 24 x 1536, with 16 heads as the others, has 0.68e9 elements.

@@ -108,7 +108,10 @@ def _cache_stem(corpus: Corpus, vocabulary: Vocabulary) -> Path:
 def _tokenizer(corpus: Corpus, vocabulary: Vocabulary, cached: Path) -> Tokenizer:
     if vocabulary.file is None:
         if cached.exists():
-            return _read_cached(cached)
+            try:
+                return Tokenizer.from_file(str(cached))
+            except Exception as error:  # the library raises bare Exceptions
+                raise DataError(f"the cached tokenizer {cached} can't be read ({error}); delete the file") from error
         tokenizer = train_tokenizer(corpus, vocabulary.size)
         _write_atomically(cached, lambda path: tokenizer.save(str(path)))
         return tokenizer
@@ -121,14 +124,6 @@ def _tokenizer(corpus: Corpus, vocabulary: Vocabulary, cached: Path) -> Tokenize
             f"the tokenizer {vocabulary.file} has {given.get_vocab_size()} tokens and the model only {vocabulary.size}"
         )
     return given
-
-
-def _read_cached(file: Path) -> Tokenizer:
-    try:
-        tokenizer: Tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exceptions
-        raise DataError(f"the cached tokenizer {file} can't be read ({error}); delete the file") from error
-    return tokenizer
 
 
 def _read_given(file: Path) -> bytes:

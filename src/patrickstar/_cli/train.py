@@ -16,21 +16,25 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar as ps
+from patrickstar._cli.console import LEGEND, Progress, print_summary, print_text
 from patrickstar._cli.corpus import Corpus, open_corpus
-from patrickstar._cli.machine_name import machine_name
 from patrickstar._cli.model_source import ModelSource, find_model
-from patrickstar._cli.progress import LEGEND, Progress
-from patrickstar._cli.resume_options import ResumeOptions
+from patrickstar._cli.run_checkpoints import ResumeOptions, RunMetadata
 from patrickstar._cli.run_log import RunLog, StepRecord, Summary
-from patrickstar._cli.run_metadata import RunMetadata
 from patrickstar._cli.sampler import BatchSampler
-from patrickstar._cli.summary import print_summary
 from patrickstar._cli.tokenizer import load_tokens
 from patrickstar._cli.train_options import TrainOptions
 from patrickstar._distributed.process_group import World
+from patrickstar._dry_run.machine_profile import machine_name
 from patrickstar._dry_run.report import DryRunReport
-from patrickstar._dry_run.simulation import Step, copy_to_meta, forward_backward_step
-from patrickstar._engine.dry_run import dry_run, dry_run_here, dry_run_workloads
+from patrickstar._dry_run.simulation import (
+    Step,
+    copy_to_meta,
+    forward_backward_step,
+    simulate,
+    simulate_on_this_machine,
+)
+from patrickstar._dry_run.traced_workload import traced_workloads
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.workload import Workloads
 from patrickstar.errors import ConfigError, TrainingError
@@ -87,7 +91,7 @@ def train(options: TrainOptions, console: Console) -> Summary:
             if resume.resumed is not None:
                 run.resume(resume.resumed)
                 if not options.quiet:
-                    console.print(f"resumed from {resume.resumed}", soft_wrap=True, markup=False, highlight=False)
+                    print_text(console, f"resumed from {resume.resumed}")
             with Progress(console, options.steps, engine.device_budget_bytes, options.quiet) as progress:
                 records, interrupted = _training_loop(run, log, progress)
             engine.finish_saving()
@@ -135,11 +139,11 @@ def dry_run_training(options: TrainOptions, console: Console, machine: str | Non
 
     build = _to_meta(source, options.activation_checkpointing)
     if machine is None or machine == "here":
-        dry_run_report = dry_run_here(build, config, step, config.find_device())
+        report = simulate_on_this_machine(ps.Engine, build, config, step, config.find_device())
     else:
-        dry_run_report = dry_run(build, config, step, find_machine(machine))
-    console.print(str(dry_run_report), soft_wrap=True, markup=False, highlight=False)
-    return dry_run_report
+        report = simulate(ps.Engine, build, config, step, find_machine(machine))
+    print_text(console, str(report))
+    return report
 
 
 def language_model_workloads(source: ModelSource, sequence: int, machine: Machine) -> Workloads:
@@ -149,7 +153,8 @@ def language_model_workloads(source: ModelSource, sequence: int, machine: Machin
         ids = torch.zeros(batch, sequence, dtype=torch.int64, device="cpu")
         return forward_backward_step(lambda out: out.loss, (), {"input_ids": ids, "labels": ids})
 
-    return dry_run_workloads(partial(_to_meta, source), step_of, lambda batch: batch * sequence, machine)
+    build = partial(_to_meta, source)
+    return traced_workloads(ps.Engine, build, step_of, lambda batch: batch * sequence, machine)
 
 
 def _to_meta(source: ModelSource, checkpointing: bool) -> Callable[[], nn.Module]:
@@ -179,8 +184,7 @@ def _print_header(console: Console, source: ModelSource, corpus: Corpus) -> None
     file = source.vocabulary.file
     origin = f"tokenizer {file}" if file else f"a byte-pair tokenizer of {source.vocabulary.size} tokens trained on it"
     text = f"{source.name} on {corpus.name} ({len(corpus.paths)} files), {origin}"
-    # Neither wrapped nor colored, so that paths can be copied.
-    console.print(f"{text}\n{LEGEND}", soft_wrap=True, markup=False, highlight=False)
+    print_text(console, f"{text}\n{LEGEND}")
 
 
 class _TrainingRun:
@@ -198,9 +202,9 @@ class _TrainingRun:
         self.engine = engine
         self.step = 0
         """Number of completed steps."""
-        self._sampler, self._resume, self._metadata = batches, resume, metadata
-        self._factor = partial(learning_rate_factor, warmup_steps=options.warmup_steps, steps=options.steps)
-        self.scheduler = LambdaLR(engine.optimizer, self._factor)
+        self.batches, self._resume, self._metadata = batches, resume, metadata
+        factor = partial(learning_rate_factor, warmup_steps=options.warmup_steps, steps=options.steps)
+        self.scheduler = LambdaLR(engine.optimizer, factor)
         self._saved = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,12 +213,11 @@ class _TrainingRun:
         return self._metadata.after(self.step)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the saved step."""
         self.step = self._saved = int(state["step"])
 
     @property
     def _state(self) -> dict[str, Any]:
-        return {"run": self, "batches": self._sampler, "scheduler": self.scheduler}
+        return {"run": self, "batches": self.batches, "scheduler": self.scheduler}
 
     def resume(self, checkpoint: Path) -> None:
         """Continue from a checkpoint. Raise CheckpointError if it belongs to another run."""
@@ -231,22 +234,18 @@ class _TrainingRun:
             self._resume.checkpoints.save(self.engine, self.step, self._state, wait=last)
             self._saved = self.step
 
-    def batches(self) -> Iterator[torch.Tensor]:
-        """Return an iterator over the remaining batches."""
-        return iter(self._sampler)
-
 
 def _training_loop(run: _TrainingRun, log: RunLog, progress: Progress) -> tuple[list[StepRecord], bool]:
     """Run the remaining steps. Return their records, and whether Ctrl-C interrupted them."""
     options, engine = run.options, run.engine
     tokens = options.batch * options.sequence * options.accumulation * _processes(engine)
     records: list[StepRecord] = []
-    batches = run.batches()
+    batches = iter(run.batches)
     try:
         while run.step < options.steps:
             started = time.perf_counter()
             learning_rate = float(run.scheduler.get_last_lr()[0])
-            loss, norm = _step(options, engine, engine.optimizer, batches, run.step + 1)
+            loss, norm = _step(options, engine, batches, run.step + 1)
             run.scheduler.step()
             run.step += 1
             elapsed_s = time.perf_counter() - started
@@ -263,7 +262,7 @@ def _training_loop(run: _TrainingRun, log: RunLog, progress: Progress) -> tuple[
 
 
 def _step(
-    options: TrainOptions, engine: ps.Engine, optimizer: ps.ChunkOptimizer, batches: Iterator[torch.Tensor], step: int
+    options: TrainOptions, engine: ps.Engine, batches: Iterator[torch.Tensor], step: int
 ) -> tuple[float, float | None]:
     """Run one optimizer step. Return its mean loss, and the gradient norm if gradients are clipped."""
     losses = []
@@ -278,8 +277,8 @@ def _step(
             )
         engine.backward(loss / options.accumulation, accumulate=number < options.accumulation - 1)
     norm = engine.clip_grad_norm_(options.max_norm).item() if options.max_norm > 0 else None
-    optimizer.step()
-    optimizer.zero_grad()
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
     return sum(losses) / len(losses), norm
 
 

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from patrickstar._dry_run.machine_profile import elapsed_s
-from patrickstar._dry_run.op_tracer import OpCost, OpCosts, touched_bytes
+from patrickstar._dry_run.op_tracer import OpCost, OpCosts, tensors_of, touched_bytes
 from patrickstar._memory.memory_meter import Meter, default_meter
 
 MIN_RUNS = 3
@@ -88,13 +88,9 @@ class OpBenchmark:
 
 def _new_bytes(inputs: Any, out: Any) -> int:
     """Return the bytes of those results that do not share storage with an input."""
-    known = {leaf.untyped_storage()._cdata for leaf in _tensors(inputs)}
-    storages = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in _tensors(out)}
+    known = {leaf.untyped_storage()._cdata for leaf in tensors_of(inputs)}
+    storages = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in tensors_of(out)}
     return sum(nbytes for key, nbytes in storages.items() if key not in known)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _signature(leaf: Any) -> Any:

@@ -68,7 +68,12 @@ def matrix_size(args: tuple[Any, ...]) -> int | None:
 
 def touched_bytes(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Return the bytes that an operator reads and writes, each tensor counted once."""
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor))
+    return sum(tensor.nbytes for tensor in tensors_of((args, kwargs, out)))
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors among the leaves of operands or results."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 HOST_GRAIN_BYTES = 4096
@@ -103,11 +108,9 @@ class TensorMeter:
         weakref.finalize(storage, self._forget, storage._cdata).atexit = False
 
     def add_transient(self, nbytes: int) -> None:
-        """Record memory that was used briefly."""
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + nbytes)
 
     def add_persistent(self, nbytes: int) -> None:
-        """Record memory that stays in use."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
@@ -115,19 +118,15 @@ class TensorMeter:
         self.live_bytes -= self._known.pop(key)
 
     def calibrate(self, chunk_bytes: int) -> None:
-        """Take current usage as the baseline."""
         self.baseline_bytes = self.live_bytes
 
     def now(self, chunk_bytes: int) -> int:
-        """Return the bytes of live tensors above the baseline."""
         return max(0, self.live_bytes - self.baseline_bytes)
 
     def peak(self, chunk_bytes: int) -> int:
-        """Return the peak bytes since `restart`."""
         return max(0, self.peak_bytes - self.baseline_bytes)
 
     def restart(self) -> None:
-        """Reset the peak."""
         self.peak_bytes = self.live_bytes
 
     def reclaim(self) -> None:
@@ -155,7 +154,7 @@ class IntegerValues:
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compute the result of an operator whose inputs and outputs are all integers."""
-        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        results = tensors_of(out)
         if not results or any(leaf.dtype not in _INTEGER_DTYPES for leaf in results):
             return
         inputs: list[Any] = []
@@ -209,9 +208,8 @@ class OpTracer(TorchDispatchMode):
             out = func(*args, **kwargs)
             self.values.follow(func, args, kwargs, out)
             cost = None if is_free(func) else self.costs(func, args, kwargs, out)
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.meter.track(leaf)
+        for tensor in tensors_of(out):
+            self.meter.track(tensor)
         if cost is not None:
             self._count_memory(cost)
             self.advance(cost.seconds)

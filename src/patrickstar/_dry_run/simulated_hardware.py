@@ -80,7 +80,6 @@ class SimulatedChannel:
         self.nbytes = 0
 
     def begin(self, nbytes: int, label: str, urgent: bool = False) -> SimulatedTransfer:
-        """Queue a transfer of `nbytes`."""
         self.catch_up()
         transfer = SimulatedTransfer(self, nbytes, label)
         if urgent:
@@ -212,7 +211,6 @@ class SimulatedHardware(Hardware):
 
     @property
     def channels(self) -> tuple[SimulatedChannel, ...]:
-        """All channels."""
         return self.up, self.down, self.read, self.write, self.update
 
     def seconds(self) -> float:
@@ -239,7 +237,6 @@ class SimulatedHardware(Hardware):
         return arena
 
     def on_host(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is stored in the host tier."""
         return tensor.untyped_storage()._cdata in self._host_storages
 
     def copies(self) -> CopyStreams:

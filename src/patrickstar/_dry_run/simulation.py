@@ -195,7 +195,6 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
 
 
 def _disk_bytes(engine: Any, machine: Machine) -> int:
-    """Return the capacity of the disk tier."""
     if engine._core.manager.disk_tier is None:
         return 0
     return engine._core.manager.disk_tier.file.capacity_bytes or (

@@ -87,10 +87,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
 
     def _state_dict(self) -> dict[str, Any]:
         positions = self._positions()
-        groups = []
-        for group in self.param_groups:
-            packed = {key: value for key, value in group.items() if key != "params"}
-            groups.append(packed | {"params": [positions[self._managed_param(p)] for p in group["params"]]})
+        groups = self.packed_groups(positions.__getitem__)
         state = {}
         self._core.data.share_optimizer_memory()
         for managed, position in positions.items():
@@ -172,7 +169,19 @@ class ChunkOptimizer(torch.optim.Optimizer):
             )
             for kind in self._kinds:
                 self._core.model_state.write(managed, kind, values[kind])
-        for group, packed in zip(self.param_groups, saved, strict=True):
+        self.update_groups(saved)
+
+    def packed_groups(self, key_of: Callable[[ManagedParam], Any]) -> list[dict[str, Any]]:
+        """Return the param groups with a key in place of each parameter."""
+        return [
+            {name: value for name, value in group.items() if name != "params"}
+            | {"params": [key_of(self._managed_param(param)) for param in group["params"]]}
+            for group in self.param_groups
+        ]
+
+    def update_groups(self, packed_groups: list[dict[str, Any]]) -> None:
+        """Set the options of the param groups to those of packed ones."""
+        for group, packed in zip(self.param_groups, packed_groups, strict=True):
             group.update({key: value for key, value in packed.items() if key != "params"})
 
     def _managed_param(self, param: Any) -> ManagedParam:

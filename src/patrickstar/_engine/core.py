@@ -55,17 +55,9 @@ from patrickstar.errors import DiskError, ModelError, MoveError, TrainingError
 class EngineCore:
     """Parts of one engine and the operations that involve several of them.
 
-    `Engine` is the public interface; the optimizer and checkpoints use this class.
-
-    Args:
-        meter: Measures non-model data.
-        kernels: Update kernels.
-        evict_everything: For tests: evict every evictable chunk at each access.
-        poison: For tests: fill freed memory with NaN.
-        policy: Prefetch policy.
-        page_bytes: Unit of disk transfers.
-        hardware: Device and memory that the tiers use.
-        world: Processes that share the model.
+    `Engine` is the public interface; the optimizer and checkpoints use this class. For tests, `evict_everything` evicts
+    every evictable chunk at each access, and `poison` fills freed memory with NaN. `page_bytes` is the unit of disk
+    transfers.
     """
 
     def __init__(

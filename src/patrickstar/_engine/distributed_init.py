@@ -61,7 +61,6 @@ def broadcast_buffers(world: World, module: nn.Module) -> None:
 def create_sharded_data(
     world: World, layout: Layout, manager: ChunkManager, tracer: Tracer, config: Config
 ) -> ShardedModelData:
-    """Return model data that is sharded over the processes."""
     comm = ChunkComm(
         Coordinator.of(world, manager.device), {chunk.index: chunk.shard_bounds for chunk in layout.chunks}
     )

@@ -132,18 +132,14 @@ class EngineCheckpoint:
         return shards
 
     def _common_metadata(self, frozen: bool) -> CommonMetadata:
-        core, optimizer = self.core, self.optimizer
-        groups = []
-        for group in optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            groups.append(options | {"params": [optimizer._managed_param(param).name for param in group["params"]]})
+        core = self.core
         return CommonMetadata(
             patrickstar=version("patrickstar"),
             precision=core.config.precision,
             frozen=frozen,
             optimizer=_kind_of(core.config.optimizer),
             states=list(core.config.optimizer.states),
-            groups=groups,
+            groups=self.optimizer.packed_groups(lambda managed: managed.name),
             steps={managed.name: managed.steps for managed in core.data.managed_params if managed.steps},
             memory={
                 managed.name: managed.optimizer_extra for managed in core.data.managed_params if managed.optimizer_extra
@@ -250,8 +246,7 @@ class EngineCheckpoint:
                 f"{reader.folder} was written with {common.optimizer}, whose states are {common.states}, but the "
                 f"engine has {own} with {kinds}; nothing was loaded, use the same optimizer"
             )
-        groups = self.optimizer.param_groups
-        names = [[self.optimizer._managed_param(param).name for param in group["params"]] for group in groups]
+        names = [group["params"] for group in self.optimizer.packed_groups(lambda managed: managed.name)]
         if [group["params"] for group in common.groups] != names:
             sizes = [len(group["params"]) for group in common.groups]
             raise CheckpointError(
@@ -302,8 +297,7 @@ class EngineCheckpoint:
                 data.follow_master(managed)
         data.drop_gathered()
         core.scaler.load_state_dict(common.loss_scale)
-        for group, saved in zip(self.optimizer.param_groups, common.groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        self.optimizer.update_groups(common.groups)
         for name, value in common.extra.items():
             core.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
@@ -311,7 +305,6 @@ class EngineCheckpoint:
 
     @property
     def _rank_and_size(self) -> tuple[int, int]:
-        """Rank of this process and number of processes."""
         world = self.core.world
         return (0, 1) if world is None else (world.rank, world.size)
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from patrickstar._autograd.interceptor import Interceptor
-from patrickstar._layout.chunk_mapping import ChunkSpec, Layout, ParamSpec, build_layout
-from patrickstar._layout.chunk_size_search import search_layout
+from patrickstar._layout.chunk_mapping import ChunkSpec, Layout, ParamSpec, build_layout, search_layout
 from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16, schema_for
 from patrickstar._memory.chunk import Chunk, Region
 from patrickstar._memory.chunk_manager import ChunkManager
@@ -31,15 +30,12 @@ class ShardedWeightSource(Protocol):
 
     def __call__(self, name: str) -> torch.Tensor:
         """Return the value of a parameter."""
-        ...
 
     def part(self, name: str, first: int, numel: int) -> torch.Tensor:
         """Return `numel` elements of the flattened, contiguous value, starting at element `first`."""
-        ...
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in the layout."""
     return str(dtype).removeprefix("torch.")
 
 

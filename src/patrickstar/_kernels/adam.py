@@ -32,7 +32,6 @@ class AdamRule(Rule):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Names of the momentum and variance states."""
         return (EXP_AVG, EXP_AVG_SQ)
 
     @property
@@ -52,7 +51,6 @@ class AdamRule(Rule):
         return tuple(rounded(value, dtype) for value in values)
 
     def apply(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        """Apply the update in place."""
         exp_avg, exp_avg_sq = states
         decay, weight1, beta2, weight2, correction2, eps, minus_step_size, light = self.scalars(master.dtype)
         if self.mode == 1:

@@ -55,7 +55,6 @@ class Running:
         self.handle = ctypes.c_void_p()  # the library writes it, so an exception can't occur between start and store
 
     def finish(self) -> None:
-        """Wait for completion."""
         if self.handle:
             handle, self.handle = self.handle, ctypes.c_void_p()
             self._library.patrickstar_finish(handle)
@@ -86,7 +85,6 @@ class CppBackend:
 
     @classmethod
     def find(cls, variant: str | None = None, threads: int | None = None) -> "CppBackend | None":
-        """Load the library, or return None if that fails."""
         try:
             return cls(_library(), variant, threads)
         except Unavailable:
@@ -117,7 +115,6 @@ class CppBackend:
 
     @staticmethod
     def supports_gradient(grad: Gradient) -> bool:
-        """Return True if the library can read this gradient."""
         return grad.latest.device.type == "cpu" and grad.latest.dtype in DTYPES and grad.dtype == torch.float32
 
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> Running:
@@ -143,11 +140,9 @@ class CppBackend:
         return running
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
-        """Scale the gradients, update masters and states in place, and store the rounded parameters."""
         self.start(spans, scales).finish()
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
-        """Return the statistics of the scaled gradients."""
         packed, sums, not_finite = self._pack(gradients), (ctypes.c_double * len(gradients))(), ctypes.c_int64()
         self._check(
             self._library.patrickstar_grad_stats(

@@ -53,14 +53,12 @@ class Kernels:
         return cls(cpp, triton)
 
     def for_update(self, span: Span) -> Backend:
-        """Return the backend that updates this span."""
         for backend in (self.cpp, self.triton):
             if backend is not None and backend.supports(span):
                 return backend
         return self.eager
 
     def for_grad_stats(self, grad: Gradient) -> Backend:
-        """Return the backend that computes the statistics of this gradient."""
         for backend in (self.cpp, self.triton):
             if backend is not None and backend.supports_gradient(grad):
                 return backend
@@ -97,7 +95,6 @@ class Kernels:
             running.finish()
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
-        """Return the statistics of the scaled gradients, in their order."""
         groups = groupby(gradients, self.for_grad_stats)
         return GradStats.merge(backend.grad_stats(list(group), scales) for backend, group in groups)
 

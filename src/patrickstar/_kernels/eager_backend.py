@@ -21,7 +21,6 @@ class EagerBackend:
     name = "PyTorch's operators"
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
-        """Scale the gradients, update masters and states in place, and store the rounded parameters."""
         for span in spans:
             for page in pages(span.numel, span.rule):
                 part = span.page(page)
@@ -31,7 +30,6 @@ class EagerBackend:
                 round_into(part.param, part.master)
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
-        """Return the statistics of the scaled gradients."""
         sums, not_finite = [], 0
         for gradient in gradients:
             blocks = [torch.zeros(0, dtype=torch.float64, device=gradient.latest.device)]

@@ -23,7 +23,6 @@ class LionRule(Rule):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Name of the momentum state."""
         return (EXP_AVG,)
 
     def scalars(self, dtype: torch.dtype) -> tuple[float, ...]:
@@ -33,7 +32,6 @@ class LionRule(Rule):
         return tuple(rounded(value, dtype) for value in values)
 
     def apply(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        """Apply the update in place."""
         (exp_avg,) = states
         decay, beta1, weight1, beta2, weight2, minus_lr = self.scalars(master.dtype)
         direction = (exp_avg * beta1).add_(grad * weight1)

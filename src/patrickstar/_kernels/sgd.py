@@ -26,7 +26,6 @@ class SGDRule(Rule):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Name of the momentum buffer, if momentum is used."""
         return (MOMENTUM_BUFFER,) if self.momentum else ()
 
     @property
@@ -42,7 +41,6 @@ class SGDRule(Rule):
         return tuple(rounded(value, dtype) for value in values)
 
     def apply(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        """Apply the update in place."""
         decay, momentum, weight, minus_lr, decays = self.scalars(master.dtype)
         if decays:
             grad.add_(master * decay)

@@ -40,7 +40,6 @@ class TorchOptimRule(Rule):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Names of the states of the parameter's length."""
         return self.names
 
     def apply(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:

@@ -59,7 +59,6 @@ class TritonBackend:
 
     @staticmethod
     def supports_gradient(grad: Gradient) -> bool:
-        """Return True if the kernels can read this gradient."""
         kernels = _kernels()
         return (
             kernels is not None
@@ -69,7 +68,6 @@ class TritonBackend:
         )
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
-        """Scale the gradients, update masters and states in place, and store the rounded parameters."""
         factors = _factors(scales)
         scalars: dict[Rule, tuple[float, ...]] = {}
         for span in spans:

@@ -94,7 +94,6 @@ class Gradient:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.latest.numel()
 
     def together(self) -> "Gradient":
@@ -102,7 +101,6 @@ class Gradient:
         return self if self.accumulated is None else replace(self, latest=self.latest.to(self.accumulated.device))
 
     def page(self, page: slice) -> "Gradient":
-        """Return a view of some elements."""
         return Gradient(self.latest[page], None if self.accumulated is None else self.accumulated[page], self.dtype)
 
     def scaled(self, scales: Sequence[float]) -> torch.Tensor:
@@ -130,10 +128,8 @@ class Span:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.master.numel()
 
     def page(self, page: slice) -> "Span":
-        """Return a view of some elements."""
         states = tuple(state[page] for state in self.states)
         return Span(self.param[page], self.grad.page(page), self.master[page], states, self.rule)

@@ -32,6 +32,14 @@ def parse_size(text: str | int) -> int:
     return nbytes
 
 
+def parse_size_field(text: str | int) -> int:
+    """Return `parse_size` of a pydantic field, whose validators have to raise ValueError."""
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
 def format_size(nbytes: int) -> str:
     """Format a size with its largest binary unit, such as ``"1.50 GiB"``."""
     size = float(nbytes)

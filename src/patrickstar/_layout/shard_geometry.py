@@ -14,12 +14,10 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
-        """Return the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.sizes)
 
 

@@ -8,15 +8,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from patrickstar._layout.byte_size import parse_size
+from patrickstar._layout.byte_size import parse_size_field
 from patrickstar.errors import ConfigError
 
 
 def _parse_size(value: Any) -> Any:
-    try:
-        return parse_size(value) if isinstance(value, str) else value
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
+    return parse_size_field(value) if isinstance(value, str) else value
 
 
 Bytes = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]

@@ -5,6 +5,7 @@ minimizes the time of the busiest channel; another finds the missing bytes if th
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -73,7 +74,6 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
         return self.bound_s + self.fill_s
 
     @property
@@ -216,10 +216,7 @@ def largest_batch(
     while too_large < below and possible(too_large):
         largest, too_large = too_large, 2 * too_large
     too_large = min(too_large, below)
-    while too_large - largest > 1:
-        middle = (largest + too_large) // 2
-        largest, too_large = (middle, too_large) if possible(middle) else (largest, middle)
-    return largest
+    return largest + bisect_left(range(largest + 1, too_large), True, key=lambda batch: not possible(batch))
 
 
 _TOTALS = [

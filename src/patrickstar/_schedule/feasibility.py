@@ -1,5 +1,6 @@
 """Check before training that the model fits the budgets of the tiers."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -23,14 +24,7 @@ def fits(layout: Layout, working_set: int, budgets: Budgets) -> bool:
 
 def smallest_accepted(accepts: Callable[[int], bool], upper: int) -> int:
     """Return the smallest number up to `upper` that `accepts` accepts, if it accepts all larger ones."""
-    lower = 0
-    while lower < upper:
-        middle = (lower + upper) // 2
-        if accepts(middle):
-            upper = middle
-        else:
-            lower = middle + 1
-    return upper
+    return bisect_left(range(upper), True, key=accepts)
 
 
 def check_budgets(

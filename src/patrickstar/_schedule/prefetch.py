@@ -1,10 +1,25 @@
-"""Prefetch policies, which choose the chunks to fetch early and to evict for them."""
+"""Policies of eviction, when the device is full (PatrickStar §8.3), and of prefetch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from patrickstar._schedule.trace import NEVER, Trace
+
+
+class EvictionPolicy(Protocol):
+    """Order in which chunks are evicted."""
+
+    def order(self, candidates: Iterable[int], now: int) -> list[int]:
+        """Return the candidates in the order of eviction."""
+
+
+class ListOrder:
+    """Eviction by chunk index, used during warm-up, before a trace exists."""
+
+    def order(self, candidates: Iterable[int], now: int) -> list[int]:
+        return sorted(candidates)
 
 
 @dataclass(frozen=True)
@@ -57,7 +72,6 @@ class DemandFetch(PrefetchPolicy):
     def prefetches(
         self, now: int, present: Collection[int], held: Collection[int], limit_bytes: int
     ) -> list[PrefetchMove]:
-        """Return no prefetches."""
         return []
 
 

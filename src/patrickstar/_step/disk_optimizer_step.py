@@ -235,13 +235,7 @@ class DiskOptimizerStep:
     def _span(
         self, managed: ManagedParam, rule: Rule, part: slice, first: int, views: Mapping[str, torch.Tensor]
     ) -> Span:
-        """Return the tensors that the update of a part of a parameter reads and writes.
-
-        Args:
-            part: Elements of the parameter.
-            first: First element of the page in its chunk.
-            views: Page of each list, by kind.
-        """
+        """Return the tensors that the update of elements `part` accesses, on pages that begin at element `first`."""
         on_page = slice(managed.location.offset + part.start - first, managed.location.offset + part.stop - first)
         param = managed.flat(managed.shard_chunk)[part]
         accumulated = None

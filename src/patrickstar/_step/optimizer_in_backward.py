@@ -35,7 +35,7 @@ class OptimizerInBackward:
 
     @property
     def active(self) -> bool:
-        """True while a backward with `update=True` awaits its optimizer step."""
+        """True if a backward with `update=True` awaits its optimizer step."""
         return self._groups is not None
 
     def begin(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
@@ -111,7 +111,6 @@ class OptimizerInBackward:
         self._hyper_parameters, self._complete = [], set()
 
     def wait(self) -> None:
-        """Wait for running updates."""
         for running, chunk in self._running:
             running.finish()
             chunk.pins -= 1

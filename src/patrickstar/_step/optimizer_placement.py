@@ -43,20 +43,16 @@ class OptimizerPlacement:
         )
         if manager.disk_tier is None:
             self._optimizer_step.home_tiers = dict.fromkeys(on_device, Tier.DEVICE)
-            self._log_plan(layout)
-            return
-        host_bytes = manager.host_tier.budget_bytes - manager.host_tier.other_peak
-        device_param_bytes = 0 if manager.evict_everything else chunkable
-        room = optimizer_room_bytes(layout, host_bytes, device_param_bytes, on_host)
-        self._optimizer_step.home_tiers = home_tiers(chunks, on_device, room, accumulates=accumulates)
-        self._log_plan(layout)
-
-    def _log_plan(self, layout: Layout) -> None:
+        else:
+            host_bytes = manager.host_tier.budget_bytes - manager.host_tier.other_peak
+            device_param_bytes = 0 if manager.evict_everything else chunkable
+            room = optimizer_room_bytes(layout, host_bytes, device_param_bytes, on_host)
+            self._optimizer_step.home_tiers = home_tiers(chunks, on_device, room, accumulates=accumulates)
         tiers = Counter(self._optimizer_step.home_tiers.values())
-        on_host = layout.chunk_count - tiers[Tier.DEVICE] - tiers[Tier.DISK]
+        host_count = layout.chunk_count - tiers[Tier.DEVICE] - tiers[Tier.DISK]
         _log.info(
             "plan: optimizer chunks: %d on the device, %d on the host, %d on disk; %d bytes of non-model data",
-            *(tiers[Tier.DEVICE], on_host, tiers[Tier.DISK], self._tracer.peak_non_model_bytes),
+            *(tiers[Tier.DEVICE], host_count, tiers[Tier.DISK], non_model_bytes),
         )
 
     def _set_keep_duplicates(self, layout: Layout, non_model_bytes: int) -> None:

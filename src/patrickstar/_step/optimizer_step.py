@@ -36,7 +36,7 @@ class OptimizerStep:
         self.optimizer = optimizer
         self.kernels = kernels
         self.home_tiers: dict[int, Tier] = {}
-        """Tier of the optimizer chunks of each index."""
+        """Tier of the optimizer chunks of each index; the host for others."""
         self.disk_step = (
             DiskOptimizerStep(data, self.update, StagingPool(data.manager, staging_size))
             if staging_size is not None
@@ -120,21 +120,16 @@ class OptimizerStep:
 
     def _start(self, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> list[Running]:
         """Start the update of one chunk's parameters; finish it for device parameters with masters on the host."""
-        together = []
+        together, manager = [], self.data.manager
         for managed, rule in rules.items():
             span = self.span(managed, rule)
-            self._count_transfers(managed)
+            if managed.shard_chunk.device_valid and not manager[PARAM32, managed.location.chunk].device_valid:
+                managed.chunk.transferred_bytes += count_update_transfers(manager, managed, managed.location.numel)
             if span.param.device == span.master.device:
                 together.append(span)
             else:
                 self._stream(span, scales)
         return self.kernels.start(together, scales)
-
-    def _count_transfers(self, managed: ManagedParam) -> None:
-        """Count the D2H and H2D copies if the parameter is on the device and its master on the host."""
-        manager = self.data.manager
-        if managed.shard_chunk.device_valid and not manager[PARAM32, managed.location.chunk].device_valid:
-            managed.chunk.transferred_bytes += count_update_transfers(manager, managed, managed.location.numel)
 
     def span(self, managed: ManagedParam, rule: Rule) -> Span:
         """Return the tensors that the update of one parameter reads and writes, on their current tiers."""
@@ -178,10 +173,6 @@ class OptimizerStep:
         )
         return max(sizes, default=0)
 
-    def home_tier(self, index: int) -> Tier:
-        """Return the tier of the optimizer chunks of this index."""
-        return self.home_tiers.get(index, Tier.HOST)
-
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
         """Update spans whose masters are on the host and whose parameters are on any device."""
         together = [span for span in spans if span.param.device == span.master.device]
@@ -218,7 +209,7 @@ class OptimizerStep:
 
     def _update_tier(self, index: int, chunks: Sequence[Chunk]) -> Tier:
         """Return the tier to update on: the home tier, or the disk while a host home tier has no room yet."""
-        home, manager = self.home_tier(index), self.data.manager
+        home, manager = self.home_tiers.get(index, Tier.HOST), self.data.manager
         if home is Tier.HOST and manager.disk_tier is not None:
             needed = sum(chunk.nbytes for chunk in chunks if chunk.host is None)
             if not manager.host_tier.has_room(needed):

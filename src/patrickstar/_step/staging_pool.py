@@ -59,12 +59,10 @@ class PageSet:
 
     @property
     def index(self) -> int:
-        """Chunk index."""
         return self.lists[0].index
 
     @property
     def ready(self) -> bool:
-        """True if all reads have finished."""
         return len(self.reads) == len(self.lists) and all(transfer.done for transfer in self.reads)
 
     def is_current(self, lists: list[Chunk]) -> bool:
@@ -87,7 +85,6 @@ class StagingPool:
         """Page sets that hold buffers, in the order of their reads."""
 
     def free(self) -> list[int]:
-        """Return the free buffers."""
         used = {number for pages in self.live for number in pages.buffers}
         return [number for number in range(self.size.pages) if number not in used]
 
@@ -138,7 +135,6 @@ class StagingPool:
                 chunk.page_writes.append(write)
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
-        """Wait for the transfers to finish."""
         for transfer in transfers:
             self.manager.io_dispatch.wait(transfer)
 

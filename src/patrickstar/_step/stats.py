@@ -1,10 +1,15 @@
 """Statistics of optimizer steps, in bytes and seconds."""
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from operator import add
+from typing import Any
 
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.transfer_counters import TransferCounters
+
+STOCKS = ("disk_bytes", "reserved_bytes", "inactive_split_bytes")
+"""Statistics of allocated bytes, of which a period has the maximum, as of the peaks."""
 
 
 @dataclass(frozen=True)
@@ -63,29 +68,11 @@ class StepStats:
         Returns:
             Sums of counts, bytes and seconds; maxima of peaks and of allocated bytes; the later loss scale.
         """
-        return StepStats(
-            steps=self.steps + later.steps,
-            overflows=self.overflows + later.overflows,
-            loss_scale=later.loss_scale,
-            device_peak_model_bytes=max(self.device_peak_model_bytes, later.device_peak_model_bytes),
-            device_peak_non_model_bytes=max(self.device_peak_non_model_bytes, later.device_peak_non_model_bytes),
-            host_peak_model_bytes=max(self.host_peak_model_bytes, later.host_peak_model_bytes),
-            host_peak_non_model_bytes=max(self.host_peak_non_model_bytes, later.host_peak_non_model_bytes),
-            disk_bytes=max(self.disk_bytes, later.disk_bytes),
-            h2d_bytes=self.h2d_bytes + later.h2d_bytes,
-            d2h_bytes=self.d2h_bytes + later.d2h_bytes,
-            disk_read_bytes=self.disk_read_bytes + later.disk_read_bytes,
-            disk_write_bytes=self.disk_write_bytes + later.disk_write_bytes,
-            gathered_bytes=self.gathered_bytes + later.gathered_bytes,
-            reduced_bytes=self.reduced_bytes + later.reduced_bytes,
-            rounds=self.rounds + later.rounds,
-            evictions=self.evictions + later.evictions,
-            memory_retries=self.memory_retries + later.memory_retries,
-            stall_s=self.stall_s + later.stall_s,
-            reserved_bytes=max(self.reserved_bytes, later.reserved_bytes),
-            inactive_split_bytes=max(self.inactive_split_bytes, later.inactive_split_bytes),
-            allocator_retries=self.allocator_retries + later.allocator_retries,
-        )
+        values: dict[str, Any] = {}
+        for name in self.__dataclass_fields__:
+            combine = max if "peak" in name or name in STOCKS else add
+            values[name] = combine(getattr(self, name), getattr(later, name))
+        return StepStats(**values | {"loss_scale": later.loss_scale})
 
 
 @dataclass
@@ -114,16 +101,7 @@ class Stats:
             host_peak_model_bytes=manager.host_tier.peak,
             host_peak_non_model_bytes=manager.host_tier.other_peak,
             disk_bytes=manager.disk_tier.file.used_bytes if manager.disk_tier is not None else 0,
-            h2d_bytes=moved.h2d_bytes,
-            d2h_bytes=moved.d2h_bytes,
-            disk_read_bytes=moved.disk_read_bytes,
-            disk_write_bytes=moved.disk_write_bytes,
-            gathered_bytes=moved.gathered_bytes,
-            reduced_bytes=moved.reduced_bytes,
-            rounds=moved.rounds,
-            evictions=moved.evictions,
-            memory_retries=moved.memory_retries,
-            stall_s=moved.stall_s,
+            **asdict(moved),
             reserved_bytes=allocator.reserved_bytes,
             inactive_split_bytes=allocator.inactive_split_bytes,
             allocator_retries=retries,

@@ -105,8 +105,7 @@ def plan_tiers(
 def optimizer_room_bytes(layout: Layout, host_bytes: int, device_param_bytes: int, on_host: Collection[int]) -> int:
     """Return the host bytes left for optimizer chunks beside the `param16` chunks that do not fit on the device.
 
-    Args:
-        on_host: Indices of `param16` chunks that stay on the host, where their embedding lookups run.
+    `on_host` holds indices of `param16` chunks that stay on the host, where their embedding lookups run.
     """
     resident = sum(chunk.compute_bytes for chunk in layout.chunks if chunk.index in on_host)
     resident += sum(chunk.shard_bytes for chunk in layout.chunks)

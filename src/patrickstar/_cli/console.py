@@ -1,0 +1,134 @@
+"""Output on the console: plain text, named rows, and the progress line and summary of a training run."""
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from patrickstar._cli.run_log import StepRecord, Summary
+from patrickstar._layout.byte_size import format_size
+
+# Printed once, so that the progress line fits a terminal.
+LEGEND = "device: peak model data + peak non-model data of the budget; moved: bytes to and from the device in the step"
+
+
+def print_text(console: Console, text: str) -> None:
+    """Print text neither cut, colored nor wrapped, except by the terminal: a file has no width."""
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def print_row(console: Console, name: str, text: str, advice: str | None = None) -> None:
+    """Print a name and a text, and advice on the next line."""
+    console.print(Text.assemble((f"{name:<16}", "bold"), text), soft_wrap=True)
+    if advice is not None:
+        console.print(Text.assemble(" " * 16, ("-> ", "yellow"), advice), soft_wrap=True)
+
+
+class Progress:
+    """Progress display: one live line in a terminal, else one plain line per step; nothing if ``quiet``."""
+
+    def __init__(self, console: Console, steps: int, device_budget_bytes: int, quiet: bool = False) -> None:
+        self._console = console
+        self._steps = steps
+        self._device_budget_bytes = device_budget_bytes
+        self._quiet = quiet
+        # Refreshed manually once per step, so that no thread draws while the step computes.
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal and not quiet else None
+
+    def show(self, record: StepRecord) -> None:
+        """Update the live line, or print a new line."""
+        line = Text(self._line(record), no_wrap=True, overflow="ellipsis")
+        if self._live is not None:
+            self._live.update(line, refresh=True)
+        elif not self._quiet:
+            print_text(self._console, line.plain)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _line(self, record: StepRecord) -> str:
+        stats = record.stats
+        width = len(str(self._steps))
+        return "  ".join(
+            (
+                f"step {record.step:>{width}}/{self._steps}",
+                f"loss {record.loss:.4f}",
+                f"{record.tokens / record.elapsed_s:,.0f} tokens/s",
+                f"device {format_size(stats.device_peak_model_bytes)}"
+                f" + {format_size(stats.device_peak_non_model_bytes)} of {format_size(self._device_budget_bytes)}",
+                f"moved {format_size(stats.h2d_bytes + stats.d2h_bytes)}",
+            )
+        )
+
+
+def print_summary(console: Console, summary: Summary) -> None:
+    """Print the summary of a run, with average bytes per step."""
+    console.print()
+    for name, value in _rows(summary):
+        print_row(console, name, value)
+
+
+def _rows(summary: Summary) -> list[tuple[str, str]]:
+    ratio = summary.model_data_bytes / summary.device_budget_bytes
+    stats = summary.stats
+    steps = f"{summary.steps}, interrupted" if summary.interrupted else str(summary.steps)
+    distributed = summary.processes > 1
+    return [
+        ("machine", summary.machine),
+        *([("processes", f"{summary.processes}; the following values are those of rank 0")] if distributed else []),
+        ("model", f"{summary.model}, {summary.parameters:,} parameters, {summary.precision} on {summary.device}"),
+        (
+            "model data",
+            f"{format_size(summary.model_data_bytes)}, {ratio:.2f} times the device budget of "
+            f"{format_size(summary.device_budget_bytes)}; {format_size(summary.padding_bytes)} of it padding",
+        ),
+        ("steps", f"{steps} in {summary.elapsed_s:.1f} s"),
+        ("loss", f"{summary.loss_first:.4f} at the start, {summary.loss_last:.4f} at the end (means of up to 3 steps)"),
+        ("tokens/s", f"{summary.tokens_per_s:,.0f}"),
+        (
+            "moved per step",
+            f"{format_size(stats.h2d_bytes // stats.steps)} to the device, "
+            f"{format_size(stats.d2h_bytes // stats.steps)} to the host",
+        ),
+        *(
+            [
+                (
+                    "disk per step",
+                    f"{format_size(stats.disk_read_bytes // stats.steps)} read, "
+                    f"{format_size(stats.disk_write_bytes // stats.steps)} written; "
+                    f"{format_size(stats.disk_bytes)} stored",
+                )
+            ]
+            if stats.disk_bytes
+            else []
+        ),
+        *(
+            [
+                (
+                    "sent per step",
+                    f"{format_size(stats.gathered_bytes // stats.steps)} of parameters, "
+                    f"{format_size(stats.reduced_bytes // stats.steps)} of gradients",
+                )
+            ]
+            if distributed
+            else []
+        ),
+        ("device peak", _peaks(stats.device_peak_model_bytes, stats.device_peak_non_model_bytes)),
+        ("host peak", _peaks(stats.host_peak_model_bytes, stats.host_peak_non_model_bytes)),
+        ("evictions", str(stats.evictions)),
+        ("stalled", f"{stats.stall_s:.2f} s waiting for transfers"),
+    ]
+
+
+def _peaks(model_bytes: int, non_model_bytes: int) -> str:
+    return f"{format_size(model_bytes)} model data, {format_size(non_model_bytes)} non-model data"
