@@ -15,9 +15,10 @@ from pathlib import Path
 
 from patrickstar_v043.simulation import best_step
 
+from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.perf_model import best_estimate
-from patrickstar._perf_model.workload import Gpt, gpt_workload
+from patrickstar._perf_model.workload import gpt_workload
 from patrickstar.errors import BudgetError
 
 REFERENCE = Path(__file__).parent / "reference" / "patrickstar_published.csv"

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from patrickstar._perf_model.workload import HALF, Gpt
+from patrickstar._perf_model.gpt_costs import Gpt
+from patrickstar._perf_model.workload import HALF
 
 GRADIENT_BYTES_PER_HIDDEN = 2 * 4 * HALF
 """Bytes per token and hidden unit of the 16-bit gradients before and after the GELU, four times as wide."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from patrickstar._layout.byte_size import format_size
+from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Gpu, Host, Links, Machine
-from patrickstar._perf_model.workload import HALF, SINGLE, Gpt
+from patrickstar._perf_model.workload import HALF, SINGLE
 from patrickstar.errors import BudgetError, ConfigError
 from patrickstar_v043.activation_curve import ChunkTransfers, non_model_bytes, simulate_transfers
 

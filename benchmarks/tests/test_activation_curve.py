@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patrickstar_v043.activation_curve import non_model_bytes, simulate_transfers
 
-from patrickstar._perf_model.workload import Gpt
+from patrickstar._perf_model.gpt_costs import Gpt
 
 quick = settings(derandomize=True, deadline=None, max_examples=60)
 

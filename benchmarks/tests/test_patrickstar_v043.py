@@ -21,8 +21,8 @@ from patrickstar_v043.simulation import (
 
 from patrickstar._layout.chunk_mapping import ParamSpec, build_layout
 from patrickstar._layout.schema import schema_for
+from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import find_machine
-from patrickstar._perf_model.workload import Gpt
 from patrickstar.errors import BudgetError, ConfigError
 
 quick = settings(derandomize=True, deadline=None, max_examples=60)

@@ -3,13 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar._layout.chunk_mapping import (
-    ALIGN_NUMEL,
+from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, ParamSpec, align, build_layout
+from patrickstar._layout.chunk_size_search import (
     LARGEST_CHUNK_BYTES,
     PIPELINE_CHUNKS,
-    ParamSpec,
-    align,
-    build_layout,
     largest_useful_numel,
     search_layout,
 )

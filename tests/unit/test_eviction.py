@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefetch_policies import NextUse
 
-from patrickstar._schedule.prefetch import EvictionPolicy, ListOrder
+from patrickstar._schedule.eviction import EvictionPolicy, ListOrder
 from patrickstar._schedule.trace import NEVER, Moment, Trace
 
 quick = settings(derandomize=True, deadline=None, max_examples=300)

@@ -40,7 +40,7 @@ WORDS = {
     "mover": "worker thread",
     "gives? way": "is moved out",
     "hasten": "prioritize",
-    "slots?": "managed parameter",
+    r"slots?(?!=)": "managed parameter",
 }
 """Replaced words of the prose, with what to write."""
 

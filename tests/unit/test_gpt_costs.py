@@ -5,7 +5,7 @@ from math import isclose
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar._perf_model.workload import Gpt
+from patrickstar._perf_model.gpt_costs import Gpt
 
 quick = settings(derandomize=True, deadline=None, max_examples=100)
 

@@ -12,8 +12,9 @@ from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.tracer import MAX_TRACES, Mode, Tracer
 from patrickstar._memory.vm_pool import round_up
+from patrickstar._schedule.eviction import ListOrder
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, ListOrder, PrefetchPolicy
+from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
 from patrickstar._schedule.trace import Moment
 from patrickstar.testing import NoMeter
 

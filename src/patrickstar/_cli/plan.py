@@ -12,10 +12,11 @@ from rich.console import Console
 from patrickstar._cli.console import print_text
 from patrickstar._cli.presets import PRESETS
 from patrickstar._layout.byte_size import format_size, parse_size
+from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.perf_model import BATCHES, ChannelLoad, Estimate, best_estimate, largest_batch
 from patrickstar._perf_model.text_tables import channels_table, memory_table, rows
-from patrickstar._perf_model.workload import Gpt, Workloads, gpt_workload
+from patrickstar._perf_model.workload import Workloads, gpt_workload
 from patrickstar.errors import BudgetError, ConfigError
 
 GPT_FAMILY = (

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from patrickstar._perf_model.workload import Gpt
+from patrickstar._perf_model.gpt_costs import Gpt
 
 if TYPE_CHECKING:
     from transformers import GPT2Config

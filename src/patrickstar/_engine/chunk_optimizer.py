@@ -172,7 +172,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self.update_groups(saved)
 
     def packed_groups(self, key_of: Callable[[ManagedParam], Any]) -> list[dict[str, Any]]:
-        """Return the param groups with a key in place of each parameter."""
+        """Return the param groups with `key_of` a parameter in place of it."""
         return [
             {name: value for name, value in group.items() if name != "params"}
             | {"params": [key_of(self._managed_param(param)) for param in group["params"]]}
@@ -180,7 +180,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         ]
 
     def update_groups(self, packed_groups: list[dict[str, Any]]) -> None:
-        """Set the options of the param groups to those of packed ones."""
+        """Set the options of the param groups to those of `packed_groups`."""
         for group, packed in zip(self.param_groups, packed_groups, strict=True):
             group.update({key: value for key, value in packed.items() if key != "params"})
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from patrickstar._autograd.interceptor import Interceptor
-from patrickstar._layout.chunk_mapping import ChunkSpec, Layout, ParamSpec, build_layout, search_layout
+from patrickstar._layout.chunk_mapping import ChunkSpec, Layout, ParamSpec, build_layout
+from patrickstar._layout.chunk_size_search import search_layout
 from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16, schema_for
 from patrickstar._memory.chunk import Chunk, Region
 from patrickstar._memory.chunk_manager import ChunkManager

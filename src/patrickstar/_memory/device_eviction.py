@@ -16,8 +16,8 @@ from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.io_dispatch import IODispatch
 from patrickstar._memory.transfer_counters import TransferCounters
 from patrickstar._memory.transfers import ChunkTransfers
+from patrickstar._schedule.eviction import EvictionPolicy, ListOrder
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.prefetch import EvictionPolicy, ListOrder
 from patrickstar.errors import BudgetError
 
 _log = logging.getLogger(__name__)

@@ -8,8 +8,9 @@ from enum import Enum
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.memory_meter import Meter
+from patrickstar._schedule.eviction import ListOrder
 from patrickstar._schedule.placement import WARM_UP_PERCENT
-from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, ListOrder, PrefetchPolicy
+from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
 from patrickstar._schedule.trace import Moment, Trace
 
 _log = logging.getLogger(__name__)

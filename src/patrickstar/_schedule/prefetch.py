@@ -3,23 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from patrickstar._schedule.trace import NEVER, Trace
-
-
-class EvictionPolicy(Protocol):
-    """Order in which chunks are evicted."""
-
-    def order(self, candidates: Iterable[int], now: int) -> list[int]:
-        """Return the candidates in the order of eviction."""
-
-
-class ListOrder:
-    """Eviction by chunk index, used during warm-up, before a trace exists."""
-
-    def order(self, candidates: Iterable[int], now: int) -> list[int]:
-        return sorted(candidates)
 
 
 @dataclass(frozen=True)
