@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar._dry_run.op_tracer import TensorMeter
 from patrickstar._engine.engine import Engine
 from patrickstar._kernels.grad_norm import GradStats, block_sums, fold
 from patrickstar._kernels.rounding import canonical_nan_, round_into
@@ -19,19 +18,36 @@ Script = Callable[[Any, Any], Sequence[torch.Tensor]]
 """Training loop that both trainers run: takes a trainer and its optimizer, returns tensors to compare."""
 
 
-class NoMeter(TensorMeter):
+class NoMeter:
     """Meter that reports no non-model data, so that tests of tiny models do not depend on their process."""
 
     source = "nothing"
+    counts_freed = False
+    caching = False
+
+    def calibrate(self, chunk_bytes: int) -> None:
+        """Ignore `chunk_bytes`: there is no baseline."""
+
+    def now(self, chunk_bytes: int) -> int:
+        """Return 0 bytes, whatever `chunk_bytes` are."""
+        return 0
+
+    def peak(self, chunk_bytes: int) -> int:
+        """Return 0 bytes, whatever `chunk_bytes` are."""
+        return 0
+
+    def restart(self) -> None:
+        """Do nothing: there is no peak."""
+
+    def reclaim(self) -> None:
+        """Do nothing: no freed memory is cached."""
+
+    def set_caching(self, allowed: bool) -> None:
+        """Ignore `allowed`: nothing is cached."""
 
 
 class PlainOptimizer(torch.optim.Optimizer):
-    """Optimizer of this package over ordinary tensors: applies its rule to one parameter at a time.
-
-    Args:
-        groups: Param groups.
-        spec: Optimizer with the options and the rule.
-    """
+    """Optimizer of this package over ordinary tensors: applies the rule of `spec` to one parameter at a time."""
 
     def __init__(self, groups: list[dict[str, Any]], spec: Optimizer) -> None:
         self.spec = spec
@@ -59,11 +75,7 @@ class PlainOptimizer(torch.optim.Optimizer):
 
 
 class ReferenceOptimizer:
-    """Optimizer over fp32 master parameters, which are cast back to the compute dtype after each step.
-
-    Args:
-        trainer: Trainer whose parameters are updated.
-    """
+    """Optimizer over fp32 master parameters, which are cast back to the compute dtype after each step."""
 
     def __init__(self, trainer: "ReferenceTrainer") -> None:
         spec = trainer.config.optimizer
@@ -170,9 +182,7 @@ class ReferenceTrainer:
         """Compute gradients and accumulate them in fp32.
 
         Args:
-            loss: Scalar loss.
-            retain_graph: Keep the graph for another backward.
-            update, accumulate: As for `Engine.backward`; they do not change the result here.
+            loss, retain_graph, update, accumulate: As for `Engine.backward`; the last two do not change the result.
         """
         scaled = loss * self.scaler.scale if self.scaler.enabled else loss
         try:

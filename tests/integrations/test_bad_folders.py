@@ -215,7 +215,7 @@ def test_full_disk_leaves_no_files(tmp_path):
     engine.close()
 
 
-@pytest.mark.parametrize("call", ["fsync", "rename", "posix_fallocate", "pwrite"])
+@pytest.mark.parametrize("call", ["fsync", "rename", "posix_fallocate", "pwritev"])
 def test_failure_of_any_call_leaves_no_files(call, tmp_path, monkeypatch):
     engine, optimizer = ps.initialize(tiny.llama(), small_chunks())
     real = getattr(os, call)

@@ -87,7 +87,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
 
     def _state_dict(self) -> dict[str, Any]:
         positions = self._positions()
-        groups = self.packed_groups(positions.__getitem__)
+        groups = self._packed_groups(positions.__getitem__)
         state = {}
         self._core.data.share_optimizer_memory()
         for managed, position in positions.items():
@@ -169,9 +169,9 @@ class ChunkOptimizer(torch.optim.Optimizer):
             )
             for kind in self._kinds:
                 self._core.model_state.write(managed, kind, values[kind])
-        self.update_groups(saved)
+        self._update_groups(saved)
 
-    def packed_groups(self, key_of: Callable[[ManagedParam], Any]) -> list[dict[str, Any]]:
+    def _packed_groups(self, key_of: Callable[[ManagedParam], Any]) -> list[dict[str, Any]]:
         """Return the param groups with `key_of` a parameter in place of it."""
         return [
             {name: value for name, value in group.items() if name != "params"}
@@ -179,7 +179,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
             for group in self.param_groups
         ]
 
-    def update_groups(self, packed_groups: list[dict[str, Any]]) -> None:
+    def _update_groups(self, packed_groups: list[dict[str, Any]]) -> None:
         """Set the options of the param groups to those of `packed_groups`."""
         for group, packed in zip(self.param_groups, packed_groups, strict=True):
             group.update({key: value for key, value in packed.items() if key != "params"})

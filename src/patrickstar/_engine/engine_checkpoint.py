@@ -139,7 +139,7 @@ class EngineCheckpoint:
             frozen=frozen,
             optimizer=_kind_of(core.config.optimizer),
             states=list(core.config.optimizer.states),
-            groups=self.optimizer.packed_groups(lambda managed: managed.name),
+            groups=self.optimizer._packed_groups(lambda managed: managed.name),
             steps={managed.name: managed.steps for managed in core.data.managed_params if managed.steps},
             memory={
                 managed.name: managed.optimizer_extra for managed in core.data.managed_params if managed.optimizer_extra
@@ -246,7 +246,7 @@ class EngineCheckpoint:
                 f"{reader.folder} was written with {common.optimizer}, whose states are {common.states}, but the "
                 f"engine has {own} with {kinds}; nothing was loaded, use the same optimizer"
             )
-        names = [group["params"] for group in self.optimizer.packed_groups(lambda managed: managed.name)]
+        names = [group["params"] for group in self.optimizer._packed_groups(lambda managed: managed.name)]
         if [group["params"] for group in common.groups] != names:
             sizes = [len(group["params"]) for group in common.groups]
             raise CheckpointError(
@@ -297,7 +297,7 @@ class EngineCheckpoint:
                 data.follow_master(managed)
         data.drop_gathered()
         core.scaler.load_state_dict(common.loss_scale)
-        self.optimizer.update_groups(common.groups)
+        self.optimizer._update_groups(common.groups)
         for name, value in common.extra.items():
             core.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
