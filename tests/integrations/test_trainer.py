@@ -186,14 +186,14 @@ def test_second_train_call_continues(tmp_path):
 def test_callbacks_see_model_optimizer_and_scheduler(tmp_path):
     seen = []
 
-    class OpTracer(TrainerCallback):
+    class StepRecorder(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, optimizer, lr_scheduler, **kwargs):
             seen.append((type(model), optimizer, trainer.engine.gradient("transformer.ln_f.bias").norm() > 0))
 
         def on_step_end(self, args, state, control, **kwargs):
             control.should_training_stop = state.global_step == 1
 
-    trainer = Stressed(gpt2(), arguments(tmp_path), train_dataset=texts(), callbacks=[OpTracer()], config=BUDGET)
+    trainer = Stressed(gpt2(), arguments(tmp_path), train_dataset=texts(), callbacks=[StepRecorder()], config=BUDGET)
     trainer.train()
     assert seen == [(GPT2LMHeadModel, trainer.engine.optimizer, True)]
     assert trainer.state.global_step == 1
@@ -227,13 +227,13 @@ def test_smaller_batch_is_tried(tmp_path):
 def test_fp16_overflow_skips_the_step(tmp_path):
     """A step with overflowing gradients changes neither parameters nor the learning rate."""
 
-    class OpTracer(TrainerCallback):
+    class StepRecorder(TrainerCallback):
         def on_step_end(self, args, state, control, lr_scheduler, **kwargs):
             seen.append((lr_scheduler.get_last_lr()[0], trainer.engine.stats.last.overflows))
 
     seen = []
     args = arguments(tmp_path, fp16=True, max_steps=3, gradient_accumulation_steps=1, per_device_train_batch_size=2)
-    trainer = Stressed(gpt2(), args, train_dataset=texts(6), callbacks=[OpTracer()], config=BUDGET)
+    trainer = Stressed(gpt2(), args, train_dataset=texts(6), callbacks=[StepRecorder()], config=BUDGET)
     trainer.engine._core.scaler.scale = 2.0**40
     trainer.train()
     assert seen == [(0.0, 1)] * 3

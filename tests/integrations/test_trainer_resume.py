@@ -122,11 +122,11 @@ def test_contents_of_a_checkpoint(tmp_path):
     one = trainer(tmp_path, save_total_limit=2, load_best_model_at_end=True, eval_steps=1, save_steps=1)
     losses = []
 
-    class OpTracer(TrainerCallback):
+    class StepRecorder(TrainerCallback):
         def on_evaluate(self, args, state, control, metrics, **kwargs):
             losses.append((metrics["eval_loss"], state.global_step, weights(one)))
 
-    one.add_callback(OpTracer())
+    one.add_callback(StepRecorder())
     one.train()
     best, step, state = min(losses, key=lambda each: each[0])
     assert one.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{step}")

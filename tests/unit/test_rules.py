@@ -124,7 +124,7 @@ def double(value):
 
 
 @dataclass(frozen=True)
-class OptimizerStep:
+class UpdateCase:
     """Inputs of one update. `param` is the dtype of the updated parameter."""
 
     rule: Rule
@@ -243,7 +243,7 @@ def hard(rule: Rule, dtype: torch.dtype):
     """Return updates by a rule for a gradient dtype, with their expected bits."""
     random = np.random.default_rng(RULES.index(rule))
     updates = [
-        OptimizerStep.drawn(rule, 1500, random, latest=dtype, param=param, accumulated=accumulated, scales=scales)
+        UpdateCase.drawn(rule, 1500, random, latest=dtype, param=param, accumulated=accumulated, scales=scales)
         for param, (accumulated, scales) in zip(
             [dtype, *ieee.DTYPES, *ieee.DTYPES], product((False, True), SCALES), strict=False
         )
@@ -272,7 +272,7 @@ def test_every_gradient_of_16_bits(dtype, implementation):
     random = np.random.default_rng(1)
     every = ieee.from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
     for rule in (RULES[1], RULES[12], RULES[15]):
-        OptimizerStep.drawn(rule, 1 << 16, random, latest=every, param=dtype, scales=(0.3,)).check(implementation)
+        UpdateCase.drawn(rule, 1 << 16, random, latest=every, param=dtype, scales=(0.3,)).check(implementation)
 
 
 rates = st.sampled_from([0.0, 1e-42, 1e-8, 1.0, 1e30]) | st.floats(0, 10)
@@ -293,7 +293,7 @@ dtypes = st.sampled_from(ieee.DTYPES)
 @given(any_rule, dtypes, dtypes, st.booleans(), st.lists(rates, max_size=2).map(tuple), st.integers(0, 1 << 30))
 def test_any_hyper_parameters(implementation, rule, dtype, param, accumulated, scales, seed):
     random = np.random.default_rng(seed)
-    update = OptimizerStep.drawn(rule, 100, random, latest=dtype, param=param, accumulated=accumulated, scales=scales)
+    update = UpdateCase.drawn(rule, 100, random, latest=dtype, param=param, accumulated=accumulated, scales=scales)
     update.check(implementation)
 
 
@@ -313,7 +313,7 @@ def test_a_nan_is_stored_without_sign_and_payload(rule, dtype, implementation):
     sources.append((torch.ones(6, dtype=dtype), torch.full((6,), -torch.inf)))
     for latest, state in sources:
         states = tuple(state.clone() for _ in rule.kinds)
-        update = OptimizerStep(rule, latest, None, (0.5,), state.clone(), states, dtype)
+        update = UpdateCase(rule, latest, None, (0.5,), state.clone(), states, dtype)
         update.check(implementation)
         for name, bits in zip(("param", "master", *rule.kinds), update.found(implementation), strict=True):
             kind = dtype if name == "param" else torch.float32

@@ -15,6 +15,6 @@ def is_profiling() -> bool:
 
 def profiler_range(work: str, subject: object) -> AbstractContextManager[Any]:
     """Return a context that shows as `patrickstar::work subject` in a running profiler, else one that does nothing."""
-    if not profiler._is_profiler_enabled:
+    if not is_profiling():
         return _NO_RANGE
     return profiler.record_function(f"patrickstar::{work} {subject}")
