@@ -1,7 +1,6 @@
 """Asynchronous save: write a checkpoint while training continues."""
 
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from patrickstar._checkpoint.save_planner import (
     saved_kinds,
 )
 from patrickstar._checkpoint.storage_writer import CheckpointWriter
-from patrickstar._distributed.process_group import World, explain_peer_failure
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.profiler_range import profiler_range
@@ -213,47 +211,3 @@ def _incomplete_error(target: Path, error: BaseException) -> CheckpointError:
     wrapped = CheckpointError(f"{target} could not be written: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
-
-
-class BackgroundSave:
-    """Waits for the save in `data.saving`, if any, and releases its host memory.
-
-    reserved_bytes: host memory reserved for the save.
-    """
-
-    def __init__(self, data: ModelData, world: World | None) -> None:
-        self.data, self.world = data, world
-        self.reserved_bytes = 0
-
-    def wait_or_raise(self) -> None:
-        """Wait for the save in progress, if any. Raises CheckpointError if it failed."""
-        saving = self.data.saving
-        if saving is not None:
-            try:
-                with explain_peer_failure(self.world):
-                    saving.finish()
-            except KeyboardInterrupt:
-                saving.cancel("it was interrupted")
-                raise
-            finally:
-                self.data.saving = None
-                self.data.manager.host_tier.release_reservation(self.reserved_bytes)
-
-    def poll(self) -> None:
-        """Finish a save that has ended; a failure is a warning, and training continues."""
-        saving = self.data.saving
-        if saving is not None and saving.done:
-            self.wait()
-
-    def wait(self) -> bool:
-        """Wait for the save in progress; warn if it failed. Return False if it failed."""
-        try:
-            self.wait_or_raise()
-        except CheckpointError as error:
-            warnings.warn(f"no checkpoint was written, training continues: {error}", stacklevel=3)
-            return False
-        return True
-
-    def copy_all(self) -> None:
-        if (saving := self.data.saving) is not None:
-            saving.copy_all()

@@ -7,7 +7,6 @@ from typing import Any
 
 from patrickstar._checkpoint.atomic_dir import delete, free_name, list_checkpoints
 from patrickstar._engine.engine import Engine
-from patrickstar._engine.engine_checkpoint import EMPTY_STATE
 from patrickstar.errors import ConfigError
 
 
@@ -36,7 +35,7 @@ class Checkpoints:
         """Return the folder of the newest checkpoint, None if there is none."""
         return next(reversed(self.all()), None)
 
-    def save(self, engine: Engine, step: int, state: Mapping[str, Any] = EMPTY_STATE, *, wait: bool = True) -> bool:
+    def save(self, engine: Engine, step: int, state: Mapping[str, Any] | None = None, *, wait: bool = True) -> bool:
         """Write the checkpoint of a step; see `Engine.save`. Every process must call it.
 
         Args:
@@ -51,9 +50,11 @@ class Checkpoints:
         """
         engine.finish_saving()  # an unfinished checkpoint has not taken its name yet
         deletes = engine.world is None or engine.world.rank == 0
-        return engine._save_or_warn(free_name(self.directory, step), state, self._delete_old if deletes else None, wait)
+        return engine._save_or_warn(
+            free_name(self.directory, step), state or {}, self._delete_old if deletes else None, wait
+        )
 
-    def load(self, engine: Engine, state: Mapping[str, Any] = EMPTY_STATE) -> dict[str, Any] | None:
+    def load(self, engine: Engine, state: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """Load the newest checkpoint; see `Engine.load`. Every process must call it.
 
         Args:

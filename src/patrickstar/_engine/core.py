@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from patrickstar._autograd.activation_offload import ActivationOffload
 from patrickstar._autograd.interceptor import Interceptor, managing
 from patrickstar._autograd.module_hooks import ModuleHooks
-from patrickstar._checkpoint.async_save import BackgroundSave
+from patrickstar._checkpoint.background_save import BackgroundSave
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.distributed_init import broadcast_buffers, create_sharded_data, negotiate_layout
 from patrickstar._engine.param_init import (
@@ -178,6 +178,22 @@ class EngineCore:
         with self.close_on_data_loss():
             self.data.synchronize_to_drop()
             self.gradients.drop()
+
+    def close(self, keep: bool) -> None:
+        """Free all chunks; see `Engine.close`."""
+        if self.release.alive:
+            self.background_save.wait()
+        self.model_state.keep_values = keep
+        if self.release.alive and self.world is not None and keep:
+            with self.close_on_data_loss():
+                self.complete()
+                self.data.synchronize_processes(Request.CLOSE)
+                self.gradients.drop()
+                self.model_state.synchronized = True
+        lost = self.release()
+        if lost and keep and (failed := self.manager.io_dispatch.failed) is not None:
+            failed.add_note(f"{len(lost)} parameters could not be read back and are NaN: {', '.join(lost)}.")
+            raise failed
 
     def complete(self) -> None:
         """Wait for all deferred updates."""

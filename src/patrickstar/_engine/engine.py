@@ -2,19 +2,17 @@
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from patrickstar._checkpoint.hf_export import HFExport
 from patrickstar._distributed.process_group import World
-from patrickstar._dry_run.report import DryRunReport
-from patrickstar._dry_run.simulation import dry_run_engine, forward_backward_step
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
-from patrickstar._engine.engine_checkpoint import EMPTY_STATE, EngineCheckpoint
 from patrickstar._engine.param_init import WeightSource
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._params.precision import cast_inputs
@@ -22,6 +20,11 @@ from patrickstar._schedule.coordination import Request
 from patrickstar._step.stats import Stats
 from patrickstar.config import Config
 from patrickstar.errors import ConfigError, ModelError, TrainingError
+
+if TYPE_CHECKING:
+    # Imported on first use: torch.distributed.checkpoint and the dry run would add 0.8 s to `import patrickstar`.
+    from patrickstar._dry_run.report import DryRunReport
+    from patrickstar._engine.engine_checkpoint import EngineCheckpoint
 
 
 class Engine:
@@ -43,7 +46,12 @@ class Engine:
     ) -> None:
         self._core = EngineCore(model, config, weights, world=world, **overrides)
         self.optimizer = ChunkOptimizer(self._core)
-        self._checkpoint = EngineCheckpoint(self._core, self.optimizer)
+
+    @cached_property
+    def _checkpoint(self) -> "EngineCheckpoint":
+        from patrickstar._engine.engine_checkpoint import EngineCheckpoint
+
+        return EngineCheckpoint(self._core, self.optimizer)
 
     @property
     def config(self) -> Config:
@@ -232,7 +240,7 @@ class Engine:
             total: float = sum(gathered[:, 0].tolist())
             return total / self.world.size
 
-    def plan(self, *args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> DryRunReport:
+    def plan(self, *args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> "DryRunReport":
         """Predict the cost of a training step by a dry run. Nothing is computed; measuring the machine takes seconds.
 
         Args:
@@ -246,6 +254,8 @@ class Engine:
             BudgetError: Such a step would not fit.
             ConfigError: Several processes share the model.
         """
+        from patrickstar._dry_run.simulation import dry_run_engine, forward_backward_step
+
         if self.world is not None:
             raise ConfigError("engine.plan simulates a single process; for several use patrickstar plan --gpus")
         return dry_run_engine(self, forward_backward_step(loss or _loss_of, args, kwargs))
@@ -259,19 +269,7 @@ class Engine:
         Raises:
             DiskError, MoveError: A disk or transfer failed and parameters are lost. All memory has been freed.
         """
-        if self._core.release.alive:
-            self._core.background_save.wait()
-        self._core.model_state.keep_values = keep
-        if self._core.release.alive and self.world is not None and keep:
-            with self._core.close_on_data_loss():
-                self._core.complete()
-                self._core.data.synchronize_processes(Request.CLOSE)
-                self._core.gradients.drop()
-                self._core.model_state.synchronized = True
-        lost = self._core.release()
-        if lost and keep and (failed := self._core.manager.io_dispatch.failed) is not None:
-            failed.add_note(f"{len(lost)} parameters could not be read back and are NaN: {', '.join(lost)}.")
-            raise failed
+        self._core.close(keep)
 
     # State
 
@@ -342,7 +340,7 @@ class Engine:
             raise failed
 
     def save(
-        self, path: str | Path, state: Mapping[str, Any] = EMPTY_STATE, *, wait: bool = True, frozen: bool = True
+        self, path: str | Path, state: Mapping[str, Any] | None = None, *, wait: bool = True, frozen: bool = True
     ) -> None:
         """Write a checkpoint from which training resumes with identical bits. Every process must call it.
 
@@ -361,7 +359,7 @@ class Engine:
         """
         self._core.check_open()
         with self._core.internal_computation():
-            self._checkpoint.start_save(Path(path), state, frozen=frozen)
+            self._checkpoint.start_save(Path(path), state or {}, frozen=frozen)
             if wait:
                 self._core.background_save.wait_or_raise()
 
@@ -378,7 +376,7 @@ class Engine:
             self._checkpoint.start_save(path, state, done)
             return self._core.background_save.wait() if wait else True
 
-    def load(self, path: str | Path, state: Mapping[str, Any] = EMPTY_STATE) -> dict[str, Any]:
+    def load(self, path: str | Path, state: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Load a checkpoint, written with any number of processes, budgets and precision. Every process must call it.
 
         Args:
@@ -393,7 +391,7 @@ class Engine:
         """
         self._core.check_open()
         with self._core.internal_computation():
-            return self._checkpoint.load(Path(path), state)
+            return self._checkpoint.load(Path(path), state or {})
 
 
 def _loss_of(out: Any) -> Any:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,8 +41,6 @@ from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.coordination import Request
 from patrickstar.errors import CheckpointError, PatrickStarError, TrainingError
 from patrickstar.optim import Optimizer, TorchOptimizer
-
-EMPTY_STATE: Mapping[str, Any] = MappingProxyType({})
 
 
 class EngineCheckpoint:

@@ -1,0 +1,51 @@
+"""Handle of the save in progress. Does not import torch.distributed.checkpoint."""
+
+import warnings
+
+from patrickstar._distributed.process_group import World, explain_peer_failure
+from patrickstar._params.model_data import ModelData
+from patrickstar.errors import CheckpointError
+
+
+class BackgroundSave:
+    """Waits for the save in `data.saving`, if any, and releases its host memory.
+
+    reserved_bytes: host memory reserved for the save.
+    """
+
+    def __init__(self, data: ModelData, world: World | None) -> None:
+        self.data, self.world = data, world
+        self.reserved_bytes = 0
+
+    def wait_or_raise(self) -> None:
+        """Wait for the save in progress, if any. Raises CheckpointError if it failed."""
+        saving = self.data.saving
+        if saving is not None:
+            try:
+                with explain_peer_failure(self.world):
+                    saving.finish()
+            except KeyboardInterrupt:
+                saving.cancel("it was interrupted")
+                raise
+            finally:
+                self.data.saving = None
+                self.data.manager.host_tier.release_reservation(self.reserved_bytes)
+
+    def poll(self) -> None:
+        """Finish a save that has ended; a failure is a warning, and training continues."""
+        saving = self.data.saving
+        if saving is not None and saving.done:
+            self.wait()
+
+    def wait(self) -> bool:
+        """Wait for the save in progress; warn if it failed. Return False if it failed."""
+        try:
+            self.wait_or_raise()
+        except CheckpointError as error:
+            warnings.warn(f"no checkpoint was written, training continues: {error}", stacklevel=3)
+            return False
+        return True
+
+    def copy_all(self) -> None:
+        if (saving := self.data.saving) is not None:
+            saving.copy_all()
