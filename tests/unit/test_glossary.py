@@ -150,3 +150,11 @@ def test_public_docstrings_say_what_the_signature_needs(name, value):
 @pytest.mark.parametrize("path", named([*SOURCES, *(ROOT / "tests").rglob("*.py")]))
 def test_no_file_is_longer_than_400_lines(path):
     assert len(path.read_text().splitlines()) <= 400
+
+
+@pytest.mark.parametrize("path", named([*SOURCES, *(ROOT / "tests").rglob("*.py")]))
+def test_only_the_probes_reach_into_an_engine(path):
+    if "src" in path.relative_to(ROOT).parts or path == ROOT / "tests/probes.py":
+        return
+    used = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if getattr(node, "attr", "") == "_core"]
+    assert not used, f"lines {used} use engine._core: read engine.inspect(), or add a probe to tests/probes.py"
