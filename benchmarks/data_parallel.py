@@ -14,10 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,6 +33,8 @@ import patrickstar as ps
 from patrickstar._cli.presets import PRESETS
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.param_init import make_layout, param_specs
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.device_tier import DeviceTier
 from patrickstar.testing import NoMeter
 
 
@@ -71,15 +76,6 @@ class Ours:
             meter = NoMeter()
         self.engine = ps.Engine(partial(build, options.model), config, meter=meter, world=world)
         self.optimizer = self.engine.optimizer
-        self.peak_bytes = 0
-        manager = self.engine._core.manager
-        allocate = manager.device_tier.allocate
-
-        def metered_allocate(chunk: Any) -> None:
-            allocate(chunk)
-            self.peak_bytes = max(self.peak_bytes, manager.device_tier.used + manager.host_tier.used)
-
-        manager.device_tier.allocate = metered_allocate
 
     def step(self, ids: torch.Tensor) -> float:
         loss = self.engine(input_ids=ids, labels=ids).loss
@@ -87,6 +83,23 @@ class Ours:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item()
+
+
+@contextmanager
+def metered(engine: ps.Engine) -> Iterator[list[int]]:
+    """Record the bytes of chunks on device and host: at first, and after each allocation of device memory."""
+
+    def chunk_bytes() -> int:
+        state = engine.inspect()
+        return state.device.chunk_bytes + state.host.chunk_bytes
+
+    def metered_allocate(tier: DeviceTier, chunk: Chunk) -> None:
+        allocate(tier, chunk)
+        held_bytes.append(chunk_bytes())
+
+    held_bytes, allocate = [chunk_bytes()], DeviceTier.allocate
+    with mock.patch.object(DeviceTier, "allocate", metered_allocate):
+        yield held_bytes
 
 
 class Fsdp:
@@ -132,8 +145,8 @@ def worker(options: argparse.Namespace) -> None:
         layout = ours.engine.layout
         for _ in range(3):
             timed(ours, ids)
-        ours.peak_bytes = ours.engine._core.manager.device_tier.used + ours.engine._core.manager.host_tier.used
-        _, wire, _ = timed(ours, ids)
+        with metered(ours.engine) as held_bytes:
+            _, wire, _ = timed(ours, ids)
         last = ours.engine.stats.last
         results[name] = {
             "sent": last.gathered_bytes + last.reduced_bytes,
@@ -142,7 +155,7 @@ def worker(options: argparse.Namespace) -> None:
             "wire": wire / size,
             "rounds": last.rounds,
             "device": last.device_peak_model_bytes,
-            "peak": ours.peak_bytes,
+            "peak": max(held_bytes),
             "own": layout.model_data_bytes,
             "parameters": layout.numel,
             "padding": layout.padding_bytes,

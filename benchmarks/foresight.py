@@ -11,7 +11,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 
 import torch
@@ -23,7 +23,7 @@ from patrickstar import Engine
 from patrickstar._dry_run.simulation import simulate, simulate_on_this_machine
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.machine_spec import Host, Machine
-from patrickstar._schedule.trace import Trace
+from patrickstar._schedule.trace import Moment
 
 STEPS, TIMED = 6, 3
 PEAKS = ("device_peak_model_bytes", "device_peak_non_model_bytes", "host_peak_model_bytes")
@@ -100,7 +100,7 @@ def predict(draw: dict) -> dict:
         "bound_s": report.bound_s,
         "seconds": report.seconds,
         "moved": report.stats.h2d_bytes + report.stats.d2h_bytes,
-        "trace": plain(report.trace),
+        "trace": plain(report.trace.moments),
         **{name: getattr(report.stats, name) for name in PEAKS},
     }
 
@@ -115,7 +115,7 @@ def train(draw: dict) -> dict:
         step(engine)
         seconds.append(time.perf_counter() - start)
         stats.append(engine.stats.last)
-    trace = plain(engine._core.tracer.trace)
+    trace = plain(engine.inspect().trace)
     engine.close(keep=False)
     return {
         "seconds": median(seconds[-TIMED:]),
@@ -125,8 +125,8 @@ def train(draw: dict) -> dict:
     }
 
 
-def plain(trace: Trace) -> list[tuple[list[int], int]]:
-    return [(list(moment.chunks), moment.non_model_bytes) for moment in trace.moments]
+def plain(moments: Iterable[Moment | ps.MomentInfo]) -> list[tuple[list[int], int]]:
+    return [(list(moment.chunks), moment.non_model_bytes) for moment in moments]
 
 
 def compared(predicted: list, actual: list) -> str:

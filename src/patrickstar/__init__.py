@@ -5,6 +5,7 @@ from patrickstar._engine.checkpoint_manager import Checkpoints
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.initialize import initialize
+from patrickstar._engine.inspection import ChunkInfo, DiskUsage, Inspection, MomentInfo, ParameterInfo, TierUsage
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._step.stats import StepStats
 from patrickstar.config import Config, Disk
@@ -16,14 +17,20 @@ __all__ = [
     "Adam",
     "AdamW",
     "Checkpoints",
+    "ChunkInfo",
     "ChunkOptimizer",
     "Config",
     "Disk",
+    "DiskUsage",
     "Engine",
+    "Inspection",
     "Lion",
+    "MomentInfo",
     "Optimizer",
+    "ParameterInfo",
     "Rule",
     "StepStats",
+    "TierUsage",
     "TorchOptimizer",
     "errors",
     "initialize",

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from probes import optimizer_in_backward_of
 from torch import nn
 
 from patrickstar import testing
@@ -79,12 +80,10 @@ def test_the_same_bits_while_operators_run(precision):
     def script(trainer, optimizer):
         waits = []
         if isinstance(trainer, Engine):
-            trainer._core.optimizer_in_backward.in_background = True
-            wait = trainer._core.optimizer_in_backward.wait
-            trainer._core.optimizer_in_backward.wait = lambda: (
-                waits.append(len(trainer._core.optimizer_in_backward._running)),
-                wait(),
-            )
+            in_backward = optimizer_in_backward_of(trainer)
+            in_backward.in_background = True
+            wait = in_backward.wait
+            in_backward.wait = lambda: (waits.append(len(in_backward._running)), wait())
         for step in range(4):
             loss = mean_square(trainer(normal(2, width, seed=step)))
             trainer.backward(loss, update=True)
@@ -100,9 +99,9 @@ def updated_before_the_step(engine):
     for (x,) in normal_batches(2):
         engine.backward(mean_square(engine(x)), update=True)
         engine.optimizer.step()
-    before = {managed.name: managed.steps for managed in engine._core.data.managed_params}
+    before = {param.name: param.steps for param in engine.inspect().parameters}
     engine.backward(mean_square(engine(normal_batches(1)[0][0])), update=True)
-    return {managed.name for managed in engine._core.data.managed_params if managed.steps > before[managed.name]}
+    return {param.name for param in engine.inspect().parameters if param.steps > before[param.name]}
 
 
 def test_chunks_are_updated_before_the_step(precision):
@@ -110,7 +109,7 @@ def test_chunks_are_updated_before_the_step(precision):
     names = set(dict(engine.module.named_parameters()))
     assert updated_before_the_step(engine) == names
     engine.optimizer.step()
-    assert {managed.steps for managed in engine._core.data.managed_params} == {3}
+    assert {param.steps for param in engine.inspect().parameters} == {3}
     engine.close()
 
 
@@ -119,7 +118,7 @@ def test_gradients_that_grow_under_reentrant_checkpointing_are_updated_in_the_st
     x = normal(2, WIDTH).requires_grad_()
     for _ in range(3):
         engine.backward(mean_square(engine(x)), update=True)
-        late = {managed.name for managed in engine._core.data.managed_params if managed.has_gradient}
+        late = {param.name for param in engine.inspect().parameters if param.has_gradient}
         engine.optimizer.step()
     assert late == {"shared.weight", "shared.bias"}
     engine.close()
@@ -242,7 +241,7 @@ def test_another_backward_before_the_step_is_rejected(raw):
     with pytest.raises(TrainingError, match="another backward"):
         second.backward() if raw else engine.backward(second)
     engine.optimizer.step()
-    assert {managed.steps for managed in engine._core.data.managed_params} == {3}
+    assert {param.steps for param in engine.inspect().parameters} == {3}
     engine.close()
 
 
@@ -283,12 +282,12 @@ def test_a_resumed_engine_observes_a_step_first():
 def test_close_waits_for_running_updates():
     width = 1200
     engine = Engine(lambda: nn.Linear(width, width), small_chunks("bf16", chunk_bytes=1 << 23), meter=testing.NoMeter())
-    engine._core.optimizer_in_backward.in_background = True
+    optimizer_in_backward_of(engine).in_background = True
     x = normal(2, width)
     for _ in range(3):
         engine.backward(mean_square(engine(x)), update=True)
         engine.optimizer.step()
     engine.backward(mean_square(engine(x)), update=True)
-    assert not engine._core.optimizer_in_backward._running
+    assert not optimizer_in_backward_of(engine)._running
     engine.close()
     assert all(param.isfinite().all() for param in engine.module.parameters())

@@ -45,7 +45,7 @@ def test_the_engine_continues_with_valid_parameters():
     with pytest.raises(RuntimeError, match="the third one") as caught:
         engine.optimizer.step()
     assert any("chunk 0" in note and "updated in part" in note for note in caught.value.__notes__)
-    assert not any(managed.has_gradient for managed in engine._core.data.managed_params)
+    assert not any(param.has_gradient for param in engine.inspect().parameters)
     engine.optimizer.zero_grad()
     after = engine.state_dict()
     changed = [name for name in before if not torch.equal(before[name], after[name])]
@@ -54,5 +54,5 @@ def test_the_engine_continues_with_valid_parameters():
         assert torch.equal(param.detach().clone(), after[name].bfloat16())
     engine.backward(mean_square(engine(x)))
     engine.optimizer.step()
-    assert {managed.steps for managed in engine._core.data.managed_params} == {1}
+    assert {param.steps for param in engine.inspect().parameters} == {1}
     engine.close()

@@ -193,7 +193,8 @@ def test_bytes_per_parameter(name, precision):
     assert {chunk.schema.bytes_per_param for chunk in layout.chunks} == {expected}
     assert layout.model_data_bytes - layout.padding_bytes == expected * numel
     train(engine, optimizer, steps=1)
-    assert engine._core.manager.device_tier.used + engine._core.manager.host_tier.used == layout.model_data_bytes
+    held = engine.inspect()
+    assert held.device.chunk_bytes + held.host.chunk_bytes == layout.model_data_bytes
     engine.close()
 
 

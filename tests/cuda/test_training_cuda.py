@@ -179,6 +179,6 @@ def test_layers_of_any_size_have_the_bits_of_plain_pytorch(precision):
 @pytest.mark.xfail(2 * ALIGN_NUMEL < 256, strict=True, reason="parameters are aligned to 64 bytes")
 def test_parameters_begin_at_multiples_of_256_bytes():
     engine = make_engine(Uneven, ps.Config(device=str(DEVICE), device_memory="1GiB", chunk_size="64KiB"))
-    for managed in engine._core.data.managed_params:
-        assert managed.location.offset * managed.chunk.dtype.itemsize % 256 == 0, managed.name
+    for param in engine.inspect().parameters:
+        assert param.offset * getattr(torch, param.dtype).itemsize % 256 == 0, param.name
     engine.close()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from laws.models import Shape
+from probes import after_allocations, manager_of, model_data_of
 from torch import nn
 
 import patrickstar as ps
@@ -44,27 +45,26 @@ def counters(stays: bool) -> None:
     assert engine.layout.padding_bytes == 0
     assert engine.layout.chunks[0].compute_bytes == group
     most = 0
-    take = engine._core.manager.device_tier.allocate
 
     def watch(chunk):
         nonlocal most
-        take(chunk)
-        most = max(most, engine._core.manager.device_tier.used + engine._core.manager.host_tier.used)
+        held = engine.inspect()
+        most = max(most, held.device.chunk_bytes + held.host.chunk_bytes)
 
-    engine._core.manager.device_tier.allocate = watch
-    ahead = []
-    come = engine._core.manager.transfers.start_fetch
+    after_allocations(engine, watch)
+    ahead, transfers = [], manager_of(engine).transfers
+    come = transfers.start_fetch
 
     def watch_coming(chunk, urgent):
         ahead.append(not urgent)
         come(chunk, urgent)
 
-    engine._core.manager.transfers.start_fetch = watch_coming
+    transfers.start_fetch = watch_coming
     for _ in range(3):
         ahead.clear()
         loss = engine(torch.randn(4, WIDTH))
         if not stays:
-            engine._core.data.drop_gathered()
+            model_data_of(engine).drop_gathered()
         engine.backward(loss)
         engine.optimizer.step()
         engine.optimizer.zero_grad()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from laws.models import Shape
+from probes import collectives_of
 from torch import nn
 
 import patrickstar as ps
@@ -57,12 +58,11 @@ def killed(where: str, rank: int, size: int, disk: str) -> None:
     config = ps.Config(device="cpu", chunk_size=512, precision="fp32", **options)
     world = World.find(torch.device("cpu"))
     engine = Engine(dying_build, config, meter=testing.NoMeter(), page_bytes=4096, world=world)
-    assert (engine._core.manager.disk_tier is not None) == bool(disk)
+    assert (engine.inspect().disk is not None) == bool(disk)
     optimizer = engine.optimizer
     step(engine, optimizer)
-    comm = engine._core.data.comm
     if me and where in ("gather", "reduce"):
-        setattr(comm.collectives, where, lambda *args: die())
+        setattr(collectives_of(engine), where, lambda *args: die())
     engine.backward(engine(ids(rank)))
     if me and where == "step":
         die()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from probes import loss_scaler_of
 from transformers import BertConfig, BertForSequenceClassification, GPT2LMHeadModel, TrainerCallback
 
 import patrickstar as ps
@@ -234,7 +235,7 @@ def test_fp16_overflow_skips_the_step(tmp_path):
     seen = []
     args = arguments(tmp_path, fp16=True, max_steps=3, gradient_accumulation_steps=1, per_device_train_batch_size=2)
     trainer = Stressed(gpt2(), args, train_dataset=texts(6), callbacks=[StepRecorder()], config=BUDGET)
-    trainer.engine._core.scaler.scale = 2.0**40
+    loss_scaler_of(trainer.engine).scale = 2.0**40
     trainer.train()
     assert seen == [(0.0, 1)] * 3
     close(trainer)
@@ -381,5 +382,5 @@ def test_frozen_model_is_evaluated_without_optimizer_states(tmp_path):
     trainer = Stressed(gpt2().requires_grad_(False), arguments(tmp_path), eval_dataset=texts(5), config=BUDGET)
     plain = transformers.Trainer(gpt2(), arguments(tmp_path), eval_dataset=texts(5))
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
-    assert not any(managed.schema.trained for managed in trainer.engine._core.data.managed_params)
+    assert not any(param.trained for param in trainer.engine.inspect().parameters)
     close(trainer)

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import torch
 from hypothesis import strategies as st
+from probes import manager_of, model_data_of, record_accesses
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -107,17 +108,10 @@ class Waves(testing.NoMeter):
 def smallest_device_bytes(shape: Shape, chunk_size: int | str, precision: str) -> int:
     """Return the bytes of chunks that the largest operator accesses together, measured in one step."""
     engine = Engine(shape.build, config(precision, chunk_size), meter=Waves(0))
-    sizes = [0]
-    access = engine._core.data.access
-
-    def record(managed_params, belongs, **options):
-        sizes.append(sum({managed.chunk.index: managed.chunk.nbytes for managed in managed_params}.values()))
-        access(managed_params, belongs, **options)
-
-    engine._core.data.access = record
+    sizes = record_accesses(engine)
     train(engine, 1)
     engine.close()
-    return max(sizes)
+    return max(sizes, default=0)
 
 
 def train(engine: Engine, steps: int) -> list[float]:
@@ -139,8 +133,8 @@ def check_alignment(engine: Engine) -> set[tuple[str, str]]:
         The lists that were checked, each with the tier of the copy.
     """
     checked = set()
-    chunks = engine._core.manager.chunks
-    for managed in engine._core.data.managed_params:
+    chunks = manager_of(engine).chunks
+    for managed in model_data_of(engine).managed_params:
         for (kind, index), chunk in chunks.items():
             if index != managed.location.chunk or 0 in (managed.numel, managed.location.numel, chunk.numel):
                 continue

@@ -24,7 +24,8 @@ def test_model_data_per_parameter(shape, chunk_size, precision):
     per_frozen = {"bf16": 2, "fp16": 2, "fp32": 4}[precision]
     expected = sum(p.numel() * (per_trained if p.requires_grad else per_frozen) for p in engine.module.parameters())
     assert engine.layout.model_data_bytes - engine.layout.padding_bytes == expected
-    assert engine._core.manager.device_tier.used + engine._core.manager.host_tier.used == engine.layout.model_data_bytes
+    held = engine.inspect()
+    assert held.device.chunk_bytes + held.host.chunk_bytes == engine.layout.model_data_bytes
     engine.close()
 
 
@@ -33,11 +34,8 @@ def test_model_data_per_parameter(shape, chunk_size, precision):
 def test_peaks_when_everything_fits(shape, chunk_size, precision):
     """Warm-up: `param16` on the device, optimizer lists on the host. Then all on the device, without duplicates."""
     engine = Engine(shape.build, config(precision, chunk_size, device_memory=PLENTY), meter=NoMeter())
-    layout = engine.layout
-    assert (engine._core.manager.device_tier.used, engine._core.manager.host_tier.used) == (
-        layout.param16_bytes,
-        layout.optimizer_bytes,
-    )
+    layout, held = engine.layout, engine.inspect()
+    assert (held.device.chunk_bytes, held.host.chunk_bytes) == (layout.param16_bytes, layout.optimizer_bytes)
     train(engine, 3)
     assert engine.stats.last.device_peak_model_bytes == layout.model_data_bytes
     assert engine.stats.last.host_peak_model_bytes == 0
@@ -59,8 +57,9 @@ def test_host_memory_of_chunks_that_move_to_the_device_is_released():
         engine.backward(engine(torch.randn(2, width)).float().square().mean())
         engine.optimizer.step()
     assert engine.stats.last.device_peak_model_bytes == engine.layout.model_data_bytes, "not all came to the device"
-    pages = mmap.PAGESIZE * 2 * len(engine._core.manager.chunks)
-    assert engine._core.manager.resident_bytes <= engine.layout.model_data_bytes + pages
+    held = engine.inspect()
+    pages = mmap.PAGESIZE * 2 * len(held.chunks)
+    assert held.device.resident_bytes + held.host.resident_bytes <= engine.layout.model_data_bytes + pages
     engine.close()
 
 
@@ -71,6 +70,6 @@ def test_accumulation_costs_one_gradient_list(accumulation):
     for _ in range(accumulation):
         engine.backward(engine(torch.zeros(2, 3, dtype=torch.long)))
     numel = sum(chunk.numel for chunk in engine.layout.chunks)
-    lists = {chunk.index: chunk.nbytes for (kind, _), chunk in engine._core.manager.chunks.items() if kind == GRAD32}
-    assert sum(lists.values()) == (4 * numel if accumulation > 1 else 0)
+    grad_bytes = sum(chunk.nbytes for chunk in engine.inspect().chunks if chunk.kind == GRAD32)
+    assert grad_bytes == (4 * numel if accumulation > 1 else 0)
     engine.close()

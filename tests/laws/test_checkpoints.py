@@ -136,7 +136,7 @@ def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(
 
 def needs_disk(engine):
     """Reject examples whose disk is not needed."""
-    if engine.config.disk is not None and engine._core.manager.disk_tier is None:
+    if engine.config.disk is not None and engine.inspect().disk is None:
         engine.close()
         reject()
 

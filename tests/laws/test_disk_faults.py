@@ -1,6 +1,5 @@
 """Law 6 with a disk: a failing disk raises one clear error, leaves nothing behind, and no computation continues."""
 
-import ctypes
 import gc
 import os
 import random
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from probes import kill_workers, manager_of, swap_file_descriptor
 
 import patrickstar as ps
 from patrickstar import testing
@@ -29,9 +29,6 @@ from .tiers import (
     worker_threads,
 )
 
-KILL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object, ctypes.py_object)(
-    ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
-)
 CHUNK = r"(?:param16|param32|exp_avg|exp_avg_sq|grad32)\[\d+\]"
 STEPS = 4
 
@@ -80,15 +77,13 @@ def run(engine, losses, before_step=lambda number: None):
 
 def open_again(engine, flags):
     """Replace the descriptor by the same file, opened with other flags."""
-    other = os.open(f"/proc/self/fd/{engine._core.manager.disk_tier.file._fd}", flags | os.O_DIRECT)
-    os.dup2(other, engine._core.manager.disk_tier.file._fd)
-    os.close(other)
+    replace_file(engine, f"/proc/self/fd/{swap_file_descriptor(engine)}", flags | os.O_DIRECT)
 
 
-def replace_file(engine, path):
+def replace_file(engine, path, flags=os.O_RDWR):
     """Replace the descriptor by another file."""
-    other = os.open(path, os.O_RDWR)
-    os.dup2(other, engine._core.manager.disk_tier.file._fd)
+    other = os.open(path, flags)
+    os.dup2(other, swap_file_descriptor(engine))
     os.close(other)
 
 
@@ -110,37 +105,31 @@ def fill_up(engine):
 
 
 def cut(engine):
-    os.ftruncate(engine._core.manager.disk_tier.file._fd, 4096)
+    os.ftruncate(swap_file_descriptor(engine), 4096)
 
 
 def cut_off(engine):
-    os.ftruncate(engine._core.manager.disk_tier.file._fd, engine._core.manager.disk_tier.file.used_bytes * 3 // 4 - 500)
+    os.ftruncate(swap_file_descriptor(engine), engine.inspect().disk.used_bytes * 3 // 4 - 500)
 
 
 def damage(engine):
     """Overwrite a byte of every page."""
-    other = os.open(f"/proc/self/fd/{engine._core.manager.disk_tier.file._fd}", os.O_RDWR)
-    for offset in range(0, engine._core.manager.disk_tier.file.used_bytes, 4096):
+    other = os.open(f"/proc/self/fd/{swap_file_descriptor(engine)}", os.O_RDWR)
+    for offset in range(0, engine.inspect().disk.used_bytes, 4096):
         os.pwrite(other, bytes([random.Random(offset).randrange(256)]), offset + 17)
     os.close(other)
 
 
-def kill(pool):
-    for thread in pool._queue.threads:
-        assert KILL(thread.ident, SystemExit, None) == 1
-
-
 def kill_readers(engine):
-    kill(engine._core.manager.disk_tier.readers)
+    kill_workers(engine, "readers")
 
 
 def kill_writers(engine):
-    kill(engine._core.manager.disk_tier.writers)
+    kill_workers(engine, "writers")
 
 
 def kill_one(engine):
-    thread = engine._core.manager.disk_tier.readers._queue.threads[0]
-    KILL(thread.ident, SystemExit, None)
+    kill_workers(engine, "readers", count=1)
 
 
 FAULTS = {
@@ -157,7 +146,7 @@ FAULTS = {
 def check_message(error, engine, operation, reason):
     """Check that the message names chunk, file and operation, and that one note says that the engine is closed."""
     text = str(error)
-    path = re.escape(str(engine._core.manager.disk_tier.file.path))
+    path = re.escape(str(engine.inspect().disk.path))
     assert re.search(rf"can't ({operation}) \d+ bytes of {CHUNK} at offset \d+ of .*{path}: ", text), text
     assert re.search(reason, text), text
     check_note(error)
@@ -176,7 +165,8 @@ def check_nothing_is_left(engine, folder, before):
     assert worker_threads() == []
     assert not list(folder.iterdir())
     assert open_files() == before
-    assert not engine._core.manager.chunks and engine._core.manager.device_tier.used == 0
+    left = engine.inspect()
+    assert not left.chunks and left.device.chunk_bytes == 0
 
 
 def check_parameters(engine, error, states):
@@ -271,19 +261,19 @@ def test_a_corrupt_page_loses_only_the_parameters_on_it(config, reference):
     torch.manual_seed(0)
     engine = small_engine(blocks, config)
     run(engine, [])
-    chunk = engine._core.manager["param32", 3]
+    chunk = manager_of(engine)["param32", 3]
     assert chunk.disk_valid and not chunk.in_memory
-    other = os.open(f"/proc/self/fd/{engine._core.manager.disk_tier.file._fd}", os.O_RDWR)
+    other = os.open(f"/proc/self/fd/{swap_file_descriptor(engine)}", os.O_RDWR)
     os.pwrite(other, b"\x55" * 64, chunk.disk_offset + 4096)
     os.close(other)
     on_page = [
-        managed
-        for managed in engine._core.data.by_chunk[3]
-        if 1 in pages_of(managed.location.offset, managed.location.numel, 1024)
+        param.name
+        for param in engine.inspect().parameters
+        if param.chunk == 3 and 1 in pages_of(param.offset, param.numel, 1024)
     ]
     with pytest.raises(DiskError, match=r"can't read 4096 bytes of param32\[3\].*damaged") as raised:
         engine.state_dict()
-    assert check_parameters(engine, raised.value, reference[1][-1:]) == [managed.name for managed in on_page]
+    assert check_parameters(engine, raised.value, reference[1][-1:]) == on_page
 
 
 def test_an_optimizer_of_an_engine_that_was_closed_by_a_fault(engine):
@@ -335,7 +325,7 @@ def test_a_disk_that_refuses_writes_beyond_an_offset(config, tmp_path):
     torch.manual_seed(0)
     engine, seen = small_engine(blocks, config), []
     run(engine, seen)
-    with files_no_larger_than(engine._core.manager.disk_tier.file.used_bytes // 2), pytest.raises(DiskError) as raised:
+    with files_no_larger_than(engine.inspect().disk.used_bytes // 2), pytest.raises(DiskError) as raised:
         run(engine, [])
     check_message(raised.value, engine, "write", r"File too large.*free space there")
     check_nothing_is_left(engine, tmp_path, before)
@@ -381,13 +371,11 @@ def test_no_room_for_accumulated_gradients(config, tmp_path, how):
     used = 0
     if how == "capacity":
         unlimited = small_engine(blocks, config)
-        used = unlimited._core.manager.disk_tier.file.nbytes
+        used = unlimited.inspect().disk.nbytes
         unlimited.close()
         config = config.model_copy(update={"disk": ps.Disk(directory=tmp_path, capacity=used)})
     engine = small_engine(blocks, config)
-    limit = files_no_larger_than(
-        engine._core.manager.disk_tier.file.nbytes if how == "system" else resource.RLIM_INFINITY
-    )
+    limit = files_no_larger_than(engine.inspect().disk.nbytes if how == "system" else resource.RLIM_INFINITY)
     kind = BudgetError if how == "capacity" else DiskError
     with limit, pytest.raises(kind, match=r"grad32\[\d+\]") as raised:
         for batch in inputs(2):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from probes import complete_updates
 
 from patrickstar import testing
 from patrickstar._dry_run.simulation import simulate
@@ -16,7 +17,7 @@ from patrickstar._perf_model.workload import Workload
 
 from . import models
 from .models import batches, config, shapes, smallest_device_bytes
-from .test_three_tiers_traffic import bytes_of
+from .test_three_tiers_traffic import speculative_bytes, transferred
 from .tiers import WIDTH, on_disk, options, rooms
 
 LAPTOP = Machine(
@@ -33,11 +34,11 @@ def compare(build, options, **hooks):
     hooks["meter"] = testing.NoMeter()
     with contextlib.closing(Engine(build, options, **hooks)) as engine:
         expected = steps(engine, 3)
-        trace, last = engine._core.tracer.trace, engine.stats.last
+        trace, last = engine.inspect().trace, engine.stats.last
     actual = []
     report = simulate(Engine, build, options, lambda other: actual.extend(steps(other, 1)), LAPTOP, steps=3, **hooks)
     assert actual == expected
-    assert [moment.chunks for moment in report.trace.moments] == [moment.chunks for moment in trace.moments]
+    assert [moment.chunks for moment in report.trace.moments] == [moment.chunks for moment in trace]
     for name in PEAKS:
         assert getattr(report.stats, name) == getattr(last, name), name
 
@@ -46,24 +47,13 @@ def steps(engine, count):
     """Return the bytes that each step transfers, including its update and without reads for the next step."""
     transfers = []
     for batch in batches(count):
-        before, ahead = engine._core.manager.counters.copy(), read_ahead_bytes(engine)
+        before, ahead = engine.inspect(), speculative_bytes(engine)
         engine.backward(engine(*batch))
         engine.optimizer.step()
-        engine._core.complete()
-        moved = engine._core.manager.counters.since(before)
-        read = moved.disk_read_bytes + ahead - read_ahead_bytes(engine)
-        transfers.append((moved.h2d_bytes, moved.d2h_bytes, read, moved.disk_write_bytes))
+        complete_updates(engine)
+        h2d, d2h, read, written = transferred(before, engine.inspect())
+        transfers.append((h2d, d2h, read + ahead - speculative_bytes(engine), written))
     return transfers
-
-
-def read_ahead_bytes(engine):
-    """Return the bytes in staging buffers that belong to no update yet."""
-    pool = (
-        engine._core.optimizer_step.disk_step.staging_pool
-        if engine._core.optimizer_step.disk_step is not None
-        else None
-    )
-    return sum(bytes_of(engine, buffer) for buffer in pool.live if buffer.owner is None) if pool is not None else 0
 
 
 @settings(max_examples=10, deadline=None, print_blob=True)

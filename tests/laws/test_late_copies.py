@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from late_copies import LateHardware, LateKernels, LateTransfer
+from probes import record_accesses
 
 import patrickstar as ps
 from patrickstar import testing
@@ -70,16 +71,10 @@ def random_loop(choice: random.Random, precision: str) -> testing.Script:
 def least_device_bytes(shape: Shape, options: ps.Config, script: testing.Script) -> int:
     """Return the bytes of chunks that the largest operator of a loop accesses together, measured in one run."""
     engine = Engine(shape.build, options, meter=testing.NoMeter())
-    sizes, access = [0], engine._core.data.access
-
-    def record(managed_params, belongs, **options):
-        sizes.append(sum({managed.chunk.index: managed.chunk.nbytes for managed in managed_params}.values()))
-        access(managed_params, belongs, **options)
-
-    engine._core.data.access = record
+    sizes = record_accesses(engine)
     script(engine, engine.optimizer)
     engine.close()
-    return max(sizes)
+    return max(sizes, default=0)
 
 
 def run_schedule(seed: int, directory, failures: float = 0.0) -> LateHardware | None:

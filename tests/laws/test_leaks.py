@@ -5,12 +5,12 @@ import weakref
 
 import pytest
 import torch
+from probes import manager_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from patrickstar._engine.engine import Engine
 from patrickstar._params.tensor_subclass import ChunkParameter
-from patrickstar._schedule.tensor_state import TensorState
 from patrickstar.errors import TrainingError
 from patrickstar.testing import NoMeter
 
@@ -25,9 +25,10 @@ def make(**options) -> Engine:
 
 
 def assert_at_rest(engine: Engine) -> None:
-    assert all(chunk.pins == 0 for chunk in engine._core.manager.chunks.values())
-    assert all(managed.uses == 0 and managed.state is TensorState.HOLD for managed in engine._core.data.managed_params)
-    assert engine._core.interceptor.window is None
+    state = engine.inspect()
+    assert all(chunk.pins == 0 for chunk in state.chunks)
+    assert all(param.uses == 0 and param.state == "HOLD" for param in state.parameters)
+    assert not state.window_open
 
 
 @pytest.mark.parametrize("evict_everything", [False, True])
@@ -43,24 +44,11 @@ def test_memory_does_not_grow_with_steps():
     engine = make(evict_everything=True)
     train(engine, 3)
     tensors = count_tensors()
-    used = memory(engine)
+    used = engine.inspect().device, engine.inspect().host
     train(engine, 5)
     assert count_tensors() == tensors
-    assert memory(engine) == used
+    assert (engine.inspect().device, engine.inspect().host) == used
     engine.close()
-
-
-def memory(engine: Engine) -> tuple[int, ...]:
-    """Return the memory that chunks use, and the memory reserved for them."""
-    manager = engine._core.manager
-    mapped = 0 if manager.device_tier.page_pool is None else manager.device_tier.page_pool.mapped_bytes
-    return (
-        manager.device_tier.used,
-        manager.host_tier.used,
-        manager.host_tier.other_bytes,
-        mapped,
-        manager.host_tier.touched_bytes,
-    )
 
 
 def count_tensors() -> int:
@@ -88,7 +76,7 @@ def test_close_leaves_a_plain_model_without_hooks():
 def test_a_closed_engine_and_its_chunks_are_collected():
     engine = make()
     train(engine, 2)
-    chunks = [weakref.ref(chunk) for chunk in engine._core.manager.chunks.values()]
+    chunks = [weakref.ref(chunk) for chunk in manager_of(engine).chunks.values()]
     engine.close()
     reference = weakref.ref(engine)
     del engine

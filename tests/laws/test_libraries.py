@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from probes import after_allocations
 from torch import nn
 
 import patrickstar as ps
@@ -49,11 +50,7 @@ def engine(**options) -> Engine:
 
 def train(made: Engine) -> None:
     used = []
-    allocate = made._core.manager.device_tier.allocate
-    made._core.manager.device_tier.allocate = lambda chunk: (
-        allocate(chunk),
-        used.append(made._core.manager.device_tier.used),
-    )
+    after_allocations(made, lambda chunk: used.append(made.inspect().device.chunk_bytes))
     for step in range(3):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
         made.backward(made(x).float().pow(2).mean())

@@ -3,6 +3,7 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from probes import manager_of
 
 from patrickstar._engine.engine import Engine
 from patrickstar.testing import NoMeter
@@ -24,7 +25,7 @@ def test_one_owner_and_duplicates_that_agree(shape, chunk_size, spare_bytes, see
         drop_duplicates(dropping, seed + step)
         torch.manual_seed(step)
         assert train(dropping, 1) == losses
-        for chunk in engine._core.manager.chunks.values():
+        for chunk in manager_of(engine).chunks.values():
             assert chunk.in_memory and not chunk.disk_valid
             if chunk.device_valid and chunk.host_valid:
                 assert torch.equal(chunk.on_device(chunk.whole), chunk.on_host(chunk.whole))
@@ -35,7 +36,7 @@ def test_one_owner_and_duplicates_that_agree(shape, chunk_size, spare_bytes, see
 def drop_duplicates(engine: Engine, seed: int) -> None:
     """Drop the host copy of random chunks that have two valid copies."""
     generator = torch.Generator().manual_seed(seed)
-    manager = engine._core.manager
+    manager = manager_of(engine)
     for chunk in manager.chunks.values():
         if chunk.device_valid and chunk.host_valid and torch.rand((), generator=generator) < 0.5:
             manager.host_tier.free(chunk)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
+from probes import after_operators, manager_of
 from torch import nn
 
 import patrickstar as ps
@@ -233,7 +234,7 @@ def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, 
         config = config.model_copy(update={"disk": ps.Disk(directory=folder, capacity=capacity)})
         engine = small_engine(shape.build, config, meter=Waves(wave_bytes), evict_everything=room.evict_everything)
         try:
-            assume(engine._core.manager.disk_tier is not None)
+            assume(engine.inspect().disk is not None)
             train(engine, engine.optimizer, 4, **loop)
             assert_at_rest(engine)
             assert engine.stats.total.device_peak_model_bytes <= config.device_memory
@@ -262,7 +263,7 @@ def test_a_disk_that_is_too_small_is_refused_in_bytes(tmp_path):
     assert raised.value.short_bytes == named - 65536
     enough = with_budgets(config, config.device_memory, config.host_memory, ps.Disk(directory=tmp_path, capacity=named))
     engine = small_engine(blocks, enough)
-    assert engine._core.manager.disk_tier.file.nbytes <= named
+    assert engine.inspect().disk.nbytes <= named
     engine.close()
     assert not worker_threads() and not list(tmp_path.iterdir())
 
@@ -275,21 +276,15 @@ def test_a_disk_that_is_too_small_is_refused_in_bytes(tmp_path):
 def test_every_chunk_has_a_valid_copy_and_duplicates_agree_after_every_operator(folder, shape, chunk_size, room):
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
     with contextlib.closing(small_engine(shape.build, config, evict_everything=room.evict_everything)) as engine:
-        assume(engine._core.manager.disk_tier is not None)
-        op_boundary = engine._core.data.op_boundary
+        assume(engine.inspect().disk is not None)
+        chunks = manager_of(engine).chunks
 
-        def check(belongs):
-            op_boundary(belongs)
-            idle = [
-                chunk
-                for chunk in engine._core.manager.chunks.values()
-                if not (chunk.fetch_transfer or chunk.eviction_transfer)
-            ]
+        def check():
+            idle = [chunk for chunk in chunks.values() if not (chunk.fetch_transfer or chunk.eviction_transfer)]
             assert_one_owner(chunk for chunk in idle if not chunk.pins)
 
-        engine._core.data.op_boundary = check
-        train(engine, engine.optimizer, 4)
-        del engine._core.data.op_boundary
+        with after_operators(engine, check):
+            train(engine, engine.optimizer, 4)
 
 
 def test_two_engines_can_share_a_directory(tmp_path):
@@ -306,7 +301,7 @@ def test_two_engines_can_share_a_directory(tmp_path):
                 own_losses.append(loss.item())
             for engine in engines:
                 engine.optimizer.step()
-        assert len({engine._core.manager.disk_tier.file.path for engine in engines}) == len(engines)
+        assert len({engine.inspect().disk.path for engine in engines}) == len(engines)
         for engine in engines:
             engine.close()
         return losses[0], engines[0].module.state_dict()
@@ -333,7 +328,7 @@ def test_an_engine_finishes_deferred_updates_when_it_is_closed_or_collected(tmp_
     torch.manual_seed(0)
     engine = small_engine(blocks, config)
     run(engine)
-    assert any(managed.update_pending for managed in engine._core.data.managed_params) and worker_threads()
+    assert any(param.update_pending for param in engine.inspect().parameters) and worker_threads()
     module = engine.module
     if closed:
         engine.close()

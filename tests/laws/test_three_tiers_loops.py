@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from probes import loss_scaler_of
 from torch import nn
 
 import patrickstar as ps
@@ -301,7 +302,7 @@ def test_param_groups(exact, optimizer):
 
 def test_overflow_in_fp16(exact):
     def script(trainer, optimizer):
-        scaler = trainer._core.scaler if isinstance(trainer, Engine) else trainer.scaler
+        scaler = loss_scaler_of(trainer) if isinstance(trainer, Engine) else trainer.scaler
         results = usual(trainer, optimizer, 1)
         scaler.scale = 2.0**40
         results += usual(trainer, optimizer, 2)

@@ -9,6 +9,7 @@ import typing
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from probes import complete_updates, disk_step_of, manager_of
 
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.disk_tier import DiskTier
@@ -61,7 +62,7 @@ def steps(engine, count):
 
     Speculative reads that were dropped do not count for any step.
     """
-    transfers, dropped, pool = [], [0], engine._core.optimizer_step.disk_step.staging_pool
+    transfers, dropped, pool = [], [0], disk_step_of(engine).staging_pool
     drop = type(pool).drop
 
     def record(pages):
@@ -70,30 +71,33 @@ def steps(engine, count):
 
     pool.drop = record
     for batch in batches(count):
-        before, speculative = engine._core.manager.counters.copy(), speculative_bytes(engine) + dropped[0]
+        before, speculative = engine.inspect(), speculative_bytes(engine) + dropped[0]
         loss = engine(*batch)
         engine.backward(loss)
         engine.optimizer.step()
-        engine._core.complete()
-        moved = engine._core.manager.counters.since(before)
-        read = moved.disk_read_bytes + speculative - speculative_bytes(engine) - dropped[0]
-        transfers.append((moved.h2d_bytes, moved.d2h_bytes, read, moved.disk_write_bytes))
+        complete_updates(engine)
+        h2d, d2h, read, written = transferred(before, engine.inspect())
+        transfers.append((h2d, d2h, read + speculative - speculative_bytes(engine) - dropped[0], written))
     del pool.drop
     return transfers, dropped[0]
 
 
+def transferred(before, after):
+    """Return the bytes moved between two inspections: to the device, to the host, read from disk, written to disk."""
+    names = ("h2d_bytes", "d2h_bytes", "disk_read_bytes", "disk_write_bytes")
+    return tuple(getattr(after, name) - getattr(before, name) for name in names)
+
+
 def speculative_bytes(engine):
-    """Return the bytes that were read speculatively."""
-    return sum(
-        bytes_of(engine, pages)
-        for pages in engine._core.optimizer_step.disk_step.staging_pool.live
-        if pages.owner is None
-    )
+    """Return the bytes in staging buffers that were read speculatively: they belong to no update yet."""
+    disk_step = disk_step_of(engine)
+    live = () if disk_step is None else disk_step.staging_pool.live
+    return sum(bytes_of(engine, pages) for pages in live if pages.owner is None)
 
 
 def bytes_of(engine, pages):
     """Return the bytes of a page set that were ever written to the disk."""
-    disk, sizes = engine._core.manager.disk_tier, [(chunk, chunk.dtype.itemsize) for chunk in pages.lists]
+    disk, sizes = manager_of(engine).disk_tier, [(chunk, chunk.dtype.itemsize) for chunk in pages.lists]
     return sum(disk.written_bytes(chunk, pages.first * size, pages.numel * size) for chunk, size in sizes)
 
 
@@ -120,7 +124,7 @@ def check_speeds(folder, shape, chunk_size, room):
             patch.setattr(Slow, "seed", seed)
             hooks = {"evict_everything": room.evict_everything}
             with contextlib.closing(small_engine(shape.build, config, **hooks)) as engine:
-                assume(engine._core.manager.disk_tier is not None)
+                assume(engine.inspect().disk is not None)
                 transfers.append(steps(engine, 6)[0])
                 assert_at_rest(engine)
     assert transfers[1:] == transfers[:1] * 2
@@ -156,7 +160,7 @@ def test_optimizer_states_follow_home_tiers_and_clean_parameters_are_not_written
         patch.setattr("patrickstar._memory.hardware.DiskTier", RecordingDisk)
         engine = small_engine(shape.build, config, evict_everything=room.evict_everything)
         stack.callback(engine.close)
-        assume(engine._core.manager.disk_tier is not None)
+        assume(engine.inspect().disk is not None)
         steps(engine, 5)
         RecordingDisk.moved.clear()
         RecordingDisk.clean.clear()

@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from probes import after_allocations, manager_of, tracer_of
 
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
@@ -44,7 +45,7 @@ def test_unmodified_chunks_are_not_written_back(shape, spare_bytes):
         budget = smallest_device_bytes(shape, 256, "bf16") + spare_bytes
         engine = Engine(shape.build, config("bf16", 256, device_memory=budget), meter=NoMeter())
         train(engine, 3)
-        assert not engine._core.manager.clean_write_backs
+        assert not manager_of(engine).clean_write_backs
         engine.close()
 
 
@@ -76,7 +77,7 @@ def test_a_planned_step_fetches_the_optimum(layers, chunks_that_fit):
     budget = chunks_that_fit * chunk_bytes
     engine = Engine(shape.build, config("bf16", chunk_bytes, device_memory=budget), meter=NoMeter())
     train(engine, 5)
-    (trace,) = engine._core.tracer.traces.values()
+    (trace,) = tracer_of(engine).traces.values()
     sizes = {chunk.index: chunk.compute_bytes for chunk in engine.layout.chunks}
     accesses = tuple(moment.chunks for moment in trace.moments if moment.chunks)
     lookups = engine.stats.last.h2d_bytes - (fetched := fetched_chunks(engine))
@@ -88,8 +89,6 @@ def test_a_planned_step_fetches_the_optimum(layers, chunks_that_fit):
 def fetched_chunks(engine: Engine) -> int:
     """Return the bytes of chunks fetched in one more step."""
     sizes = []
-    device = engine._core.manager.device_tier
-    allocate = device.allocate
-    device.allocate = lambda chunk: (sizes.append(chunk.nbytes), allocate(chunk))
+    after_allocations(engine, lambda chunk: sizes.append(chunk.nbytes))
     train(engine, 1)
     return sum(sizes)

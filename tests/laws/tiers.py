@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from hypothesis import reject
 from hypothesis import strategies as st
+from probes import complete_updates, disk_step_of, manager_of, record_accesses
 from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar._memory.chunk import Chunk
-from patrickstar._schedule.placement import Tier
 from patrickstar.errors import BudgetError
 
 WIDTH = 64
@@ -96,17 +96,11 @@ def on_disk(build: Build, config: ps.Config, directory: str | Path, batch: tuple
 def least_device_bytes(build: Build, config: ps.Config, batch: tuple[Any, ...]) -> int:
     """Return the bytes of chunks that the largest operator accesses together, measured in one step."""
     engine = Engine(build, with_budgets(config, None, None), meter=testing.NoMeter())
-    sizes = [max(chunk.compute_bytes for chunk in engine.layout.chunks)]
-    access = engine._core.data.access
-
-    def record(managed_params: Any, *args: Any, **options: Any) -> None:
-        sizes.append(sum({managed.chunk.index: managed.chunk.nbytes for managed in managed_params}.values()))
-        access(managed_params, *args, **options)
-
-    engine._core.data.access = record
+    largest = max(chunk.compute_bytes for chunk in engine.layout.chunks)
+    sizes = record_accesses(engine)
     engine.backward(mean_square(engine(*batch)))
     engine.close()
-    return max(sizes)
+    return max(largest, *sizes)
 
 
 def least_host_bytes(build: Build, config: ps.Config) -> int:
@@ -133,7 +127,7 @@ def compare(
     expected = script(reference, reference.optimizer)
     torch.manual_seed(0)
     engine = small_engine(build, config, evict_everything=evict_everything, **hooks)
-    if engine._core.manager.disk_tier is None:
+    if engine.inspect().disk is None:
         engine.close()
         reject()
     try:
@@ -151,14 +145,14 @@ def compare(
 
 def assert_at_rest(engine: Engine) -> None:
     """Assert that nothing is pinned, pending or in flight, chunks have valid copies, and counters are right."""
-    manager = engine._core.manager
-    engine._core.complete()
+    manager, pool = manager_of(engine), disk_step_of(engine).staging_pool
+    complete_updates(engine)
     manager.complete_transfers()
-    for pages in engine._core.optimizer_step.disk_step.staging_pool.live:
-        engine._core.optimizer_step.disk_step.staging_pool.wait(pages.reads)
+    for pages in pool.live:
+        pool.wait(pages.reads)
     file, counters = manager.disk_tier.file, manager.counters
     assert (counters.disk_read_bytes, counters.disk_write_bytes) == (file.read_bytes, file.written_bytes)
-    assert not any(managed.update_pending or managed.uses for managed in engine._core.data.managed_params)
+    assert not any(param.update_pending or param.uses for param in engine.inspect().parameters)
     assert not manager.transfers.in_flight and manager.transfers.evicting_bytes == 0
     for chunk in manager.chunks.values():
         assert not (chunk.pins or chunk.fetch_transfer or chunk.eviction_transfer or chunk.has_page_writes), (
@@ -189,18 +183,15 @@ def real_bytes(chunks: Iterable[Chunk]) -> tuple[int, int]:
 
 def optimizer_bytes_on_disk(engine: Engine) -> int:
     """Return the bytes that an update of all parameters reads from the disk, and writes: pages of lists homed there."""
-    nbytes = 0
-    for index, managed_params in engine._core.data.by_chunk.items():
-        if managed_params[0].schema.trained and engine._core.optimizer_step.home_tiers[index] is Tier.DISK:
-            lists = [engine._core.manager[spec.kind, index] for spec in managed_params[0].schema.optimizer_lists]
-            length = PAGE_BYTES // lists[0].dtype.itemsize
-            pages = {
-                n
-                for managed in managed_params
-                for n in pages_of(managed.location.offset, managed.location.numel, length)
-            }
-            touched = sum(min(length, lists[0].numel - page * length) for page in pages)
-            nbytes += touched * sum(chunk.dtype.itemsize for chunk in lists)
+    nbytes, parameters = 0, engine.inspect().parameters
+    for chunk in engine.layout.chunks:
+        in_chunk = [param for param in parameters if param.chunk == chunk.index]
+        lists = chunk.schema.optimizer_lists
+        if any(param.optimizer_tier == "disk" for param in in_chunk):
+            length = PAGE_BYTES // lists[0].itemsize
+            pages = {page for param in in_chunk for page in pages_of(param.offset, param.numel, length)}
+            touched = sum(min(length, chunk.own_numel - page * length) for page in pages)
+            nbytes += touched * sum(spec.itemsize for spec in lists)
     return nbytes
 
 

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from probes import manager_of
 from torch import nn
 
 import patrickstar as ps
@@ -37,13 +38,13 @@ def test_the_bits_are_those_of_plain_pytorch(precision, stress):
 def test_bytes_go_out_come_back_and_are_given_back():
     engine = Engine(build, config(), meter=testing.NoMeter())
     loss = engine(*batches(1)[0]).float().pow(2).mean()
-    away = engine._core.manager.host_tier.other_bytes
+    away = engine.inspect().host.other_bytes
     assert away >= 3 * ROWS * WIDTH * 2, "each linear layer saves its input"
-    assert engine._core.manager.counters.d2h_bytes == away, "each tensor goes once, however many nodes saved it"
+    assert engine.inspect().d2h_bytes == away, "each tensor goes once, however many nodes saved it"
     engine.backward(loss)
     del loss
     gc.collect()
-    assert engine._core.manager.host_tier.other_bytes == 0
+    assert engine.inspect().host.other_bytes == 0
     engine.optimizer.step()
     assert engine.stats.last.host_peak_non_model_bytes == away
     engine.close()
@@ -52,10 +53,10 @@ def test_bytes_go_out_come_back_and_are_given_back():
 def test_a_forward_that_is_thrown_away_gives_its_bytes_back():
     engine = Engine(build, config(), meter=testing.NoMeter())
     out = engine(*batches(1)[0])
-    assert engine._core.manager.host_tier.other_bytes > 0
+    assert engine.inspect().host.other_bytes > 0
     del out
     gc.collect()
-    assert engine._core.manager.host_tier.other_bytes == 0
+    assert engine.inspect().host.other_bytes == 0
     engine.close()
 
 
@@ -63,8 +64,8 @@ def gradients(*, moved: bool) -> dict[str, torch.Tensor]:
     """Of one step, with activations that changed places in the slab between forward and backward, or did not."""
     torch.manual_seed(0)
     engine = Engine(build, config(), meter=testing.NoMeter(), poison=True)
-    host = engine._core.manager.host_tier
-    gap = engine._core.manager.host_tier.allocate_block(4096)
+    host = manager_of(engine).host_tier
+    gap = host.allocate_block(4096)
     loss = engine(*batches(1)[0]).float().pow(2).mean()
     if moved:
         host.release_block(gap)

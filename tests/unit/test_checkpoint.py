@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_cases import Model, config, engine_of, state_of, train
 from hypothesis import given
 from hypothesis import strategies as st
+from probes import read_state
 from safetensors.torch import load_file
 from torch import nn
 
@@ -68,9 +69,9 @@ def test_unfrozen_parameters_get_zero_states(saved_checkpoint):
     model.conv.requires_grad_(False)
     engine = Engine(model, config(), meter=testing.NoMeter())
     engine.load(saved_checkpoint[0])
-    by_name = {managed.name: managed for managed in engine._core.data.managed_params}
-    assert by_name["head.bias"].steps == 0 and by_name["words.weight"].steps == 2
-    assert not engine._core.model_state.read(by_name["head.bias"], "exp_avg").any()
+    steps = {param.name: param.steps for param in engine.inspect().parameters}
+    assert steps["head.bias"] == 0 and steps["words.weight"] == 2
+    assert not read_state(engine, "head.bias", "exp_avg").any()
     train(engine)
 
 
@@ -88,7 +89,7 @@ def test_another_optimizer_with_the_same_states_is_rejected(saved_checkpoint, op
 def test_checkpoint_without_loss_scale_keeps_the_scaler(saved_checkpoint):
     engine = engine_of(precision="fp16")
     engine.load(saved_checkpoint[0])
-    assert engine._core.scaler.scale == 2.0**16
+    assert engine.inspect().loss_scale == 2.0**16
 
 
 class UnusualModel(nn.Module):

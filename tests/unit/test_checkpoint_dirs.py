@@ -89,7 +89,7 @@ def test_full_disk_warns_and_keeps_the_old_checkpoint(tmp_path):
             with pytest.warns(UserWarning, match=r"training continues: can't write .*free") as warned:
                 checkpoints.save(engine, 2, wait=wait)
                 train(engine, 1)
-                engine._core.background_save.wait()
+                engine.finish_saving()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert len(warned) == 1

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from probes import disk_step_of, model_data_of
 from torch import nn
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
-from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.prefetch import DemandFetch
 from patrickstar._step.staging_pool import StagingSize
 from patrickstar.testing import NoMeter
@@ -33,18 +33,12 @@ def steps(engine: Engine, count: int, update: bool = False) -> None:
 
 def test_a_step_returns_before_its_updates_and_the_next_forward_ends_them(tmp_path):
     engine = engine_on(tmp_path)
-    pipeline = engine._core.optimizer_step.disk_step
+    pipeline = disk_step_of(engine)
     steps(engine, 2)
-    pending = pipeline.pending
+    pending, parameters = pipeline.pending, engine.inspect().parameters
     # Pages that were read on trust may be updated already.
-    assert pending and pending <= {
-        index for index, home in engine._core.optimizer_step.home_tiers.items() if home is Tier.DISK
-    }
-    assert all(
-        managed.update_pending and not managed.has_gradient
-        for index in pending
-        for managed in engine._core.data.by_chunk[index]
-    )
+    assert pending and pending <= {param.chunk for param in parameters if param.optimizer_tier == "disk"}
+    assert all(param.update_pending and not param.has_gradient for param in parameters if param.chunk in pending)
     engine(torch.zeros(4, WIDTH))
     assert not pipeline.pending
     engine.close()
@@ -52,29 +46,27 @@ def test_a_step_returns_before_its_updates_and_the_next_forward_ends_them(tmp_pa
 
 def test_all_pages_come_back_and_nothing_is_read_twice(tmp_path):
     engine = engine_on(tmp_path)
-    ring = engine._core.optimizer_step.disk_step.staging_pool
+    ring = disk_step_of(engine).staging_pool
     steps(engine, 3)
     engine.state_dict()
-    on_disk = sum(
-        chunk.optimizer_bytes
-        for chunk in engine.layout.chunks
-        if engine._core.optimizer_step.home_tiers[chunk.index] is Tier.DISK
-    )
-    before = engine._core.manager.counters.copy()
+    before = engine.inspect()
+    homes = {param.chunk: param.optimizer_tier for param in before.parameters}
+    on_disk = sum(chunk.optimizer_bytes for chunk in engine.layout.chunks if homes[chunk.index] == "disk")
     steps(engine, 4)
     engine.state_dict()
-    moved = engine._core.manager.counters.since(before)
-    param16 = moved.h2d_bytes
-    assert moved.disk_write_bytes >= 4 * on_disk
+    after = engine.inspect()
+    param16 = after.h2d_bytes - before.h2d_bytes
+    assert after.disk_write_bytes - before.disk_write_bytes >= 4 * on_disk
     # What the last step read on trust was read in place of what the first found there.
-    assert abs(moved.disk_read_bytes - param16 - 4 * on_disk) <= ring.size.nbytes + engine.layout.param16_bytes * 4
+    read = after.disk_read_bytes - before.disk_read_bytes
+    assert abs(read - param16 - 4 * on_disk) <= ring.size.nbytes + engine.layout.param16_bytes * 4
     assert all(there.owner is None for there in ring.live), "an update holds pages after its end"
     engine.close()
 
 
 def test_without_looking_ahead_pages_are_read_when_they_are_waited_for(tmp_path):
     engine = engine_on(tmp_path, policy=DemandFetch)
-    pipeline = engine._core.optimizer_step.disk_step
+    pipeline = disk_step_of(engine)
     steps(engine, 1)
     assert pipeline.pending and not pipeline.staging_pool.live
     steps(engine, 1)
@@ -86,12 +78,11 @@ def test_an_early_update_enters_the_pipeline_in_backward(tmp_path):
     steps(engine, 2)
     values = torch.randn(4, WIDTH)
     loss = engine(values).float().pow(2).mean()
-    assert not engine._core.optimizer_step.disk_step.pending
+    assert not disk_step_of(engine).pending
     engine.backward(loss, update=True)
-    begun = engine._core.optimizer_step.disk_step.pending | {
-        s.location.chunk for s in engine._core.data.managed_params if s.updated_in_backward
-    }
-    assert begun
+    assert disk_step_of(engine).pending or any(
+        managed.updated_in_backward for managed in model_data_of(engine).managed_params
+    )
     engine.optimizer.step()
     engine.close()
 

@@ -130,6 +130,6 @@ def test_before_a_step_was_measured_parameters_fit_in_the_warm_ups_share_of_the_
 
     whole = engine_within()
     engine = engine_within(device_memory=whole.layout.param16_bytes * 100 // percent)
-    assert engine._core.manager.transfers.keep_duplicates is kept
+    assert engine.inspect().keeps_duplicates is kept
     whole.close()
     engine.close()

@@ -150,3 +150,14 @@ def test_public_docstrings_say_what_the_signature_needs(name, value):
 @pytest.mark.parametrize("path", named([*SOURCES, *(ROOT / "tests").rglob("*.py")]))
 def test_no_file_is_longer_than_400_lines(path):
     assert len(path.read_text().splitlines()) <= 400
+
+
+def test_only_the_probes_reach_into_an_engine():
+    paths = {path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")}
+    users = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted(paths - {ROOT / "tests/probes.py"})
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "_core"
+    ]
+    assert not users, f"read engine.inspect(), or add a function to tests/probes.py: {', '.join(users)}"

@@ -119,8 +119,9 @@ def roofline(machine: Machine) -> OpCosts:
     return cost
 
 
-def forward_backward_step(loss_of: Callable[[Any], torch.Tensor], args: Any, kwargs: Any) -> Step:
-    """Return a training step on meta copies of the inputs: forward, backward, update."""
+def forward_backward_step(loss_of: Callable[[Any], torch.Tensor] | None, args: Any, kwargs: Any) -> Step:
+    """Return a training step on meta copies of the inputs: forward, backward (of `out.loss` or `out`), update."""
+    loss_of = loss_of or (lambda out: getattr(out, "loss", out))
     args, kwargs = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
 
     def step(engine: Any) -> None:

@@ -50,9 +50,10 @@ class Checkpoints:
         """
         engine.finish_saving()  # an unfinished checkpoint has not taken its name yet
         deletes = engine.world is None or engine.world.rank == 0
-        return engine._save_or_warn(
-            free_name(self.directory, step), state or {}, self._delete_old if deletes else None, wait
-        )
+        with engine._core.internal_computation():
+            done = self._delete_old if deletes else None
+            engine._checkpoint.start_save(free_name(self.directory, step), state or {}, done)
+            return engine._core.background_save.wait() if wait else True
 
     def load(self, engine: Engine, state: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """Load the newest checkpoint; see `Engine.load`. Every process must call it.

@@ -13,6 +13,7 @@ from patrickstar._checkpoint.hf_export import HFExport
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
+from patrickstar._engine.inspection import Inspection, inspect
 from patrickstar._engine.param_init import WeightSource
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._params.precision import cast_inputs
@@ -92,6 +93,14 @@ class Engine:
     def host_budget_bytes(self) -> int:
         """Budget of the host tier in bytes."""
         return self._core.host_budget_bytes
+
+    def inspect(self) -> Inspection:
+        """Return a snapshot of where everything is: tiers, chunks, parameters, the last trace and the loss scale.
+
+        It moves nothing and waits for nothing, so it may be called at any time, also on a closed engine. Figures of
+        steps, such as peaks and seconds, are in `stats`.
+        """
+        return inspect(self._core)
 
     # The training loop
 
@@ -258,7 +267,7 @@ class Engine:
 
         if self.world is not None:
             raise ConfigError("engine.plan simulates a single process; for several use patrickstar plan --gpus")
-        return dry_run_engine(self, forward_backward_step(loss or _loss_of, args, kwargs))
+        return dry_run_engine(self, forward_backward_step(loss, args, kwargs))
 
     def close(self, *, keep: bool = True) -> None:
         """Free all chunks and turn the parameters into ordinary tensors on the host, in full precision.
@@ -369,13 +378,6 @@ class Engine:
         with self._core.internal_computation():
             return self._core.background_save.wait()
 
-    def _save_or_warn(self, path: Path, state: Mapping[str, Any], done: Callable[[], None] | None, wait: bool) -> bool:
-        """Write a checkpoint; a failure to write is a warning. Return False if it failed."""
-        self._core.check_open()
-        with self._core.internal_computation():
-            self._checkpoint.start_save(path, state, done)
-            return self._core.background_save.wait() if wait else True
-
     def load(self, path: str | Path, state: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Load a checkpoint, written with any number of processes, budgets and precision. Every process must call it.
 
@@ -392,7 +394,3 @@ class Engine:
         self._core.check_open()
         with self._core.internal_computation():
             return self._checkpoint.load(Path(path), state or {})
-
-
-def _loss_of(out: Any) -> Any:
-    return getattr(out, "loss", out)

@@ -1,0 +1,113 @@
+"""Access to an engine's private parts, for tests that inject faults or observe single operations.
+
+All other tests read `engine.inspect()`. No other test file uses `engine._core`, which `test_glossary.py` checks.
+"""
+
+import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from patrickstar._distributed.collectives import Collectives
+from patrickstar._engine.engine import Engine
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.tracer import Tracer
+from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.model_data import ModelData
+from patrickstar._params.precision import LossScaler
+from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
+from patrickstar._step.optimizer_in_backward import OptimizerInBackward
+
+KILL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object, ctypes.py_object)(
+    ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
+)
+
+
+def manager_of(engine: Engine) -> ChunkManager:
+    """Return the chunk manager: memory of chunks, tiers, transfers."""
+    return engine._core.manager
+
+
+def model_data_of(engine: Engine) -> ModelData:
+    """Return the managed parameters and what accesses them."""
+    return engine._core.data
+
+
+def tracer_of(engine: Engine) -> Tracer:
+    """Return the tracer, with the traces of all kinds of iterations."""
+    return engine._core.tracer
+
+
+def disk_step_of(engine: Engine) -> DiskOptimizerStep | None:
+    """Return the optimizer step from disk to disk, None without a disk tier."""
+    return engine._core.optimizer_step.disk_step
+
+
+def optimizer_in_backward_of(engine: Engine) -> OptimizerInBackward:
+    """Return what updates parameters during backward."""
+    return engine._core.optimizer_in_backward
+
+
+def loss_scaler_of(engine: Engine) -> LossScaler:
+    """Return the loss scaler, whose `scale` a test may set."""
+    return engine._core.scaler
+
+
+def collectives_of(engine: Engine) -> Collectives:
+    """Return the collectives, whose operations a test may replace."""
+    return engine._core.data.comm.collectives
+
+
+def complete_updates(engine: Engine) -> None:
+    """Wait for deferred updates."""
+    engine._core.complete()
+
+
+def read_state(engine: Engine, name: str, kind: str) -> torch.Tensor:
+    """Return a parameter's master or optimizer state, also before its first update."""
+    return engine._core.model_state.read(engine._core.by_name[name], kind)
+
+
+def record_accesses(engine: Engine) -> list[int]:
+    """Return a list to which each access from now on appends the bytes of its chunks."""
+    data, sizes = engine._core.data, []
+    access = data.access
+
+    def record(managed_params: list[ManagedParam], *args: Any, **options: Any) -> None:
+        sizes.append(sum({managed.chunk.index: managed.chunk.nbytes for managed in managed_params}.values()))
+        access(managed_params, *args, **options)
+
+    data.access = record
+    return sizes
+
+
+def after_allocations(engine: Engine, call: Callable[[Chunk], None]) -> None:
+    """Call `call` with the chunk after each allocation of device memory from now on."""
+    device = engine._core.manager.device_tier
+    allocate = device.allocate
+    device.allocate = lambda chunk: (allocate(chunk), call(chunk))
+
+
+def after_operators(engine: Engine, call: Callable[[], None]) -> AbstractContextManager[Any]:
+    """Call `call` after each operator boundary within the context."""
+    data = engine._core.data
+    op_boundary = data.op_boundary
+    return mock.patch.object(data, "op_boundary", lambda belongs: (op_boundary(belongs), call()))
+
+
+# Faults of the disk
+
+
+def swap_file_descriptor(engine: Engine) -> int:
+    """Return the file descriptor of the swap file."""
+    return engine._core.manager.disk_tier.file._fd
+
+
+def kill_workers(engine: Engine, pool: str, count: int | None = None) -> None:
+    """Kill the first `count` worker threads (default: all) of "readers" or "writers" by an exception."""
+    for thread in getattr(engine._core.manager.disk_tier, pool)._queue.threads[:count]:
+        assert KILL(thread.ident, SystemExit, None) == 1
