@@ -25,8 +25,8 @@ test: check
 	$(PYTEST) -m "not slow" --late-copies 1 $(LATE)
 
 nightly: check
-	$(PYTEST) tests benchmarks/tests
-	$(PYTEST) --late-copies 1 tests/autograd tests/laws/test_exactness.py
+	$(PYTEST) --hypothesis-profile nightly tests benchmarks/tests
+	$(PYTEST) --hypothesis-profile nightly --late-copies 1 tests/autograd tests/laws/test_exactness.py
 
 # What runs a second time, beside a simulated accelerator: sharing, accumulation and early updates.
 LATE := tests/autograd/test_sharing.py tests/autograd/test_accumulation.py tests/autograd/test_early_update.py

@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+import sampling
 import torch
 from late_copies import LateHardware
 
@@ -25,7 +26,11 @@ LONGEST = (
 """Parts of the names of the longest tests. They start first, so that no worker runs one alone at the end."""
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not sampling.nightly():
+        kept = sampling.one_precision_each(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
     items.sort(key=lambda item: next((i for i, part in enumerate(LONGEST) if part in item.nodeid), len(LONGEST)))
 
 

@@ -61,7 +61,7 @@ matmul_tflops = 1.0
 """
 
 
-@pytest.mark.parametrize("machine", ["RTX4090-desktop", "laptop.toml"])
+@pytest.mark.parametrize("machine", ["RTX4090-desktop", pytest.param("laptop.toml", marks=pytest.mark.slow)])
 def test_any_configuration_is_traced_and_comes_to_what_counting_says(tmp_path, monkeypatch, machine):
     """GPT-2's work by its operators, and a GPT's by formulas: the same model."""
     monkeypatch.chdir(tmp_path)

@@ -27,8 +27,10 @@ PRELOADED = [
     "torch.distributed",
     "torch.distributed.checkpoint",
     "patrickstar",
+    "patrickstar._engine.engine_checkpoint",
     "patrickstar.testing",
     "pytest",
+    "patrickstar._cli.train",
 ]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from sampling import draws
 from torch import nn
 
 import patrickstar as ps
@@ -125,7 +126,7 @@ def resume(folder: str, seeds: list[int], same: bool) -> None:
         dist.destroy_process_group()
 
 
-SEEDS = [1, 2, 3, 4, 6]
+SEEDS = [1, 2, 3, 4, 6][: draws(5)]
 
 
 @pytest.fixture(scope="module")

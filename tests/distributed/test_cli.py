@@ -5,13 +5,37 @@ import os
 import subprocess
 import sys
 
+import patrickstar.__main__
 
-def run(folder, log, *words, processes=1):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    command = [sys.executable, *torchrun, "-m", "patrickstar", "train", "--model", "gpt-1m", "--vocab-size", "300"]
-    command += ["--data", str(folder / "text.txt"), "--sequence", "16", "--steps", "3", "--precision", "fp32"]
-    command += ["--device", "cpu", "--log-file", str(log), *words]
+from . import ranks
+
+
+def options(folder, log, *words):
+    """Return the arguments of a short run of a small model."""
+    (folder / "text.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 200)
+    arguments = ["train", "--model", "gpt-1m", "--vocab-size", "300", "--data", str(folder / "text.txt")]
+    arguments += ["--sequence", "16", "--steps", "3", "--precision", "fp32", "--device", "cpu"]
+    return [*arguments, "--log-file", str(log), *words]
+
+
+def train(folder, arguments, processes=0):
+    """Run the command in a new interpreter, or in several by torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
+    command = [sys.executable, *torchrun, "-m", "patrickstar", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"HOME": str(folder)})
+
+
+def main(arguments: list[str], folder: str) -> None:
+    """In each process: the command, with the environment that torchrun sets."""
+    os.chdir(folder)
+    os.environ["HOME"] = folder
+    sys.argv = ["patrickstar", *arguments]
+    patrickstar.__main__.main()
+
+
+def train_forked(folder, arguments, processes):
+    """Run the command in forked processes, and return how each has ended."""
+    return ranks.wait(ranks.start(processes, main, {"arguments": arguments, "folder": str(folder)}), 120)
 
 
 def records(log):
@@ -19,13 +43,12 @@ def records(log):
 
 
 def test_train_on_two_processes(tmp_path):
-    (tmp_path / "text.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 200)
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    done = run(tmp_path, one, "--batch", "4")
+    (ended,) = train_forked(tmp_path, options(tmp_path, one, "--batch", "4"), 1)
+    assert ended.code == 0, ended.text
+    done = train(tmp_path, options(tmp_path, two, "--batch", "2"), processes=2)
     assert done.returncode == 0, done.stderr
-    done = run(tmp_path, two, "--batch", "2", processes=2)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step 3/3") == 1, "one speaks for all"
+    assert done.stdout.count("step 3/3") == 1, "rank 0 alone prints"
     (*alone, whole), (*shared, part) = records(one), records(two)
     for a, b in zip(alone, shared, strict=True):
         assert a["tokens"] == b["tokens"]
@@ -35,46 +58,45 @@ def test_train_on_two_processes(tmp_path):
     assert part["gathered_bytes"] > 0 and part["reduced_bytes"] > 0
 
 
-def test_what_looks_like_one_of_several_but_has_no_others(tmp_path, monkeypatch):
-    (tmp_path / "text.txt").write_text("Hello. " * 500)
+def test_a_rank_without_others_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    done = run(tmp_path, tmp_path / "log")
+    done = train(tmp_path, options(tmp_path, tmp_path / "log"))
     assert done.returncode == 2
     assert "error: RANK and WORLD_SIZE say that this is one of 2 processes" in done.stderr
     assert "MASTER_ADDR" in done.stderr and "torchrun" in done.stderr
 
 
-def test_an_error_is_told_by_each_process(tmp_path):
-    (tmp_path / "text.txt").write_text("Hello. " * 500)
-    done = run(tmp_path, tmp_path / "log", "--device-memory", "64KiB", processes=2)
-    assert done.returncode != 0
-    assert done.stderr.count("error: the model data of") == 2
+def test_each_process_prints_an_error(tmp_path):
+    for ended in train_forked(tmp_path, options(tmp_path, tmp_path / "log", "--device-memory", "64KiB"), 2):
+        assert ended.code != 0
+        assert ended.text.count("error: the model data of") == 1
 
 
 def losses(log):
     return [(record["step"], record["loss"], record["gradient_norm"]) for record in records(log)[:-1]]
 
 
-def test_resuming_on_two_processes_and_on_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 200)
+def test_resuming_on_two_processes_and_on_one(tmp_path):
     whole, rest, alone = (tmp_path / name for name in ("whole.jsonl", "rest.jsonl", "alone.jsonl"))
-    words = ["--steps", "4", "--save-every", "2", "--save-to", "kept", "--keep", "9"]
-    done = run(tmp_path, whole, "--batch", "2", *words, processes=2)
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-2", "step-4"]
-    assert sorted(path.name for path in (tmp_path / "kept" / "step-2").iterdir()) == [
+    words = ["--batch", "2", "--steps", "4", "--save-every", "2", "--save-to", "saved", "--keep", "9"]
+    for ended in train_forked(tmp_path, options(tmp_path, whole, *words), 2):
+        assert ended.code == 0, ended.text
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step-2", "step-4"]
+    assert sorted(path.name for path in (tmp_path / "saved" / "step-2").iterdir()) == [
         "checkpoint.jsonl",
         "rank-00000.safetensors",
         "rank-00001.safetensors",
     ]
-    done = run(tmp_path, rest, "--batch", "2", "--steps", "4", "--resume", "kept/step-2", processes=2)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("resumed from") == 1
+    resume = ["--steps", "4", "--resume", "saved/step-2"]
+    texts = []
+    for ended in train_forked(tmp_path, options(tmp_path, rest, "--batch", "2", *resume), 2):
+        assert ended.code == 0, ended.text
+        texts.append(ended.text)
+    assert "".join(texts).count("resumed from") == 1
     assert losses(rest) == losses(whole)[2:]
-    done = run(tmp_path, alone, "--batch", "4", "--steps", "4", "--resume", "kept/step-2")
-    assert done.returncode == 0, done.stderr
+    (ended,) = train_forked(tmp_path, options(tmp_path, alone, "--batch", "4", *resume), 1)
+    assert ended.code == 0, ended.text
     for (step, loss, _), (other_step, other_loss, _) in zip(losses(alone), losses(rest), strict=True):
         assert step == other_step and abs(loss - other_loss) < 1e-4, "another order of summation"

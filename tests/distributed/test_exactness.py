@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from laws.models import Shape, Waves, check_alignment, smallest_device_bytes
+from sampling import draws
 from torch import nn
 
 import patrickstar as ps
@@ -87,7 +88,7 @@ def everything_evicted(seeds: list[int]) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_everything_evicted_at_every_access(size):
-    ranks.run(size, everything_evicted, seeds=list(range(12 // size * 2)))
+    ranks.run(size, everything_evicted, seeds=list(range(draws(24 // size))))
 
 
 def any_budget(seeds: list[int]) -> None:
@@ -112,7 +113,7 @@ def any_budget(seeds: list[int]) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_any_budget_of_each_process(size):
-    ranks.run(size, any_budget, seeds=list(range(100, 100 + 12 // size * 2)))
+    ranks.run(size, any_budget, seeds=list(range(100, 100 + draws(24 // size))))
 
 
 class Branches(nn.Module):
@@ -175,7 +176,7 @@ def branches(seeds: list[int]) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes_that_do_not_do_the_same(size):
-    ranks.run(size, branches, seeds=list(range(200, 200 + 12 // size * 2)))
+    ranks.run(size, branches, seeds=list(range(200, 200 + draws(24 // size))))
 
 
 @pytest.mark.slow

@@ -73,7 +73,12 @@ def killed(where: str, rank: int, size: int, disk: str) -> None:
 
 @pytest.mark.parametrize(
     "where, rank, size, disk",
-    [("start", 1, 2, False), ("gather", 0, 2, False), ("reduce", 2, 4, False), ("step", 1, 2, True)],
+    [
+        ("start", 1, 2, False),
+        ("gather", 0, 2, False),
+        ("reduce", 2, 4, False),
+        pytest.param("step", 1, 2, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_process_is_killed(where, rank, size, disk, tmp_path):
     options = {"where": where, "rank": rank, "size": size, "disk": str(tmp_path) if disk else ""}

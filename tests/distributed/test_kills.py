@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sampling import draws
 
 TESTS = Path(__file__).parents[1]
 
@@ -20,7 +21,7 @@ def strike(count: int, size: int, seed: int, seconds: float) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_few_kills(size):
-    strike(2, size, seed=1, seconds=200)
+    strike(draws(4), size, seed=1, seconds=200)
 
 
 @pytest.mark.slow

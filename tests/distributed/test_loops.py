@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from laws.models import Shape
+from sampling import draws
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -198,4 +199,4 @@ def from_disk(seeds: list[int], folder: str) -> None:
 
 
 def test_masters_and_states_on_disk(tmp_path):
-    ranks.run(2, from_disk, seeds=[0, 1], folder=str(tmp_path))
+    ranks.run(2, from_disk, seeds=list(range(draws(2))), folder=str(tmp_path))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.schema import GRAD32
@@ -16,7 +17,7 @@ from .models import Shape, chunk_sizes, config, precisions, shapes, train
 PLENTY = 1 << 24
 
 
-@settings(max_examples=15, deadline=None, print_blob=True)
+@settings(max_examples=draws(15), deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, precisions)
 def test_model_data_per_parameter(shape, chunk_size, precision):
     engine = Engine(shape.build, config(precision, chunk_size, device_memory=PLENTY), meter=NoMeter())
@@ -29,7 +30,7 @@ def test_model_data_per_parameter(shape, chunk_size, precision):
     engine.close()
 
 
-@settings(max_examples=15, deadline=None, print_blob=True)
+@settings(max_examples=draws(15), deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, st.sampled_from(["bf16", "fp32"]))
 def test_peaks_when_everything_fits(shape, chunk_size, precision):
     """Warm-up: `param16` on the device, optimizer lists on the host. Then all on the device, without duplicates."""

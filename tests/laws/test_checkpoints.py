@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
+from sampling import draws
 from torch.optim.lr_scheduler import LambdaLR
 
 from patrickstar import testing
@@ -108,7 +109,7 @@ def disk_behavior(how):
         yield
 
 
-@settings(max_examples=25, deadline=None, print_blob=True)
+@settings(max_examples=draws(25), deadline=None, print_blob=True)
 @given(
     shape=shapes,
     precision=precisions,
@@ -162,7 +163,7 @@ def check_resume(checkpoint, first, second, steps, how="wait", **loop):
     gc.collect()
 
 
-@settings(max_examples=12, deadline=None, print_blob=True)
+@settings(max_examples=draws(12), deadline=None, print_blob=True)
 @given(
     shape=shapes,
     precision=precisions,

@@ -27,7 +27,7 @@ BATCHES = inputs(4)
 PROGRAM = """
 import sys, torch
 torch.set_num_threads(1)
-from tests.laws.tiers import *
+from laws.tiers import *
 config = on_disk(blocks, options(), sys.argv[1], inputs(1)[0], Room(host_bytes=20000))
 engine = small_engine(blocks, config)
 while True:
@@ -157,7 +157,7 @@ def test_processes_end_on_a_signal(tmp_path):
         (folder := tmp_path / sent.name).mkdir()
         command = [sys.executable, "-c", PROGRAM, str(folder)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started[sent] = subprocess.Popen(command, cwd=Path(__file__).parents[2], **pipes), folder
+        started[sent] = subprocess.Popen(command, cwd=Path(__file__).parents[1], **pipes), folder
     try:
         for sent, (process, folder) in started.items():
             check_end(process, sent, folder)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from probes import complete_updates
+from sampling import draws
 
 from patrickstar import testing
 from patrickstar._dry_run.simulation import simulate
@@ -56,7 +57,7 @@ def steps(engine, count):
     return transfers
 
 
-@settings(max_examples=10, deadline=None, print_blob=True)
+@settings(max_examples=draws(10), deadline=None, print_blob=True)
 @given(shapes, st.sampled_from([1000, 9000, "auto"]), st.sampled_from(["bf16", "fp32"]), st.integers(0, 4000))
 def test_without_a_disk_bytes_equal_those_of_a_run(shape, chunk_size, precision, spare_bytes):
     """fp16 is excluded: its first steps overflow and update nothing."""
@@ -64,7 +65,7 @@ def test_without_a_disk_bytes_equal_those_of_a_run(shape, chunk_size, precision,
     compare(shape.build, config(precision, chunk_size, device_memory=device, host_memory=1 << 30))
 
 
-@settings(max_examples=8, deadline=None, print_blob=True)
+@settings(max_examples=draws(8), deadline=None, print_blob=True)
 @given(shapes, st.sampled_from([1000, 9000, 40000]), rooms)
 def test_with_a_disk_bytes_equal_those_of_a_run(tmp_path_factory, shape, chunk_size, room):
     with pytest.MonkeyPatch.context() as patch:
@@ -74,7 +75,7 @@ def test_with_a_disk_bytes_equal_those_of_a_run(tmp_path_factory, shape, chunk_s
         compare(shape.build, options_, page_bytes=4096)
 
 
-@settings(max_examples=10, deadline=None, print_blob=True)
+@settings(max_examples=draws(10), deadline=None, print_blob=True)
 @given(shapes, st.sampled_from([1000, 9000, "auto"]), st.integers(32_000, 100_000))
 def test_tiers_stay_within_budget_and_channel_bytes_match_the_stats(shape, chunk_size, spare_bytes):
     def step(engine):
@@ -99,7 +100,7 @@ def test_tiers_stay_within_budget_and_channel_bytes_match_the_stats(shape, chunk
     assert report.compute_s <= report.seconds * (1 + 1e-9)
 
 
-@settings(max_examples=15, deadline=None, print_blob=True)
+@settings(max_examples=draws(15), deadline=None, print_blob=True)
 @given(st.integers(4, 12), st.floats(0.5, 1.5), st.floats(1.0, 2.0), st.booleans())
 def test_no_plan_transfers_less_than_the_lower_bound(layers, device, host, in_backward):
     """Run a chain of layers on a simulated GPU, with and without updates in backward."""

@@ -3,6 +3,7 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
@@ -10,7 +11,7 @@ from patrickstar._engine.engine import Engine
 from .models import Shape, Waves, batches, chunk_sizes, config, precisions, shapes, smallest_device_bytes, train
 
 
-@settings(max_examples=25, deadline=None, print_blob=True)
+@settings(max_examples=draws(25), deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, precisions, st.integers(1, 3), st.sampled_from([None, 0.1]))
 def test_everything_evicted_at_every_access(shape, chunk_size, precision, accumulation, max_norm):
     data = batches(4)
@@ -18,7 +19,7 @@ def test_everything_evicted_at_every_access(shape, chunk_size, precision, accumu
     testing.assert_exact(shape.build, data, options, accumulation=accumulation, max_norm=max_norm)
 
 
-@settings(max_examples=25, deadline=None, print_blob=True)
+@settings(max_examples=draws(25), deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, precisions, st.integers(0, 16000), st.integers(0, 12000))
 def test_any_device_budget(shape, chunk_size, precision, spare_bytes, wave_bytes):
     """Budgets from the minimum of the largest operator upwards, with varying non-model data."""

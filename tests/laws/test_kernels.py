@@ -5,6 +5,7 @@ import random
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
@@ -36,7 +37,7 @@ class RandomKernels(Kernels):
         return self.random.choice(self.implementations)
 
 
-@settings(max_examples=25, deadline=None, print_blob=True)
+@settings(max_examples=draws(25), deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, precisions, st.integers(0, 1000))
 def test_every_chunk_updated_by_another_implementation(shape, chunk_size, precision, seed):
     options = config(precision, chunk_size)

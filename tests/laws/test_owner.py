@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from probes import manager_of
+from sampling import draws
 
 from patrickstar._engine.engine import Engine
 from patrickstar.testing import NoMeter
@@ -11,7 +12,7 @@ from patrickstar.testing import NoMeter
 from .models import chunk_sizes, config, shapes, smallest_device_bytes, train
 
 
-@settings(max_examples=8, deadline=None, print_blob=True)
+@settings(max_examples=draws(8), deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, st.integers(0, 3000), st.integers(0, 2**32))
 def test_one_owner_and_duplicates_that_agree(shape, chunk_size, spare_bytes, seed):
     budget = smallest_device_bytes(shape, chunk_size, "bf16") + spare_bytes

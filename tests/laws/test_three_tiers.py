@@ -9,6 +9,7 @@ import torch
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 from probes import after_operators, manager_of
+from sampling import draws
 from torch import nn
 
 import patrickstar as ps
@@ -88,14 +89,14 @@ def check_exactness(folder, shape, chunk_size, precision, room, loop, checksums=
     )
 
 
-@settings(max_examples=10, deadline=None, print_blob=True)
+@settings(max_examples=draws(10), deadline=None, print_blob=True)
 @given(shape=shapes, chunk_size=chunk_sizes, precision=precisions, room=rooms, loop=loops, checksums=st.booleans())
 def test_exactness(folder, shape, chunk_size, precision, room, loop, checksums):
     check_exactness(folder, shape, chunk_size, precision, room, loop, checksums)
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, print_blob=True)
+@settings(max_examples=draws(300), deadline=None, print_blob=True)
 @given(shape=shapes, chunk_size=chunk_sizes, precision=precisions, room=rooms, loop=loops, checksums=st.booleans())
 def test_exactness_in_many_more_cases(folder, shape, chunk_size, precision, room, loop, checksums):
     check_exactness(folder, shape, chunk_size, precision, room, loop, checksums)
@@ -221,7 +222,7 @@ def check_budgets(manager, *newcomers):
         assert file.used_bytes <= file.nbytes <= (file.capacity_bytes or file.nbytes)
 
 
-@settings(max_examples=8, deadline=None, print_blob=True)
+@settings(max_examples=draws(8), deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, precisions, rooms, st.integers(0, 3000), loops)
 def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, room, wave_bytes, loop):
     assume(precision != "fp16" or "update" not in loop)
@@ -271,7 +272,7 @@ def test_a_disk_that_is_too_small_is_refused_in_bytes(tmp_path):
 # Ownership and leaks
 
 
-@settings(max_examples=5, deadline=None, print_blob=True)
+@settings(max_examples=draws(5), deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, rooms)
 def test_every_chunk_has_a_valid_copy_and_duplicates_agree_after_every_operator(folder, shape, chunk_size, room):
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)

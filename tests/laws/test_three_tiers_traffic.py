@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from probes import complete_updates, disk_step_of, manager_of
+from sampling import draws
 
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.disk_tier import DiskTier
@@ -101,14 +102,14 @@ def bytes_of(engine, pages):
     return sum(disk.written_bytes(chunk, pages.first * size, pages.numel * size) for chunk, size in sizes)
 
 
-@settings(max_examples=4, deadline=None, print_blob=True)
+@settings(max_examples=draws(4), deadline=None, print_blob=True)
 @given(shape=shapes, chunk_size=st.sampled_from([1000, 9000, 40000]), room=rooms)
 def test_transfers_do_not_depend_on_the_speed_of_the_disk(folder, shape, chunk_size, room):
     check_speeds(folder, shape, chunk_size, room)
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, print_blob=True)
+@settings(max_examples=draws(60), deadline=None, print_blob=True)
 @given(shape=shapes, chunk_size=st.sampled_from([1000, 9000, 40000]), room=rooms)
 def test_transfers_do_not_depend_on_the_speed_in_many_more_cases(folder, shape, chunk_size, room):
     check_speeds(folder, shape, chunk_size, room)
@@ -148,7 +149,7 @@ class RecordingDisk(DiskTier):
         return super().write(chunk, start, source)
 
 
-@settings(max_examples=6, deadline=None, print_blob=True)
+@settings(max_examples=draws(6), deadline=None, print_blob=True)
 @given(shapes, chunk_sizes, rooms, st.integers(1, 3))
 def test_optimizer_states_follow_home_tiers_and_clean_parameters_are_not_written(
     folder, shape, chunk_size, room, count

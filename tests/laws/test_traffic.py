@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from probes import after_allocations, manager_of, tracer_of
+from sampling import draws
 
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
@@ -37,7 +38,7 @@ class RecordingManager(ChunkManager):
         return evicted
 
 
-@settings(max_examples=10, deadline=None, print_blob=True)
+@settings(max_examples=draws(10), deadline=None, print_blob=True)
 @given(shapes, st.integers(0, 3000))
 def test_unmodified_chunks_are_not_written_back(shape, spare_bytes):
     with pytest.MonkeyPatch.context() as patch:
@@ -67,7 +68,7 @@ def optimal_fetches(accesses: tuple[tuple[int, ...], ...], sizes: dict[int, int]
     return best(0, frozenset())
 
 
-@settings(max_examples=10, deadline=None, print_blob=True)
+@settings(max_examples=draws(10), deadline=None, print_blob=True)
 @given(st.integers(2, 5), st.integers(1, 4))
 def test_a_planned_step_fetches_the_optimum(layers, chunks_that_fit):
     """With one equal chunk per layer, a planned step fetches the optimum that brute force finds for its trace."""

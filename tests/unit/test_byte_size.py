@@ -5,11 +5,12 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._layout.byte_size import format_size, parse_size
 from patrickstar.errors import ConfigError
 
-quick = settings(derandomize=True, deadline=None, max_examples=300)
+quick = settings(derandomize=True, deadline=None, max_examples=draws(300))
 
 UNITS = {
     "": 1,

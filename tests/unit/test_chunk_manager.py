@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from prefetch_policies import NextUse
+from sampling import draws
 
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 from patrickstar._layout.schema import PARAM16, PARAM32
@@ -310,7 +311,7 @@ class Operations(RuleBasedStateMachine):
 
 
 TestOperations = Operations.TestCase
-TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=200, stateful_step_count=30)
+TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=draws(200), stateful_step_count=30)
 
 
 def manager_of(count: int, device_bytes: int, host_bytes: int, tier: Tier) -> tuple[ChunkManager, list[Chunk]]:

@@ -5,12 +5,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, Layout, ParamLocation, ParamSpec, align, build_layout
 from patrickstar._layout.schema import schema_for
 from patrickstar.errors import ModelError
 
-quick = settings(derandomize=True, deadline=None, max_examples=200)
+quick = settings(derandomize=True, deadline=None, max_examples=draws(200))
 
 TRAINED16 = schema_for("bfloat16", trained=True)
 FROZEN16 = schema_for("float16", trained=False)

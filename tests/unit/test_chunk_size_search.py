@@ -2,6 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, ParamSpec, align, build_layout
 from patrickstar._layout.chunk_size_search import (
@@ -12,7 +13,7 @@ from patrickstar._layout.chunk_size_search import (
 )
 from patrickstar._layout.schema import schema_for
 
-quick = settings(derandomize=True, deadline=None, max_examples=100)
+quick = settings(derandomize=True, deadline=None, max_examples=draws(100))
 
 SCHEMAS = [schema_for(dtype, trained) for dtype in ("bfloat16", "float32") for trained in (True, False)]
 BUDGET = 1 << 40

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._schedule.coordination import Message, Request, derive_agreement
 from patrickstar.errors import PeerError
@@ -65,7 +66,7 @@ class Process:
         self._begin()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=draws(300), deadline=None)
 @given(programs)
 def test_all_processes_reach_the_step(program):
     processes = [Process(one) for one in program]

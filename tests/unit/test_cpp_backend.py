@@ -23,6 +23,7 @@ from cpp_backend_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.eager_backend import EagerBackend
@@ -30,7 +31,7 @@ from patrickstar.testing import assert_same_bits
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), implementations.needs_native]
 
-quick = settings(derandomize=True, deadline=None, max_examples=60)
+quick = settings(derandomize=True, deadline=None, max_examples=draws(60))
 
 # Sizes and offsets
 
@@ -192,7 +193,7 @@ def test_the_fastest_variant_is_taken():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", implementations.NATIVE)
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=draws(300))
 @given(
     st.sampled_from(RULES),
     st.integers(PAGE - 5000, 3 * PAGE + 5000),

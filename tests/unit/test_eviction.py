@@ -5,11 +5,12 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefetch_policies import NextUse
+from sampling import draws
 
 from patrickstar._schedule.eviction import EvictionPolicy, ListOrder
 from patrickstar._schedule.trace import NEVER, Moment, Trace
 
-quick = settings(derandomize=True, deadline=None, max_examples=300)
+quick = settings(derandomize=True, deadline=None, max_examples=draws(300))
 
 Accesses = list[tuple[int, ...]]
 

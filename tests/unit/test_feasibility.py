@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 from torch import nn
 
 import patrickstar as ps
@@ -19,7 +20,7 @@ from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_byte
 from patrickstar.errors import BudgetError
 from patrickstar.testing import NoMeter
 
-quick = settings(derandomize=True, deadline=None, max_examples=200)
+quick = settings(derandomize=True, deadline=None, max_examples=draws(200))
 
 SCHEMAS = [schema_for(dtype, trained) for dtype in ("bfloat16", "float32") for trained in (True, False)]
 AMPLE = 1 << 50
@@ -230,7 +231,7 @@ def test_budgets_that_pass_the_check_can_be_trained_with(widths, sixteenths):
 
 
 @pytest.mark.usefixtures("one_thread")
-@settings(quick, max_examples=50)
+@settings(quick, max_examples=draws(50))
 @given(st.lists(st.integers(1, 32), min_size=2, max_size=7), shares, shares)
 def test_any_budgets_that_pass_the_check_can_be_trained_with(widths, device_share, host_share):
     case = layers_as_case(widths)

@@ -4,10 +4,11 @@ from math import isclose
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._perf_model.gpt_costs import Gpt
 
-quick = settings(derandomize=True, deadline=None, max_examples=100)
+quick = settings(derandomize=True, deadline=None, max_examples=draws(100))
 
 GPT2 = Gpt(layers=12, hidden=768, heads=12)
 shapes = st.builds(

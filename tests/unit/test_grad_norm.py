@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.eager_backend import EagerBackend
@@ -18,7 +19,7 @@ from patrickstar._kernels.update_rule import Gradient
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-quick = settings(derandomize=True, deadline=None, max_examples=60)
+quick = settings(derandomize=True, deadline=None, max_examples=draws(60))
 
 LANES, BLOCK, PAGE = 32, 4096, 1 << 20
 SCALES = [(), (1 / 65536,), (0.3, 1e-3)]

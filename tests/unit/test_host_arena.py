@@ -8,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sampling import draws
 
 from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock, HostArena
 from patrickstar._memory.vm_pool import round_up
 
-quick = settings(derandomize=True, deadline=None, max_examples=200)
+quick = settings(derandomize=True, deadline=None, max_examples=draws(200))
 
 
 def filled(arena: HostArena, nbytes: int, value: int) -> ArenaBlock:
@@ -253,4 +254,4 @@ class Operations(RuleBasedStateMachine):
 
 
 TestOperations = Operations.TestCase
-TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=100, stateful_step_count=40)
+TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=draws(100), stateful_step_count=40)

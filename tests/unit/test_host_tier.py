@@ -7,6 +7,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sampling import draws
 
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.hardware import Hardware
@@ -320,4 +321,4 @@ class Operations(RuleBasedStateMachine):
 
 
 TestOperations = Operations.TestCase
-TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=100, stateful_step_count=40)
+TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=draws(100), stateful_step_count=40)

@@ -5,11 +5,12 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._perf_model.machine_spec import Gpu, Host, Links, find_machine, known_machines, read_machine
 from patrickstar.errors import ConfigError
 
-quick = settings(derandomize=True, deadline=None, max_examples=100)
+quick = settings(derandomize=True, deadline=None, max_examples=draws(100))
 
 COMPLETE = """
 name = "test"

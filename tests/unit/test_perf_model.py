@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
@@ -49,7 +50,7 @@ works = st.builds(
     st.integers(10, 100),
     st.sampled_from([1024, 4096, 16384]),
 )
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=draws(25), deadline=None)
 
 
 def best(work, machine, processes):

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._layout.chunk_mapping import ChunkSpec
 from patrickstar._layout.schema import schema_for
@@ -19,7 +20,7 @@ from patrickstar._schedule.placement import (
     margin_chunks,
 )
 
-quick = settings(derandomize=True, deadline=None, max_examples=300)
+quick = settings(derandomize=True, deadline=None, max_examples=draws(300))
 
 TRAINED, FROZEN = schema_for("bfloat16", trained=True), schema_for("bfloat16", trained=False)
 

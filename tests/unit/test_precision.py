@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 from torch import nn
 
 from patrickstar._params.precision import LossScaler, cast_inputs, clip_coefficient, compute_dtypes, tensors_in
 from patrickstar.errors import ModelError
 
-quick = settings(derandomize=True, deadline=None, max_examples=200)
+quick = settings(derandomize=True, deadline=None, max_examples=draws(200))
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefetch_policies import Conservative, LifeTime, NextUse
+from sampling import draws
 
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchMove, PrefetchPolicy
 from patrickstar._schedule.trace import NEVER, Moment, Trace
 
-quick = settings(deadline=None, max_examples=200, print_blob=True)
+quick = settings(deadline=None, max_examples=draws(200), print_blob=True)
 POLICIES = (DemandFetch, AggressivePrefetch, Conservative, LifeTime)
 AHEAD = (AggressivePrefetch, Conservative)
 
@@ -138,7 +139,7 @@ def test_conservative_fetches_the_optimum_where_non_model_data_comes_and_goes(ca
     assert play(Conservative, case, limit_bytes).run(3) == optimum(case, 3)
 
 
-@settings(quick, max_examples=1000)
+@settings(quick, max_examples=draws(1000))
 @given(cases(), limits)
 def test_conservative_fetches_what_is_fetched_on_demand_to_the_byte(case, limit_bytes):
     """The same chunks are fetched and evicted, only earlier."""

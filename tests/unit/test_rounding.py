@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._kernels.rounding import canonical_nan_, round_into, square_root
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-quick = settings(derandomize=True, deadline=None, max_examples=300)
+quick = settings(derandomize=True, deadline=None, max_examples=draws(300))
 
 HALVES = (torch.bfloat16, torch.float16)
 any_float = st.integers(0, (1 << 32) - 1).map(lambda bits: np.array([bits], dtype=np.uint32).view(np.float32))

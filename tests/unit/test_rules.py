@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.cpp_backend import CppBackend
@@ -32,7 +33,7 @@ from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-quick = settings(derandomize=True, deadline=None, max_examples=150)
+quick = settings(derandomize=True, deadline=None, max_examples=draws(150))
 
 RULES = [
     AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.0, True, 1),

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._memory import swap_file
 from patrickstar._memory.direct_io import BLOCK_BYTES, PAGE_BYTES
@@ -97,7 +98,7 @@ def test_extents_start_at_blocks_and_are_reserved(file):
     assert file.used_bytes == file.nbytes == status.st_size == 16384 + MIB <= status.st_blocks * 512
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=draws(20), deadline=None)
 @given(sizes=st.lists(st.integers(1, 5 * BLOCK_BYTES), min_size=1, max_size=8), seed=st.integers())
 @example(sizes=[1, 4096, 4097], seed=0)
 def test_written_bytes_are_read_back(tmp_path_factory, sizes, seed):

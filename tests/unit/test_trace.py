@@ -2,10 +2,11 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._schedule.trace import NEVER, Moment, Trace
 
-quick = settings(derandomize=True, deadline=None, max_examples=300)
+quick = settings(derandomize=True, deadline=None, max_examples=draws(300))
 
 accesses = st.lists(st.sets(st.integers(0, 6), max_size=3).map(lambda drawn: tuple(sorted(drawn))), max_size=20)
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefetch_policies import Conservative
+from sampling import draws
 
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.chunk_manager import ChunkManager
@@ -18,7 +19,7 @@ from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, Pref
 from patrickstar._schedule.trace import Moment
 from patrickstar.testing import NoMeter
 
-quick = settings(derandomize=True, deadline=None, max_examples=100)
+quick = settings(derandomize=True, deadline=None, max_examples=draws(100))
 
 BUDGET = 1000
 CAUTIOUS = 800

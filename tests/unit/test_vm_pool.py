@@ -14,6 +14,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sampling import draws
 
 from patrickstar._memory.vm_pool import HUGE_PAGE, SYSTEM_PAGE, PagePool, VMRange, can_move_pages, round_up
 from patrickstar.errors import BudgetError
@@ -370,4 +371,4 @@ class Operations(RuleBasedStateMachine):
 
 
 TestOperations = Operations.TestCase
-TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=40)
+TestOperations.settings = settings(derandomize=True, deadline=None, max_examples=draws(60), stateful_step_count=40)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import draws
 
 from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.worker_pool import WorkerPool
@@ -85,7 +86,7 @@ def test_threads_start_with_first_job_and_own_aligned_buffers():
     pool.close()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=draws(20), deadline=None)
 @given(threads=st.integers(1, 4), counts=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=6))
 def test_every_job_runs_once(threads, counts):
     pool, ran = WorkerPool(threads, "counts", 4096), []

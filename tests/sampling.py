@@ -1,0 +1,33 @@
+"""Sizes of tests: `make test` runs a quarter of the random draws and one precision per case, `make nightly` all."""
+
+import pytest
+from hypothesis import settings
+
+NIGHTLY = "nightly"
+"""Hypothesis profile of `make nightly`."""
+FAST_SHARE = 4
+
+settings.register_profile(NIGHTLY, print_blob=True)
+
+
+def nightly() -> bool:
+    """Return True in `make nightly`."""
+    return settings.get_current_profile_name() == NIGHTLY
+
+
+def draws(count: int) -> int:
+    """Return how many of `count` random cases run: all of them nightly, otherwise a quarter, but at least one."""
+    return count if nightly() else -(-count // FAST_SHARE)
+
+
+def one_precision_each(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the items with one precision for each case, by turns, so that every precision remains.
+
+    A case is a test function with its parameters other than `precision`.
+    """
+    cases: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        others = tuple(sorted((name, str(value)) for name, value in params.items() if name != "precision"))
+        cases.setdefault((item.nodeid.split("[")[0], others), []).append(item)
+    return [case[number % len(case)] for number, case in enumerate(cases.values())]
