@@ -18,17 +18,18 @@ def options(folder, log, *words):
     return [*arguments, "--log-file", str(log), *words]
 
 
-def train(folder, arguments, processes=0):
-    """Run the command in a new interpreter, or in several by torchrun."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
-    command = [sys.executable, *torchrun, "-m", "patrickstar", *arguments]
+def torchrun(folder, arguments, processes):
+    """Run the command in new interpreters, which torchrun starts."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += ["-m", "patrickstar", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"HOME": str(folder)})
 
 
-def main(arguments: list[str], folder: str) -> None:
+def main(arguments: list[str], folder: str, without: str = "") -> None:
     """In each process: the command, with the environment that torchrun sets."""
     os.chdir(folder)
     os.environ["HOME"] = folder
+    os.environ.pop(without, None)
     sys.argv = ["patrickstar", *arguments]
     patrickstar.__main__.main()
 
@@ -46,7 +47,7 @@ def test_train_on_two_processes(tmp_path):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     (ended,) = train_forked(tmp_path, options(tmp_path, one, "--batch", "4"), 1)
     assert ended.code == 0, ended.text
-    done = train(tmp_path, options(tmp_path, two, "--batch", "2"), processes=2)
+    done = torchrun(tmp_path, options(tmp_path, two, "--batch", "2"), 2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 3/3") == 1, "rank 0 alone prints"
     (*alone, whole), (*shared, part) = records(one), records(two)
@@ -58,14 +59,13 @@ def test_train_on_two_processes(tmp_path):
     assert part["gathered_bytes"] > 0 and part["reduced_bytes"] > 0
 
 
-def test_a_rank_without_others_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    done = train(tmp_path, options(tmp_path, tmp_path / "log"))
-    assert done.returncode == 2
-    assert "error: RANK and WORLD_SIZE say that this is one of 2 processes" in done.stderr
-    assert "MASTER_ADDR" in done.stderr and "torchrun" in done.stderr
+def test_a_rank_without_others_is_refused(tmp_path):
+    arguments = options(tmp_path, tmp_path / "log")
+    call = {"arguments": arguments, "folder": str(tmp_path), "without": "MASTER_ADDR"}
+    (ended,) = ranks.wait(ranks.start(1, main, call, env=[{"WORLD_SIZE": "2"}]), 120)
+    assert ended.code == 2
+    assert "error: RANK and WORLD_SIZE say that this is one of 2 processes" in ended.text
+    assert "MASTER_ADDR" in ended.text and "torchrun" in ended.text
 
 
 def test_each_process_prints_an_error(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import patrickstar as ps
+from patrickstar._distributed import process_group
 
 from . import ranks
 from .test_faults import SHAPE, WITHIN_S, ids, step
@@ -51,6 +52,7 @@ ENV = [{"MASTER_ADDR": "10.213.0.1", "GLOO_SOCKET_IFNAME": wire} for wire in ("p
 
 def two_hosts(die: bool) -> None:
     """In each process: some steps; then the second is killed, if it shall be."""
+    process_group.ALIVE_TIMEOUT_S = 2.0  # rank 0 waits as long for a rank on another host to report
     engine, optimizer = ps.initialize(SHAPE.build, ps.Config(device="cpu", chunk_size=512, host_memory="1MiB"))
     assert engine.world.local_ranks == [engine.world.rank]
     assert engine.host_budget_bytes == 1 << 20, "the other process has a host of its own"

@@ -221,7 +221,7 @@ def device_memory_is_reused_at_once(monkeypatch):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_missing_wait_is_found(fault, likely, monkeypatch, tmp_path):
-    """Check the simulation itself: with an injected fault, one of the schedules fails, most likely one from `likely` on."""
+    """Check the simulation itself: with an injected fault a schedule fails, most likely one from `likely` on."""
     fault(monkeypatch)
     found = "schedule .* differs|source of a copy was overwritten|device memory was freed"
     with pytest.raises(AssertionError, match=found):
