@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from cuda_machine import DEVICE, budget, make_engine, marks
+from cuda_toys import inputs, layers, outcome, train
 
 import patrickstar as ps
 from patrickstar import testing
-
-from .machine import DEVICE, budget, make_engine, marks
-from .toys import inputs, layers, outcome, train
 
 pytestmark = marks
 

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from cuda_machine import DEVICE, marks
+from cuda_toys import gpt
 from torch import nn
 
 import patrickstar as ps
@@ -9,9 +11,6 @@ from patrickstar import testing
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.update_rule import Gradient, Span
-
-from .machine import DEVICE, marks
-from .toys import gpt
 
 pytestmark = marks
 

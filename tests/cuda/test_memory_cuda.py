@@ -4,6 +4,9 @@ import gc
 
 import pytest
 import torch
+from cuda_machine import DEVICE, budget, held_bytes, memory_limit, run_program
+from cuda_machine import gpu_marks as pytestmark  # noqa: F401 (marks of all tests here)
+from cuda_toys import inputs, layers, train
 from torch import nn
 
 import patrickstar as ps
@@ -15,10 +18,6 @@ from patrickstar._memory.host_arena import HostArena
 from patrickstar._memory.memory_meter import CudaMeter
 from patrickstar._memory.workspaces import THREADS, workspace_bytes
 from patrickstar.errors import BudgetError
-
-from .machine import DEVICE, budget, held_bytes, memory_limit, run_program
-from .machine import gpu_marks as pytestmark  # noqa: F401 (marks of all tests here)
-from .toys import inputs, layers, train
 
 MIB = 1 << 20
 
@@ -128,12 +127,12 @@ def test_a_slab_that_nobody_closes_can_be_locked_again():
 
 EXPANDABLE = """
 import torch
-from tests.cuda import toys
+import cuda_toys
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
 torch.manual_seed(0)
-engine = Engine(toys.layers(512, 6), ps.Config(device="cuda", chunk_size="1MiB"))
-losses = toys.train(engine, toys.inputs(3, 512))
+engine = Engine(cuda_toys.layers(512, 6), ps.Config(device="cuda", chunk_size="1MiB"))
+losses = cuda_toys.train(engine, cuda_toys.inputs(3, 512))
 print(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"], [loss.item() for loss in losses])
 engine.close()
 """

@@ -4,6 +4,8 @@ import time
 
 import pytest
 import torch
+from cuda_machine import DEVICE, ON_GPU, budget, make_engine, marks, run_program
+from cuda_toys import inputs, layers, outcome, train
 
 import patrickstar as ps
 from patrickstar._memory.chunk import Chunk
@@ -12,9 +14,6 @@ from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_tier import HostTier
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
 from patrickstar.testing import ReferenceTrainer, assert_exact, assert_same_bits
-
-from .machine import DEVICE, ON_GPU, budget, make_engine, marks, run_program
-from .toys import inputs, layers, outcome, train
 
 pytestmark = marks
 
@@ -100,13 +99,14 @@ def test_an_engine_is_closed_with_copies_in_flight():
 
 EXIT = """
 import torch
-from tests.cuda import machine, toys
+import cuda_machine
+import cuda_toys
 import patrickstar as ps
-config = ps.Config(device=str(machine.DEVICE), chunk_size="128KiB", host_memory="64MiB", disk={disk!r},
-                   device_memory=machine.budget("1536KiB"))
-engine = machine.make_engine(toys.layers(), config)
-toys.train(engine, toys.inputs(3))
-engine(toys.inputs(1)[0])
+config = ps.Config(device=str(cuda_machine.DEVICE), chunk_size="128KiB", host_memory="64MiB", disk={disk!r},
+                   device_memory=cuda_machine.budget("1536KiB"))
+engine = cuda_machine.make_engine(cuda_toys.layers(), config)
+cuda_toys.train(engine, cuda_toys.inputs(3))
+engine(cuda_toys.inputs(1)[0])
 print("done")
 """
 

@@ -4,15 +4,14 @@ import warnings
 
 import pytest
 import torch
+from cuda_machine import DEVICE, budget, make_engine, marks
+from cuda_toys import gpt, inputs, layers, outcome, train
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import patrickstar as ps
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 from patrickstar.testing import ReferenceTrainer, assert_exact, assert_same_bits, compare
-
-from .machine import DEVICE, budget, make_engine, marks
-from .toys import gpt, inputs, layers, outcome, train
 
 pytestmark = marks
 

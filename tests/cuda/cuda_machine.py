@@ -73,13 +73,13 @@ def memory_limit(more_bytes: int):
 
 def run_program(program: str, **environment: str) -> str:
     """Run Python in a process of its own. Returns what it printed; asserts that it ended well."""
-    root = Path(__file__).parents[2]
+    here = Path(__file__).parent
     # The package that this process has, which need not be the one in `src`: that one may lack its library.
     package = str(Path(ps.__file__).parents[1])
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")]), package])
+    path = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")]), package])
     done = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=root,
+        cwd=here.parents[1],
         env=os.environ | {"PYTHONPATH": path} | environment,
         capture_output=True,
         text=True,
