@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from laws.models import Shape
 from torch import nn
+from toys import Shape
 
 import patrickstar as ps
 from patrickstar import testing
@@ -90,7 +90,7 @@ def test_a_step_sends_what_the_formula_says(size, stays):
 def one_owner(seeds: list[int]) -> None:
     """In each process: a group of chunks is more than the device holds."""
     dist.init_process_group("gloo")
-    shape = Shape(("mlp", "plain", "mlp"), tied=False, frozen_norms=False, checkpointing=False)
+    shape = Shape(("mlp", "plain", "mlp"))
     for seed in seeds:
         world = World(CPU)
         config = ps.Config(device="cpu", precision="fp32", chunk_size=1000, device_memory=2 * world.size * 1000 - 200)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from laws.models import Shape, Waves, check_alignment, smallest_device_bytes
+from laws.models import Waves, check_alignment, smallest_device_bytes
 from torch import nn
+from toys import Shape
 
 import patrickstar as ps
 from patrickstar import testing

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from laws.models import Shape
 from torch import nn
+from toys import Shape
 
 import patrickstar as ps
 from patrickstar import testing
@@ -20,8 +20,8 @@ from patrickstar.errors import ConfigError, PatrickStarError
 
 from . import ranks
 
-SHAPE = Shape(("mlp", "attention", "plain"), tied=False, frozen_norms=False, checkpointing=False)
-LARGE = Shape(("mlp",) * 60 * 2, tied=False, frozen_norms=False, checkpointing=False)
+SHAPE = Shape(("mlp", "attention", "plain"))
+LARGE = Shape(("mlp",) * 60 * 2)
 WITHIN_S = 30.0
 
 
@@ -95,7 +95,7 @@ def different(what: str) -> None:
     other = int(os.environ["RANK"]) == 1
     shape, options = SHAPE, {}
     if what == "model" and other:
-        shape = Shape(("mlp", "attention", "mlp"), tied=False, frozen_norms=False, checkpointing=False)
+        shape = Shape(("mlp", "attention", "mlp"))
     if what == "chunk_size" and other:
         options["chunk_size"] = 1024
     if what == "version" and other:

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from laws.models import Shape
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from toys import Shape
 
 import patrickstar as ps
 from patrickstar import testing

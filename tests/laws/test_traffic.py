@@ -5,13 +5,14 @@ from functools import cache
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from toys import Shape, batches, train
 
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar.testing import NoMeter
 
-from .models import Shape, config, shapes, smallest_device_bytes, train
+from .models import config, shapes, smallest_device_bytes
 
 
 class RecordingManager(ChunkManager):
@@ -43,7 +44,7 @@ def test_unmodified_chunks_are_not_written_back(shape, spare_bytes):
         patch.setattr("patrickstar._engine.core.ChunkManager", RecordingManager)
         budget = smallest_device_bytes(shape, 256, "bf16") + spare_bytes
         engine = Engine(shape.build, config("bf16", 256, device_memory=budget), meter=NoMeter())
-        train(engine, 3)
+        train(engine, batches(3))
         assert not engine._core.manager.clean_write_backs
         engine.close()
 
@@ -70,12 +71,12 @@ def optimal_fetches(accesses: tuple[tuple[int, ...], ...], sizes: dict[int, int]
 @given(st.integers(2, 5), st.integers(1, 4))
 def test_a_planned_step_fetches_the_optimum(layers, chunks_that_fit):
     """With one equal chunk per layer, a planned step fetches the optimum that brute force finds for its trace."""
-    shape = Shape(("plain",) * layers, tied=False, frozen_norms=False, checkpointing=False)
+    shape = Shape(("plain",) * layers)
     assume(chunks_that_fit < layers + 2)  # the embedding and the head have a chunk each; if all fit, nothing moves
     chunk_bytes = 2 * ALIGN_NUMEL
     budget = chunks_that_fit * chunk_bytes
     engine = Engine(shape.build, config("bf16", chunk_bytes, device_memory=budget), meter=NoMeter())
-    train(engine, 5)
+    train(engine, batches(5))
     (trace,) = engine._core.tracer.traces.values()
     sizes = {chunk.index: chunk.compute_bytes for chunk in engine.layout.chunks}
     accesses = tuple(moment.chunks for moment in trace.moments if moment.chunks)
@@ -91,5 +92,5 @@ def fetched_chunks(engine: Engine) -> int:
     device = engine._core.manager.device_tier
     allocate = device.allocate
     device.allocate = lambda chunk: (sizes.append(chunk.nbytes), allocate(chunk))
-    train(engine, 1)
+    train(engine, batches(1))
     return sum(sizes)
