@@ -9,6 +9,20 @@ from torch import nn
 from patrickstar import testing
 
 
+class AveragingOptimizer(testing.ReferenceOptimizer):
+    """Optimizer of `AveragingTrainer`."""
+
+    trainer: "AveragingTrainer"
+
+    def step(self) -> None:
+        super().step()
+        self.trainer.averaged = False
+
+    def zero_grad(self) -> None:
+        self.trainer.sums.clear()
+        super().zero_grad()
+
+
 class AveragingTrainer(testing.ReferenceTrainer):
     """Plain PyTorch under the mixed-precision protocol, with gradients that are averaged over all processes.
 
@@ -21,6 +35,7 @@ class AveragingTrainer(testing.ReferenceTrainer):
         super().__init__(*args)
         self.averaged = False
         self.sums: dict[nn.Parameter, torch.Tensor] = {}
+        self.optimizer = AveragingOptimizer(self)
 
     def backward(self, loss: torch.Tensor, *args: Any, accumulate: bool = False, **options: Any) -> None:
         super().backward(loss, *args, **options)
@@ -48,11 +63,6 @@ class AveragingTrainer(testing.ReferenceTrainer):
             self.sums[param] = self.sums[param] + total if param in self.sums else total
             master.grad = None
 
-    def drop(self) -> None:
-        """Forget gradients."""
-        self.sums.clear()
-        self.optimizer.zero_grad()
-
     def unscale(self) -> None:
         if not self.averaged:
             self.averaged = True
@@ -61,38 +71,3 @@ class AveragingTrainer(testing.ReferenceTrainer):
                 self.masters[param].grad = total * (1.0 / dist.get_world_size())
             self.sums.clear()
         super().unscale()
-
-
-class Loop:
-    """The usual loop over either trainer."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-
-    def run(
-        self, batches: list[Any], *, accumulation: int = 1, once: bool = False, max_norm: float | None = None
-    ) -> list[torch.Tensor]:
-        """Train on these; returns losses and norms. once: gradients are averaged in the last backward of a step."""
-        trainer, seen = self.trainer, []
-        for number, batch in enumerate(batches, start=1):
-            last = number % accumulation == 0 or number == len(batches)
-            loss = trainer(*batch)
-            trainer.backward(loss / accumulation, accumulate=once and not last)
-            seen.append(loss.detach().clone())
-            if not last:
-                continue
-            if max_norm is not None:
-                seen.append(trainer.clip_grad_norm_(max_norm).clone())
-            self.step()
-        return seen
-
-    def drop(self) -> None:
-        """Forget gradients."""
-        (self.trainer.optimizer.zero_grad if not isinstance(self.trainer, AveragingTrainer) else self.trainer.drop)()
-
-    def step(self) -> None:
-        """Update, and drop gradients."""
-        self.trainer.optimizer.step()
-        self.trainer.optimizer.zero_grad()
-        if isinstance(self.trainer, AveragingTrainer):
-            self.trainer.averaged = False

@@ -1,12 +1,13 @@
 """What crosses the wire, and what each process holds, to the byte."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from toys import Shape
+from toys import Shape, layers, mean_square
 
 import patrickstar as ps
 from patrickstar import testing
@@ -19,26 +20,15 @@ from .test_exactness import CPU, compare, random_script
 WIDTH = 32
 
 
-class Chain(nn.Module):
-    """Layers used one after the other, each of 1024 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(12))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden).tanh()
-        return hidden.float().pow(2).mean()
-
-
 def counters(stays: bool) -> None:
     """In each process: a step's bytes, counted."""
     world = World.find(CPU)
     size, count = world.size, 12 * WIDTH * WIDTH
     group = 2 * WIDTH * WIDTH * size
     config = ps.Config(device="cpu", chunk_size=2 * WIDTH * WIDTH, device_memory=None if stays else 2 * group + 64)
-    engine = Engine(Chain, config, meter=testing.NoMeter(), poison=True, world=world)
+    engine = Engine(
+        partial(layers, WIDTH, 12, nn.Tanh, bias=False), config, meter=testing.NoMeter(), poison=True, world=world
+    )
     assert engine.layout.chunk_count == 12 // size
     assert engine.layout.model_data_bytes == 14 * count // size
     assert engine.layout.padding_bytes == 0
@@ -62,7 +52,7 @@ def counters(stays: bool) -> None:
     engine._core.manager.transfers.start_fetch = watch_coming
     for _ in range(3):
         ahead.clear()
-        loss = engine(torch.randn(4, WIDTH))
+        loss = mean_square(engine(torch.randn(4, WIDTH)))
         if not stays:
             engine._core.data.drop_gathered()
         engine.backward(loss)

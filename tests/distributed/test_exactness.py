@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from laws.models import Waves, check_alignment, smallest_device_bytes
 from torch import nn
-from toys import Shape
+from toys import Shape, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -17,7 +17,7 @@ from patrickstar._distributed.process_group import World
 from patrickstar._engine.engine import Engine
 
 from . import ranks
-from .reference import AveragingTrainer, Loop
+from .reference import AveragingTrainer
 
 CPU = torch.device("cpu")
 
@@ -42,9 +42,9 @@ def random_script(draw: random.Random, rank: int, seed: int) -> Callable[[Any], 
     """A loop; processes have tokens of their own, in lengths of their own."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     data = [(torch.randint(0, 11, (2, 3 + (seed + rank + k) % 4), generator=generator),) for k in range(4)]
-    options = {"accumulation": draw.choice([1, 1, 2, 4]), "once": draw.random() < 0.5}
+    options = {"accumulation": draw.choice([1, 1, 2, 4]), "reduce_once": draw.random() < 0.5}
     max_norm = draw.choice([None, 0.1])
-    return lambda trainer: Loop(trainer).run(data, max_norm=max_norm, **options)
+    return lambda trainer: train(trainer, data, max_norm=max_norm, **options)
 
 
 def compare(
@@ -161,13 +161,14 @@ def branches(seeds: list[int]) -> None:
                     seen.append(loss.detach().clone())
                 # What all do, though they come to it from different places.
                 if together.random() < 0.3:
-                    Loop(trainer).drop()
+                    trainer.optimizer.zero_grad()
                 if together.random() < 0.3:
                     with torch.no_grad():
                         for param in trainer.module.parameters():
                             param.mul_(0.5)
                 if together.random() < 0.8:
-                    Loop(trainer).step()
+                    trainer.optimizer.step()
+                    trainer.optimizer.zero_grad()
             return seen
 
         compare(world, Branches, config, script, seed, meter=testing.NoMeter(), evict_everything=evict)

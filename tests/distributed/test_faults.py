@@ -4,13 +4,13 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from toys import Shape
+from toys import Shape, layers, mean_square
 
 import patrickstar as ps
 from patrickstar import testing
@@ -172,30 +172,18 @@ def test_an_exception_in_one_process_leaves_all_usable(tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-class Wide(nn.Module):
-    """Four layers, of 4096 parameters each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden.pow(2).mean()
-
-
 def short_of_memory() -> None:
     """In each process: rank 1 has no room for accumulated gradients, finds that in a round, and goes on."""
     world = World.find(torch.device("cpu"))
     # Its part of parameters, masters and momentum is 96 KiB.
     memory = {} if world.rank == 0 else {"host_memory": 2 * 100 * 1024}
     config = ps.Config(device="cpu", precision="fp32", chunk_size="16KiB", optimizer=ps.SGD(momentum=0.9), **memory)
-    engine = Engine(Wide, config, meter=testing.NoMeter(), evict_everything=True, world=world)
+    build = partial(layers, 64, 4, bias=False)
+    engine = Engine(build, config, meter=testing.NoMeter(), evict_everything=True, world=world)
     for _ in range(2):
         try:
             for _ in range(2):
-                engine.backward(engine(torch.ones(2, 64)))
+                engine.backward(mean_square(engine(torch.ones(2, 64))))
             engine.optimizer.step()
         except PatrickStarError as error:
             print(f"{type(error).__name__}: {error}")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from toys import Shape
+from toys import Shape, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -15,7 +15,7 @@ from patrickstar._distributed.process_group import World
 from patrickstar._engine.engine import Engine
 
 from . import ranks
-from .reference import AveragingTrainer, Loop
+from .reference import AveragingTrainer
 from .test_exactness import CPU, compare
 
 
@@ -46,7 +46,7 @@ def ids(trainer: Any, number: int = 0) -> torch.Tensor:
 
 
 def usual(trainer: Any) -> list[torch.Tensor]:
-    return Loop(trainer).run([(ids(trainer, number),) for number in range(3)])
+    return train(trainer, [(ids(trainer, number),) for number in range(3)])
 
 
 def writes(trainer: Any) -> list[torch.Tensor]:
@@ -56,7 +56,7 @@ def writes(trainer: Any) -> list[torch.Tensor]:
         with torch.no_grad():
             for param in trainer.module.parameters():
                 param.mul_(0.5)
-        seen += Loop(trainer).run([(ids(trainer, number),)])
+        seen += train(trainer, [(ids(trainer, number),)])
     return seen
 
 
@@ -64,7 +64,7 @@ def dropped(trainer: Any) -> list[torch.Tensor]:
     """Gradients that are dropped, once in all processes, change nothing."""
     seen = usual(trainer)
     trainer.backward(trainer(ids(trainer, 7)), accumulate=True)
-    Loop(trainer).drop()
+    trainer.optimizer.zero_grad()
     return seen + usual(trainer)
 
 
@@ -73,7 +73,8 @@ def twice(trainer: Any) -> list[torch.Tensor]:
     loss = trainer(ids(trainer))
     trainer.backward(loss, retain_graph=True)
     trainer.backward(loss)
-    Loop(trainer).step()
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
     return usual(trainer)
 
 
@@ -147,7 +148,8 @@ def two_engines() -> None:
             with torch.no_grad():
                 wanted = (teacher if ours else plain_teacher)(tokens)
             trainer.backward((trainer(tokens) - wanted).pow(2))
-            Loop(trainer).step()
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
             seen.append(wanted)
         return seen
 
@@ -186,7 +188,7 @@ def from_disk(seeds: list[int], folder: str) -> None:
         engines = []
 
         def script(trainer: Any, tokens: torch.Tensor = tokens, engines: list[Any] = engines) -> list[torch.Tensor]:
-            seen = Loop(trainer).run([(tokens,)] * 3, max_norm=0.1)
+            seen = train(trainer, [(tokens,)] * 3, max_norm=0.1)
             if isinstance(trainer, Engine):
                 assert trainer.stats.total.disk_write_bytes > 0
                 engines.append(trainer)
