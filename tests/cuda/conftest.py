@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from cuda_machine import DEVICE
+from cuda_cases import DEVICE
 
 if DEVICE.type == "cuda":
     # Read once by cuBLAS and by PyTorch, when the first matrices are multiplied.

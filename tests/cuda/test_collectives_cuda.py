@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_machine import DEVICE, ON_GPU, marks
+from cuda_cases import DEVICE, ON_GPU, marks
 
 from patrickstar._distributed.collectives import collectives
 from patrickstar._distributed.process_group import World
