@@ -114,7 +114,7 @@ def run_schedule(seed: int, directory, failures: float = 0.0) -> LateHardware | 
         testing.assert_same_bits(expected, script(engine, engine.optimizer), f"schedule {seed}: results of the loop")
         testing.assert_same_bits(reference.state_dict(), engine.state_dict(), f"schedule {seed}: parameters")
         testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
-        hardware.check_rest()
+        hardware.check_pending()
         hardware.memory_retries = engine.stats.total.memory_retries
     except BudgetError as error:
         if "grad32" not in str(error):
@@ -162,7 +162,7 @@ def test_an_allocation_that_fails_twice_is_an_error_and_training_can_continue():
     engine = Engine(shape.build, options, meter=testing.NoMeter(), poison=True, hardware=hardware)
     assert train(engine, batches(2)) == expected[0]
     hardware.failures = 1.0
-    with pytest.raises(BudgetError, match=r"param16\[\d\] needs \d+ bytes .* failed twice.*no \d+ bytes in a row"):
+    with pytest.raises(BudgetError, match=r"param16\[\d\] needs \d+ bytes .* failed twice.*no \d+ contiguous bytes"):
         engine(*batches(1)[0])
     hardware.failures = 0.0
     assert train(engine, batches(3)) == expected[1]
