@@ -1,4 +1,4 @@
-"""What several processes must come to: plain PyTorch in each, gradients averaged in a stated order."""
+"""Reference for several processes: plain PyTorch in each, with gradients averaged in a specified order."""
 
 from typing import Any
 
@@ -24,11 +24,11 @@ class AveragingOptimizer(testing.ReferenceOptimizer):
 
 
 class AveragingTrainer(testing.ReferenceTrainer):
-    """Plain PyTorch under the mixed-precision protocol, with gradients that are averaged over all processes.
+    """Plain PyTorch under the mixed-precision protocol, with gradients averaged over all processes.
 
-    What a process has, added up in fp32 over the backwards it accumulates, is rounded to the parameter's dtype, unless
-    `reduce_dtype` is fp32. Processes are added up in fp32, rank after rank, from +0; one that has no gradient counts as
-    zero. The sum is rounded likewise. Sums of several backwards are added in fp32, and the step divides them.
+    Gradients that a process accumulated in fp32 are rounded to the parameter's dtype, unless `reduce_dtype` is fp32.
+    The gradients of all processes are added in fp32 in the order of ranks, starting from +0; a missing gradient counts
+    as zero. The sum is rounded likewise. Sums of several reductions are added in fp32, and divided in the step.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -40,25 +40,25 @@ class AveragingTrainer(testing.ReferenceTrainer):
     def backward(self, loss: torch.Tensor, *args: Any, accumulate: bool = False, **options: Any) -> None:
         super().backward(loss, *args, **options)
         if not accumulate:
-            self.add_up()
+            self.reduce()
 
-    def add_up(self) -> None:
-        """Add what all processes have to the sums; they have nothing then."""
+    def reduce(self) -> None:
+        """Add the gradients of all processes to the sums, and drop them."""
         size = dist.get_world_size()
-        has = torch.tensor([float(master.grad is not None) for master in self.masters.values()])
-        dist.all_reduce(has)
-        for (param, master), any_has in zip(self.masters.items(), has.tolist(), strict=True):
-            if not any_has:
+        counts = torch.tensor([float(master.grad is not None) for master in self.masters.values()])
+        dist.all_reduce(counts)
+        for (param, master), count in zip(self.masters.items(), counts.tolist(), strict=True):
+            if not count:
                 continue
             dtype = master.dtype if self.config.reduce_dtype == "fp32" else param.dtype
-            mine = torch.zeros(param.shape, dtype=dtype)
+            own = torch.zeros(param.shape, dtype=dtype)
             if master.grad is not None:
-                mine.copy_(master.grad)
-            found = [torch.empty_like(mine) for _ in range(size)]
-            dist.all_gather(found, mine)
+                own.copy_(master.grad)
+            gathered = [torch.empty_like(own) for _ in range(size)]
+            dist.all_gather(gathered, own)
             total = torch.zeros(param.shape, dtype=master.dtype)
-            for one in found:
-                total += one
+            for grad in gathered:
+                total += grad
             total = total.to(dtype).to(master.dtype)
             self.sums[param] = self.sums[param] + total if param in self.sums else total
             master.grad = None
@@ -66,7 +66,7 @@ class AveragingTrainer(testing.ReferenceTrainer):
     def unscale(self) -> None:
         if not self.averaged:
             self.averaged = True
-            self.add_up()
+            self.reduce()
             for param, total in self.sums.items():
                 self.masters[param].grad = total * (1.0 / dist.get_world_size())
             self.sums.clear()

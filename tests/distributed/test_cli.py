@@ -1,4 +1,4 @@
-"""`torchrun -m patrickstar train`: the run of one process with the same batches, from several."""
+"""`torchrun -m patrickstar train`: several processes train like one process with the same batches."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def test_train_on_two_processes(tmp_path):
     assert done.returncode == 0, done.stderr
     done = run(tmp_path, two, "--batch", "2", processes=2)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step 3/3") == 1, "one speaks for all"
+    assert done.stdout.count("step 3/3") == 1, "only one process prints"
     (*alone, whole), (*shared, part) = records(one), records(two)
     for a, b in zip(alone, shared, strict=True):
         assert a["tokens"] == b["tokens"]
@@ -35,7 +35,7 @@ def test_train_on_two_processes(tmp_path):
     assert part["gathered_bytes"] > 0 and part["reduced_bytes"] > 0
 
 
-def test_what_looks_like_one_of_several_but_has_no_others(tmp_path, monkeypatch):
+def test_rank_without_a_rendezvous_is_refused(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("Hello. " * 500)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -46,7 +46,7 @@ def test_what_looks_like_one_of_several_but_has_no_others(tmp_path, monkeypatch)
     assert "MASTER_ADDR" in done.stderr and "torchrun" in done.stderr
 
 
-def test_an_error_is_told_by_each_process(tmp_path):
+def test_each_process_prints_an_error(tmp_path):
     (tmp_path / "text.txt").write_text("Hello. " * 500)
     done = run(tmp_path, tmp_path / "log", "--device-memory", "64KiB", processes=2)
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""What users do beside the usual loop, on several processes: each bit for bit the reference's."""
+"""Unusual loops of users with several processes: results are bit-identical to the reference."""
 
 import random
 from typing import Any
@@ -20,7 +20,7 @@ from .test_exactness import CPU, compare
 
 
 class Odd(nn.Module):
-    """Tied weights, running statistics, a parameter without elements, one in fp64, reentrant checkpointing."""
+    """Tied weights, running statistics, unused and empty parameters, reentrant checkpointing."""
 
     def __init__(self, reentrant: bool = False) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def usual(trainer: Any) -> list[torch.Tensor]:
 
 
 def writes(trainer: Any) -> list[torch.Tensor]:
-    """Parameters are written in place, between steps and between forward and backward's end."""
+    """Write parameters in place between steps."""
     seen = []
     for number in range(3):
         with torch.no_grad():
@@ -61,7 +61,7 @@ def writes(trainer: Any) -> list[torch.Tensor]:
 
 
 def dropped(trainer: Any) -> list[torch.Tensor]:
-    """Gradients that are dropped, once in all processes, change nothing."""
+    """Drop gradients in all processes; this changes nothing."""
     seen = usual(trainer)
     trainer.backward(trainer(ids(trainer, 7)), accumulate=True)
     trainer.optimizer.zero_grad()
@@ -69,7 +69,7 @@ def dropped(trainer: Any) -> list[torch.Tensor]:
 
 
 def twice(trainer: Any) -> list[torch.Tensor]:
-    """Two backwards through one graph."""
+    """Run two backwards through one graph."""
     loss = trainer(ids(trainer))
     trainer.backward(loss, retain_graph=True)
     trainer.backward(loss)
@@ -79,14 +79,14 @@ def twice(trainer: Any) -> list[torch.Tensor]:
 
 
 def thaws(trainer: Any) -> list[torch.Tensor]:
-    """Parameters are frozen from the start, then not."""
+    """Unfreeze parameters that were frozen from the start."""
     seen = usual(trainer)
     trainer.module.first.requires_grad_(True)
     return seen + usual(trainer)
 
 
 def saves(trainer: Any) -> list[torch.Tensor]:
-    """A state is read, and taken back later."""
+    """Copy the state, and load it later."""
     seen = usual(trainer)
     state = {name: value.clone() for name, value in trainer.state_dict().items()}
     seen += usual(trainer)
@@ -114,7 +114,7 @@ SCRIPTS = {
 
 
 def scripts(names: list[str]) -> None:
-    """In each process, one after the other."""
+    """Run these scripts one after the other; runs in each process."""
     dist.init_process_group("gloo")
     for seed, name in enumerate(names):
         build, script = SCRIPTS[name]
@@ -125,12 +125,12 @@ def scripts(names: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def test_what_users_do():
+def test_unusual_loops():
     ranks.run(2, scripts, names=list(SCRIPTS))
 
 
 def two_engines() -> None:
-    """In each process: a teacher without gradients, of which one process keeps what the other drops, and a student."""
+    """Train a student with a teacher whose chunks only one process evicts; runs in each process."""
     dist.init_process_group("gloo")
     world = World(CPU)
     config = ps.Config(device="cpu", chunk_size=1200, optimizer=ps.AdamW(lr=1e-2))
@@ -146,18 +146,18 @@ def two_engines() -> None:
             tokens = ids(trainer, number)
             ours = isinstance(trainer, Engine)
             with torch.no_grad():
-                wanted = (teacher if ours else plain_teacher)(tokens)
-            trainer.backward((trainer(tokens) - wanted).pow(2))
+                target = (teacher if ours else plain_teacher)(tokens)
+            trainer.backward((trainer(tokens) - target).pow(2))
             trainer.optimizer.step()
             trainer.optimizer.zero_grad()
-            seen.append(wanted)
+            seen.append(target)
         return seen
 
     compare(world, Odd, config, script, 0, meter=testing.NoMeter(), evict_everything=world.rank == 1)
-    assert not world.closed, "the teacher still uses it"
+    assert not world.closed, "the teacher still uses the process group"
     if world.rank == 0:
         with torch.no_grad():
-            teacher(ids(teacher))  # while the other one waits for it, closing
+            teacher(ids(teacher))  # while the other process waits for it in `close`
     teacher.close()
     assert world.closed
     dist.destroy_process_group()
@@ -168,7 +168,7 @@ def test_two_engines():
 
 
 def from_disk(seeds: list[int], folder: str) -> None:
-    """In each process: memory holds a part of the model data, the disk the rest."""
+    """Train with a part of the model data on disk; runs in each process."""
     dist.init_process_group("gloo")
     for seed in seeds:
         draw = random.Random(seed)

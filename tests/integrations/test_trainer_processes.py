@@ -33,7 +33,7 @@ class Averaging(Protocol):
     def training_step(self, *args, **options):
         loss = super().training_step(*args, **options)
         if self.accelerator.sync_gradients:
-            self.reference.add_up()
+            self.reference.reduce()
         return loss
 
 
