@@ -1,21 +1,22 @@
-"""A simulated accelerator on CPU tensors: its copies happen as late as a seeded schedule allows.
+"""Simulated accelerator on CPU tensors that delays copies by a seeded schedule.
 
 [Note: late copies]
-A GPU runs copies on streams of their own, some time after the host has asked for them. On a CPU the same code would
-copy at once, and a missing wait would go unnoticed. `LateHardware` makes CPU memory behave as a GPU's does: what is
-asked for is queued, in order per stream, and a copy runs only when somebody waits for it, when computation is ordered
-after it, or when a query of its state finds, by the seeded schedule, that it has ended.
+A GPU runs copies on separate streams, some time after the host has issued them. On a CPU the same code would copy at
+once, and a missing wait would not be detected. `LateHardware` makes CPU memory behave like GPU memory. Copies are
+queued per stream, in order. A copy runs when the host waits for it, when computation is ordered after it, or when a
+query of its state finds, by the seeded schedule, that it is done.
 
-- Until a copy has run, its target holds NaN. Who reads too early computes NaN.
-- A copy reads its source when it runs. Who overwrites or frees the source too early changes bits, or touches pages
-  that are protected.
-- Computation here is eager, so a copy that computation is ordered after runs at once. On a GPU it may still read its
-  source then. So the source is compared again when the host learns that the copy has ended: it must not have changed.
+- Until a copy has run, its target holds NaN. Code that reads the target too early computes NaN.
+- A copy reads its source when it runs. Code that overwrites or frees the source too early changes bits, or accesses
+  protected pages.
+- Computation is eager here, so a copy runs at once when computation is ordered after it. On a GPU the copy may still
+  read its source then. So the source is compared again when the host learns that the copy is done: it must not have
+  changed.
 
-Updates on the host, which run on threads beside the device, are late too (`LateKernels`): they run when they are waited
-for.
+Updates on the host, which run on threads while the device computes, are late as well (`LateKernels`): they run when
+they are waited for.
 
-What this does not find: errors of computation that is late itself, of threads, of device types.
+The simulation does not detect errors of computation that is late itself, of threads, or of device types.
 """
 
 import ctypes
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 class LateTransfer(StreamTransfer):
-    """A copy between a chunk's host memory and its device memory that has been queued on a simulated stream."""
+    """Copy between host and device memory of a chunk, queued on a simulated stream."""
 
     def __init__(self, stream: "LateStream", chunk: Chunk, target: torch.Tensor, source: torch.Tensor) -> None:
         self.device = CPU
@@ -43,31 +44,32 @@ class LateTransfer(StreamTransfer):
         self.label = repr(chunk)
         self.number = stream.hardware.queued
         self.chunk = chunk
-        self.to, self.come, self.nbytes = target.data_ptr(), source.data_ptr(), source.nbytes
+        self.target_address, self.source_address = target.data_ptr(), source.data_ptr()
+        self.nbytes = source.nbytes
         self.ran = False
         self.ordered = False
-        """Whether computation waits for it."""
-        self.seen = False
-        """Whether the host knows that the copy has ended."""
+        """True if computation is ordered after the copy."""
+        self.known_done = False
+        """True if the host knows that the copy is done."""
         self.read: bytes | None = None
-        """What the source held when the copy ran, as long as it must not change."""
-        stream.hardware.overwritten_in_order(target)
-        stream.hardware.pending_functions.add(self)
+        """Bytes of the source when the copy ran, while the source must not change."""
+        stream.hardware.allow_overwrite(target)
+        stream.hardware.pending.add(self)
         fill_poison(target)
 
     def __repr__(self) -> str:
-        return f"LateTransfer({self.chunk!r}, {'done' if self.seen else 'ran' if self.ran else 'queued'})"
+        return f"LateTransfer({self.chunk!r}, {'done' if self.known_done else 'ran' if self.ran else 'queued'})"
 
     @property
     def done(self) -> bool:
         self.stream.advance_at_random()
-        # A stream that computation has waited for need not have told the host yet.
-        if self.ran and not self.seen and self.stream.schedule.random() < 0.5:
+        # The host need not know that a copy has run that computation was ordered after.
+        if self.ran and not self.known_done and self.stream.schedule.random() < 0.5:
             self._notice()
-        return self.seen
+        return self.known_done
 
     def wait(self) -> None:
-        self.stream.hardware.host_waits += not self.seen
+        self.stream.hardware.host_waits += not self.known_done
         self.stream.advance_to(self)
         self._notice()
 
@@ -76,35 +78,35 @@ class LateTransfer(StreamTransfer):
 
     def order(self) -> None:
         self.stream.advance_to(self)
-        for transfer in self.stream.hardware.pending_functions:
+        for transfer in self.stream.hardware.pending:
             if transfer.stream is self.stream and transfer.number <= self.number:
                 transfer.ordered = True
 
     def run(self) -> None:
-        """Copy the bytes as they are now."""
+        """Copy the current bytes."""
         self.ran = True
         assert self.chunk.device_resident, f"{self.chunk}: its device memory was freed while a copy was queued"
-        self.read = ctypes.string_at(self.come, self.nbytes)
-        ctypes.memmove(self.to, self.read, self.nbytes)
+        self.read = ctypes.string_at(self.source_address, self.nbytes)
+        ctypes.memmove(self.target_address, self.read, self.nbytes)
 
     def check(self) -> None:
-        """Assert that nobody has overwritten the source since the copy ran. Nothing is asserted of what follows."""
-        assert self.read is None or ctypes.string_at(self.come, self.nbytes) == self.read, (
-            f"{self.chunk}: the source of a copy was overwritten before the host had waited for the copy's end"
+        """Assert that the source has not changed since the copy ran, and allow it to change from now on."""
+        assert self.read is None or ctypes.string_at(self.source_address, self.nbytes) == self.read, (
+            f"{self.chunk}: the source of a copy was overwritten before the host had waited for the copy"
         )
         self.read = None
 
     def _notice(self) -> None:
-        """The host knows of the end of this copy, and so of those before it on its stream."""
-        pending_functions = self.stream.hardware.pending_functions
-        for transfer in [one for one in pending_functions if one.stream is self.stream and one.number <= self.number]:
+        """Let the host know that this copy and all earlier copies of its stream are done."""
+        pending = self.stream.hardware.pending
+        for transfer in [t for t in pending if t.stream is self.stream and t.number <= self.number]:
             transfer.check()
-            transfer.seen = True
-            pending_functions.discard(transfer)
+            transfer.known_done = True
+            pending.discard(transfer)
 
 
 class LateStream:
-    """Copies in the order in which they were queued."""
+    """Queue of copies, which run in order."""
 
     def __init__(self, hardware: "LateHardware") -> None:
         self.hardware = hardware
@@ -131,7 +133,7 @@ class LateStream:
 
 
 class LateCopies(CopyStreams):
-    """Copies on two simulated streams."""
+    """Copy streams of `LateHardware`: one simulated stream per direction."""
 
     def __init__(self, hardware: "LateHardware") -> None:
         super().__init__(CPU)
@@ -147,12 +149,12 @@ class LateCopies(CopyStreams):
 
     def down_now(self, chunk: Chunk) -> None:
         assert chunk.host is not None
-        self._down.hardware.overwritten_in_order(chunk.host)
+        self._down.hardware.allow_overwrite(chunk.host)
         super().down_now(chunk)
 
 
 class LateUpdate:
-    """An update on the host that runs when it is waited for."""
+    """Update on the host that runs when it is waited for."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run: Callable[[], None] | None = run
@@ -164,38 +166,38 @@ class LateUpdate:
 
 
 class LateKernels(Kernels):
-    """The kernels of a CPU, started as late as possible."""
+    """CPU kernels whose updates run as late as possible."""
 
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[LateUpdate]:
         return [LateUpdate(lambda: Kernels.update(Kernels(self.cpp), spans, scales))] if spans else []
 
 
-class FragmentedBank(PagePool):
-    """Pages of a device whose allocator now and then finds no block that is long enough, so many times in a row."""
+class FragmentedPool(PagePool):
+    """Page pool whose commits fail at random, several times in a row."""
 
     def __init__(self, hardware: "LateHardware") -> None:
         super().__init__()
         self.hardware = hardware
-        self._in_a_row = 0
+        self._failures_left = 0
 
     def commit(self, target: VMRange) -> None:
         hardware = self.hardware
-        if self._in_a_row == 0 and hardware.schedule.random() < hardware.failures:
-            self._in_a_row = hardware.failures_in_a_row
-        elif self._in_a_row > 0:
-            self._in_a_row -= 1
-        if self._in_a_row > 0:
-            raise torch.OutOfMemoryError(f"no {target.nbytes} bytes in a row")
+        if self._failures_left == 0 and hardware.schedule.random() < hardware.failures:
+            self._failures_left = hardware.failures_in_a_row
+        elif self._failures_left > 0:
+            self._failures_left -= 1
+        if self._failures_left > 0:
+            raise torch.OutOfMemoryError(f"no {target.nbytes} contiguous bytes")
         super().commit(target)
 
 
 class LateHardware(Hardware):
-    """A CPU that behaves as a machine with a GPU. See [Note: late copies].
+    """CPU hardware that behaves like a machine with a GPU. See [Note: late copies].
 
     Args:
-        seed: decides when copies run.
-        failures: the probability that a request for device memory finds none.
-        failures_in_a_row: how often it then finds none.
+        seed: Seed of the schedule by which copies run.
+        failures: Probability that a request for device memory fails.
+        failures_in_a_row: Number of consecutive failures.
     """
 
     def __init__(self, seed: int, failures: float = 0.0, failures_in_a_row: int = 1) -> None:
@@ -205,25 +207,25 @@ class LateHardware(Hardware):
         self.failures = failures
         self.failures_in_a_row = failures_in_a_row
         self.host_waits = 0
-        """How often the training thread waited for a copy."""
+        """Number of waits of the training thread for a copy."""
         self.queued = 0
-        self.pending_functions: set[LateTransfer] = set()
-        """Copies that the host does not know to have ended."""
+        self.pending: set[LateTransfer] = set()
+        """Copies that are not done as far as the host knows."""
 
-    def overwritten_in_order(self, target: torch.Tensor) -> None:
-        """Allow `target` to change: the device writes it, after the copies that computation was ordered after."""
+    def allow_overwrite(self, target: torch.Tensor) -> None:
+        """Allow `target` to change: the device writes it after the copies that computation is ordered after."""
         start, end = target.data_ptr(), target.data_ptr() + target.nbytes
-        for transfer in self.pending_functions:
-            if transfer.ordered and transfer.come < end and start < transfer.come + transfer.nbytes:
+        for transfer in self.pending:
+            if transfer.ordered and transfer.source_address < end and start < transfer.source_address + transfer.nbytes:
                 transfer.check()
 
-    def check_rest(self) -> None:
-        """Assert of the copies that nobody has waited for, too, that their source has not changed."""
-        for transfer in self.pending_functions:
+    def check_pending(self) -> None:
+        """Assert that the sources of copies that were never waited for have not changed."""
+        for transfer in self.pending:
             transfer.check()
 
     def copies(self) -> CopyStreams:
         return LateCopies(self)
 
     def page_pool(self) -> PagePool | None:
-        return FragmentedBank(self)
+        return FragmentedPool(self)

@@ -4,10 +4,11 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from toys import mean_square
 
 import patrickstar as ps
 
-from .zoo import Stack, linear, mean_square, mlp, normal_batches
+from .zoo import Stack, linear, mlp, normal_batches
 
 # User-defined optimizers
 

@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.nn as nn
+from toys import mean_square
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import TrainingError
 
-from .zoo import WIDTH, Stack, call_block, linear, mean_square, mlp, normal, normal_batches, update
+from .zoo import WIDTH, Stack, call_block, linear, mlp, normal, normal_batches, update
 
 
 @pytest.mark.parametrize("accumulation", [2, 3])

@@ -11,10 +11,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
+from toys import mean_square
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, assert_blocks_exact, call_block, linear, mean_square, normal_batches, update, weight
+from .zoo import WIDTH, Stack, assert_blocks_exact, call_block, linear, normal_batches, update, weight
 
 
 @pytest.fixture(params=[True, False], ids=["reentrant", "non-reentrant"])

@@ -82,7 +82,7 @@ def test_compiled_blocks_in_eval_and_with_another_shape(way, config):
             with torch.no_grad():
                 seen.append(trainer(normal(2, length, WIDTH)).clone())
             trainer.module.train()
-            seen += train(trainer, optimizer, steps=1, first=step)
+            seen += train(trainer, steps=1, first=step)
         return seen
 
     testing.compare(lambda: Stack([compiled(Block(), "aot_eager", way) for _ in range(2)]), config, script)
@@ -90,11 +90,11 @@ def test_compiled_blocks_in_eval_and_with_another_shape(way, config):
 
 def test_a_block_compiled_after_initialize(way, precision):
     def script(trainer, optimizer):
-        losses = train(trainer, optimizer, steps=1)
+        losses = train(trainer, steps=1)
         blocks = trainer.module.blocks
         for index in range(2):
             blocks[index] = compiled(blocks[index], "aot_eager", way)
-        return losses + train(trainer, optimizer, steps=2, first=1)
+        return losses + train(trainer, steps=2, first=1)
 
     testing.compare(lambda: Stack([Block(), Block()]), small_chunks(precision), script)
 
@@ -112,7 +112,7 @@ def test_blocks_compile_once(way, config):
     def script(trainer, optimizer):
         torch._dynamo.reset()
         graphs.clear()
-        losses = train(trainer, optimizer)
+        losses = train(trainer)
         counts.append(len(graphs))
         return losses
 

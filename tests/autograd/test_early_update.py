@@ -4,13 +4,14 @@ import pytest
 import torch
 from probes import optimizer_in_backward_of
 from torch import nn
+from toys import layers, mean_square, train
 
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar.errors import TrainingError
 
-from .zoo import WIDTH, Stack, linear, mean_square, mlp, normal, normal_batches, small_chunks, weight
+from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, small_chunks, weight
 
 
 def stack(checkpointing="off"):
@@ -43,20 +44,8 @@ class Twice(nn.Module):
 
 def early(steps=5, accumulation=1):
     """Return a training loop whose last backward before each step has update=True."""
-
-    def script(trainer, optimizer):
-        losses = []
-        for number, (x,) in enumerate(normal_batches(steps * accumulation), start=1):
-            loss = mean_square(trainer(x))
-            last = number % accumulation == 0
-            trainer.backward(loss / accumulation, update=last)
-            losses.append(loss.detach().clone())
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
-        return losses
-
-    return script
+    data = normal_batches(steps * accumulation)
+    return lambda trainer, _: train(trainer, data, accumulation=accumulation, update=True)
 
 
 @pytest.mark.parametrize("stress", [True, False], ids=["everything evicted", "everything fits"])
@@ -74,9 +63,6 @@ def test_the_same_bits_while_operators_run(precision):
     """As on a GPU, backward does not wait for running updates. Chunks have several pages and use the worker pool."""
     width = 1100
 
-    def build():
-        return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)))
-
     def script(trainer, optimizer):
         waits = []
         if isinstance(trainer, Engine):
@@ -91,7 +77,7 @@ def test_the_same_bits_while_operators_run(precision):
         assert any(waits) or not isinstance(trainer, Engine)
         return []
 
-    testing.compare(build, small_chunks(precision, chunk_bytes=1 << 22), script)
+    testing.compare(lambda: layers(width, 3, nn.Tanh), small_chunks(precision, chunk_bytes=1 << 22), script)
 
 
 def updated_before_the_step(engine):

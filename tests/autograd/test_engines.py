@@ -2,11 +2,12 @@
 
 import torch
 import torch.nn as nn
+from toys import mean_square
 
 import patrickstar as ps
 from patrickstar import testing
 
-from .zoo import Stack, linear, mean_square, mlp, normal_batches, train, update
+from .zoo import Stack, linear, mlp, normal_batches, train, update
 
 
 def other_model():
@@ -60,15 +61,15 @@ def test_alone_or_interleaved_is_the_same(config):
 
     alone = []
     for seed in (1, 2):
-        trainer, optimizer = engine(seed)
-        alone.append((train(trainer, optimizer), trainer.state_dict()))
+        trainer, _ = engine(seed)
+        alone.append((train(trainer), trainer.state_dict()))
         trainer.close()
 
     pair = [engine(seed) for seed in (1, 2)]
     together = [[], []]
     for step in range(3):
-        for losses, (trainer, optimizer) in zip(together, pair, strict=True):
-            losses += train(trainer, optimizer, steps=1, first=step)
+        for losses, (trainer, _) in zip(together, pair, strict=True):
+            losses += train(trainer, steps=1, first=step)
     for (losses, state), found, (trainer, _) in zip(alone, together, pair, strict=True):
         testing.assert_same_bits(losses, found, "losses")
         testing.assert_same_bits(state, trainer.state_dict(), "parameters")
@@ -79,13 +80,13 @@ def test_one_engine_after_another_over_one_module(config):
     """A closed engine leaves a plain module, which another engine can manage."""
     torch.manual_seed(0)
     module = other_model()
-    first, optimizer = ps.initialize(module, config)
-    train(first, optimizer)
+    first, _ = ps.initialize(module, config)
+    train(first)
     trained = first.state_dict()
     first.close()
     testing.assert_same_bits(trained, dict(module.state_dict()), "parameters of the module that was let go")
     assert module(normal_batches(1)[0][0]).isfinite().all()
 
-    second, optimizer = ps.initialize(module, config)
-    assert all(loss.isfinite() for loss in train(second, optimizer))
+    second, _ = ps.initialize(module, config)
+    assert all(loss.isfinite() for loss in train(second))
     second.close()

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from pydantic import Field
+from toys import mean_square
 
 import patrickstar as ps
 from patrickstar import testing
 
-from .zoo import mean_square, mlp, normal_batches, small_chunks
+from .zoo import mlp, normal_batches, small_chunks
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn as nn
+from toys import mean_square
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, call_block, linear, mean_square, mlp, normal, normal_batches, train, update
+from .zoo import WIDTH, Stack, call_block, linear, mlp, normal, normal_batches, train, update
 
 
 class Trip(RuntimeError):
@@ -59,12 +60,12 @@ class BackwardTripwire(nn.Module):
 @pytest.mark.parametrize("error", [Trip, KeyboardInterrupt], ids=lambda error: error.__name__)
 def test_exception_in_the_middle_of_forward(error, config, checkpointing):
     def script(trainer, optimizer):
-        losses = train(trainer, optimizer, steps=1)
+        losses = train(trainer, steps=1)
         for (x,) in normal_batches(2):
             trainer.module.blocks[1].calls_left = 0
             with pytest.raises(error, match="armed"):
                 trainer(x)
-            losses += train(trainer, optimizer, steps=1, first=1)
+            losses += train(trainer, steps=1, first=1)
         return losses
 
     testing.compare(lambda: Stack([mlp(), Tripwire(error), mlp()], checkpointing), config, script)
@@ -75,7 +76,7 @@ def test_exception_in_the_very_first_forward(config):
         trainer.module.blocks[0].calls_left = 0
         with pytest.raises(Trip, match="armed"):
             trainer(normal(2, 3, WIDTH))
-        return train(trainer, optimizer)
+        return train(trainer)
 
     testing.compare(lambda: Stack([Tripwire(), mlp()]), config, script)
 
@@ -83,11 +84,11 @@ def test_exception_in_the_very_first_forward(config):
 @pytest.mark.parametrize("error", [Trip, KeyboardInterrupt], ids=lambda error: error.__name__)
 def test_exception_in_eval(error, config):
     def script(trainer, optimizer):
-        losses = train(trainer, optimizer, steps=1)
+        losses = train(trainer, steps=1)
         trainer.module.blocks[0].calls_left = 0
         with torch.no_grad(), pytest.raises(error, match="armed"):
             trainer(normal(2, 3, WIDTH))
-        return losses + train(trainer, optimizer, steps=2, first=1)
+        return losses + train(trainer, steps=2, first=1)
 
     testing.compare(lambda: Stack([Tripwire(error), mlp()]), config, script)
 
@@ -97,12 +98,12 @@ def assert_failure_leaves_no_trace(build, config, fail):
     runs = []
 
     def script(trainer, optimizer, failing):
-        losses = train(trainer, optimizer, steps=1)
+        losses = train(trainer, steps=1)
         for step in range(1, 3):
             if failing:
                 fail(trainer)
                 optimizer.zero_grad()
-            losses += train(trainer, optimizer, steps=1, first=step)
+            losses += train(trainer, steps=1, first=step)
         runs.append([*losses, *trainer.state_dict().values()])
         return losses
 
@@ -130,7 +131,7 @@ def test_exception_in_the_first_backward(config):
         with pytest.raises(Trip, match="armed"):
             trainer.backward(loss)
         optimizer.zero_grad()
-        return train(trainer, optimizer)
+        return train(trainer)
 
     testing.compare(lambda: Stack([BackwardTripwire(), mlp()]), config, script)
 
@@ -152,14 +153,14 @@ def test_exception_between_micro_batches_keeps_earlier_gradients(config):
     """The first micro-batch's gradients survive an exception in the second one's forward."""
 
     def script(trainer, optimizer):
-        losses = train(trainer, optimizer, steps=1)
+        losses = train(trainer, steps=1)
         first, second = normal_batches(2)
         trainer.backward(mean_square(trainer(*first)))
         trainer.module.blocks[1].calls_left = 0
         with pytest.raises(Trip, match="armed"):
             trainer(*second)
         losses.append(update(trainer, optimizer, mean_square(trainer(*second))))
-        return losses + train(trainer, optimizer, steps=1)
+        return losses + train(trainer, steps=1)
 
     testing.compare(lambda: Stack([mlp(), Tripwire(), mlp()]), config, script)
 
@@ -187,9 +188,9 @@ def test_wrong_input_shape_then_training(config):
     def script(trainer, optimizer):
         with pytest.raises(RuntimeError):
             trainer(normal(2, 3, WIDTH + 1))
-        losses = train(trainer, optimizer, steps=1)
+        losses = train(trainer, steps=1)
         with pytest.raises(RuntimeError):
             trainer(normal(2, 3, WIDTH + 1))
-        return losses + train(trainer, optimizer, steps=2, first=1)
+        return losses + train(trainer, steps=2, first=1)
 
     testing.compare(lambda: Stack([mlp()]), config, script)

@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from toys import mean_square
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, assert_blocks_exact, linear, mean_square, normal_batches, tokens, train, update
+from .zoo import WIDTH, Stack, assert_blocks_exact, linear, normal_batches, tokens, train, update
 
 
 class Recurrent(nn.Module):
@@ -119,7 +120,7 @@ def test_layer_in_eval_between_steps(layer, without_grad, config):
     def script(trainer, optimizer):
         seen = evaluate(trainer)
         for step in range(2):
-            seen += train(trainer, optimizer, steps=1, first=step) + evaluate(trainer)
+            seen += train(trainer, steps=1, first=step) + evaluate(trainer)
         return seen
 
     testing.compare(lambda: Stack([LAYERS[layer]()]), config, script)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn as nn
+from toys import mean_square
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, linear, mean_square, mlp, normal, normal_batches, train, update
+from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, train, update
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
@@ -38,7 +39,7 @@ def test_eval_before_the_first_step_and_between_steps(without_grad, config, chec
     def script(trainer, optimizer):
         seen = [evaluate(trainer, without_grad)]
         for step in range(3):
-            seen += train(trainer, optimizer, steps=1, first=step)
+            seen += train(trainer, steps=1, first=step)
             seen += [evaluate(trainer, without_grad), evaluate(trainer, without_grad)]
         return seen
 
@@ -92,7 +93,7 @@ def test_forward_with_grad_in_eval_mode(config):
 
     def script(trainer, optimizer):
         trainer.module.eval()
-        return train(trainer, optimizer)
+        return train(trainer)
 
     testing.compare(lambda: Stack([WithDropout(), mlp()]), config, script)
 

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from torch.optim import lr_scheduler
+from toys import mean_square
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import PatrickStarError
 
-from .zoo import Stack, linear, mean_square, mlp, normal_batches, small_chunks, train, update
+from .zoo import Stack, linear, mlp, normal_batches, small_chunks, train, update
 
 
 def build():
@@ -50,10 +51,10 @@ def test_param_group_changed_between_steps(precision):
     config = small_chunks(precision, param_groups=without_decay_on_vectors)
 
     def script(trainer, optimizer):
-        losses = train(trainer, optimizer, steps=2)
+        losses = train(trainer, steps=2)
         optimizer.param_groups[0]["lr"] = 0.0
         optimizer.param_groups[1]["weight_decay"] = 0.5
-        return losses + train(trainer, optimizer, steps=2, first=2)
+        return losses + train(trainer, steps=2, first=2)
 
     testing.compare(build, config, script)
 
@@ -64,7 +65,7 @@ def test_a_parameter_in_no_group_stays_as_it_is(precision):
 
     def script(trainer, optimizer):
         before = {name: value.clone() for name, value in trainer.state_dict().items()}
-        losses = train(trainer, optimizer)
+        losses = train(trainer)
         after = trainer.state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before if not name.startswith("blocks"))
         return losses
@@ -143,7 +144,7 @@ def test_reading_a_gradient_never_gives_wrong_data(accumulation, config):
 def test_an_assigned_gradient_is_not_silently_lost(config):
     """Assigning `p.grad` affects the step, or raises an error that names the parameter."""
     engine, optimizer = ps.initialize(build, config)
-    train(engine, optimizer, steps=1)
+    train(engine, steps=1)
     weight = engine.module.head.weight
     before = engine.state_dict()["head.weight"].clone()
     try:

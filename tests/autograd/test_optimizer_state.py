@@ -39,9 +39,9 @@ def test_resuming(config):
     saved, continued = [], []
 
     def save_and_go_on(trainer, optimizer):
-        losses = train(trainer, optimizer, steps=2)
+        losses = train(trainer, steps=2)
         saved.append(through_a_file((trainer.state_dict(), optimizer.state_dict())))
-        continued.append(train(trainer, optimizer, steps=2, first=2) + list(trainer.state_dict().values()))
+        continued.append(train(trainer, steps=2, first=2) + list(trainer.state_dict().values()))
         return losses
 
     testing.compare(build, config, save_and_go_on)
@@ -49,17 +49,17 @@ def test_resuming(config):
         engine, optimizer = ps.initialize(build, config)
         engine.load_state_dict(model_state)
         optimizer.load_state_dict(copy.deepcopy(optimizer_state))
-        found = train(engine, optimizer, steps=2, first=2) + list(engine.state_dict().values())
+        found = train(engine, steps=2, first=2) + list(engine.state_dict().values())
         if config.precision != "fp16" or "loss_scale" in optimizer_state:  # plain PyTorch does not store it there
             testing.assert_same_bits(continued[0], found, "what follows the load")
 
 
 def test_saving_right_after_loading_gives_the_same(config):
     engine, optimizer = ps.initialize(build, config)
-    train(engine, optimizer, steps=2)
+    train(engine, steps=2)
     state = optimizer.state_dict()
     other, other_optimizer = ps.initialize(build, config)
-    train(other, other_optimizer, steps=1)
+    train(other, steps=1)
     other_optimizer.load_state_dict(copy.deepcopy(state))
     again = other_optimizer.state_dict()
     assert again["param_groups"] == state["param_groups"]
@@ -72,13 +72,13 @@ def test_saving_right_after_loading_gives_the_same(config):
 def test_the_scalar_of_a_user_defined_rule_is_saved(precision):
     config = small_chunks(precision, optimizer=Counting())
     engine, optimizer = ps.initialize(build, config)
-    train(engine, optimizer, steps=2)
+    train(engine, steps=2)
     state = through_a_file((engine.state_dict(), optimizer.state_dict()))
-    expected = train(engine, optimizer, steps=2, first=2) + list(engine.state_dict().values())
+    expected = train(engine, steps=2, first=2) + list(engine.state_dict().values())
     other, other_optimizer = ps.initialize(build, config)
     other.load_state_dict(state[0])
     other_optimizer.load_state_dict(state[1])
-    found = train(other, other_optimizer, steps=2, first=2) + list(other.state_dict().values())
+    found = train(other, steps=2, first=2) + list(other.state_dict().values())
     testing.assert_same_bits(expected, found, "what follows the load")
 
 
@@ -102,19 +102,19 @@ def test_state_of_torchs_sgd_resumes_in_the_engine(options):
         for name, value in state.items():
             assert torch.equal(ours.state_dict()["state"][position][name], value)
     plain_steps(model, optimizer, 2, first=2)
-    train(engine, ours, steps=2, first=2)
+    train(engine, steps=2, first=2)
     check_near(model, engine)
 
 
 @pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
 def test_state_of_the_engines_sgd_resumes_in_torchs(options):
     engine, ours = ps.initialize(build, small_chunks("fp32", optimizer=ps.SGD(**options)))
-    train(engine, ours, steps=2)
+    train(engine, steps=2)
     model, optimizer = plain_sgd(0, **options)
     model.load_state_dict(engine.state_dict())
     optimizer.load_state_dict(ours.state_dict())
     plain_steps(model, optimizer, 2, first=2)
-    train(engine, ours, steps=2, first=2)
+    train(engine, steps=2, first=2)
     check_near(model, engine)
 
 
@@ -126,7 +126,7 @@ def check_near(model, engine):
 
 def test_states_of_another_optimizer_are_refused(precision):
     engine, optimizer = ps.initialize(build, small_chunks(precision, optimizer=ps.SGD(lr=0.1)))
-    train(engine, optimizer, steps=1)
+    train(engine, steps=1)
     saved = optimizer.state_dict()
     for other in (ps.SGD(lr=0.1, momentum=0.9), ps.Lion(), ps.AdamW(), SignSGD(), Torch.RMSprop):
         engine, optimizer = ps.initialize(build, small_chunks(precision, optimizer=other))

@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.optim import lr_scheduler
+from toys import mean_square
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import ConfigError, PatrickStarError
 
 from .optimizer_cases import OPTIMIZERS, SOME, Torch, build, plain_sgd
-from .zoo import WIDTH, linear, mean_square, normal, normal_batches, small_chunks, train
+from .zoo import WIDTH, linear, normal, normal_batches, small_chunks, train
 
 
 @pytest.fixture(params=["bf16", "fp16", "fp32"])
@@ -84,10 +85,10 @@ GROUPED = {
 @pytest.mark.parametrize("name", GROUPED)
 def test_param_groups(name, precision):
     def script(trainer, optimizer):
-        losses = train(trainer, optimizer, steps=2)
+        losses = train(trainer, steps=2)
         optimizer.param_groups[0]["lr"] = 0.5
         optimizer.param_groups[1]["weight_decay"] = 0.2
-        return losses + train(trainer, optimizer, steps=2, first=2)
+        return losses + train(trainer, steps=2, first=2)
 
     testing.compare(build, small_chunks(precision, optimizer=GROUPED[name]), script)
 
@@ -117,9 +118,9 @@ def test_a_parameter_that_is_unfrozen_later(config):
         return model
 
     def script(trainer, optimizer):
-        losses = train(trainer, optimizer, steps=2)
+        losses = train(trainer, steps=2)
         trainer.module.stem.requires_grad_(True)
-        return losses + train(trainer, optimizer, steps=3, first=2)
+        return losses + train(trainer, steps=3, first=2)
 
     testing.compare(frozen, config, script)
 
@@ -187,12 +188,12 @@ BYTES = {
 
 @pytest.mark.parametrize("name", BYTES)
 def test_bytes_per_parameter(name, precision):
-    engine, optimizer = ps.initialize(build, small_chunks(precision, optimizer=OPTIMIZERS[name]))
+    engine, _ = ps.initialize(build, small_chunks(precision, optimizer=OPTIMIZERS[name]))
     numel = sum(p.numel() for p in engine.module.parameters())
     layout, expected = engine.layout, BYTES[name] + (2 if precision == "fp32" else 0)
     assert {chunk.schema.bytes_per_param for chunk in layout.chunks} == {expected}
     assert layout.model_data_bytes - layout.padding_bytes == expected * numel
-    train(engine, optimizer, steps=1)
+    train(engine, steps=1)
     held = engine.inspect()
     assert held.device.chunk_bytes + held.host.chunk_bytes == layout.model_data_bytes
     engine.close()
@@ -250,7 +251,7 @@ def test_a_momentum_that_the_options_did_not_announce_is_right_or_refused_by_nam
 
     def script(trainer, optimizer):
         act(getattr(optimizer, "inner", optimizer))
-        return train(trainer, optimizer)
+        return train(trainer)
 
     try:
         testing.compare(build, small_chunks("bf16", optimizer=chosen), script)

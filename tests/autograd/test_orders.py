@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
+from toys import mean_square
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar.errors import ModelError, TrainingError
 
-from .zoo import WIDTH, linear, mean_square, normal, small_chunks
+from .zoo import WIDTH, linear, normal, small_chunks
 
 
 class Chain(nn.Module):

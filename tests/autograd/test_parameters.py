@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.utils import parametrizations
+from toys import mean_square
 
 from patrickstar import testing
 
@@ -13,7 +14,6 @@ from .zoo import (
     Stack,
     assert_blocks_exact,
     linear,
-    mean_square,
     normal_batches,
     small_chunks,
     train,
@@ -260,11 +260,11 @@ def test_a_parameter_changes_between_frozen_and_trainable(first_state, config, c
         return model
 
     def script(trainer, optimizer):
-        losses = train(trainer, optimizer, steps=2)
+        losses = train(trainer, steps=2)
         trainer.module.blocks[0].requires_grad_(not first_state)
-        losses += train(trainer, optimizer, steps=2, first=2)
+        losses += train(trainer, steps=2, first=2)
         trainer.module.blocks[0].requires_grad_(first_state)
-        return losses + train(trainer, optimizer, steps=2, first=4)
+        return losses + train(trainer, steps=2, first=4)
 
     testing.compare(build, config, script)
 

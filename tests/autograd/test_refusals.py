@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.nn as nn
+from toys import mean_square
 
 import patrickstar as ps
 from patrickstar.errors import ModelError
 
-from .zoo import WIDTH, linear, mean_square, normal, small_chunks, tokens
+from .zoo import WIDTH, linear, normal, small_chunks, tokens
 
 
 class SparseEmbedding(nn.Module):

@@ -3,10 +3,11 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from toys import mean_square
 
 from patrickstar import testing
 
-from .zoo import WIDTH, Stack, linear, mean_square, next_token_loss, normal_batches, small_chunks, tokens, update
+from .zoo import WIDTH, Stack, linear, next_token_loss, normal_batches, small_chunks, tokens, update
 
 
 class TiedLanguageModel(nn.Module):

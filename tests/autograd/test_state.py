@@ -7,12 +7,13 @@ import numpy
 import pytest
 import torch
 import torch.nn as nn
+from toys import mean_square
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import ModelError
 
-from .zoo import WIDTH, Stack, linear, mean_square, mlp, normal, normal_batches, train, update
+from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, train, update
 
 
 def build():
@@ -31,16 +32,16 @@ def resume(trainer, optimizer, state):
     model_state, optimizer_state = copy.deepcopy(state)  # torch.optim updates the tensors that it loads in place
     trainer.load_state_dict(model_state)
     optimizer.load_state_dict(optimizer_state)
-    return train(trainer, optimizer, steps=2, first=2) + list(trainer.state_dict().values())
+    return train(trainer, steps=2, first=2) + list(trainer.state_dict().values())
 
 
 def test_resume_in_another_engine(config):
     saved, continued = [], []
 
     def save_and_go_on(trainer, optimizer):
-        losses = train(trainer, optimizer, steps=2)
+        losses = train(trainer, steps=2)
         saved.append(through_a_file((trainer.state_dict(), optimizer.state_dict())))
-        continued.extend(train(trainer, optimizer, steps=2, first=2) + list(trainer.state_dict().values()))
+        continued.extend(train(trainer, steps=2, first=2) + list(trainer.state_dict().values()))
         return losses
 
     testing.compare(build, config, save_and_go_on)
@@ -58,15 +59,15 @@ def test_resume_in_another_engine(config):
 @pytest.mark.parametrize("when", ["after forward", "after backward"])
 def test_loading_in_the_middle_of_a_step(when, config):
     def script(trainer, optimizer):
-        losses = train(trainer, optimizer, steps=1)
+        losses = train(trainer, steps=1)
         state = {name: value.clone() for name, value in trainer.state_dict().items()}
-        losses += train(trainer, optimizer, steps=1, first=1)
+        losses += train(trainer, steps=1, first=1)
         loss = mean_square(trainer(normal(2, 3, WIDTH)))
         if when == "after backward":
             trainer.backward(loss)
             optimizer.zero_grad()
         trainer.load_state_dict(state)
-        return losses + train(trainer, optimizer, steps=2)
+        return losses + train(trainer, steps=2)
 
     testing.compare(build, config, script)
 
@@ -120,7 +121,7 @@ def test_reading_weights_between_steps(reader, config):
     def script(trainer, optimizer):
         seen = []
         for step in range(2):
-            seen += train(trainer, optimizer, steps=1, first=step)
+            seen += train(trainer, steps=1, first=step)
             seen += [READERS[reader](p) for p in trainer.module.parameters()]
         return seen
 
@@ -128,8 +129,8 @@ def test_reading_weights_between_steps(reader, config):
 
 
 def test_printing_a_weight_shows_its_values(config):
-    engine, optimizer = ps.initialize(build, config)
-    train(engine, optimizer, steps=1)
+    engine, _ = ps.initialize(build, config)
+    train(engine, steps=1)
     assert "nan" not in repr(engine.module.head.bias)
     assert f"{engine.module.head.bias[0].item():.4f}" in repr(engine.module.head.bias)
 
@@ -137,7 +138,7 @@ def test_printing_a_weight_shows_its_values(config):
 def test_writing_weights_between_steps(config):
     """Write under no_grad, as for re-initialization: written elements change the full-precision master too."""
     engine, optimizer = ps.initialize(build, config)
-    train(engine, optimizer, steps=1)
+    train(engine, steps=1)
     expected = {name: value.clone() for name, value in engine.state_dict().items()}
     expected["head.weight"].fill_(0.25)
     expected["stem.weight"][0] = 0.0
@@ -149,13 +150,13 @@ def test_writing_weights_between_steps(config):
     loaded, loaded_optimizer = ps.initialize(build, config)
     loaded.load_state_dict(expected)
     loaded_optimizer.load_state_dict(optimizer.state_dict())
-    losses, expected_losses = train(engine, optimizer), train(loaded, loaded_optimizer)
+    losses, expected_losses = train(engine), train(loaded)
     testing.assert_same_bits(expected_losses, losses, "losses after writing")
 
 
 def test_deepcopy_gives_a_plain_independent_module(config):
     def script(trainer, optimizer):
-        losses = train(trainer, optimizer, steps=1)
+        losses = train(trainer, steps=1)
         twin = copy.deepcopy(trainer.module)
         names = [name for name, _ in trainer.module.named_parameters()]
         assert [name for name, _ in twin.named_parameters()] == names
@@ -163,7 +164,7 @@ def test_deepcopy_gives_a_plain_independent_module(config):
         before = [p.detach().clone() for p in twin.parameters()]
         testing.assert_same_bits([p.detach().clone() for p in trainer.module.parameters()], before, "the copy")
 
-        losses += train(trainer, optimizer, steps=1, first=1)
+        losses += train(trainer, steps=1, first=1)
         testing.assert_same_bits(before, [p.detach() for p in twin.parameters()], "the copy after a step")
 
         output = twin(normal(2, 3, WIDTH).to(twin.head.weight.dtype))
@@ -171,7 +172,7 @@ def test_deepcopy_gives_a_plain_independent_module(config):
         with torch.no_grad():
             for p in twin.parameters():
                 p.sub_(p.grad)
-        return [*losses, output.detach(), *train(trainer, optimizer, steps=1, first=2)]
+        return [*losses, output.detach(), *train(trainer, steps=1, first=2)]
 
     testing.compare(build, config, script)
 
@@ -202,11 +203,11 @@ CONVERSIONS = {
 def test_converting_parameters_is_harmless_or_refused_by_name(conversion, config):
     def run(convert):
         torch.manual_seed(0)
-        engine, optimizer = ps.initialize(build, config)
-        losses = train(engine, optimizer, steps=1)
+        engine, _ = ps.initialize(build, config)
+        losses = train(engine, steps=1)
         if convert:
             CONVERSIONS[conversion](engine.module)
-        return losses + train(engine, optimizer, steps=2, first=1) + list(engine.state_dict().values())
+        return losses + train(engine, steps=2, first=1) + list(engine.state_dict().values())
 
     untouched = run(convert=False)
     try:
@@ -230,8 +231,8 @@ REPLACEMENTS = {
 
 @pytest.mark.parametrize("replacement", REPLACEMENTS)
 def test_replacing_parameters_is_refused_by_name(replacement, config):
-    engine, optimizer = ps.initialize(build, config)
-    train(engine, optimizer, steps=1)
+    engine, _ = ps.initialize(build, config)
+    train(engine, steps=1)
     with pytest.raises(ModelError, match=r"stem\."):
         REPLACEMENTS[replacement](engine.module)
         engine(normal(2, 3, WIDTH))
@@ -241,7 +242,7 @@ def test_the_users_parameters_stay_the_users_objects(config):
     module = build()
     parameters = dict(module.named_parameters())
     engine, optimizer = ps.initialize(module, config)
-    train(engine, optimizer)
+    train(engine)
     assert engine.module is module
     assert list(dict(module.named_parameters())) == list(parameters)
     assert all(found is parameters[name] for name, found in module.named_parameters())

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn as nn
+from toys import mean_square
 from transformers.utils import ModelOutput
 
 from patrickstar import testing
@@ -15,7 +16,6 @@ from .zoo import (
     Stack,
     assert_blocks_exact,
     linear,
-    mean_square,
     normal,
     normal_batches,
     small_chunks,

@@ -3,6 +3,7 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+import toys
 from torch.utils.checkpoint import checkpoint
 
 import patrickstar as ps
@@ -30,10 +31,6 @@ def normal_batches(steps=3, *shape):
     return [(normal(*(shape or (2, 3, WIDTH)), seed=step),) for step in range(steps)]
 
 
-def mean_square(output):
-    return output.float().pow(2).mean()
-
-
 def next_token_loss(logits, batch):
     (ids,) = batch
     return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
@@ -47,8 +44,9 @@ def update(trainer, optimizer, loss):
     return loss.detach().clone()
 
 
-def train(trainer, optimizer, steps=3, first=0):
-    return [update(trainer, optimizer, mean_square(trainer(*batch))) for batch in normal_batches(first + steps)[first:]]
+def train(trainer, steps=3, first=0):
+    """Train on the normal batches from `first` on."""
+    return toys.train(trainer, normal_batches(first + steps)[first:])
 
 
 def linear():

@@ -5,8 +5,7 @@ import os
 
 import pytest
 import torch
-
-from .machine import DEVICE
+from cuda_cases import DEVICE
 
 if DEVICE.type == "cuda":
     # Read once by cuBLAS and by PyTorch, when the first matrices are multiplied.

@@ -1,17 +1,18 @@
 """Checkpoints of an engine on a CUDA device: dropout draws there, states lie there, on the host or on disk."""
 
+from functools import partial
+
 import pytest
 import torch
+from cuda_cases import DEVICE, budget, inputs, layers, make_engine, marks
+from toys import outcome, train
 
 import patrickstar as ps
 from patrickstar import testing
 
-from .machine import DEVICE, budget, make_engine, marks
-from .toys import inputs, layers, outcome, train
-
 pytestmark = marks
 
-build = layers(count=12, dropout=0.1)
+build = partial(layers, count=12, dropout=0.1)
 
 
 @pytest.mark.parametrize("wait", [True, False])

@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from cuda_cases import DEVICE, ON_GPU, marks
 
 from patrickstar._distributed.collectives import collectives
 from patrickstar._distributed.process_group import World
-
-from .machine import DEVICE, ON_GPU, marks
 
 pytestmark = marks
 

@@ -1,17 +1,18 @@
 """Exactness on a CUDA device: the same code, other memory."""
 
+from functools import partial
+
 import pytest
 import torch
+from cuda_cases import DEVICE, gpt, marks
 from torch import nn
+from toys import inputs, layers, mean_square
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.update_rule import Gradient, Span
-
-from .machine import DEVICE, marks
-from .toys import gpt
 
 pytestmark = marks
 
@@ -50,18 +51,14 @@ def test_updates_beside_backward(memory, precision):
     """The host updates chunks, some of several pages, while the GPU goes on."""
     width = 1100
 
-    def build():
-        return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)))
-
     def script(trainer, optimizer):
-        for step in range(4):
-            x = torch.randn(2, width, generator=torch.Generator().manual_seed(step)).to(DEVICE)
-            trainer.backward(trainer(x).float().pow(2).mean(), update=True)
+        for (x,) in inputs(4, width, rows=2):
+            trainer.backward(mean_square(trainer(x.to(DEVICE))), update=True)
             optimizer.step()
         return []
 
     config = ps.Config(device=str(DEVICE), device_memory=memory, chunk_size="3MiB", precision=precision)
-    testing.compare(build, config, script, stress=False)
+    testing.compare(partial(layers, width, 4, nn.Tanh), config, script, stress=False)
 
 
 def test_the_written_list_has_the_same_bits_on_both_sides():

@@ -1,10 +1,14 @@
 """Memory of a CUDA device: budgets, workspaces of libraries, and what happens when there is none left."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
+from cuda_cases import DEVICE, budget, held_bytes, inputs, layers, memory_limit, run_program
+from cuda_cases import gpu_marks as pytestmark  # noqa: F401 (marks of all tests here)
 from torch import nn
+from toys import train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
@@ -15,10 +19,6 @@ from patrickstar._memory.host_arena import HostArena
 from patrickstar._memory.memory_meter import CudaMeter
 from patrickstar._memory.workspaces import THREADS, workspace_bytes
 from patrickstar.errors import BudgetError
-
-from .machine import DEVICE, budget, held_bytes, memory_limit, run_program
-from .machine import gpu_marks as pytestmark  # noqa: F401 (marks of all tests here)
-from .toys import inputs, layers, train
 
 MIB = 1 << 20
 
@@ -47,10 +47,10 @@ def test_the_allocator_stays_within_the_budget():
         torch.cuda.reset_peak_memory_stats()
         meter = PeakMeter(DEVICE)
         config = ps.Config(device="cuda", device_memory=memory, chunk_size="16MiB")
-        engine = Engine(layers(width, layer_count), config, meter=meter)
+        engine = Engine(partial(layers, width, layer_count), config, meter=meter)
         assert engine.layout.model_data_bytes > 8 * parse_size("128MiB")
-        for values in inputs(4, width, 256):
-            train(engine, [values])
+        for batch in inputs(4, width=width, rows=256):
+            train(engine, [batch])
             assert meter.note() <= memory
             assert engine.stats.last.reserved_bytes > 0
         engine.close()
@@ -58,7 +58,7 @@ def test_the_allocator_stays_within_the_budget():
 
 def test_a_budget_smaller_than_the_libraries_need_is_refused():
     with pytest.raises(BudgetError, match=r"this device needs \d+ bytes .* more for its libraries"):
-        Engine(layers(), ps.Config(device="cuda", device_memory=held_bytes() // 2))
+        Engine(layers, ps.Config(device="cuda", device_memory=held_bytes() // 2))
 
 
 def test_libraries_keep_what_pytorchs_rule_says_and_no_more_the_second_time():
@@ -77,7 +77,7 @@ def test_libraries_keep_what_pytorchs_rule_says_and_no_more_the_second_time():
 
 
 def test_the_default_budget_leaves_room():
-    engine = Engine(layers(), ps.Config(device="cuda"))
+    engine = Engine(layers, ps.Config(device="cuda"))
     free, total = torch.cuda.mem_get_info(DEVICE)
     assert total // 2 < engine.device_budget_bytes < free + torch.cuda.memory_reserved(DEVICE)
     train(engine, inputs(2))
@@ -98,10 +98,10 @@ def test_out_of_memory_for_a_chunk_leaves_nothing_behind():
     before = held_bytes()
     config = ps.Config(device="cuda", device_memory="4GiB", chunk_size="8MiB")
     with memory_limit(24 * MIB), pytest.raises((BudgetError, torch.OutOfMemoryError)):
-        Engine(layers(2048, 8), config)
+        Engine(partial(layers, 2048, 8), config)
     assert held_bytes() <= before + MIB
-    engine = Engine(layers(2048, 8), config)
-    train(engine, inputs(2, 2048))
+    engine = Engine(partial(layers, 2048, 8), config)
+    train(engine, inputs(2, width=2048))
     engine.close()
 
 
@@ -128,12 +128,13 @@ def test_a_slab_that_nobody_closes_can_be_locked_again():
 
 EXPANDABLE = """
 import torch
-from tests.cuda import toys
+from cuda_cases import inputs, layers
+from toys import train
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
 torch.manual_seed(0)
-engine = Engine(toys.layers(512, 6), ps.Config(device="cuda", chunk_size="1MiB"))
-losses = toys.train(engine, toys.inputs(3, 512))
+engine = Engine(lambda: layers(512, 6), ps.Config(device="cuda", chunk_size="1MiB"))
+losses = train(engine, inputs(3, width=512))
 print(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"], [loss.item() for loss in losses])
 engine.close()
 """

@@ -4,6 +4,8 @@ import time
 
 import pytest
 import torch
+from cuda_cases import DEVICE, ON_GPU, budget, inputs, layers, make_engine, marks, plain_run, run_program
+from toys import outcome, train
 
 import patrickstar as ps
 from patrickstar._memory.chunk import Chunk
@@ -11,10 +13,7 @@ from patrickstar._memory.copy_streams import CopyStreams
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_tier import HostTier
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
-from patrickstar.testing import ReferenceTrainer, assert_exact, assert_same_bits
-
-from .machine import DEVICE, ON_GPU, budget, make_engine, marks, run_program
-from .toys import inputs, layers, outcome, train
+from patrickstar.testing import assert_exact, assert_same_bits
 
 pytestmark = marks
 
@@ -28,22 +27,15 @@ def test_training_from_disk_gives_the_bits_of_plain_pytorch(tmp_path, stress, ma
     config = ps.Config(
         device=str(DEVICE), chunk_size="128KiB", device_memory="700KiB", host_memory="6MiB", disk=ps.Disk(tmp_path)
     )
-    assert_exact(layers(), [(values,) for values in inputs(5)], config, stress=stress, max_norm=max_norm)
-
-
-def expected(config: ps.Config, steps: int) -> list[torch.Tensor]:
-    """Return plain PyTorch's result. Its memory is freed when this returns."""
-    torch.manual_seed(0)
-    reference = ReferenceTrainer(layers(), config)
-    return train(reference, inputs(steps)) + outcome(reference)
+    assert_exact(layers, inputs(5), config, stress=stress, max_norm=max_norm)
 
 
 @pytest.mark.parametrize("policy", [DemandFetch, AggressivePrefetch])
 def test_chunks_that_come_ahead_from_the_host_give_the_same_bits(policy):
     """1 MiB of parameters in 16 bits, and activations of 16 KiB a layer."""
     options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
-    plain = expected(ps.Config(**options), 6)
-    engine = make_engine(layers(), ps.Config(**options, device_memory=budget("1536KiB")), policy=policy)
+    plain = plain_run(ps.Config(**options), 6)
+    engine = make_engine(layers, ps.Config(**options, device_memory=budget("1536KiB")), policy=policy)
     assert_same_bits(plain, train(engine, inputs(6)) + outcome(engine), "what training came to")
     assert engine.stats.total.h2d_bytes > 0
     engine.close()
@@ -78,20 +70,20 @@ class LateHardware(Hardware):
 def test_copies_that_come_late_change_nothing():
     """In a planned step too: whoever computes waits for them, and what a chunk leaves behind is not used too early."""
     options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
-    plain = expected(ps.Config(**options), 5)
+    plain = plain_run(ps.Config(**options), 5)
     config = ps.Config(**options, device_memory=budget("1536KiB"))
-    engine = make_engine(layers(), config, hardware=LateHardware(config.find_device()), policy=AggressivePrefetch)
+    engine = make_engine(layers, config, hardware=LateHardware(config.find_device()), policy=AggressivePrefetch)
     assert_same_bits(plain, train(engine, inputs(5)) + outcome(engine), "what training came to")
     engine.close()
 
 
 def test_an_engine_is_closed_with_copies_in_flight():
     options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB", precision="fp32")
-    plain = expected(ps.Config(**options), 3)
+    plain = plain_run(ps.Config(**options), 3)
     config = ps.Config(**options, device_memory=budget("3MiB", torch.float32))
-    engine = make_engine(layers(), config, hardware=LateHardware(config.find_device()), policy=AggressivePrefetch)
+    engine = make_engine(layers, config, hardware=LateHardware(config.find_device()), policy=AggressivePrefetch)
     found = train(engine, inputs(3))
-    engine(inputs(1)[0])
+    engine(*inputs(1)[0])
     module = engine.module
     engine.close()
     found += [value.detach().cpu() for value in module.state_dict().values()]
@@ -100,13 +92,13 @@ def test_an_engine_is_closed_with_copies_in_flight():
 
 EXIT = """
 import torch
-from tests.cuda import machine, toys
+from cuda_cases import *
 import patrickstar as ps
-config = ps.Config(device=str(machine.DEVICE), chunk_size="128KiB", host_memory="64MiB", disk={disk!r},
-                   device_memory=machine.budget("1536KiB"))
-engine = machine.make_engine(toys.layers(), config)
-toys.train(engine, toys.inputs(3))
-engine(toys.inputs(1)[0])
+config = ps.Config(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB", disk={disk!r},
+                   device_memory=budget("1536KiB"))
+engine = make_engine(layers, config)
+train(engine, inputs(3))
+engine(*inputs(1)[0])
 print("done")
 """
 

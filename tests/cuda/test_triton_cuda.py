@@ -3,11 +3,10 @@
 import kernel_cases
 import pytest
 import torch
+from cuda_cases import gpu_marks
 
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Span
-
-from .machine import gpu_marks
 
 pytestmark = gpu_marks
 

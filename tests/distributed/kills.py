@@ -1,10 +1,10 @@
-"""Kills training, or saving, at random instants, and goes on from the newest checkpoint, again and again.
+"""Kill training or saving at random moments, and resume from the newest checkpoint, repeatedly.
 
     PYTHONPATH=tests python -m distributed.kills 200 --processes 1 2 --seed 0
 
-Every step of every life has to have the bits that it has in a run that nobody disturbs, and so has the end. Half of
-the kills strike all processes at once, as when the power fails; the others one of them, and the rest has to end by
-itself. Checkpoints are written after every step, by turns beside training and before it goes on.
+All losses and the final state must have the bits of a run without kills. Half of the kills end all processes at once,
+like a power failure. The others end one process, and the rest must end by themselves. A checkpoint is saved after every
+step, in turns in the background and blocking.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from toys import layers, mean_square
 from xxhash import xxh3_64_hexdigest
 
 import patrickstar as ps
@@ -32,25 +33,25 @@ from patrickstar.errors import PeerError
 
 STEPS = 24
 ENDED_BY_PEER = 3
-"""The exit code of a process that ends since another one did."""
-PATIENCE_S = 60.0
+"""Exit code of a process that ends because another one ended."""
+END_TIMEOUT_S = 60.0
 
 
 class Model(nn.Module):
-    """Large enough that writing it takes a while; each process has a buffer of its own."""
+    """Model that takes a while to save, with a buffer that differs between processes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
+        self.layers = layers(256, 12)
         self.norm = nn.BatchNorm1d(256)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.norm(self.layers(x))).float().pow(2).mean()
+        return mean_square(self.dropout(self.norm(self.layers(x))))
 
 
-def live(folder: Path, rank: int, size: int) -> None:
-    """One life of one process: go on from the newest checkpoint to the end."""
+def run_process(folder: Path, rank: int, size: int) -> None:
+    """Train from the newest checkpoint to the end; runs in each process."""
     torch.set_num_threads(1)
     if size > 1:
         dist.init_process_group("gloo")
@@ -59,9 +60,9 @@ def live(folder: Path, rank: int, size: int) -> None:
     engine, optimizer = ps.initialize(Model, config)
     checkpoints = ps.Checkpoints(folder / "run", keep=2)
     torch.manual_seed(100 + rank)
-    place = checkpoints.load(engine) or {"step": 0}
+    progress = checkpoints.load(engine) or {"step": 0}
     with (folder / f"losses-{rank}").open("a") as log:
-        for step in range(place["step"] + 1, STEPS + 1):
+        for step in range(progress["step"] + 1, STEPS + 1):
             loss = engine(torch.randn(4, 256))
             engine.backward(loss)
             optimizer.step()
@@ -69,7 +70,7 @@ def live(folder: Path, rank: int, size: int) -> None:
             log.flush()
             assert checkpoints.save(engine, step, {"step": step}, wait=step % 2 == 0)
     states = optimizer.state_dict()["state"]
-    values = [*engine.state_dict().values(), *(one[key] for one in states.values() for key in sorted(one))]
+    values = [*engine.state_dict().values(), *(state[key] for state in states.values() for key in sorted(state))]
     engine.close()
     digest = xxh3_64_hexdigest(b"".join(value.reshape(-1).view(torch.uint8).numpy().tobytes() for value in values))
     (folder / f"end-{rank}").write_text(digest)
@@ -77,8 +78,8 @@ def live(folder: Path, rank: int, size: int) -> None:
         dist.destroy_process_group()
 
 
-def begin(folder: Path, size: int) -> list[int]:
-    """Processes, forked from this one, which has imported all they need and computed nothing."""
+def start(folder: Path, size: int) -> list[int]:
+    """Fork the processes from this one, which has imported all modules and computed nothing; return their IDs."""
     port, children = free_port(), []
     for rank in range(size):
         child = os.fork()
@@ -87,12 +88,12 @@ def begin(folder: Path, size: int) -> list[int]:
             continue
         code = 1
         try:
-            log = os.open(folder / f"said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)} if size > 1 else {}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            live(folder, rank, size)
+            run_process(folder, rank, size)
             code = 0
         except BaseException as error:
             traceback.print_exc()
@@ -105,12 +106,12 @@ def begin(folder: Path, size: int) -> list[int]:
 
 
 def _lost_peer(error: BaseException) -> bool:
-    """Whether the others had gone before they were known: when the processes joined, or left."""
+    """Return True for an error of a process whose peers ended while it joined or left the process group."""
     return isinstance(error, PeerError | dist.DistError) or "onnection" in str(error)
 
 
-def end(children: list[int], seconds: float) -> list[int]:
-    """How each has ended: its exit code, or minus the signal."""
+def wait(children: list[int], seconds: float) -> list[int]:
+    """Wait for the processes; return the exit code of each, negative for a signal."""
     codes: dict[int, int] = {}
     deadline = time.monotonic() + seconds
     while len(codes) < len(children):
@@ -132,7 +133,7 @@ def end(children: list[int], seconds: float) -> list[int]:
 
 @dataclass
 class Expected:
-    """What a run comes to that nobody disturbs, and how long it takes."""
+    """Result and duration of a run without kills."""
 
     losses: list[dict[int, str]]
     ends: list[str]
@@ -140,7 +141,7 @@ class Expected:
 
 
 def losses(folder: Path, size: int) -> list[list[tuple[int, str]]]:
-    """What each process has logged; a last line that was cut is left out."""
+    """Return the losses that each process logged, without an incomplete last line."""
     found = []
     for rank in range(size):
         path = folder / f"losses-{rank}"
@@ -149,52 +150,54 @@ def losses(folder: Path, size: int) -> list[list[tuple[int, str]]]:
     return found
 
 
-def undisturbed(folder: Path, size: int) -> Expected:
-    """The run that all others are compared with."""
+def run_without_kills(folder: Path, size: int) -> Expected:
+    """Run without kills, for comparison."""
     started = time.monotonic()
-    codes = end(begin(folder, size), PATIENCE_S)
+    codes = wait(start(folder, size), END_TIMEOUT_S)
     seconds = time.monotonic() - started
-    assert codes == [0] * size, f"{codes}: {(folder / 'said-0').read_text()}"
-    seen = losses(folder, size)
-    assert all([step for step, _ in one] == list(range(1, STEPS + 1)) for one in seen)
-    return Expected([dict(one) for one in seen], ends(folder, size), seconds)
+    assert codes == [0] * size, f"{codes}: {(folder / 'log-0').read_text()}"
+    logs = losses(folder, size)
+    assert all([step for step, _ in log] == list(range(1, STEPS + 1)) for log in logs)
+    return Expected([dict(log) for log in logs], ends(folder, size), seconds)
 
 
 def ends(folder: Path, size: int) -> list[str]:
-    """What each process has come to."""
+    """Return a digest of the final state of each process."""
     return [(folder / f"end-{rank}").read_text() for rank in range(size)]
 
 
-def strike(count: int, size: int, seed: int, say: Callable[[str], None]) -> None:
-    """Kill so many times."""
+def check_kills(count: int, size: int, seed: int, report: Callable[[str], None]) -> None:
+    """Kill `count` times, and compare all losses and final states."""
     draw = random.Random(seed)
-    with tempfile.TemporaryDirectory() as made:
-        expected = undisturbed(_fresh(Path(made) / "undisturbed"), size)
-        say(f"{size} processes, seed {seed}: {STEPS} steps in {expected.seconds:.1f} s where nobody disturbs them")
-        folder, kills, lives, resumed = _fresh(Path(made) / "killed"), 0, 0, 0
+    with tempfile.TemporaryDirectory() as root:
+        expected = run_without_kills(_fresh(Path(root) / "expected"), size)
+        report(f"{size} processes, seed {seed}: {STEPS} steps in {expected.seconds:.1f} s without kills")
+        folder, kills, starts, resumed = _fresh(Path(root) / "killed"), 0, 0, 0
         while kills < count:
             newest = ps.Checkpoints(folder / "run").newest()
             resumed += newest is not None
-            children = begin(folder, size)
-            lives += 1
+            children = start(folder, size)
+            starts += 1
             time.sleep(draw.uniform(0, expected.seconds * 0.6))
             victims = children if draw.random() < 0.5 else [draw.choice(children)]
             for child in victims:
                 os.kill(child, signal.SIGKILL)
-            codes = end(children, PATIENCE_S)
-            told = "\n".join((folder / f"said-{rank}").read_text() for rank in range(size))
-            assert set(codes) <= {0, -signal.SIGKILL, ENDED_BY_PEER}, f"kill {kills}: {codes}\n{told}"
+            codes = wait(children, END_TIMEOUT_S)
+            logs = "\n".join((folder / f"log-{rank}").read_text() for rank in range(size))
+            assert set(codes) <= {0, -signal.SIGKILL, ENDED_BY_PEER}, f"kill {kills}: {codes}\n{logs}"
             kills += -signal.SIGKILL in codes
-            for rank, one in enumerate(losses(folder, size)):
-                for step, bits in one:
+            for rank, log in enumerate(losses(folder, size)):
+                for step, bits in log:
                     assert bits == expected.losses[rank][step], f"kill {kills}, rank {rank}, step {step}: {bits}"
             if codes == [0] * size:
-                assert ends(folder, size) == expected.ends, f"after {kills} kills the end is another"
+                assert ends(folder, size) == expected.ends, f"after {kills} kills the final state differs"
                 folder = _fresh(folder)
-        while end(begin(folder, size), PATIENCE_S) != [0] * size:
-            raise AssertionError((folder / "said-0").read_text())
-        assert ends(folder, size) == expected.ends, f"after {kills} kills the end is another"
-        say(f"{kills} kills in {lives} lives, {resumed} of them resumed: every step and every end had its bits")
+        while wait(start(folder, size), END_TIMEOUT_S) != [0] * size:
+            raise AssertionError((folder / "log-0").read_text())
+        assert ends(folder, size) == expected.ends, f"after {kills} kills the final state differs"
+        report(
+            f"{kills} kills in {starts} runs, {resumed} of them resumed: all losses and final states were bit-identical"
+        )
 
 
 def _fresh(folder: Path) -> Path:
@@ -204,16 +207,16 @@ def _fresh(folder: Path) -> Path:
 
 
 def main() -> None:
-    """From the command line."""
+    """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("count", type=int, help="how many kills for each number of processes")
+    parser.add_argument("count", type=int, help="number of kills for each number of processes")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     for size in options.processes:
-        strike(options.count, size, options.seed, lambda text: print(text, flush=True))
+        check_kills(options.count, size, options.seed, lambda text: print(text, flush=True))
 
 
 if __name__ == "__main__":
-    assert testing  # it is imported before the fork, with all that it needs
+    assert testing  # imported before the fork with all its dependencies
     main()

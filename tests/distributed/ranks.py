@@ -36,7 +36,7 @@ PRELOADED = [
 
 @dataclass
 class Ended:
-    """The result of one rank. code: its exit code, None if it was killed at the time limit."""
+    """Result of one rank. `code` is the exit code, None if the rank was killed at the time limit."""
 
     code: int | None
     text: str
@@ -84,7 +84,7 @@ class ForkedRank:
         self._process.kill()
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait for the end, at most so many seconds; return the exit code."""
+        """Wait for the end, at most `seconds`; return the exit code."""
         self._process.join(seconds)
         return self.poll()
 
@@ -106,7 +106,7 @@ def _run_forked(module: str, name: str, options: str, env: dict[str, str], path:
     except BaseException:
         traceback.print_exc()
         code = 1
-    atexit._run_exitfuncs()  # a child of the fork server ends without
+    atexit._run_exitfuncs()  # a child of the fork server does not run them
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -125,10 +125,10 @@ def start(
 
     Args:
         size: Number of ranks.
-        function: A function of an importable module; it runs in every rank.
-        options: Its keyword arguments; JSON.
-        env: Further variables, per rank.
-        before: What the command of each rank begins with, per rank; such ranks are new interpreters.
+        function: Function of an importable module, run in every rank.
+        options: Keyword arguments of the function, as JSON values.
+        env: Additional environment variables, per rank.
+        before: Command prefix, per rank. Such ranks are new interpreters.
         port: Port of the rendezvous.
     """
     port = port or free_port()
@@ -161,7 +161,7 @@ def start(
 
 
 def wait(processes: Sequence[Any], seconds: float) -> list[Ended]:
-    """Wait until all ranks have ended; kill those that have not after so many seconds."""
+    """Wait until all ranks have ended, at most `seconds`, then kill the remaining ones."""
     started = time.monotonic()
     ended: dict[int, Ended] = {}
     while len(ended) < len(processes):
@@ -185,11 +185,11 @@ def wait(processes: Sequence[Any], seconds: float) -> list[Ended]:
 
 
 def run(size: int, function: Callable[..., None], seconds: float = 120, **options: Any) -> list[Ended]:
-    """Run `function` in `size` ranks, and assert that each succeeds within so many seconds."""
+    """Run `function` in `size` ranks, and assert that each succeeds within `seconds`."""
     ended = wait(start(size, function, options), seconds)
-    for rank, one in enumerate(ended):
-        how = "did not end in time" if one.code is None else f"ended with {one.code}"
-        assert one.code == 0, f"rank {rank} of {size} {how}:\n{one.text[-6000:]}"
+    for rank, result in enumerate(ended):
+        how = "did not end in time" if result.code is None else f"ended with {result.code}"
+        assert result.code == 0, f"rank {rank} of {size} {how}:\n{result.text[-6000:]}"
     return ended
 
 

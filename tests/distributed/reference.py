@@ -1,4 +1,4 @@
-"""What several processes must come to: plain PyTorch in each, gradients averaged in a stated order."""
+"""Reference for several processes: plain PyTorch in each, with gradients averaged in a specified order."""
 
 from typing import Any
 
@@ -9,90 +9,65 @@ from torch import nn
 from patrickstar import testing
 
 
-class AveragingTrainer(testing.ReferenceTrainer):
-    """Plain PyTorch under the mixed-precision protocol, with gradients that are averaged over all processes.
+class AveragingOptimizer(testing.ReferenceOptimizer):
+    """Optimizer of `AveragingTrainer`."""
 
-    What a process has, added up in fp32 over the backwards it accumulates, is rounded to the parameter's dtype, unless
-    `reduce_dtype` is fp32. Processes are added up in fp32, rank after rank, from +0; one that has no gradient counts as
-    zero. The sum is rounded likewise. Sums of several backwards are added in fp32, and the step divides them.
+    trainer: "AveragingTrainer"
+
+    def step(self) -> None:
+        super().step()
+        self.trainer.averaged = False
+
+    def zero_grad(self) -> None:
+        self.trainer.sums.clear()
+        super().zero_grad()
+
+
+class AveragingTrainer(testing.ReferenceTrainer):
+    """Plain PyTorch under the mixed-precision protocol, with gradients averaged over all processes.
+
+    Gradients that a process accumulated in fp32 are rounded to the parameter's dtype, unless `reduce_dtype` is fp32.
+    The gradients of all processes are added in fp32 in the order of ranks, starting from +0; a missing gradient counts
+    as zero. The sum is rounded likewise. Sums of several reductions are added in fp32, and divided in the step.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.averaged = False
         self.sums: dict[nn.Parameter, torch.Tensor] = {}
+        self.optimizer = AveragingOptimizer(self)
 
     def backward(self, loss: torch.Tensor, *args: Any, accumulate: bool = False, **options: Any) -> None:
         super().backward(loss, *args, **options)
         if not accumulate:
-            self.add_up()
+            self.reduce()
 
-    def add_up(self) -> None:
-        """Add what all processes have to the sums; they have nothing then."""
+    def reduce(self) -> None:
+        """Add the gradients of all processes to the sums, and drop them."""
         size = dist.get_world_size()
-        has = torch.tensor([float(master.grad is not None) for master in self.masters.values()])
-        dist.all_reduce(has)
-        for (param, master), any_has in zip(self.masters.items(), has.tolist(), strict=True):
-            if not any_has:
+        counts = torch.tensor([float(master.grad is not None) for master in self.masters.values()])
+        dist.all_reduce(counts)
+        for (param, master), count in zip(self.masters.items(), counts.tolist(), strict=True):
+            if not count:
                 continue
             dtype = master.dtype if self.config.reduce_dtype == "fp32" else param.dtype
-            mine = torch.zeros(param.shape, dtype=dtype)
+            own = torch.zeros(param.shape, dtype=dtype)
             if master.grad is not None:
-                mine.copy_(master.grad)
-            found = [torch.empty_like(mine) for _ in range(size)]
-            dist.all_gather(found, mine)
+                own.copy_(master.grad)
+            gathered = [torch.empty_like(own) for _ in range(size)]
+            dist.all_gather(gathered, own)
             total = torch.zeros(param.shape, dtype=master.dtype)
-            for one in found:
-                total += one
+            for grad in gathered:
+                total += grad
             total = total.to(dtype).to(master.dtype)
             self.sums[param] = self.sums[param] + total if param in self.sums else total
             master.grad = None
 
-    def drop(self) -> None:
-        """Forget gradients."""
-        self.sums.clear()
-        self.optimizer.zero_grad()
-
     def unscale(self) -> None:
         if not self.averaged:
             self.averaged = True
-            self.add_up()
+            self.reduce()
             for param, total in self.sums.items():
                 self.masters[param].grad = total * (1.0 / dist.get_world_size())
             self.sums.clear()
         super().unscale()
-
-
-class Loop:
-    """The usual loop over either trainer."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-
-    def run(
-        self, batches: list[Any], *, accumulation: int = 1, once: bool = False, max_norm: float | None = None
-    ) -> list[torch.Tensor]:
-        """Train on these; returns losses and norms. once: gradients are averaged in the last backward of a step."""
-        trainer, seen = self.trainer, []
-        for number, batch in enumerate(batches, start=1):
-            last = number % accumulation == 0 or number == len(batches)
-            loss = trainer(*batch)
-            trainer.backward(loss / accumulation, accumulate=once and not last)
-            seen.append(loss.detach().clone())
-            if not last:
-                continue
-            if max_norm is not None:
-                seen.append(trainer.clip_grad_norm_(max_norm).clone())
-            self.step()
-        return seen
-
-    def drop(self) -> None:
-        """Forget gradients."""
-        (self.trainer.optimizer.zero_grad if not isinstance(self.trainer, AveragingTrainer) else self.trainer.drop)()
-
-    def step(self) -> None:
-        """Update, and drop gradients."""
-        self.trainer.optimizer.step()
-        self.trainer.optimizer.zero_grad()
-        if isinstance(self.trainer, AveragingTrainer):
-            self.trainer.averaged = False

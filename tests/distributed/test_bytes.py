@@ -1,14 +1,15 @@
-"""What crosses the wire, and what each process holds, to the byte."""
+"""Exact bytes of communication, and of the model data of each process."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from laws.models import Shape
 from probes import after_allocations, manager_of, model_data_of
 from sampling import draws
 from torch import nn
+from toys import Shape, layers, mean_square
 
 import patrickstar as ps
 from patrickstar import testing
@@ -21,77 +22,65 @@ from .test_exactness import CPU, compare, random_script
 WIDTH = 32
 
 
-class Chain(nn.Module):
-    """Layers used one after the other, each of 1024 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(12))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden).tanh()
-        return hidden.float().pow(2).mean()
-
-
-def counters(stays: bool) -> None:
-    """In each process: a step's bytes, counted."""
+def counters(fits: bool) -> None:
+    """Count the bytes of steps; runs in each process."""
     world = World.find(CPU)
     size, count = world.size, 12 * WIDTH * WIDTH
     group = 2 * WIDTH * WIDTH * size
-    config = ps.Config(device="cpu", chunk_size=2 * WIDTH * WIDTH, device_memory=None if stays else 2 * group + 64)
-    engine = Engine(Chain, config, meter=testing.NoMeter(), poison=True, world=world)
+    config = ps.Config(device="cpu", chunk_size=2 * WIDTH * WIDTH, device_memory=None if fits else 2 * group + 64)
+    engine = Engine(
+        partial(layers, WIDTH, 12, nn.Tanh, bias=False), config, meter=testing.NoMeter(), poison=True, world=world
+    )
     assert engine.layout.chunk_count == 12 // size
     assert engine.layout.model_data_bytes == 14 * count // size
     assert engine.layout.padding_bytes == 0
     assert engine.layout.chunks[0].compute_bytes == group
-    most = 0
+    peak_bytes = 0
 
-    def watch(chunk):
-        nonlocal most
+    def record_peak(chunk):
+        nonlocal peak_bytes
         held = engine.inspect()
-        most = max(most, held.device.chunk_bytes + held.host.chunk_bytes)
+        peak_bytes = max(peak_bytes, held.device.chunk_bytes + held.host.chunk_bytes)
 
-    after_allocations(engine, watch)
-    ahead, transfers = [], manager_of(engine).transfers
-    come = transfers.start_fetch
+    after_allocations(engine, record_peak)
+    prefetches, transfers = [], manager_of(engine).transfers
+    start_fetch = transfers.start_fetch
 
-    def watch_coming(chunk, urgent):
-        ahead.append(not urgent)
-        come(chunk, urgent)
+    def fetch_and_record(chunk, urgent):
+        prefetches.append(not urgent)
+        start_fetch(chunk, urgent)
 
-    transfers.start_fetch = watch_coming
+    transfers.start_fetch = fetch_and_record
     for _ in range(3):
-        ahead.clear()
-        loss = engine(torch.randn(4, WIDTH))
-        if not stays:
+        prefetches.clear()
+        loss = mean_square(engine(torch.randn(4, WIDTH)))
+        if not fits:
             model_data_of(engine).drop_gathered()
         engine.backward(loss)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
     last = engine.stats.last
-    # Of M parameters in 16 bit each process sends its part to the p - 1 others in a gather, and of its gradients all
-    # but its own part.
+    # In an all-gather, each process sends its shard to the others. In a reduce-scatter, it sends all but its shard.
     part = 2 * count * (size - 1) // size
-    assert last.gathered_bytes == (1 if stays else 2) * part, (last, part)
+    assert last.gathered_bytes == (1 if fits else 2) * part, (last, part)
     assert last.reduced_bytes == part
-    assert last.gathered_bytes + last.reduced_bytes == (4 if stays else 6) * count * (size - 1) // size
-    assert len(ahead) == engine.layout.chunk_count * (1 if stays else 2)
-    assert sum(ahead) >= engine.layout.chunk_count - 2, "by the trace chunks are gathered before they are needed"
-    if not stays:
-        assert most <= 14 * count // size + 2 * group, (most, 14 * count // size, group)
+    assert last.gathered_bytes + last.reduced_bytes == (4 if fits else 6) * count * (size - 1) // size
+    assert len(prefetches) == engine.layout.chunk_count * (1 if fits else 2)
+    assert sum(prefetches) >= engine.layout.chunk_count - 2, "the trace says which chunks to gather early"
+    if not fits:
+        assert peak_bytes <= 14 * count // size + 2 * group, (peak_bytes, 14 * count // size, group)
     engine.close()
 
 
-@pytest.mark.parametrize("size, stays", [(2, False), (2, True), (4, False), (4, True)])
-def test_a_step_sends_what_the_formula_says(size, stays):
-    ranks.run(size, counters, stays=stays)
+@pytest.mark.parametrize("size, fits", [(2, False), (2, True), (4, False), (4, True)])
+def test_a_step_sends_the_bytes_of_the_formula(size, fits):
+    ranks.run(size, counters, fits=fits)
 
 
 def one_owner(seeds: list[int]) -> None:
-    """In each process: a group of chunks is more than the device holds."""
+    """Train with chunk groups larger than the device budget; runs in each process."""
     dist.init_process_group("gloo")
-    shape = Shape(("mlp", "plain", "mlp"), tied=False, frozen_norms=False, checkpointing=False)
+    shape = Shape(("mlp", "plain", "mlp"))
     for seed in seeds:
         world = World(CPU)
         config = ps.Config(device="cpu", precision="fp32", chunk_size=1000, device_memory=2 * world.size * 1000 - 200)
@@ -111,5 +100,5 @@ def one_owner(seeds: list[int]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_chunks_come_one_by_one_where_a_group_does_not_fit(size):
+def test_chunks_are_gathered_one_by_one_if_a_group_does_not_fit(size):
     ranks.run(size, one_owner, seeds=list(range(draws(3))))

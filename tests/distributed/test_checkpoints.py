@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: the same bits after a resume, on as many processes as wrote them or on others."""
+"""Checkpoints of several processes: a resume on any number of processes restores the same bits."""
 
 import os
 import random
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from sampling import draws
 from torch import nn
+from toys import mean_square, outcome, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -24,7 +25,7 @@ from .test_exactness import CPU, random_config, random_shape
 
 
 class Normed(nn.Module):
-    """With a buffer that each process has its own of, and a parameter that the largest chunk can't hold."""
+    """Model with a buffer that differs between processes, and a parameter larger than the largest chunk."""
 
     def __init__(self):
         super().__init__()
@@ -35,29 +36,12 @@ class Normed(nn.Module):
 
     def forward(self, ids):
         hidden = self.words(ids).flatten(0, 1)
-        return self.wide(self.dropout(self.norm(hidden))).float().pow(2).mean()
+        return mean_square(self.wide(self.dropout(self.norm(hidden))))
 
 
 def batches_of(rank, seed):
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    while True:
-        yield torch.randint(0, 11, (2, 5), generator=generator)
-
-
-def train(engine, data, steps, **options):
-    seen = []
-    for _ in range(steps):
-        loss = engine(next(data))
-        engine.backward(loss)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        seen.append(loss.detach().clone())
-    return seen
-
-
-def outcome(engine):
-    states = engine.optimizer.state_dict()["state"]
-    return [*engine.state_dict().values(), *(t for one in states.values() for t in one.values())]
+    return [(torch.randint(0, 11, (2, 5), generator=generator),) for _ in range(4)]
 
 
 def build_of(seed):
@@ -75,28 +59,31 @@ def make(build, config, world, seed, **hooks):
 
 
 def save_and_go_on(folder: str, seeds: list[int]) -> None:
-    """In each process: what a resume has to come to is kept in a file."""
+    """Save checkpoints, train on, and write the expected results to files; runs in each process."""
     dist.init_process_group("gloo")
     for seed in seeds:
         world = World(CPU)
         build, config = build_of(seed)
         engine = make(build, config, world, seed, evict_everything=seed % 3 == 0)
         data = batches_of(world.rank, seed)
-        train(engine, data, 2)
+        train(engine, data[:2])
         with pytest.MonkeyPatch.context() as patch:
             if seed % 4 == 1:
                 patch.setattr(DirectWriter, "has_room", property(lambda file: False))
             engine.save(f"{folder}/{seed}", {"drawn": 2, "rank": world.rank}, wait=seed % 2 == 0)
-            kept = outcome(engine)
-            seen = train(engine, data, 2)
+            saved = outcome(engine)
+            seen = train(engine, data[2:])
         seen += outcome(engine)
         engine.close()
-        torch.save((kept, seen), f"{folder}/expected-{seed}-{world.rank}")
+        torch.save((saved, seen), f"{folder}/expected-{seed}-{world.rank}")
     dist.destroy_process_group()
 
 
 def resume(folder: str, seeds: list[int], same: bool) -> None:
-    """In each process, of as many as before or others; these only see that it is all there, and save it again."""
+    """Load checkpoints; runs in each process.
+
+    With the same number of processes, train on and compare. With another number, only compare and save again.
+    """
     alone = int(os.environ["WORLD_SIZE"]) == 1
     if not alone:
         dist.init_process_group("gloo")
@@ -104,23 +91,21 @@ def resume(folder: str, seeds: list[int], same: bool) -> None:
         world = None if alone else World(CPU)
         rank = 0 if world is None else world.rank
         build, config = build_of(seed)
-        # Another chunk size than before, and what was drawn so far is not what it was either.
+        # Chunk size and state of the random number generator differ from those of the saved run.
         config = config.model_copy(update={"chunk_size": random.Random(seed + 7).choice([64, 256, 700, "auto"])})
         engine = make(build, config, world, seed + 1)
         found = engine.load(f"{folder}/{seed}")
         assert found["drawn"] == 2
-        kept, expected = torch.load(f"{folder}/expected-{seed}-{rank if same else 0}")
+        saved, expected = torch.load(f"{folder}/expected-{seed}-{rank if same else 0}")
         if not same:
-            testing.assert_same_bits(kept, outcome(engine), "what was saved")
+            testing.assert_same_bits(saved, outcome(engine), "saved state")
             assert found["rank"] == 0
             engine.save(f"{folder}/again-{seed}", {"drawn": 2, "rank": 0})
         else:
             assert found["rank"] == rank
-            testing.assert_same_bits(kept, outcome(engine), "what was saved")
-            data = batches_of(rank, seed)
-            for _ in range(2):
-                next(data)
-            testing.assert_same_bits(expected, train(engine, data, 2) + outcome(engine), "what followed")
+            testing.assert_same_bits(saved, outcome(engine), "saved state")
+            found = train(engine, batches_of(rank, seed)[2:]) + outcome(engine)
+            testing.assert_same_bits(expected, found, "results after the resume")
         engine.close()
     if not alone:
         dist.destroy_process_group()
@@ -130,22 +115,22 @@ SEEDS = [1, 2, 3, 4, 6][: draws(5)]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     ranks.run(2, save_and_go_on, folder=str(folder), seeds=SEEDS)
     return folder
 
 
-def test_as_many_processes_go_on_with_the_same_bits(written):
-    ranks.run(2, resume, folder=str(written), seeds=SEEDS, same=True)
+def test_as_many_processes_resume_with_the_same_bits(checkpoints):
+    ranks.run(2, resume, folder=str(checkpoints), seeds=SEEDS, same=True)
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_other_numbers_of_processes_have_it_all(written, size, tmp_path):
-    for path in written.iterdir():
+def test_other_numbers_of_processes_load_the_whole_state(checkpoints, size, tmp_path):
+    for path in checkpoints.iterdir():
         (tmp_path / path.name).symlink_to(path)
     ranks.run(size, resume, folder=str(tmp_path), seeds=SEEDS, same=False)
-    # What these saved is as much as what they loaded.
+    # The checkpoints that these processes saved are complete as well.
     for seed in SEEDS:
         (tmp_path / str(seed)).unlink()
         (tmp_path / f"again-{seed}").rename(tmp_path / str(seed))
@@ -153,17 +138,17 @@ def test_other_numbers_of_processes_have_it_all(written, size, tmp_path):
 
 
 class Broken:
-    """What one process has, and can't be saved."""
+    """State that cannot be saved."""
 
 
 def refusals(folder: str) -> None:
-    """In each process: what is refused is told to all, and all go on."""
+    """Cause errors in one process; all raise them and can continue. Runs in each process."""
     dist.init_process_group("gloo")
     world = World(CPU)
     build, config = build_of(1)
     engine = make(build, config, world, 1)
     data = batches_of(world.rank, 1)
-    train(engine, data, 1)
+    train(engine, data[:1])
     before = outcome(engine)
     with pytest.raises(CheckpointError, match="no such folder"):
         engine.load(f"{folder}/nothing")
@@ -180,8 +165,8 @@ def refusals(folder: str) -> None:
     engine.average(0.0)
     with pytest.raises(CheckpointError, match="damaged"):
         engine.load(f"{folder}/good")
-    testing.assert_same_bits(before, outcome(engine), "what was there before")
-    engine.backward(engine(next(data)))
+    testing.assert_same_bits(before, outcome(engine), "state before the load")
+    engine.backward(engine(*data[1]))
     with pytest.raises((TrainingError, CheckpointError), match="gradient that no step has used"):
         engine.save(f"{folder}/early")
     engine.optimizer.zero_grad()
@@ -189,19 +174,19 @@ def refusals(folder: str) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     checkpoints = ps.Checkpoints(folder)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert not checkpoints.save(engine, 1)
-    assert any("rank 0: can't write" in str(one.message) for one in told)
+    assert any("rank 0: can't write" in str(warning.message) for warning in caught)
     if world.rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    train(engine, data, 1)
+    train(engine, data[2:3])
     assert checkpoints.save(engine, 1, wait=False) and checkpoints.save(engine, 1, wait=False)
     engine.close()
     assert [path.name for path in checkpoints.all()] == ["step-1", "step-1-2"]
     dist.destroy_process_group()
 
 
-def test_what_is_refused_is_refused_by_all_and_all_go_on(tmp_path):
+def test_errors_are_raised_by_all_processes_and_all_can_continue(tmp_path):
     ranks.run(2, refusals, folder=str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "step-1", "step-1-2"]

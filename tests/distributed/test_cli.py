@@ -1,4 +1,4 @@
-"""`torchrun -m patrickstar train`: the run of one process with the same batches, from several."""
+"""`torchrun -m patrickstar train`: several processes train like one process with the same batches."""
 
 import json
 import os

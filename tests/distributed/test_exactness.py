@@ -1,4 +1,4 @@
-"""Law 1 for several processes: the bits are those of plain PyTorch in each, averaged in the stated order."""
+"""Law 1 for several processes: results are bit-identical to plain PyTorch with gradients averaged in rank order."""
 
 import random
 from collections.abc import Callable
@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from laws.models import Shape, Waves, check_alignment, smallest_device_bytes
+from laws.models import Waves, check_alignment, smallest_device_bytes
 from sampling import draws
 from torch import nn
+from toys import Shape, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -17,7 +18,7 @@ from patrickstar._distributed.process_group import World
 from patrickstar._engine.engine import Engine
 
 from . import ranks
-from .reference import AveragingTrainer, Loop
+from .reference import AveragingTrainer
 
 CPU = torch.device("cpu")
 
@@ -39,12 +40,12 @@ def random_config(draw: random.Random, **options: Any) -> ps.Config:
 
 
 def random_script(draw: random.Random, rank: int, seed: int) -> Callable[[Any], list[torch.Tensor]]:
-    """A loop; processes have tokens of their own, in lengths of their own."""
+    """Draw a loop. The tokens and their number differ between processes."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     data = [(torch.randint(0, 11, (2, 3 + (seed + rank + k) % 4), generator=generator),) for k in range(4)]
-    options = {"accumulation": draw.choice([1, 1, 2, 4]), "once": draw.random() < 0.5}
+    options = {"accumulation": draw.choice([1, 1, 2, 4]), "reduce_once": draw.random() < 0.5}
     max_norm = draw.choice([None, 0.1])
-    return lambda trainer: Loop(trainer).run(data, max_norm=max_norm, **options)
+    return lambda trainer: train(trainer, data, max_norm=max_norm, **options)
 
 
 def compare(
@@ -55,7 +56,7 @@ def compare(
     seed: int,
     **options: Any,
 ) -> None:
-    """Run `script` over the reference and over an engine; all bits have to agree."""
+    """Assert that a script has bit-identical results with the reference and with an engine."""
     torch.manual_seed(seed)
     reference = AveragingTrainer(build, config)
     torch.manual_seed(100 * seed + world.rank)
@@ -65,16 +66,16 @@ def compare(
     torch.manual_seed(100 * seed + world.rank)
     found = script(engine)
     check_alignment(engine)
-    testing.assert_same_bits(expected, found, "what the script returned")
+    testing.assert_same_bits(expected, found, "results of the script")
     testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters and buffers")
     testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
     engine.close()
-    left = {name: value.detach() for name, value in engine.module.state_dict().items()}
-    testing.assert_same_bits(reference.state_dict(), left, "what is left after closing")
+    state = {name: value.detach() for name, value in engine.module.state_dict().items()}
+    testing.assert_same_bits(reference.state_dict(), state, "parameters and buffers after closing")
 
 
 def everything_evicted(seeds: list[int]) -> None:
-    """In each process, for random models."""
+    """Train random models; runs in each process."""
     dist.init_process_group("gloo")
     for seed in seeds:
         draw = random.Random(seed)
@@ -92,7 +93,7 @@ def test_everything_evicted_at_every_access(size):
 
 
 def any_budget(seeds: list[int]) -> None:
-    """In each process, under a budget of its own, while non-model data comes and goes."""
+    """Train under budgets that differ between processes, with varying non-model data; runs in each process."""
     dist.init_process_group("gloo")
     for seed in seeds:
         draw = random.Random(seed)
@@ -101,9 +102,9 @@ def any_budget(seeds: list[int]) -> None:
         script = random_script(draw, world.rank, seed)
         own = random.Random(100 * seed + world.rank)
         wave_bytes, spare_bytes = own.randint(0, 12000), own.randint(0, 16000)
-        # Groups of chunks are as large as so many chunks.
+        # A chunk group is as large as `world.size` chunks.
         group = config.chunk_size if config.chunk_size == "auto" else config.chunk_size * world.size
-        # An update beside an accumulated list needs a part more than the check before training counts.
+        # An update with an accumulated gradient list needs one shard more than the check before training counts.
         least = smallest_device_bytes(shape, group, config.precision) + 2048 * world.size
         config = config.model_copy(update={"device_memory": 2 * least + spare_bytes + wave_bytes})
         print(f"seed {seed}: {shape}, {config!r}, waves of {wave_bytes}", flush=True)
@@ -117,7 +118,7 @@ def test_any_budget_of_each_process(size):
 
 
 class Branches(nn.Module):
-    """Blocks of which each process takes some, in an order of its own; perhaps none."""
+    """Model that uses the blocks in `path`, which differs between processes and may be empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,9 +134,9 @@ class Branches(nn.Module):
 
 
 def branches(seeds: list[int]) -> None:
-    """In each process: other parameters, another order, another number of batches, looks without gradients.
+    """Train with a different order of parameters, number of batches and forwards without gradients in each process.
 
-    All drop gradients, write to parameters and step, but come to it from different places.
+    All processes drop gradients, write to parameters and step, but at different points of their loops.
     """
     dist.init_process_group("gloo")
     for seed in seeds:
@@ -159,15 +160,16 @@ def branches(seeds: list[int]) -> None:
                     loss = trainer(torch.tensor([[own.randrange(11) for _ in range(3)]]), path)
                     trainer.backward(loss, accumulate=True)
                     seen.append(loss.detach().clone())
-                # What all do, though they come to it from different places.
+                # All processes do this, at different points of their loops.
                 if together.random() < 0.3:
-                    Loop(trainer).drop()
+                    trainer.optimizer.zero_grad()
                 if together.random() < 0.3:
                     with torch.no_grad():
                         for param in trainer.module.parameters():
                             param.mul_(0.5)
                 if together.random() < 0.8:
-                    Loop(trainer).step()
+                    trainer.optimizer.step()
+                    trainer.optimizer.zero_grad()
             return seen
 
         compare(world, Branches, config, script, seed, meter=testing.NoMeter(), evict_everything=evict)
@@ -175,12 +177,12 @@ def branches(seeds: list[int]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_processes_that_do_not_do_the_same(size):
+def test_processes_with_different_loops(size):
     ranks.run(size, branches, seeds=list(range(200, 200 + draws(24 // size))))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("function", [everything_evicted, any_budget, branches])
-def test_many_more_draws(function, size):
+def test_many_more_cases(function, size):
     ranks.run(size, function, 600, seeds=list(range(10_000 * size, 10_000 * size + 30)))

@@ -1,17 +1,17 @@
-"""A process that ends, or differs, or does otherwise: the others end soon, and say which one it was."""
+"""A process that dies or deviates: the other processes end soon with an error that names it."""
 
 import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from laws.models import Shape
 from probes import collectives_of
-from torch import nn
+from toys import Shape, layers, mean_square
 
 import patrickstar as ps
 from patrickstar import testing
@@ -21,8 +21,8 @@ from patrickstar.errors import ConfigError, PatrickStarError
 
 from . import ranks
 
-SHAPE = Shape(("mlp", "attention", "plain"), tied=False, frozen_norms=False, checkpointing=False)
-LARGE = Shape(("mlp",) * 60 * 2, tied=False, frozen_norms=False, checkpointing=False)
+SHAPE = Shape(("mlp", "attention", "plain"))
+LARGE = Shape(("mlp",) * 60 * 2)
 WITHIN_S = 30.0
 
 
@@ -31,7 +31,7 @@ def ids(rank: int) -> torch.Tensor:
 
 
 def build(**options):
-    """An engine over small chunks."""
+    """Create an engine with small chunks."""
     return ps.initialize(SHAPE.build, ps.Config(**{"device": "cpu", "chunk_size": 512, "precision": "fp32"} | options))
 
 
@@ -46,11 +46,11 @@ def die() -> None:
 
 
 def killed(where: str, rank: int, size: int, disk: str) -> None:
-    """In each process: `rank` is killed at some point."""
-    me = int(os.environ["RANK"]) == rank
+    """Kill `rank` at some point of training; runs in each process."""
+    is_victim = int(os.environ["RANK"]) == rank
 
     def dying_build():
-        if me and where == "start":
+        if is_victim and where == "start":
             die()
         return (LARGE if disk else SHAPE).build()
 
@@ -61,10 +61,10 @@ def killed(where: str, rank: int, size: int, disk: str) -> None:
     assert (engine.inspect().disk is not None) == bool(disk)
     optimizer = engine.optimizer
     step(engine, optimizer)
-    if me and where in ("gather", "reduce"):
+    if is_victim and where in ("gather", "reduce"):
         setattr(collectives_of(engine), where, lambda *args: die())
     engine.backward(engine(ids(rank)))
-    if me and where == "step":
+    if is_victim and where == "step":
         die()
     optimizer.step()
     while True:
@@ -88,24 +88,24 @@ def test_a_process_is_killed(where, rank, size, disk, tmp_path):
     ended = ranks.wait(processes, WITHIN_S)
     assert time.monotonic() - died < WITHIN_S
     assert ended[rank].code == -signal.SIGKILL
-    for other, one in enumerate(ended):
+    for other, result in enumerate(ended):
         if other != rank:
-            assert one.code == 1, f"rank {other} ended with {one.code}:\n{one.text[-3000:]}"
-            assert f"PeerError: rank {rank} (process" in one.text, one.text[-3000:]
-    assert not list(tmp_path.iterdir()), "a file stays"
+            assert result.code == 1, f"rank {other} ended with {result.code}:\n{result.text[-3000:]}"
+            assert f"PeerError: rank {rank} (process" in result.text, result.text[-3000:]
+    assert not list(tmp_path.iterdir()), "a file is left"
 
 
-def different(what: str) -> None:
-    """In each process: rank 1 differs from the others."""
+def different(difference: str) -> None:
+    """Start with a difference in rank 1; runs in each process."""
     other = int(os.environ["RANK"]) == 1
     shape, options = SHAPE, {}
-    if what == "model" and other:
-        shape = Shape(("mlp", "attention", "mlp"), tied=False, frozen_norms=False, checkpointing=False)
-    if what == "chunk_size" and other:
+    if difference == "model" and other:
+        shape = Shape(("mlp", "attention", "mlp"))
+    if difference == "chunk_size" and other:
         options["chunk_size"] = 1024
-    if what == "version" and other:
+    if difference == "version" and other:
         torch.__version__ = "1.0"
-    if what == "world":
+    if difference == "world":
         dist.init_process_group("gloo")
         os.environ["WORLD_SIZE"] = "3"
     try:
@@ -113,11 +113,11 @@ def different(what: str) -> None:
     except ConfigError as error:
         print(error)
         return
-    sys.exit("it was not refused")
+    sys.exit("nothing was raised")
 
 
 @pytest.mark.parametrize(
-    "what, said",
+    "difference, message",
     [
         ("model", "processes differ in parameters: rank 0 has ['blocks.2.0.weight', [8, 8]"),
         ("chunk_size", "processes differ in chunk_size: rank 0 has 512, rank 1 has 1024"),
@@ -125,20 +125,20 @@ def different(what: str) -> None:
         ("world", "initialised with 2 processes, and WORLD_SIZE says 3"),
     ],
 )
-def test_a_process_that_differs_is_refused(what, said):
-    for one in ranks.run(2, different, what=what):
-        assert said in one.text
+def test_a_process_that_differs_is_refused(difference, message):
+    for result in ranks.run(2, different, difference=difference):
+        assert message in result.text
 
 
-def apart(what: str) -> None:
-    """In each process: rank 1 does what the others don't."""
+def deviate(call: str) -> None:
+    """Make a call in rank 1 only; runs in each process."""
     engine, optimizer = build()
     step(engine, optimizer)
     other = engine.world.rank == 1
     try:
-        if what == "close" and other:
+        if call == "close" and other:
             engine.close()
-        elif what == "clip" and other:
+        elif call == "clip" and other:
             engine.clip_grad_norm_(1.0)
         step(engine, optimizer)
     except PatrickStarError as error:
@@ -148,16 +148,16 @@ def apart(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "what, said",
+    "call, message",
     [("close", "rank 0: a step; rank 1: closing the engine"), ("clip", "rank 0: a step; rank 1: clipping")],
 )
-def test_processes_that_come_apart_end_with_an_error(what, said):
-    for one in ranks.run(2, apart, what=what):
-        assert said in one.text, one.text
+def test_processes_that_deviate_end_with_an_error(call, message):
+    for result in ranks.run(2, deviate, call=call):
+        assert message in result.text, result.text
 
 
 def interrupted(scratch: str) -> None:
-    """In each process: rank 1 gets an exception in the middle of a forward, and goes on."""
+    """Raise an exception in a forward of rank 1, and train on; runs in each process."""
     engine, optimizer = build()
     if engine.world.rank == 1:
         handle = engine.module.blocks[1].register_forward_hook(lambda *_: 1 / 0)
@@ -177,30 +177,18 @@ def test_an_exception_in_one_process_leaves_all_usable(tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-class Wide(nn.Module):
-    """Four layers, of 4096 parameters each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden.pow(2).mean()
-
-
 def short_of_memory() -> None:
-    """In each process: rank 1 has no room for accumulated gradients, finds that in a round, and goes on."""
+    """Train with too little memory for accumulated gradients in rank 1; runs in each process."""
     world = World.find(torch.device("cpu"))
-    # Its part of parameters, masters and momentum is 96 KiB.
+    # Its shard of parameters, masters and momentum takes 96 KiB.
     memory = {} if world.rank == 0 else {"host_memory": 2 * 100 * 1024}
     config = ps.Config(device="cpu", precision="fp32", chunk_size="16KiB", optimizer=ps.SGD(momentum=0.9), **memory)
-    engine = Engine(Wide, config, meter=testing.NoMeter(), evict_everything=True, world=world)
+    build = partial(layers, 64, 4, bias=False)
+    engine = Engine(build, config, meter=testing.NoMeter(), evict_everything=True, world=world)
     for _ in range(2):
         try:
             for _ in range(2):
-                engine.backward(engine(torch.ones(2, 64)))
+                engine.backward(mean_square(engine(torch.ones(2, 64))))
             engine.optimizer.step()
         except PatrickStarError as error:
             print(f"{type(error).__name__}: {error}")
@@ -208,7 +196,7 @@ def short_of_memory() -> None:
     sys.exit("nothing was raised")
 
 
-def test_a_process_that_cannot_do_its_part_ends_it_for_all():
+def test_a_process_without_memory_ends_all_processes():
     first, second = ranks.run(2, short_of_memory)
     assert "PeerError: rank 1 can't do its part of a collective: grad32[" in second.text, second.text
     assert "PeerError: rank 1 (process" in first.text, first.text

@@ -1,4 +1,4 @@
-"""Two hosts: processes in network namespaces of their own, with a wire between them."""
+"""Two hosts, simulated by processes in separate network namespaces with a link between them."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def _ip(*words: str) -> None:
 
 @pytest.fixture
 def hosts() -> Iterator[list[list[str]]]:
-    """What a command begins with that shall run on the first, or on the second."""
+    """Provide the prefix of a command for each of two simulated hosts."""
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
         pytest.skip("network namespaces need root, and the commands ip and unshare")
     names = [f"ps{os.getpid()}a", f"ps{os.getpid()}b"]
@@ -51,11 +51,11 @@ ENV = [{"MASTER_ADDR": "10.213.0.1", "GLOO_SOCKET_IFNAME": wire} for wire in ("p
 
 
 def two_hosts(die: bool) -> None:
-    """In each process: some steps; then the second is killed, if it shall be."""
+    """Train for some steps, then kill the second process if `die`; runs in each process."""
     process_group.ALIVE_TIMEOUT_S = 2.0  # rank 0 waits as long for a rank on another host to report
     engine, optimizer = ps.initialize(SHAPE.build, ps.Config(device="cpu", chunk_size=512, host_memory="1MiB"))
     assert engine.world.local_ranks == [engine.world.rank]
-    assert engine.host_budget_bytes == 1 << 20, "the other process has a host of its own"
+    assert engine.host_budget_bytes == 1 << 20, "the other process is on another host"
     for _ in range(2):
         step(engine, optimizer)
     loss = engine.average(engine(ids(engine.world.rank)).item())
@@ -70,9 +70,9 @@ def two_hosts(die: bool) -> None:
 
 def test_training_over_two_hosts(hosts):
     ended = ranks.wait(ranks.start(2, two_hosts, {"die": False}, env=ENV, before=hosts, port=PORT), 60)
-    assert [one.code for one in ended] == [0, 0], ended[0].text + ended[1].text
-    said = [one.text.splitlines()[-1].split() for one in ended]
-    assert said[0][1] != said[1][1] and said[0][2] == said[1][2]
+    assert [result.code for result in ended] == [0, 0], ended[0].text + ended[1].text
+    words = [result.text.splitlines()[-1].split() for result in ended]
+    assert words[0][1] != words[1][1] and words[0][2] == words[1][2]
 
 
 def test_a_process_on_another_host_is_killed(hosts):

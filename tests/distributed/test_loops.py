@@ -1,14 +1,14 @@
-"""What users do beside the usual loop, on several processes: each bit for bit the reference's."""
+"""Unusual loops of users with several processes: results are bit-identical to the reference."""
 
 import random
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from laws.models import Shape
 from sampling import draws
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from toys import Shape, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -16,12 +16,12 @@ from patrickstar._distributed.process_group import World
 from patrickstar._engine.engine import Engine
 
 from . import ranks
-from .reference import AveragingTrainer, Loop
+from .reference import AveragingTrainer
 from .test_exactness import CPU, compare
 
 
 class Odd(nn.Module):
-    """Tied weights, running statistics, a parameter without elements, one in fp64, reentrant checkpointing."""
+    """Tied weights, running statistics, unused and empty parameters, reentrant checkpointing."""
 
     def __init__(self, reentrant: bool = False) -> None:
         super().__init__()
@@ -47,46 +47,47 @@ def ids(trainer: Any, number: int = 0) -> torch.Tensor:
 
 
 def usual(trainer: Any) -> list[torch.Tensor]:
-    return Loop(trainer).run([(ids(trainer, number),) for number in range(3)])
+    return train(trainer, [(ids(trainer, number),) for number in range(3)])
 
 
 def writes(trainer: Any) -> list[torch.Tensor]:
-    """Parameters are written in place, between steps and between forward and backward's end."""
+    """Write parameters in place between steps."""
     seen = []
     for number in range(3):
         with torch.no_grad():
             for param in trainer.module.parameters():
                 param.mul_(0.5)
-        seen += Loop(trainer).run([(ids(trainer, number),)])
+        seen += train(trainer, [(ids(trainer, number),)])
     return seen
 
 
 def dropped(trainer: Any) -> list[torch.Tensor]:
-    """Gradients that are dropped, once in all processes, change nothing."""
+    """Drop gradients in all processes; this changes nothing."""
     seen = usual(trainer)
     trainer.backward(trainer(ids(trainer, 7)), accumulate=True)
-    Loop(trainer).drop()
+    trainer.optimizer.zero_grad()
     return seen + usual(trainer)
 
 
 def twice(trainer: Any) -> list[torch.Tensor]:
-    """Two backwards through one graph."""
+    """Run two backwards through one graph."""
     loss = trainer(ids(trainer))
     trainer.backward(loss, retain_graph=True)
     trainer.backward(loss)
-    Loop(trainer).step()
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
     return usual(trainer)
 
 
 def thaws(trainer: Any) -> list[torch.Tensor]:
-    """Parameters are frozen from the start, then not."""
+    """Unfreeze parameters that were frozen from the start."""
     seen = usual(trainer)
     trainer.module.first.requires_grad_(True)
     return seen + usual(trainer)
 
 
 def saves(trainer: Any) -> list[torch.Tensor]:
-    """A state is read, and taken back later."""
+    """Copy the state, and load it later."""
     seen = usual(trainer)
     state = {name: value.clone() for name, value in trainer.state_dict().items()}
     seen += usual(trainer)
@@ -114,7 +115,7 @@ SCRIPTS = {
 
 
 def scripts(names: list[str]) -> None:
-    """In each process, one after the other."""
+    """Run these scripts one after the other; runs in each process."""
     dist.init_process_group("gloo")
     for seed, name in enumerate(names):
         build, script = SCRIPTS[name]
@@ -125,12 +126,12 @@ def scripts(names: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def test_what_users_do():
+def test_unusual_loops():
     ranks.run(2, scripts, names=list(SCRIPTS))
 
 
 def two_engines() -> None:
-    """In each process: a teacher without gradients, of which one process keeps what the other drops, and a student."""
+    """Train a student with a teacher whose chunks only one process evicts; runs in each process."""
     dist.init_process_group("gloo")
     world = World(CPU)
     config = ps.Config(device="cpu", chunk_size=1200, optimizer=ps.AdamW(lr=1e-2))
@@ -146,17 +147,18 @@ def two_engines() -> None:
             tokens = ids(trainer, number)
             ours = isinstance(trainer, Engine)
             with torch.no_grad():
-                wanted = (teacher if ours else plain_teacher)(tokens)
-            trainer.backward((trainer(tokens) - wanted).pow(2))
-            Loop(trainer).step()
-            seen.append(wanted)
+                target = (teacher if ours else plain_teacher)(tokens)
+            trainer.backward((trainer(tokens) - target).pow(2))
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+            seen.append(target)
         return seen
 
     compare(world, Odd, config, script, 0, meter=testing.NoMeter(), evict_everything=world.rank == 1)
-    assert not world.closed, "the teacher still uses it"
+    assert not world.closed, "the teacher still uses the process group"
     if world.rank == 0:
         with torch.no_grad():
-            teacher(ids(teacher))  # while the other one waits for it, closing
+            teacher(ids(teacher))  # while the other process waits for it in `close`
     teacher.close()
     assert world.closed
     dist.destroy_process_group()
@@ -167,7 +169,7 @@ def test_two_engines():
 
 
 def from_disk(seeds: list[int], folder: str) -> None:
-    """In each process: memory holds a part of the model data, the disk the rest."""
+    """Train with a part of the model data on disk; runs in each process."""
     dist.init_process_group("gloo")
     for seed in seeds:
         draw = random.Random(seed)
@@ -187,7 +189,7 @@ def from_disk(seeds: list[int], folder: str) -> None:
         engines = []
 
         def script(trainer: Any, tokens: torch.Tensor = tokens, engines: list[Any] = engines) -> list[torch.Tensor]:
-            seen = Loop(trainer).run([(tokens,)] * 3, max_norm=0.1)
+            seen = train(trainer, [(tokens,)] * 3, max_norm=0.1)
             if isinstance(trainer, Engine):
                 assert trainer.stats.total.disk_write_bytes > 0
                 engines.append(trainer)

@@ -16,12 +16,6 @@ from patrickstar.testing import NoMeter, assert_same_bits
 from .trainers import BUDGET, Protocol, Shell, arguments, close, gpt2, logged, texts, weights
 
 
-class AveragingShell(Shell):
-    def step(self, closure=None):
-        super().step()
-        self.reference.averaged = False
-
-
 class Averaging(Protocol):
     """Reference for several processes: gradients averaged in rank order, without DDP."""
 
@@ -32,14 +26,14 @@ class Averaging(Protocol):
             self.reference = AveragingTrainer(
                 self.model, ps.Config(device="cpu", precision=precision, optimizer=optimizer)
             )
-            self.optimizer = AveragingShell(self.reference)
+            self.optimizer = Shell(self.reference)
             self.accelerator.prepare_model = lambda model, **options: model
         return self.optimizer
 
     def training_step(self, *args, **options):
         loss = super().training_step(*args, **options)
         if self.accelerator.sync_gradients:
-            self.reference.add_up()
+            self.reference.reduce()
         return loss
 
 

@@ -1,13 +1,10 @@
-"""Small random models, configurations and meters for the tests of the invariants ("laws")."""
+"""Descriptions of random models, configurations and meters for the tests of the invariants ("laws")."""
 
-import dataclasses
 from itertools import pairwise
 
-import torch
 from hypothesis import strategies as st
 from probes import manager_of, model_data_of, record_accesses
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from toys import Shape, batches, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -15,55 +12,6 @@ from patrickstar._engine.engine import Engine
 from patrickstar._memory.chunk import Chunk, Region
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.vm_pool import round_up
-
-WIDTH = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Description of a random model."""
-
-    blocks: tuple[str, ...]
-    tied: bool
-    frozen_norms: bool
-    checkpointing: bool
-
-    def build(self) -> nn.Module:
-        """Build the model, initialised from the current seed."""
-        return Model(self)
-
-
-def _block(kind: str) -> nn.Module:
-    if kind == "mlp":
-        return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH))
-    if kind == "attention":
-        return nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.1, batch_first=True)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())
-
-
-class Model(nn.Module):
-    """Embedding, blocks and a head, which may be tied to the embedding."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.words = nn.Embedding(11, WIDTH)
-        self.blocks = nn.ModuleList(_block(kind) for kind in shape.blocks)
-        self.head = nn.Linear(WIDTH, 11, bias=False)
-        if shape.tied:
-            self.head.weight = self.words.weight
-        if shape.frozen_norms:
-            for module in self.modules():
-                if isinstance(module, nn.LayerNorm):
-                    module.requires_grad_(False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the mean square of the head's output."""
-        hidden = self.words(ids)
-        for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=False) if self.shape.checkpointing else block(hidden)
-        return self.head(hidden).float().pow(2).mean()
-
 
 shapes = st.builds(
     Shape,
@@ -74,12 +22,6 @@ shapes = st.builds(
 )
 chunk_sizes = st.sampled_from([256, 1024, 2800, 16384, "auto"])
 precisions = st.sampled_from(["bf16", "fp16", "fp32"])
-
-
-def batches(count: int, length: int = 5) -> list[tuple[torch.Tensor]]:
-    """Return batches of token ids, the same in each call."""
-    generator = torch.Generator().manual_seed(7)
-    return [(torch.randint(0, 11, (2, length), generator=generator),) for _ in range(count)]
 
 
 def config(precision: str, chunk_size: int | str, **budgets: int) -> ps.Config:
@@ -109,21 +51,9 @@ def smallest_device_bytes(shape: Shape, chunk_size: int | str, precision: str) -
     """Return the bytes of chunks that the largest operator accesses together, measured in one step."""
     engine = Engine(shape.build, config(precision, chunk_size), meter=Waves(0))
     sizes = record_accesses(engine)
-    train(engine, 1)
+    train(engine, batches(1))
     engine.close()
     return max(sizes, default=0)
-
-
-def train(engine: Engine, steps: int) -> list[float]:
-    """Train and return the losses."""
-    losses = []
-    for (ids,) in batches(steps):
-        loss = engine(ids)
-        engine.backward(loss)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def check_alignment(engine: Engine) -> set[tuple[str, str]]:

@@ -4,13 +4,14 @@ import mmap
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
+from toys import Shape, batches, inputs, layers, train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
@@ -20,17 +21,7 @@ from patrickstar._memory.host_tier import HostTier
 from patrickstar.errors import BudgetError
 from patrickstar.testing import NoMeter
 
-from .models import (
-    Shape,
-    Waves,
-    check_real_bytes,
-    chunk_sizes,
-    config,
-    precisions,
-    shapes,
-    smallest_device_bytes,
-    train,
-)
+from .models import Waves, check_real_bytes, chunk_sizes, config, precisions, shapes, smallest_device_bytes
 
 
 class WatchedHost(HostTier):
@@ -82,7 +73,7 @@ def test_both_budgets_hold_at_every_moment(shape, chunk_size, precision, spare_b
         host = layout.model_data_bytes + host_spare_bytes
         options = config(precision, chunk_size, device_memory=device, host_memory=host)
         engine = Engine(shape.build, options, meter=Waves(wave_bytes))
-        train(engine, 3)
+        train(engine, batches(3))
         assert engine.stats.total.device_peak_model_bytes <= device
         assert engine.stats.total.host_peak_model_bytes <= host
         engine.close()
@@ -91,15 +82,11 @@ def test_both_budgets_hold_at_every_moment(shape, chunk_size, precision, spare_b
 def check_measured_process():
     """Train with the real meter and model data of four times the device budget."""
     width, budget = 1536, parse_size("112MiB")
-
-    def build():
-        return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(16)))
-
-    engine, optimizer = ps.initialize(build, ps.Config(device="cpu", device_memory=budget, chunk_size="8MiB"))
+    config = ps.Config(device="cpu", device_memory=budget, chunk_size="8MiB")
+    engine, _ = ps.initialize(partial(layers, width, 16), config)
     assert engine.layout.model_data_bytes > 4 * budget
-    for _ in range(3):
-        engine.backward(engine(torch.randn(8, width)).float().pow(2).mean())
-        optimizer.step()
+    for batch in inputs(3, width, rows=8):
+        train(engine, [batch])
         last = engine.stats.last
         assert last.device_peak_model_bytes <= budget
         assert last.device_peak_non_model_bytes > 0
@@ -119,7 +106,7 @@ def test_the_measured_process_stays_within_its_budget():
 
 
 def test_a_model_that_cannot_fit_is_refused_in_bytes():
-    shape = Shape(("mlp", "mlp"), tied=False, frozen_norms=False, checkpointing=False)
+    shape = Shape(("mlp", "mlp"))
     total = Engine(shape.build, config("bf16", 256)).layout.model_data_bytes
     with pytest.raises(BudgetError, match=rf"{total} bytes.*smallest budgets that work.*host_memory="):
         Engine(shape.build, config("bf16", 256, device_memory=4096, host_memory=total // 2))
@@ -139,13 +126,13 @@ def test_the_smallest_budgets_named_do_work(shape, chunk_size, precision, share)
         for budgets in ({"device_memory": int(alone), "host_memory": 1},
                         {"device_memory": int(beside), "host_memory": max(1, int(host))}):  # fmt: skip
             engine = Engine(shape.build, config(precision, chunk_size, **budgets), meter=NoMeter(), poison=True)
-            train(engine, 3)
+            train(engine, batches(3))
             engine.close()
 
 
 def test_non_model_data_larger_than_the_budget_is_an_error_that_names_it():
-    shape = Shape(("mlp",), tied=False, frozen_norms=False, checkpointing=False)
+    shape = Shape(("mlp",))
     engine = Engine(shape.build, config("bf16", 256, device_memory=8192), meter=Waves(20000))
     with pytest.raises(BudgetError, match=r"budget of 8192 bytes holds \d+ bytes of non-model data.*[Rr]aise"):
-        train(engine, 2)
+        train(engine, batches(2))
     engine.close()

@@ -1,18 +1,20 @@
 """Law 3, bytes: memory use follows from layout and plan by a closed formula."""
 
 import mmap
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
+from toys import Shape, batches, inputs, layers, train
 
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.schema import GRAD32
 from patrickstar.testing import NoMeter
 
-from .models import Shape, chunk_sizes, config, precisions, shapes, train
+from .models import chunk_sizes, config, precisions, shapes
 
 PLENTY = 1 << 24
 
@@ -37,7 +39,7 @@ def test_peaks_when_everything_fits(shape, chunk_size, precision):
     engine = Engine(shape.build, config(precision, chunk_size, device_memory=PLENTY), meter=NoMeter())
     layout, held = engine.layout, engine.inspect()
     assert (held.device.chunk_bytes, held.host.chunk_bytes) == (layout.param16_bytes, layout.optimizer_bytes)
-    train(engine, 3)
+    train(engine, batches(3))
     assert engine.stats.last.device_peak_model_bytes == layout.model_data_bytes
     assert engine.stats.last.host_peak_model_bytes == 0
     assert (engine.stats.last.h2d_bytes, engine.stats.last.d2h_bytes) == (0, 0)
@@ -48,15 +50,9 @@ def test_peaks_when_everything_fits(shape, chunk_size, precision):
 def test_host_memory_of_chunks_that_move_to_the_device_is_released():
     """No chunk is resident twice."""
     width = 512
-
-    def build():
-        return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8)))
-
     options = config("bf16", "2MiB", device_memory=1 << 28, host_memory=1 << 28)
-    engine = Engine(build, options, meter=NoMeter())
-    for _ in range(3):
-        engine.backward(engine(torch.randn(2, width)).float().square().mean())
-        engine.optimizer.step()
+    engine = Engine(partial(layers, width, 8), options, meter=NoMeter())
+    train(engine, inputs(3, width, rows=2))
     assert engine.stats.last.device_peak_model_bytes == engine.layout.model_data_bytes, "not all came to the device"
     held = engine.inspect()
     pages = mmap.PAGESIZE * 2 * len(held.chunks)
@@ -66,7 +62,7 @@ def test_host_memory_of_chunks_that_move_to_the_device_is_released():
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_accumulation_costs_one_gradient_list(accumulation):
-    shape = Shape(("mlp", "plain"), tied=True, frozen_norms=False, checkpointing=False)
+    shape = Shape(("mlp", "plain"), tied=True)
     engine = Engine(shape.build, config("bf16", 256, device_memory=PLENTY), meter=NoMeter())
     for _ in range(accumulation):
         engine.backward(engine(torch.zeros(2, 3, dtype=torch.long)))

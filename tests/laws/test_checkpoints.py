@@ -14,14 +14,15 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from sampling import draws
 from torch.optim.lr_scheduler import LambdaLR
+from toys import batches
 
 from patrickstar import testing
 from patrickstar._checkpoint import direct_writer as page_file
 from patrickstar._checkpoint.direct_writer import DirectWriter, write_all
 from patrickstar._engine.engine import Engine
 
-from . import models, tiers
-from .models import batches, chunk_sizes, config, precisions, shapes, smallest_device_bytes
+from . import tiers
+from .models import chunk_sizes, config, precisions, shapes, smallest_device_bytes
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +166,7 @@ def check_resume(checkpoint, first, second, steps, how="wait", **loop):
 
 @settings(max_examples=draws(12), deadline=None, print_blob=True)
 @given(
-    shape=shapes,
+    shape=tiers.wide_shapes,
     precision=precisions,
     loop=loops,
     chunk_sizes=st.tuples(tiers.chunk_sizes, tiers.chunk_sizes),
@@ -178,13 +179,11 @@ def test_states_on_disk(folder, shape, precision, loop, chunk_sizes, rooms, on_d
         loop = {key: value for key, value in loop.items() if key != "update"}
     checkpoint = folder / "run"
     shutil.rmtree(checkpoint, ignore_errors=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "WIDTH", tiers.WIDTH)  # otherwise the host could hold everything
-        engines = []
-        for uses_disk, room, size in zip(on_disk, rooms, chunk_sizes, strict=True):
-            options = tiers.options(precision, size)
-            if uses_disk:
-                options = tiers.on_disk(shape.build, options, folder, batches(1)[0], room)
-            hooks = {"page_bytes": tiers.PAGE_BYTES, "evict_everything": room.evict_everything}
-            engines.append(functools.partial(engine_of, shape.build, options, **hooks))
-        check_resume(checkpoint, *engines, (2, 2), how, **loop)
+    engines = []
+    for uses_disk, room, size in zip(on_disk, rooms, chunk_sizes, strict=True):
+        options = tiers.options(precision, size)
+        if uses_disk:
+            options = tiers.on_disk(shape.build, options, folder, batches(1)[0], room)
+        hooks = {"page_bytes": tiers.PAGE_BYTES, "evict_everything": room.evict_everything}
+        engines.append(functools.partial(engine_of, shape.build, options, **hooks))
+    check_resume(checkpoint, *engines, (2, 2), how, **loop)

@@ -9,13 +9,12 @@ from functools import partial
 
 import pytest
 import torch
+from toys import Shape, batches
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
-
-from .models import Shape, batches
 
 SHAPE = Shape(("mlp", "attention", "plain"), tied=True, frozen_norms=True, checkpointing=True)
 OPTIMIZERS = {

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from probes import kill_workers, manager_of, swap_file_descriptor
+from toys import mean_square, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -20,7 +21,6 @@ from .tiers import (
     Room,
     blocks,
     inputs,
-    mean_square,
     on_disk,
     open_files,
     options,
@@ -40,10 +40,7 @@ def reference():
     trainer = testing.ReferenceTrainer(blocks, options())
     losses, states = [], [trainer.state_dict()]
     for batch in inputs(STEPS):
-        loss = mean_square(trainer(*batch))
-        trainer.backward(loss)
-        trainer.optimizer.step()
-        losses.append(loss.item())
+        losses += train(trainer, [batch])
         states.append(trainer.state_dict())
     return losses, states
 

@@ -1,7 +1,6 @@
 """Law 6 with a disk: Ctrl-C and SIGTERM during transfers leave no thread, file or memory behind."""
 
 import gc
-import itertools
 import os
 import random
 import signal
@@ -13,27 +12,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from toys import train
 
 from patrickstar._memory.swap_file import SwapFile
 from patrickstar.errors import PatrickStarError
 
-from .tiers import Room, blocks, inputs, mean_square, on_disk, open_files, options, small_engine, worker_threads
+from .tiers import Room, blocks, inputs, on_disk, open_files, options, small_engine, worker_threads
 
 # Python reports that it ignores an interrupt in a callback of the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 SOON_S = 10.0
-BATCHES = inputs(4)
 PROGRAM = """
 import sys, torch
 torch.set_num_threads(1)
 from laws.tiers import *
+from toys import train
 config = on_disk(blocks, options(), sys.argv[1], inputs(1)[0], Room(host_bytes=20000))
 engine = small_engine(blocks, config)
 while True:
-    for batch in inputs(8):
-        engine.backward(mean_square(engine(*batch)))
-        engine.optimizer.step()
+    train(engine, inputs(8))
     print("trained", flush=True)
 """
 
@@ -66,23 +64,17 @@ def soon():
         signal.signal(signal.SIGALRM, before)
 
 
-def train(engine, count):
-    for batch in itertools.islice(itertools.cycle(BATCHES), count):
-        engine.backward(mean_square(engine(*batch)))
-        engine.optimizer.step()
-
-
 def check_interrupts(directory, seeds, follow_up):
     config = on_disk(blocks, options(), directory, inputs(1)[0], Room(host_bytes=20000))
     before = open_files()
     for seed in seeds:
         torch.manual_seed(0)
         engine = small_engine(blocks, config)
-        train(engine, 2)
+        train(engine, inputs(2))
         caught = False
         try:
             with interrupted_after(0.001 + random.Random(seed).random() * 0.05):
-                train(engine, 10000)
+                train(engine, inputs(4) * 2500)
         except KeyboardInterrupt as error:
             caught = True
             assert not [note for note in getattr(error, "__notes__", ()) if "could not be read" in note]
@@ -96,7 +88,7 @@ def check_interrupts(directory, seeds, follow_up):
         assert not list(directory.iterdir())
     torch.manual_seed(0)
     fresh = small_engine(blocks, config)
-    train(fresh, 2)
+    train(fresh, inputs(2))
     fresh.close()
 
 
@@ -110,7 +102,7 @@ def go_on(engine):
     """Train on, or get a clear error."""
     try:
         engine.optimizer.zero_grad()
-        train(engine, 2)
+        train(engine, inputs(2))
         state = engine.state_dict()
         assert all(value.isfinite().all() for value in state.values())
     except PatrickStarError as error:

@@ -1,13 +1,14 @@
 """Dry runs equal real runs: same accesses, same bytes on every tier and channel."""
 
 import contextlib
+from functools import partial
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from probes import complete_updates
 from sampling import draws
+from toys import batches, layers
 
 from patrickstar import testing
 from patrickstar._dry_run.simulation import simulate
@@ -16,10 +17,9 @@ from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Ma
 from patrickstar._perf_model.perf_model import min_transfer_bytes
 from patrickstar._perf_model.workload import Workload
 
-from . import models
-from .models import batches, config, shapes, smallest_device_bytes
+from .models import config, shapes, smallest_device_bytes
 from .test_three_tiers_traffic import speculative_bytes, transferred
-from .tiers import WIDTH, on_disk, options, rooms
+from .tiers import on_disk, options, rooms, wide_shapes
 
 LAPTOP = Machine(
     name="laptop",
@@ -66,13 +66,10 @@ def test_without_a_disk_bytes_equal_those_of_a_run(shape, chunk_size, precision,
 
 
 @settings(max_examples=draws(8), deadline=None, print_blob=True)
-@given(shapes, st.sampled_from([1000, 9000, 40000]), rooms)
+@given(wide_shapes, st.sampled_from([1000, 9000, 40000]), rooms)
 def test_with_a_disk_bytes_equal_those_of_a_run(tmp_path_factory, shape, chunk_size, room):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "WIDTH", WIDTH)
-        folder = tmp_path_factory.mktemp("disk")
-        options_ = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
-        compare(shape.build, options_, page_bytes=4096)
+    options_ = on_disk(shape.build, options("bf16", chunk_size), tmp_path_factory.mktemp("disk"), batches(1)[0], room)
+    compare(shape.build, options_, page_bytes=4096)
 
 
 @settings(max_examples=draws(10), deadline=None, print_blob=True)
@@ -102,18 +99,15 @@ def test_tiers_stay_within_budget_and_channel_bytes_match_the_stats(shape, chunk
 
 @settings(max_examples=draws(15), deadline=None, print_blob=True)
 @given(st.integers(4, 12), st.floats(0.5, 1.5), st.floats(1.0, 2.0), st.booleans())
-def test_no_plan_transfers_less_than_the_lower_bound(layers, device, host, in_backward):
+def test_no_plan_transfers_less_than_the_lower_bound(count, device, host, in_backward):
     """Run a chain of layers on a simulated GPU, with and without updates in backward."""
     width = 256
-
-    def build():
-        return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
 
     def step(engine):
         engine.backward(engine(torch.empty(8, width, device="meta")).float().mean(), update=in_backward)
         engine.optimizer.step()
 
-    params = layers * width * width
+    params = count * width * width
     gpu = Gpu(count=1, memory=int(4 * params * device) + (1 << 20), matmul_tflops=10, memory_bandwidth="1TB")
     machine = Machine(
         name="small GPU",
@@ -122,7 +116,7 @@ def test_no_plan_transfers_less_than_the_lower_bound(layers, device, host, in_ba
         host=Host(memory=int(14 * params * host) + (1 << 20), memory_bandwidth="20GB", cores=2),
         links=Links(h2d="1GB", d2h="1GB"),
     )
-    report = simulate(Engine, build, config("bf16", width * width), step, machine)
+    report = simulate(Engine, partial(layers, width, count, bias=False), config("bf16", width * width), step, machine)
     work = Workload(params, 8, 8, False, 6.0 * params * 8, width, 0, 0)
     fewest, _ = min_transfer_bytes(work, machine)
     assert report.stats.h2d_bytes + report.stats.d2h_bytes >= fewest * (1 - 1e-6)
@@ -130,14 +124,11 @@ def test_no_plan_transfers_less_than_the_lower_bound(layers, device, host, in_ba
 
 
 def test_a_dry_run_allocates_no_memory_for_weights():
-    def build():
-        return torch.nn.Sequential(*(torch.nn.Linear(20_000, 20_000) for _ in range(4)))
-
     # 22 GB of model data, all on the meta device.
     options_ = config("bf16", "auto", device_memory=8 << 30, host_memory=40 << 30)
     report = simulate(
         Engine,
-        build,
+        partial(layers, 20_000, 4),
         options_,
         lambda engine: (
             engine.backward(engine(torch.empty(8, 20_000, device="meta")).float().mean()),
@@ -150,10 +141,8 @@ def test_a_dry_run_allocates_no_memory_for_weights():
 
 
 def test_the_busiest_channel_is_a_lower_bound_of_the_time():
+    build = partial(layers, 256, 8)
     slow = LAPTOP.model_copy(update={"host": LAPTOP.host.model_copy(update={"memory_bandwidth": 1e9})})
-
-    def build():
-        return torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
 
     options_ = config("bf16", "auto", device_memory=1 << 20, host_memory=1 << 30)
 

@@ -4,11 +4,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
+from toys import Shape, batches, train
 
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 
-from .models import Shape, Waves, batches, chunk_sizes, config, precisions, shapes, smallest_device_bytes, train
+from .models import Waves, chunk_sizes, config, precisions, shapes, smallest_device_bytes
 
 
 @settings(max_examples=draws(25), deadline=None, print_blob=True)
@@ -28,7 +29,7 @@ def test_any_device_budget(shape, chunk_size, precision, spare_bytes, wave_bytes
     expected = plain_run(shape, options)
     torch.manual_seed(0)
     engine = Engine(shape.build, options, meter=Waves(wave_bytes), poison=True)
-    assert train(engine, 4) == expected[0]
+    assert train(engine, batches(4)) == expected[0]
     testing.assert_same_bits(expected[1], engine.state_dict(), "parameters")
     engine.close()
 
@@ -36,12 +37,12 @@ def test_any_device_budget(shape, chunk_size, precision, spare_bytes, wave_bytes
 def plain_run(shape: Shape, options) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     reference = testing.ReferenceTrainer(shape.build, options)
-    return train(reference, 4), reference.state_dict()
+    return train(reference, batches(4)), reference.state_dict()
 
 
 def test_a_wrong_bit_is_found():
     """Check the assertion itself: an engine whose parameter differs by one bit does not pass."""
-    shape = Shape(("mlp",), tied=False, frozen_norms=False, checkpointing=False)
+    shape = Shape(("mlp",))
 
     def script(trainer, optimizer):
         if isinstance(trainer, Engine):

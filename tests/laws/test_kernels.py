@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
+from toys import batches, train
 
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
@@ -13,7 +14,7 @@ from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.eager_backend import EagerBackend
 
-from .models import chunk_sizes, config, precisions, shapes, train
+from .models import chunk_sizes, config, precisions, shapes
 from .test_exactness import plain_run
 
 
@@ -46,6 +47,6 @@ def test_every_chunk_updated_by_another_implementation(shape, chunk_size, precis
     engine = Engine(
         shape.build, options, meter=testing.NoMeter(), kernels=RandomKernels(seed), evict_everything=True, poison=True
     )
-    assert train(engine, 4) == losses
+    assert train(engine, batches(4)) == losses
     testing.assert_same_bits(state, engine.state_dict(), "parameters")
     engine.close()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from late_copies import LateHardware, LateKernels, LateTransfer
 from probes import record_accesses
+from toys import Shape, batches, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -20,7 +21,7 @@ from patrickstar._memory.transfers import ChunkTransfers
 from patrickstar._schedule.placement import Tier
 from patrickstar.errors import BudgetError
 
-from .models import Shape, batches, config, train
+from .models import config
 from .tiers import small_engine, with_budgets
 
 SCHEDULES_PER_TEST = 10
@@ -108,7 +109,7 @@ def run_schedule(seed: int, directory, failures: float = 0.0) -> LateHardware | 
         testing.assert_same_bits(expected, script(engine, engine.optimizer), f"schedule {seed}: results of the loop")
         testing.assert_same_bits(reference.state_dict(), engine.state_dict(), f"schedule {seed}: parameters")
         testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
-        hardware.check_rest()
+        hardware.check_pending()
         hardware.memory_retries = engine.stats.total.memory_retries
     except BudgetError as error:
         if "grad32" not in str(error):
@@ -146,26 +147,26 @@ def test_a_failed_allocation_is_retried_and_does_not_change_results(first, tmp_p
 
 
 def test_an_allocation_that_fails_twice_is_an_error_and_training_can_continue():
-    shape = Shape(("mlp", "mlp", "mlp"), tied=False, frozen_norms=False, checkpointing=False)
+    shape = Shape(("mlp", "mlp", "mlp"))
     options = config("bf16", 256, device_memory=4000)
     torch.manual_seed(0)
     reference = testing.ReferenceTrainer(shape.build, options)
-    expected = train(reference, 2), train(reference, 3)
+    expected = train(reference, batches(2)), train(reference, batches(3))
     torch.manual_seed(0)
     hardware = LateHardware(seed=0, failures_in_a_row=2)
     engine = Engine(shape.build, options, meter=testing.NoMeter(), poison=True, hardware=hardware)
-    assert train(engine, 2) == expected[0]
+    assert train(engine, batches(2)) == expected[0]
     hardware.failures = 1.0
-    with pytest.raises(BudgetError, match=r"param16\[\d\] needs \d+ bytes .* failed twice.*no \d+ bytes in a row"):
+    with pytest.raises(BudgetError, match=r"param16\[\d\] needs \d+ bytes .* failed twice.*no \d+ contiguous bytes"):
         engine(*batches(1)[0])
     hardware.failures = 0.0
-    assert train(engine, 3) == expected[1]
+    assert train(engine, batches(3)) == expected[1]
     engine.close()
 
 
 def test_the_host_does_not_wait_for_copies_to_the_device():
     """Without grad, chunks are fetched on demand: the compute stream waits for the copy, and the host does not."""
-    shape = Shape(("mlp", "mlp", "mlp"), tied=False, frozen_norms=False, checkpointing=False)
+    shape = Shape(("mlp", "mlp", "mlp"))
     hardware = LateHardware(seed=0)
     options = config("bf16", 512, device_memory=6000)
     engine = Engine(shape.build, options, meter=testing.NoMeter(), poison=True, hardware=hardware)

@@ -8,13 +8,14 @@ import torch
 from probes import manager_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from toys import Shape, batches, train
 
 from patrickstar._engine.engine import Engine
 from patrickstar._params.tensor_subclass import ChunkParameter
 from patrickstar.errors import TrainingError
 from patrickstar.testing import NoMeter
 
-from .models import Shape, batches, config, train
+from .models import config
 
 SHAPE = Shape(("mlp", "attention", "plain"), tied=True, frozen_norms=True, checkpointing=True)
 
@@ -35,17 +36,17 @@ def assert_at_rest(engine: Engine) -> None:
 def test_nothing_is_pinned_after_a_step(evict_everything):
     engine = make(evict_everything=evict_everything)
     for _ in range(3):
-        train(engine, 1)
+        train(engine, batches(1))
         assert_at_rest(engine)
     engine.close()
 
 
 def test_memory_does_not_grow_with_steps():
     engine = make(evict_everything=True)
-    train(engine, 3)
+    train(engine, batches(3))
     tensors = count_tensors()
     used = engine.inspect().device, engine.inspect().host
-    train(engine, 5)
+    train(engine, batches(5))
     assert count_tensors() == tensors
     assert (engine.inspect().device, engine.inspect().host) == used
     engine.close()
@@ -58,7 +59,7 @@ def count_tensors() -> int:
 
 def test_close_leaves_a_plain_model_without_hooks():
     engine = make()
-    train(engine, 2)
+    train(engine, batches(2))
     module, state = engine.module, engine.state_dict()
     engine.close()
     assert not any(isinstance(param, ChunkParameter) for param in module.parameters())
@@ -75,7 +76,7 @@ def test_close_leaves_a_plain_model_without_hooks():
 
 def test_a_closed_engine_and_its_chunks_are_collected():
     engine = make()
-    train(engine, 2)
+    train(engine, batches(2))
     chunks = [weakref.ref(chunk) for chunk in manager_of(engine).chunks.values()]
     engine.close()
     reference = weakref.ref(engine)
@@ -88,7 +89,7 @@ def test_a_closed_engine_and_its_chunks_are_collected():
 def test_an_engine_may_be_collected_while_a_compiler_is_tracing():
     """The garbage collector may run at any time, with any torch mode active."""
     engine = make()
-    train(engine, 2)
+    train(engine, batches(2))
     module = engine.module
     expected = engine.state_dict()["words.weight"]
     with FakeTensorMode():
@@ -115,13 +116,13 @@ def test_the_engine_is_usable_after_an_exception(where):
     layer = engine.module.blocks[1]
     handle = layer.register_forward_hook(lambda module, args, out: Trouble.apply(out))
     with pytest.raises(RuntimeError, match="trouble"):
-        train(engine, 1)
+        train(engine, batches(1))
     handle.remove()
     engine.optimizer.zero_grad()
     assert_at_rest(engine)
     torch.manual_seed(1)
-    losses = train(engine, 2)
+    losses = train(engine, batches(2))
     torch.manual_seed(1)
-    assert train(untouched, 2) == losses
+    assert train(untouched, batches(2)) == losses
     engine.close()
     untouched.close()

@@ -1,11 +1,12 @@
 """Law 2 with device memory used by libraries: it is counted before training and during training."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
 from probes import after_allocations
-from torch import nn
+from toys import inputs, layers, mean_square, train
 
 import patrickstar as ps
 from patrickstar._dry_run.simulation import forward_backward_step, simulate
@@ -39,8 +40,7 @@ class WithLibraries(Hardware):
         return LIBRARY_BYTES
 
 
-def build() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+build = partial(layers, WIDTH, 6)
 
 
 def engine(**options) -> Engine:
@@ -48,14 +48,10 @@ def engine(**options) -> Engine:
     return Engine(build, config, hardware=WithLibraries(), meter=Libraries(), poison=True)
 
 
-def train(made: Engine) -> None:
+def train_watched(made: Engine) -> None:
     used = []
     after_allocations(made, lambda chunk: used.append(made.inspect().device.chunk_bytes))
-    for step in range(3):
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
-        made.backward(made(x).float().pow(2).mean())
-        made.optimizer.step()
-        made.optimizer.zero_grad()
+    train(made, inputs(3, WIDTH, rows=4))
     assert made.stats.last.device_peak_non_model_bytes == LIBRARY_BYTES
     assert max([0, *used]) + LIBRARY_BYTES <= made.device_budget_bytes
 
@@ -72,7 +68,7 @@ def test_a_budget_that_holds_the_model_but_not_the_libraries_is_refused():
     with pytest.raises(BudgetError):
         engine(device_memory=int(least) - 1, host_memory=1 << 30)
     made = engine(device_memory=int(least), host_memory=1 << 30)
-    train(made)
+    train_watched(made)
     made.close()
 
 
@@ -81,7 +77,7 @@ def test_the_pair_of_budgets_in_the_error_works():
         engine(device_memory=LIBRARY_BYTES + 100, host_memory=1000)
     ((device, host),) = re.findall(r"device_memory=(\d+) with host_memory=(\d+) bytes", str(refused.value))
     made = engine(device_memory=int(device), host_memory=int(host))
-    train(made)
+    train_watched(made)
     made.close()
 
 
@@ -92,7 +88,7 @@ def test_libraries_are_counted_with_a_disk(tmp_path):
     (device,) = re.findall(r"device_memory=(\d+) bytes", text.partition("Required")[2])
     (host,) = re.findall(r"host_memory=(\d+) bytes", text.partition("Required")[2])
     made = engine(device_memory=int(device), host_memory=int(host), disk=tmp_path)
-    train(made)
+    train_watched(made)
     made.close()
 
 
@@ -117,7 +113,7 @@ def test_a_dry_run_counts_libraries():
         links=Links(h2d=1e9, d2h=1e9),
     )
     config = ps.Config(device="cpu", chunk_size=2 * WIDTH * (WIDTH + 1))
-    step = forward_backward_step(lambda out: out.float().pow(2).mean(), (torch.zeros(4, WIDTH),), {})
+    step = forward_backward_step(mean_square, (torch.zeros(4, WIDTH),), {})
     reports = [simulate(Engine, build, config, step, machine, library_bytes=n) for n in (0, LIBRARY_BYTES)]
     peaks = [report.stats.device_peak_non_model_bytes for report in reports]
     assert abs(peaks[1] - peaks[0] - LIBRARY_BYTES) < 4096, "only transfers in flight may differ otherwise"

@@ -5,11 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from probes import manager_of
 from sampling import draws
+from toys import batches, train
 
 from patrickstar._engine.engine import Engine
 from patrickstar.testing import NoMeter
 
-from .models import chunk_sizes, config, shapes, smallest_device_bytes, train
+from .models import chunk_sizes, config, shapes, smallest_device_bytes
 
 
 @settings(max_examples=draws(8), deadline=None, print_blob=True)
@@ -22,10 +23,10 @@ def test_one_owner_and_duplicates_that_agree(shape, chunk_size, spare_bytes, see
     dropping = Engine(shape.build, config("bf16", chunk_size, device_memory=budget), meter=NoMeter(), poison=True)
     for step in range(3):
         torch.manual_seed(step)
-        losses = train(engine, 1)
+        losses = train(engine, batches(1))
         drop_duplicates(dropping, seed + step)
         torch.manual_seed(step)
-        assert train(dropping, 1) == losses
+        assert train(dropping, batches(1)) == losses
         for chunk in manager_of(engine).chunks.values():
             assert chunk.in_memory and not chunk.disk_valid
             if chunk.device_valid and chunk.host_valid:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from probes import after_operators, manager_of
 from sampling import draws
 from torch import nn
+from toys import batches, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -19,8 +20,7 @@ from patrickstar._memory.disk_tier import STAGES
 from patrickstar._memory.host_tier import HostTier
 from patrickstar.errors import BudgetError
 
-from . import models
-from .models import Waves, batches, precisions, shapes
+from .models import Waves, precisions
 from .tiers import (
     PAGE_BYTES,
     WIDTH,
@@ -38,15 +38,10 @@ from .tiers import (
     real_bytes,
     rooms,
     small_engine,
+    wide_shapes,
     with_budgets,
     worker_threads,
 )
-
-
-@pytest.fixture(autouse=True)
-def _wide_models(monkeypatch):
-    """Widen the models of `models.py`, which would otherwise fit on the host."""
-    monkeypatch.setattr(models, "WIDTH", WIDTH)
 
 
 @pytest.fixture(scope="module")
@@ -55,21 +50,6 @@ def folder(tmp_path_factory):
     directory = tmp_path_factory.mktemp("disk")
     yield directory
     assert not list(directory.iterdir())
-
-
-def train(trainer, optimizer, count, accumulation=1, max_norm=None, **options):
-    """Train with accumulation and clipping; return losses and norms."""
-    results = []
-    for number, batch in enumerate(data := batches(count), start=1):
-        loss = trainer(*batch)
-        trainer.backward(loss / accumulation, **options)
-        results.append(loss.detach().clone())
-        if number % accumulation == 0 or number == len(data):
-            if max_norm is not None:
-                results.append(trainer.clip_grad_norm_(max_norm).clone())
-            optimizer.step()
-            optimizer.zero_grad()
-    return results
 
 
 loops = st.sampled_from(
@@ -84,20 +64,20 @@ def check_exactness(folder, shape, chunk_size, precision, room, loop, checksums=
     compare(
         shape.build,
         config,
-        lambda trainer, optimizer: train(trainer, optimizer, 4, **loop),
+        lambda trainer, optimizer: train(trainer, batches(4), **loop),
         evict_everything=room.evict_everything,
     )
 
 
 @settings(max_examples=draws(10), deadline=None, print_blob=True)
-@given(shape=shapes, chunk_size=chunk_sizes, precision=precisions, room=rooms, loop=loops, checksums=st.booleans())
+@given(shape=wide_shapes, chunk_size=chunk_sizes, precision=precisions, room=rooms, loop=loops, checksums=st.booleans())
 def test_exactness(folder, shape, chunk_size, precision, room, loop, checksums):
     check_exactness(folder, shape, chunk_size, precision, room, loop, checksums)
 
 
 @pytest.mark.slow
 @settings(max_examples=draws(300), deadline=None, print_blob=True)
-@given(shape=shapes, chunk_size=chunk_sizes, precision=precisions, room=rooms, loop=loops, checksums=st.booleans())
+@given(shape=wide_shapes, chunk_size=chunk_sizes, precision=precisions, room=rooms, loop=loops, checksums=st.booleans())
 def test_exactness_in_many_more_cases(folder, shape, chunk_size, precision, room, loop, checksums):
     check_exactness(folder, shape, chunk_size, precision, room, loop, checksums)
 
@@ -147,36 +127,18 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(("evict_everything", "host_share"), [(False, 0.0), (False, 0.4), (True, 0.4)])
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_unusual_models(tmp_path, build, evict_everything, host_share, precision):
-    def script(trainer, optimizer):
-        seen = []
-        for batch in inputs(4):
-            loss = mean_square(trainer(*batch))
-            trainer.backward(loss)
-            optimizer.step()
-            seen.append(loss.detach().clone())
-        return seen
-
     room = Room(host_share=host_share, evict_everything=evict_everything)
     torch.manual_seed(0)
     config = on_disk(build, options(precision), tmp_path, inputs(1)[0], room)
-    compare(build, config, script, evict_everything=evict_everything)
+    compare(build, config, lambda trainer, _: train(trainer, inputs(4)), evict_everything=evict_everything)
 
 
 @pytest.mark.parametrize("evict_everything", [False, True])
 def test_offloaded_activations_beside_staging_buffers(tmp_path, evict_everything):
     """Offload 16 activations of 5 KiB."""
-
-    def script(trainer, optimizer):
-        seen = []
-        for batch in inputs(4, rows=40):
-            loss = mean_square(trainer(*batch))
-            trainer.backward(loss)
-            optimizer.step()
-            seen.append(loss.detach().clone())
-        return seen
-
     config = on_disk(many_blocks, options(), tmp_path, inputs(1)[0], Room(device_bytes=120000, host_bytes=300000))
     config = config.model_copy(update={"activation_offload": True})
+    script = lambda trainer, _: train(trainer, inputs(4, rows=40))  # noqa: E731
     compare(many_blocks, config, script, evict_everything=evict_everything)
 
 
@@ -223,7 +185,7 @@ def check_budgets(manager, *newcomers):
 
 
 @settings(max_examples=draws(8), deadline=None, print_blob=True)
-@given(shapes, chunk_sizes, precisions, rooms, st.integers(0, 3000), loops)
+@given(wide_shapes, chunk_sizes, precisions, rooms, st.integers(0, 3000), loops)
 def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, room, wave_bytes, loop):
     assume(precision != "fp16" or "update" not in loop)
     with pytest.MonkeyPatch.context() as patch:
@@ -236,7 +198,7 @@ def test_all_budgets_hold_at_every_moment(folder, shape, chunk_size, precision, 
         engine = small_engine(shape.build, config, meter=Waves(wave_bytes), evict_everything=room.evict_everything)
         try:
             assume(engine.inspect().disk is not None)
-            train(engine, engine.optimizer, 4, **loop)
+            train(engine, batches(4), **loop)
             assert_at_rest(engine)
             assert engine.stats.total.device_peak_model_bytes <= config.device_memory
             assert engine.stats.total.host_peak_model_bytes <= config.host_memory
@@ -273,7 +235,7 @@ def test_a_disk_that_is_too_small_is_refused_in_bytes(tmp_path):
 
 
 @settings(max_examples=draws(5), deadline=None, print_blob=True)
-@given(shapes, chunk_sizes, rooms)
+@given(wide_shapes, chunk_sizes, rooms)
 def test_every_chunk_has_a_valid_copy_and_duplicates_agree_after_every_operator(folder, shape, chunk_size, room):
     config = on_disk(shape.build, options("bf16", chunk_size), folder, batches(1)[0], room)
     with contextlib.closing(small_engine(shape.build, config, evict_everything=room.evict_everything)) as engine:
@@ -285,7 +247,7 @@ def test_every_chunk_has_a_valid_copy_and_duplicates_agree_after_every_operator(
             assert_one_owner(chunk for chunk in idle if not chunk.pins)
 
         with after_operators(engine, check):
-            train(engine, engine.optimizer, 4)
+            train(engine, batches(4))
 
 
 def test_two_engines_can_share_a_directory(tmp_path):
@@ -318,17 +280,12 @@ def test_an_engine_finishes_deferred_updates_when_it_is_closed_or_collected(tmp_
     config = on_disk(blocks, options(), tmp_path, inputs(1)[0], Room())
     before = open_files()
 
-    def run(trainer):
-        for batch in inputs(2):
-            trainer.backward(mean_square(trainer(*batch)))
-            trainer.optimizer.step()
-
     torch.manual_seed(0)
     reference = testing.ReferenceTrainer(blocks, config)
-    run(reference)
+    train(reference, inputs(2))
     torch.manual_seed(0)
     engine = small_engine(blocks, config)
-    run(engine)
+    train(engine, inputs(2))
     assert any(param.update_pending for param in engine.inspect().parameters) and worker_threads()
     module = engine.module
     if closed:

@@ -7,11 +7,12 @@ import pytest
 import torch
 from probes import loss_scaler_of
 from torch import nn
+from toys import mean_square, train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
 
-from .tiers import Room, blocks, compare, inputs, mean_square, on_disk, options
+from .tiers import Room, blocks, compare, inputs, on_disk, options
 
 ROOMS = {
     "least": Room(),
@@ -38,16 +39,8 @@ def exact(tmp_path, room):
     return run
 
 
-def step(trainer, optimizer, batch, **options):
-    loss = mean_square(trainer(*batch))
-    trainer.backward(loss, **options)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach().clone()
-
-
 def usual(trainer, optimizer, count=3):
-    return [step(trainer, optimizer, batch) for batch in inputs(count)]
+    return train(trainer, inputs(count))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
@@ -73,20 +66,11 @@ def test_accumulation_with_a_short_last_batch_and_clipping(exact, accumulation):
 
 
 def test_clipping(exact):
-    def script(trainer, optimizer):
-        results = []
-        for batch in inputs(4):
-            loss = mean_square(trainer(*batch))
-            trainer.backward(loss)
-            results += [trainer.clip_grad_norm_(0.05).clone(), loss.detach().clone()]
-            optimizer.step()
-        return results
-
-    exact(script)
+    exact(lambda trainer, _: train(trainer, inputs(4), max_norm=0.05))
 
 
 def test_updates_in_backward(exact):
-    exact(lambda trainer, optimizer: [step(trainer, optimizer, batch, update=True) for batch in inputs(5)])
+    exact(lambda trainer, _: train(trainer, inputs(5), update=True))
 
 
 def test_states_saved_and_loaded_right_after_a_step(exact):
@@ -116,7 +100,7 @@ def test_a_learning_rate_changed_after_the_step_applies_to_the_next_step(exact):
         schedule = torch.optim.lr_scheduler.ExponentialLR(getattr(optimizer, "inner", optimizer), 0.1)
         results = []
         for batch in inputs(4):
-            results.append(step(trainer, optimizer, batch))
+            results += train(trainer, [batch])
             schedule.step()
         return results
 
@@ -127,7 +111,7 @@ def test_a_parameter_written_right_after_the_step(exact):
     def script(trainer, optimizer):
         results = []
         for batch in inputs(3):
-            results.append(step(trainer, optimizer, batch))
+            results += train(trainer, [batch])
             with torch.no_grad():
                 trainer.module[0][0].weight.mul_(1.5)
                 trainer.module[3][0].bias.zero_()
@@ -141,7 +125,7 @@ def test_a_forward_without_gradients_between_step_and_forward(exact):
     def script(trainer, optimizer):
         results = []
         for batch in inputs(3):
-            results.append(step(trainer, optimizer, batch))
+            results += train(trainer, [batch])
             trainer.eval()
             with torch.no_grad():
                 results.append(trainer(*batch).clone())
@@ -174,7 +158,7 @@ def test_updates_of_a_branch_stay_deferred_until_it_is_used(exact, how):
         taken = [range(6), [0, 5], [0, 5], [1, 0, 5], range(6), [2], [3], [4, 2], range(6), [5, 0]]
         for blocks_taken, batch in zip(taken, inputs(len(taken)), strict=True):
             trainer.module.taken = blocks_taken
-            results.append(step(trainer, optimizer, batch, **how if results and len(blocks_taken) < 3 else {}))
+            results += train(trainer, [batch], **how if results and len(blocks_taken) < 3 else {})
         return results
 
     exact(script, Branches)
@@ -186,7 +170,7 @@ def test_changes_between_steps_while_updates_are_deferred(exact):
     def script(trainer, optimizer):
         results = usual(trainer, optimizer, 2)
         for rows in (1, 7, 3, 7):
-            results += [step(trainer, optimizer, batch) for batch in inputs(2, rows)]
+            results += train(trainer, inputs(2, rows=rows))
         trainer.backward(mean_square(trainer(*inputs(1)[0])))
         optimizer.zero_grad()
         results += usual(trainer, optimizer, 2)

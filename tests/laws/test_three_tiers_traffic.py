@@ -11,15 +11,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from probes import complete_updates, disk_step_of, manager_of
 from sampling import draws
+from toys import batches
 
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.disk_tier import DiskTier
 from patrickstar._memory.swap_file import SwapFile
 
-from . import models
-from .models import batches, shapes
 from .tiers import (
-    WIDTH,
     assert_at_rest,
     chunk_sizes,
     on_disk,
@@ -27,13 +25,8 @@ from .tiers import (
     options,
     rooms,
     small_engine,
+    wide_shapes,
 )
-
-
-@pytest.fixture(autouse=True)
-def _wide_models(monkeypatch):
-    """Widen the models of `models.py`, which would otherwise fit on the host."""
-    monkeypatch.setattr(models, "WIDTH", WIDTH)
 
 
 @pytest.fixture(scope="module")
@@ -103,14 +96,14 @@ def bytes_of(engine, pages):
 
 
 @settings(max_examples=draws(4), deadline=None, print_blob=True)
-@given(shape=shapes, chunk_size=st.sampled_from([1000, 9000, 40000]), room=rooms)
+@given(shape=wide_shapes, chunk_size=st.sampled_from([1000, 9000, 40000]), room=rooms)
 def test_transfers_do_not_depend_on_the_speed_of_the_disk(folder, shape, chunk_size, room):
     check_speeds(folder, shape, chunk_size, room)
 
 
 @pytest.mark.slow
 @settings(max_examples=draws(60), deadline=None, print_blob=True)
-@given(shape=shapes, chunk_size=st.sampled_from([1000, 9000, 40000]), room=rooms)
+@given(shape=wide_shapes, chunk_size=st.sampled_from([1000, 9000, 40000]), room=rooms)
 def test_transfers_do_not_depend_on_the_speed_in_many_more_cases(folder, shape, chunk_size, room):
     check_speeds(folder, shape, chunk_size, room)
 
@@ -150,7 +143,7 @@ class RecordingDisk(DiskTier):
 
 
 @settings(max_examples=draws(6), deadline=None, print_blob=True)
-@given(shapes, chunk_sizes, rooms, st.integers(1, 3))
+@given(wide_shapes, chunk_sizes, rooms, st.integers(1, 3))
 def test_optimizer_states_follow_home_tiers_and_clean_parameters_are_not_written(
     folder, shape, chunk_size, room, count
 ):

@@ -7,13 +7,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from probes import after_allocations, manager_of, tracer_of
 from sampling import draws
+from toys import Shape, batches, train
 
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar.testing import NoMeter
 
-from .models import Shape, config, shapes, smallest_device_bytes, train
+from .models import config, shapes, smallest_device_bytes
 
 
 class RecordingManager(ChunkManager):
@@ -45,7 +46,7 @@ def test_unmodified_chunks_are_not_written_back(shape, spare_bytes):
         patch.setattr("patrickstar._engine.core.ChunkManager", RecordingManager)
         budget = smallest_device_bytes(shape, 256, "bf16") + spare_bytes
         engine = Engine(shape.build, config("bf16", 256, device_memory=budget), meter=NoMeter())
-        train(engine, 3)
+        train(engine, batches(3))
         assert not manager_of(engine).clean_write_backs
         engine.close()
 
@@ -72,12 +73,12 @@ def optimal_fetches(accesses: tuple[tuple[int, ...], ...], sizes: dict[int, int]
 @given(st.integers(2, 5), st.integers(1, 4))
 def test_a_planned_step_fetches_the_optimum(layers, chunks_that_fit):
     """With one equal chunk per layer, a planned step fetches the optimum that brute force finds for its trace."""
-    shape = Shape(("plain",) * layers, tied=False, frozen_norms=False, checkpointing=False)
+    shape = Shape(("plain",) * layers)
     assume(chunks_that_fit < layers + 2)  # the embedding and the head have a chunk each; if all fit, nothing moves
     chunk_bytes = 2 * ALIGN_NUMEL
     budget = chunks_that_fit * chunk_bytes
     engine = Engine(shape.build, config("bf16", chunk_bytes, device_memory=budget), meter=NoMeter())
-    train(engine, 5)
+    train(engine, batches(5))
     (trace,) = tracer_of(engine).traces.values()
     sizes = {chunk.index: chunk.compute_bytes for chunk in engine.layout.chunks}
     accesses = tuple(moment.chunks for moment in trace.moments if moment.chunks)
@@ -91,5 +92,5 @@ def fetched_chunks(engine: Engine) -> int:
     """Return the bytes of chunks fetched in one more step."""
     sizes = []
     after_allocations(engine, lambda chunk: sizes.append(chunk.nbytes))
-    train(engine, 1)
+    train(engine, batches(1))
     return sum(sizes)

@@ -4,21 +4,26 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import toys
 from hypothesis import reject
 from hypothesis import strategies as st
 from probes import complete_updates, disk_step_of, manager_of, record_accesses
 from torch import nn
+from toys import layers, mean_square
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar._memory.chunk import Chunk
 from patrickstar.errors import BudgetError
+
+from .models import shapes
 
 WIDTH = 64
 """Width of the models: the model data must exceed the 60 KiB of host buffers, or no disk is used."""
@@ -53,18 +58,12 @@ rooms = st.builds(
 
 def blocks(count: int = 6) -> nn.Sequential:
     """Build a sequence of equal layers."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)))
+    return layers(WIDTH, count, nn.Tanh)
 
 
-def inputs(count: int, rows: int = 3) -> list[tuple[torch.Tensor]]:
-    """Return inputs of `blocks`, the same in each call."""
-    generator = torch.Generator().manual_seed(5)
-    return [(torch.randn(rows, WIDTH, generator=generator),) for _ in range(count)]
-
-
-def mean_square(out: torch.Tensor) -> torch.Tensor:
-    """Return the mean square as the loss."""
-    return out.float().pow(2).mean()
+inputs = partial(toys.inputs, width=WIDTH)
+wide_shapes = shapes.map(lambda shape: replace(shape, width=WIDTH))
+"""Models that do not fit on the host."""
 
 
 def options(precision: str = "bf16", chunk_size: int | str = 9000, **more: Any) -> ps.Config:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from toys import mean_square, outcome, train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -23,7 +24,7 @@ class Model(nn.Module):
     def forward(self, ids):
         hidden = self.norm(self.words(ids))
         image = self.conv(hidden[:6].reshape(1, 4, 6, 6)).mean()
-        return self.head(hidden).float().pow(2).mean() + image
+        return mean_square(self.head(hidden)) + image
 
 
 def config(**options):
@@ -38,24 +39,17 @@ def engine_of(**options):
 IDS = torch.arange(8) % 13
 
 
-def train(engine, steps=2):
-    for _ in range(steps):
-        engine.backward(engine(IDS))
-        engine.optimizer.step()
-
-
-def state_of(engine):
-    states = engine.optimizer.state_dict()["state"]
-    return [*engine.state_dict().values(), *(value for state in states.values() for value in state.values())]
+def train_steps(engine, steps=2):
+    train(engine, [(IDS,)] * steps)
 
 
 def assert_refused(path, *words):
     """Assert that loading fails with all of `words` in its message and changes nothing."""
     engine = engine_of()
-    before = state_of(engine)
+    before = outcome(engine)
     with pytest.raises(CheckpointError) as raised:
         engine.load(path)
-    testing.assert_same_bits(before, state_of(engine), "state before the load")
+    testing.assert_same_bits(before, outcome(engine), "state before the load")
     for word in words:
         assert word in str(raised.value), str(raised.value)
     engine.close()

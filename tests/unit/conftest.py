@@ -3,17 +3,18 @@
 import shutil
 
 import pytest
-from checkpoint_cases import engine_of, state_of, train
+from checkpoint_cases import engine_of, train_steps
+from toys import outcome
 
 
 @pytest.fixture(scope="module")
 def saved_checkpoint(tmp_path_factory):
     """Path of a checkpoint, and the state of the engine that wrote it."""
     engine = engine_of()
-    train(engine)
+    train_steps(engine)
     path = tmp_path_factory.mktemp("saved") / "one"
     engine.save(path, {"note": [1, 2], "fill": " " * 200})  # forged text may be longer
-    return path, state_of(engine)
+    return path, outcome(engine)
 
 
 @pytest.fixture

@@ -1,11 +1,13 @@
 """Saved activations on the host: the same bits, counted bytes, weights left alone."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
 from probes import manager_of
 from torch import nn
+from toys import inputs, layers, mean_square
 
 import patrickstar as ps
 from patrickstar import testing
@@ -15,18 +17,15 @@ from patrickstar.errors import BudgetError
 WIDTH, ROWS = 64, 256
 
 
+batches = partial(inputs, width=WIDTH, rows=ROWS)
+
+
 def build() -> nn.Module:
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.LayerNorm(WIDTH)) for _ in range(3)]
-    return nn.Sequential(*layers, nn.Dropout(0.1))
+    return nn.Sequential(*layers(WIDTH, 3, nn.ReLU, partial(nn.LayerNorm, WIDTH)), nn.Dropout(0.1))
 
 
 def config(**options) -> ps.Config:
     return ps.Config(device="cpu", chunk_size=4096, activation_offload=True, **options)
-
-
-def batches(count: int) -> list[tuple[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    return [(torch.randn(ROWS, WIDTH, generator=generator),) for _ in range(count)]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -37,7 +36,7 @@ def test_the_bits_are_those_of_plain_pytorch(precision, stress):
 
 def test_bytes_go_out_come_back_and_are_given_back():
     engine = Engine(build, config(), meter=testing.NoMeter())
-    loss = engine(*batches(1)[0]).float().pow(2).mean()
+    loss = mean_square(engine(*batches(1)[0]))
     away = engine.inspect().host.other_bytes
     assert away >= 3 * ROWS * WIDTH * 2, "each linear layer saves its input"
     assert engine.inspect().d2h_bytes == away, "each tensor goes once, however many nodes saved it"
@@ -66,7 +65,7 @@ def gradients(*, moved: bool) -> dict[str, torch.Tensor]:
     engine = Engine(build, config(), meter=testing.NoMeter(), poison=True)
     host = manager_of(engine).host_tier
     gap = host.allocate_block(4096)
-    loss = engine(*batches(1)[0]).float().pow(2).mean()
+    loss = mean_square(engine(*batches(1)[0]))
     if moved:
         host.release_block(gap)
         (slab,) = host.arenas

@@ -6,12 +6,13 @@ import time
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_cases import Model, config, engine_of, state_of, train
+from checkpoint_cases import Model, config, engine_of, train_steps
 from hypothesis import given
 from hypothesis import strategies as st
 from probes import read_state
 from safetensors.torch import load_file
 from torch import nn
+from toys import outcome
 
 import patrickstar as ps
 from patrickstar import testing
@@ -57,9 +58,9 @@ def test_load_with_another_precision_or_chunk_size(saved_checkpoint, options):
     path, state = saved_checkpoint
     engine = engine_of(**options)
     assert engine.load(path)["note"] == [1, 2]
-    loaded = state_of(engine)
+    loaded = outcome(engine)
     assert all(torch.equal(a.to(b.dtype), b) for a, b in zip(state, loaded, strict=True))
-    train(engine)
+    train_steps(engine)
 
 
 def test_unfrozen_parameters_get_zero_states(saved_checkpoint):
@@ -72,7 +73,7 @@ def test_unfrozen_parameters_get_zero_states(saved_checkpoint):
     steps = {param.name: param.steps for param in engine.inspect().parameters}
     assert steps["head.bias"] == 0 and steps["words.weight"] == 2
     assert not read_state(engine, "head.bias", "exp_avg").any()
-    train(engine)
+    train_steps(engine)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_another_optimizer_with_the_same_states_is_rejected(saved_checkpoint, op
     engine = engine_of(optimizer=optimizer)
     with pytest.raises(CheckpointError, match="was written with AdamW"):
         engine.load(saved_checkpoint[0])
-    train(engine, 1)
+    train_steps(engine, 1)
 
 
 def test_checkpoint_without_loss_scale_keeps_the_scaler(saved_checkpoint):
@@ -116,7 +117,7 @@ def test_unusual_tensors(tmp_path):
     assert {"none", "padding.weight", "padding.bias", "one", "turns", "count", "frozen"} == stored.keys()
     other = Engine(UnusualModel, config(), meter=testing.NoMeter())
     other.load(tmp_path / "odd")
-    testing.assert_same_bits(state_of(engine), state_of(other), "saved state")
+    testing.assert_same_bits(outcome(engine), outcome(other), "saved state")
 
 
 def test_writes_to_frozen_parameters_and_buffers_during_a_save(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 
 import pytest
-from checkpoint_cases import IDS, engine_of, train
+from checkpoint_cases import IDS, engine_of, train_steps
 
 import patrickstar as ps
 from patrickstar._checkpoint import atomic_dir
@@ -88,7 +88,7 @@ def test_full_disk_warns_and_keeps_the_old_checkpoint(tmp_path):
         try:
             with pytest.warns(UserWarning, match=r"training continues: can't write .*free") as warned:
                 checkpoints.save(engine, 2, wait=wait)
-                train(engine, 1)
+                train_steps(engine, 1)
                 engine.finish_saving()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -114,5 +114,5 @@ def test_disk_error_during_a_save(tmp_path, monkeypatch):
         engine.save(tmp_path / "one")
     monkeypatch.undo()
     assert calls["pwritev"] > 3 and not list(tmp_path.iterdir())
-    train(engine)
+    train_steps(engine)
     engine.save(tmp_path / "one")

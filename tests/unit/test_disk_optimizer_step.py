@@ -1,9 +1,12 @@
 """The update from disk to disk: what is read when, and that the ring's pages all come back."""
 
+from functools import partial
+
 import pytest
 import torch
 from probes import disk_step_of, model_data_of
 from torch import nn
+from toys import inputs, layers, mean_square, train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
@@ -14,21 +17,14 @@ from patrickstar.testing import NoMeter
 WIDTH = 64
 
 
-def build() -> nn.Module:
-    return nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
-
-
 def engine_on(folder, **hooks) -> Engine:
     config = ps.Config(device="cpu", chunk_size=8448, device_memory="24KiB", host_memory="140KiB", disk=ps.Disk(folder))
     torch.manual_seed(0)
-    return Engine(build, config, meter=NoMeter(), poison=True, page_bytes=4096, **hooks)
+    return Engine(partial(layers, WIDTH, 12, nn.Tanh), config, meter=NoMeter(), poison=True, page_bytes=4096, **hooks)
 
 
-def steps(engine: Engine, count: int, update: bool = False) -> None:
-    values = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
-    for _ in range(count):
-        engine.backward(engine(values).float().pow(2).mean(), update=update)
-        engine.optimizer.step()
+def steps(engine: Engine, count: int) -> None:
+    train(engine, inputs(1, WIDTH, rows=4) * count)
 
 
 def test_a_step_returns_before_its_updates_and_the_next_forward_ends_them(tmp_path):
@@ -77,7 +73,7 @@ def test_an_early_update_enters_the_pipeline_in_backward(tmp_path):
     engine = engine_on(tmp_path)
     steps(engine, 2)
     values = torch.randn(4, WIDTH)
-    loss = engine(values).float().pow(2).mean()
+    loss = mean_square(engine(values))
     assert not disk_step_of(engine).pending
     engine.backward(loss, update=True)
     assert disk_step_of(engine).pending or any(

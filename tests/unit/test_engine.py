@@ -1,8 +1,11 @@
 """The engine's own promises beside the laws: stats, plan, refusals, closing."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from toys import layers, mean_square, train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
@@ -11,6 +14,7 @@ from patrickstar.runtime import initialize_engine
 from patrickstar.testing import NoMeter
 
 WIDTH = 32
+IDS = torch.arange(6).reshape(2, 3)
 
 
 class Words(nn.Module):
@@ -22,14 +26,7 @@ class Words(nn.Module):
         self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.body(self.words(ids)).float().pow(2).mean()
-
-
-def train(engine: Engine, steps: int) -> None:
-    for _ in range(steps):
-        engine.backward(engine(torch.arange(6).reshape(2, 3)))
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
+        return mean_square(self.body(self.words(ids)))
 
 
 def words_engine(device_memory: int) -> Engine:
@@ -40,9 +37,9 @@ def words_engine(device_memory: int) -> Engine:
 def test_an_embedding_that_has_to_move_is_looked_up_on_the_host():
     weight_bytes = 5000 * WIDTH * 2
     engine = words_engine(device_memory=weight_bytes + 8192)
-    train(engine, 1)
+    train(engine, [(IDS,)] * 1)
     assert engine.stats.last.h2d_bytes >= weight_bytes, "in the first step it comes up as a chunk"
-    train(engine, 2)
+    train(engine, [(IDS,)] * 2)
     lookup_bytes = 6 * WIDTH * 2
     body = engine.layout.param16_bytes - weight_bytes
     assert engine.stats.last.h2d_bytes <= lookup_bytes + body
@@ -52,14 +49,14 @@ def test_an_embedding_that_has_to_move_is_looked_up_on_the_host():
 
 def test_an_embedding_that_fits_stays_on_the_device():
     engine = words_engine(device_memory=1 << 24)
-    train(engine, 3)
+    train(engine, [(IDS,)] * 3)
     assert (engine.stats.last.h2d_bytes, engine.stats.last.d2h_bytes) == (0, 0)
     engine.close()
 
 
 def test_stats_count_steps_and_bytes():
     engine = words_engine(device_memory=1 << 24)
-    train(engine, 3)
+    train(engine, [(IDS,)] * 3)
     total, last = engine.stats.total, engine.stats.last
     assert (total.steps, last.steps) == (3, 1)
     assert total.h2d_bytes == engine.layout.optimizer_bytes
@@ -126,7 +123,7 @@ def test_before_a_step_was_measured_parameters_fit_in_the_warm_ups_share_of_the_
 
     def engine_within(**budget: int) -> Engine:
         config = ps.Config(device="cpu", chunk_size=4096, **budget)
-        return Engine(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(10))), config, meter=NoMeter())
+        return Engine(partial(layers, 64, 10), config, meter=NoMeter())
 
     whole = engine_within()
     engine = engine_within(device_memory=whole.layout.param16_bytes * 100 // percent)

@@ -1,11 +1,12 @@
 """The profiler shows the engine's work by chunk and parameter; the log tells of traces, plans and evictions."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from toys import layers
 
 import patrickstar as ps
 from patrickstar import testing
@@ -16,8 +17,7 @@ from patrickstar._memory.profiler_range import profiler_range
 def engine_of_layers() -> Engine:
     """Return an engine over four layers that evicts whatever it may at every access."""
     config = ps.Config(device="cpu", precision="fp32", chunk_size=1024, optimizer=ps.AdamW(lr=1e-3))
-    model = lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))  # noqa: E731
-    return Engine(model, config, meter=testing.NoMeter(), evict_everything=True)
+    return Engine(partial(layers, 16, 4), config, meter=testing.NoMeter(), evict_everything=True)
 
 
 def step(engine: Engine, rows: int = 2) -> None:
