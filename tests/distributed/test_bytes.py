@@ -33,23 +33,23 @@ def counters(fits: bool) -> None:
     assert engine.layout.model_data_bytes == 14 * count // size
     assert engine.layout.padding_bytes == 0
     assert engine.layout.chunks[0].compute_bytes == group
-    peak_bytes = 0
-    allocate = engine._core.manager.device_tier.allocate
+    most = 0
+    take = engine._core.manager.device_tier.allocate
 
-    def allocate_and_record(chunk):
-        nonlocal peak_bytes
-        allocate(chunk)
-        peak_bytes = max(peak_bytes, engine._core.manager.device_tier.used + engine._core.manager.host_tier.used)
+    def watch(chunk):
+        nonlocal most
+        take(chunk)
+        most = max(most, engine._core.manager.device_tier.used + engine._core.manager.host_tier.used)
 
-    engine._core.manager.device_tier.allocate = allocate_and_record
+    engine._core.manager.device_tier.allocate = watch
     prefetches = []
-    start_fetch = engine._core.manager.transfers.start_fetch
+    come = engine._core.manager.transfers.start_fetch
 
-    def fetch_and_record(chunk, urgent):
+    def watch_coming(chunk, urgent):
         prefetches.append(not urgent)
-        start_fetch(chunk, urgent)
+        come(chunk, urgent)
 
-    engine._core.manager.transfers.start_fetch = fetch_and_record
+    engine._core.manager.transfers.start_fetch = watch_coming
     for _ in range(3):
         prefetches.clear()
         loss = mean_square(engine(torch.randn(4, WIDTH)))
@@ -67,7 +67,7 @@ def counters(fits: bool) -> None:
     assert len(prefetches) == engine.layout.chunk_count * (1 if fits else 2)
     assert sum(prefetches) >= engine.layout.chunk_count - 2, "the trace says which chunks to gather early"
     if not fits:
-        assert peak_bytes <= 14 * count // size + 2 * group, (peak_bytes, 14 * count // size, group)
+        assert most <= 14 * count // size + 2 * group, (most, 14 * count // size, group)
     engine.close()
 
 
