@@ -8,13 +8,13 @@ import torch
 from cuda_cases import DEVICE
 
 if DEVICE.type == "cuda":
-    # Read once by cuBLAS and by PyTorch, when the first matrices are multiplied.
+    # cuBLAS and PyTorch read it once, at the first matrix product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(autouse=True)
 def _deterministic():
-    """Kernels that add in any order would differ from themselves."""
+    """Use deterministic kernels; others add in varying order."""
     if DEVICE.type != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""Checkpoints of an engine on a CUDA device: dropout draws there, states lie there, on the host or on disk."""
+"""Checkpoints of an engine on a CUDA device, with dropout, and states on the device, the host or the disk."""
 
 from functools import partial
 
@@ -29,11 +29,13 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path, tier, pr
     }[tier]
     engine = make_engine(build, ps.Config(**options, **budgets))
     train(engine, inputs(3, rows=8))
-    engine.save(tmp_path / "kept", wait=wait)
+    engine.save(tmp_path / "checkpoint", wait=wait)
     expected = train(engine, inputs(2, rows=8, seed=2)) + outcome(engine)
     engine.close()
     resumed = make_engine(build, ps.Config(**options, device_memory="1GiB"))
     torch.manual_seed(5)
-    resumed.load(tmp_path / "kept")
-    testing.assert_same_bits(expected, train(resumed, inputs(2, rows=8, seed=2)) + outcome(resumed), "what followed")
+    resumed.load(tmp_path / "checkpoint")
+    testing.assert_same_bits(
+        expected, train(resumed, inputs(2, rows=8, seed=2)) + outcome(resumed), "results after the resume"
+    )
     resumed.close()

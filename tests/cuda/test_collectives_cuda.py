@@ -1,4 +1,4 @@
-"""NCCL's collectives with one process, which is all that one GPU can have: streams, dtypes, results in place."""
+"""NCCL collectives with one process, the most that one GPU allows: streams, dtypes, in-place results."""
 
 import pytest
 import torch
@@ -15,15 +15,15 @@ CUTS = (0, NUMEL)
 
 
 @pytest.fixture
-def begun(monkeypatch):
-    """Collectives of a group of one."""
+def group(monkeypatch):
+    """Provide the collectives of a process group of size one."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     device = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else DEVICE
     dist.init_process_group("nccl" if ON_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = World(device)
-    made = collectives(world, device)
-    yield made
-    made.close()
+    group = collectives(world, device)
+    yield group
+    group.close()
     world.close()
     dist.destroy_process_group()
 
@@ -40,50 +40,50 @@ def busy() -> None:
 
 
 def result(tensor: torch.Tensor, transfer) -> torch.Tensor:
-    """Return what a tensor holds for computation that is ordered after a transfer."""
+    """Return the tensor as computation ordered after the transfer sees it."""
     getattr(transfer, "order", transfer.wait)()
     return tensor.cpu()
 
 
-def test_a_gather_waits_for_what_computes_and_leaves_all_parts(begun):
+def test_a_gather_waits_for_computation_and_returns_all_shards(group):
     whole, values = torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE), numbers()
     busy()
-    begun.shard(whole, CUTS).copy_(values)
-    assert torch.equal(result(whole, begun.gather(whole, CUTS)), values.cpu())
+    group.shard(whole, CUTS).copy_(values)
+    assert torch.equal(result(whole, group.gather(whole, CUTS)), values.cpu())
 
 
-def test_a_part_is_sent(begun):
+def test_a_shard_is_sent(group):
     whole = numbers()
     expected = whole.cpu().clone()
-    own = begun.shard(whole, CUTS).cpu()
-    assert torch.equal(result(whole, begun.send(own, whole, CUTS, [0])), expected)
+    own = group.shard(whole, CUTS).cpu()
+    assert torch.equal(result(whole, group.send(own, whole, CUTS, [0])), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_reduction_in_place(begun, dtype):
+def test_a_reduction_in_place(group, dtype):
     whole = numbers(dtype)
     expected = 2 * whole.cpu()
     busy()
     whole.mul_(2)
-    assert torch.equal(result(whole, begun.reduce(whole, whole, CUTS, [0])), expected)
+    assert torch.equal(result(whole, group.reduce(whole, whole, CUTS, [0])), expected)
 
 
-def test_a_reduction_in_fp32_of_16_bits(begun):
+def test_a_reduction_in_fp32_of_16_bits(group):
     whole = numbers()
     expected = whole.float().cpu()
     target = torch.zeros(NUMEL, device=DEVICE)
-    assert torch.equal(result(target, begun.reduce(whole, target, CUTS, [0])), expected)
+    assert torch.equal(result(target, group.reduce(whole, target, CUTS, [0])), expected)
 
 
-def test_a_reduction_to_the_host(begun):
+def test_a_reduction_to_the_host(group):
     whole = numbers()
     target = torch.zeros(NUMEL, dtype=torch.float32)
-    transfer = begun.reduce(whole, target, CUTS, [0])
+    transfer = group.reduce(whole, target, CUTS, [0])
     transfer.wait()
     assert torch.equal(target, whole.float().cpu())
 
 
-@pytest.mark.skipif(not ON_GPU, reason="NCCL is a GPU's")
-def test_a_group_that_gives_nothing_adds_zeros(begun):
+@pytest.mark.skipif(not ON_GPU, reason="NCCL needs a GPU")
+def test_a_process_without_gradients_adds_zeros(group):
     target = torch.ones(NUMEL, dtype=torch.bfloat16, device=DEVICE)
-    assert not result(target, begun.reduce(None, target, CUTS, [])).any()
+    assert not result(target, group.reduce(None, target, CUTS, [])).any()

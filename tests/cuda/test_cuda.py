@@ -1,4 +1,4 @@
-"""Exactness on a CUDA device: the same code, other memory."""
+"""Exactness on a CUDA device."""
 
 from functools import partial
 
@@ -35,7 +35,7 @@ def test_exact_with_accumulation_and_offloaded_activations():
     testing.assert_exact(gpt(False), token_batches(4), config, accumulation=2)
 
 
-# cuDNN copies weights that do not lie in one row, and says so: those of the reference do not either.
+# cuDNN copies weights that are not contiguous, and warns. Those of the reference are not contiguous either.
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 def test_recurrent_layers():
     config = ps.Config(device=str(DEVICE), device_memory="1GiB", chunk_size=1024, precision="fp32")
@@ -45,10 +45,10 @@ def test_recurrent_layers():
     )
 
 
-@pytest.mark.parametrize("memory", ["1GiB", "24MiB"], ids=["updated above", "updated below"])
+@pytest.mark.parametrize("memory", ["1GiB", "24MiB"], ids=["updated on the device", "updated on the host"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_updates_beside_backward(memory, precision):
-    """The host updates chunks, some of several pages, while the GPU goes on."""
+    """The host updates chunks, some of several pages, while the GPU computes."""
     width = 1100
 
     def script(trainer, optimizer):
@@ -61,24 +61,24 @@ def test_updates_beside_backward(memory, precision):
     testing.compare(partial(layers, width, 4, nn.Tanh), config, script, stress=False)
 
 
-def test_the_written_list_has_the_same_bits_on_both_sides():
-    """PyTorch's operators on the GPU and on the host; division and square root above all."""
+def test_the_eager_backend_has_the_same_bits_on_host_and_device():
+    """PyTorch operators on the GPU and on the host, in particular division and square root."""
     generator = torch.Generator().manual_seed(0)
     numel = 100_003
     grad = torch.randn(numel, generator=generator).bfloat16()
     lists = [torch.randn(numel, generator=generator) for _ in range(2)] + [torch.rand(numel, generator=generator)]
     rule = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=3)
-    found = []
+    results = []
     for device in ("cpu", DEVICE):
         param = grad.to(device, copy=True)
-        master, *states = (one.to(device, copy=True) for one in lists)
+        master, *states = (values.to(device, copy=True) for values in lists)
         EagerBackend().update([Span(param, Gradient(param), master, tuple(states), rule)], (0.5,))
-        found.append([one.cpu() for one in (param, master, *states)])
-    testing.assert_same_bits(*found, "updated on the host and on the GPU")
+        results.append([values.cpu() for values in (param, master, *states)])
+    testing.assert_same_bits(*results, "updated on the host and on the GPU")
 
 
-def test_gradients_stream_down_and_parameters_up():
-    """Everything fits above but the optimizer chunks: pages of gradients come down while others are updated."""
+def test_gradients_are_evicted_while_parameters_are_updated():
+    """All but the optimizer chunks fit on the device: pages of gradients are copied to the host during updates."""
     width = 2200
 
     def build():
@@ -95,7 +95,7 @@ def test_gradients_stream_down_and_parameters_up():
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_an_embedding_that_stays_on_the_host(precision):
-    """Its lookup runs there once moving the weight costs more than moving its output; tokens occur several times."""
+    """The lookup runs on the host if fetching the weight costs more than fetching its output; tokens repeat."""
 
     class Model(nn.Module):
         def __init__(self) -> None:

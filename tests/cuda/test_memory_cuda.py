@@ -1,4 +1,4 @@
-"""Memory of a CUDA device: budgets, workspaces of libraries, and what happens when there is none left."""
+"""Memory of a CUDA device: budgets, library workspaces, and out of memory."""
 
 import gc
 from functools import partial
@@ -24,14 +24,14 @@ MIB = 1 << 20
 
 
 class PeakMeter(CudaMeter):
-    """Remembers the peak over all resets."""
+    """Meter that records the peak over all resets."""
 
-    most_bytes = 0
+    peak_bytes = 0
 
     def note(self) -> int:
-        """The most bytes that were allocated so far."""
-        self.most_bytes = max(self.most_bytes, self._cuda.peak_allocated_bytes)
-        return self.most_bytes
+        """Return the peak of allocated bytes so far."""
+        self.peak_bytes = max(self.peak_bytes, self._cuda.peak_allocated_bytes)
+        return self.peak_bytes
 
     def restart(self) -> None:
         self.note()
@@ -39,7 +39,7 @@ class PeakMeter(CudaMeter):
 
 
 def test_the_allocator_stays_within_the_budget():
-    """Model data is many times the budget, in watched and in planned steps; what the allocator holds is little more."""
+    """Train model data of many times the budget; the allocator reserves little more than the budget."""
     width, layer_count = 2048, 20
     memory = budget("128MiB")
     gc.collect()
@@ -61,7 +61,7 @@ def test_a_budget_smaller_than_the_libraries_need_is_refused():
         Engine(layers, ps.Config(device="cuda", device_memory=held_bytes() // 2))
 
 
-def test_libraries_keep_what_pytorchs_rule_says_and_no_more_the_second_time():
+def test_library_workspaces_follow_pytorchs_rule_and_are_allocated_once():
     device = CudaDevice(DEVICE)
     first = Hardware(DEVICE).library_bytes(torch.bfloat16)
     assert first == THREADS * workspace_bytes(device)
@@ -84,7 +84,7 @@ def test_the_default_budget_leaves_room():
     engine.close()
 
 
-def test_out_of_memory_says_what_took_the_bytes():
+def test_the_out_of_memory_error_names_the_use_of_memory():
     width = 1024
     held_bytes()
     with memory_limit(64 * MIB):
@@ -94,7 +94,7 @@ def test_out_of_memory_says_what_took_the_bytes():
         engine.close()
 
 
-def test_out_of_memory_for_a_chunk_leaves_nothing_behind():
+def test_out_of_memory_for_a_chunk_leaks_nothing():
     before = held_bytes()
     config = ps.Config(device="cuda", device_memory="4GiB", chunk_size="8MiB")
     with memory_limit(24 * MIB), pytest.raises((BudgetError, torch.OutOfMemoryError)):
@@ -105,23 +105,23 @@ def test_out_of_memory_for_a_chunk_leaves_nothing_behind():
     engine.close()
 
 
-def test_host_memory_that_cannot_be_locked_is_a_budget_error_and_poisons_nothing():
-    """The address range of a slab that is locked already can't be locked again."""
+def test_host_memory_that_cannot_be_locked_is_a_budget_error_and_later_calls_succeed():
+    """The address range of a locked arena cannot be locked again."""
     device = CudaDevice(DEVICE)
-    slab = HostArena(1 << 20, device)
+    arena = HostArena(1 << 20, device)
     with pytest.raises(BudgetError, match=r"can't page-lock 1048576 bytes"):
-        device.lock(slab.memory.data_ptr(), slab.nbytes)
+        device.lock(arena.memory.data_ptr(), arena.nbytes)
     assert torch.ones(3, device=DEVICE).sum().item() == 3
-    slab.close()
-    again = device.lock(slab.memory.data_ptr(), slab.nbytes)
+    arena.close()
+    again = device.lock(arena.memory.data_ptr(), arena.nbytes)
     device.unlock(again)
 
 
-def test_a_slab_that_nobody_closes_can_be_locked_again():
+def test_an_arena_that_is_not_closed_can_be_locked_again():
     device = CudaDevice(DEVICE)
-    slab = HostArena(1 << 20, device)
-    memory = slab.memory
-    del slab
+    arena = HostArena(1 << 20, device)
+    memory = arena.memory
+    del arena
     gc.collect()
     device.unlock(device.lock(memory.data_ptr(), memory.numel()))
 
@@ -140,11 +140,11 @@ engine.close()
 """
 
 
-def test_segments_are_expandable_unless_the_user_says_otherwise():
-    """With the same losses."""
-    found = [
+def test_segments_are_expandable_unless_the_user_disables_them():
+    """The losses are the same."""
+    outputs = [
         run_program(EXPANDABLE, PYTORCH_CUDA_ALLOC_CONF="", PYTORCH_ALLOC_CONF=""),
         run_program(EXPANDABLE, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False"),
     ]
-    (on, its_losses), (off, other_losses) = (text.split(maxsplit=1) for text in found)
-    assert (on, off) == ("True", "False") and its_losses == other_losses
+    (on, losses), (off, other_losses) = (text.split(maxsplit=1) for text in outputs)
+    assert (on, off) == ("True", "False") and losses == other_losses

@@ -1,4 +1,4 @@
-"""Three tiers below a GPU: copies on streams of their own, pages through stages, the same bits."""
+"""Device, host and disk with a GPU: copies on separate streams, staging buffers, the same bits."""
 
 import time
 
@@ -18,7 +18,7 @@ from patrickstar.testing import assert_exact, assert_same_bits
 pytestmark = marks
 
 CYCLES = 100_000_000
-"""Of a GPU that sleeps: about 50 ms."""
+"""Cycles that a GPU sleeps, about 50 ms."""
 
 
 @pytest.mark.parametrize("stress", [True, False])
@@ -31,18 +31,18 @@ def test_training_from_disk_gives_the_bits_of_plain_pytorch(tmp_path, stress, ma
 
 
 @pytest.mark.parametrize("policy", [DemandFetch, AggressivePrefetch])
-def test_chunks_that_come_ahead_from_the_host_give_the_same_bits(policy):
-    """1 MiB of parameters in 16 bits, and activations of 16 KiB a layer."""
+def test_prefetched_chunks_give_the_same_bits(policy):
+    """1 MiB of 16-bit parameters, and activations of 16 KiB per layer."""
     options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
     plain = plain_run(ps.Config(**options), 6)
     engine = make_engine(layers, ps.Config(**options, device_memory=budget("1536KiB")), policy=policy)
-    assert_same_bits(plain, train(engine, inputs(6)) + outcome(engine), "what training came to")
+    assert_same_bits(plain, train(engine, inputs(6)) + outcome(engine), "results of training")
     assert engine.stats.total.h2d_bytes > 0
     engine.close()
 
 
 class LateCopies(CopyStreams):
-    """Copies that begin long after they were asked for."""
+    """Copy streams whose copies start late."""
 
     def up(self, chunk):
         self._sleep(self.up_stream)
@@ -61,19 +61,19 @@ class LateCopies(CopyStreams):
 
 
 class LateHardware(Hardware):
-    """The machine, with slow copies."""
+    """Hardware with late copies."""
 
     def copies(self) -> CopyStreams:
         return LateCopies(self.device)
 
 
-def test_copies_that_come_late_change_nothing():
-    """In a planned step too: whoever computes waits for them, and what a chunk leaves behind is not used too early."""
+def test_late_copies_change_nothing():
+    """Also in planned steps, computation waits for copies, and evicted memory is not reused too early."""
     options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
     plain = plain_run(ps.Config(**options), 5)
     config = ps.Config(**options, device_memory=budget("1536KiB"))
     engine = make_engine(layers, config, hardware=LateHardware(config.find_device()), policy=AggressivePrefetch)
-    assert_same_bits(plain, train(engine, inputs(5)) + outcome(engine), "what training came to")
+    assert_same_bits(plain, train(engine, inputs(5)) + outcome(engine), "results of training")
     engine.close()
 
 
@@ -82,12 +82,12 @@ def test_an_engine_is_closed_with_copies_in_flight():
     plain = plain_run(ps.Config(**options), 3)
     config = ps.Config(**options, device_memory=budget("3MiB", torch.float32))
     engine = make_engine(layers, config, hardware=LateHardware(config.find_device()), policy=AggressivePrefetch)
-    found = train(engine, inputs(3))
+    results = train(engine, inputs(3))
     engine(*inputs(1)[0])
     module = engine.module
     engine.close()
-    found += [value.detach().cpu() for value in module.state_dict().values()]
-    assert_same_bits(plain[: len(found)], found, "losses, and parameters after the end")
+    results += [value.detach().cpu() for value in module.state_dict().values()]
+    assert_same_bits(plain[: len(results)], results, "losses, and parameters after closing")
 
 
 EXIT = """
@@ -108,9 +108,9 @@ def test_a_process_may_end_without_closing_its_engine(tmp_path, disk):
     assert run_program(EXIT.format(disk=str(tmp_path) if disk else None)).split() == ["done"]
 
 
-@pytest.mark.skipif(not ON_GPU, reason="streams are a GPU's")
-def test_a_copy_runs_on_a_stream_of_its_own_and_computing_waits_for_it_on_the_gpu():
-    """Each copy begins after 50 ms, long after it was asked for."""
+@pytest.mark.skipif(not ON_GPU, reason="streams need a GPU")
+def test_a_copy_runs_on_its_own_stream_and_computation_waits_for_it_on_the_gpu():
+    """Each copy starts 50 ms after it was issued."""
     device = torch.device("cuda")
     host, copies = HostTier(1 << 26, 1 << 26, Hardware(device).host_arena, poison=False), CopyStreams(device)
     chunk = Chunk("param16", 0, 1 << 24, "bfloat16", device)
@@ -121,11 +121,11 @@ def test_a_copy_runs_on_a_stream_of_its_own_and_computing_waits_for_it_on_the_gp
     with torch.cuda.stream(copies.up_stream):
         torch.cuda._sleep(CYCLES)
     transfer = copies.up(chunk)
-    assert not transfer.done, "it runs beside what computes"
+    assert not transfer.done, "the copy overlaps with computation"
     transfer.order()
-    found = (chunk.on_device(chunk.whole) == 3).all()
-    assert not transfer.done, "nobody has waited for it"
-    assert bool(found)
+    fetched = (chunk.on_device(chunk.whole) == 3).all()
+    assert not transfer.done, "the host has not waited for the copy"
+    assert bool(fetched)
     chunk.on_device(chunk.whole).fill_(5.0)
     with torch.cuda.stream(copies.down_stream):
         torch.cuda._sleep(CYCLES)

@@ -1,4 +1,4 @@
-"""Habits beside a plain loop, with chunks that move: evaluation, data loaders, errors, accumulation."""
+"""Loops with chunks that move: evaluation, data loaders, errors, accumulation."""
 
 import warnings
 
@@ -19,41 +19,41 @@ OPTIONS = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
 
 
 def small_engine():
-    """An engine whose parameters do not fit the device all at once."""
+    """Create an engine whose parameters do not fit on the device together."""
     return make_engine(layers, ps.Config(**OPTIONS, device_memory=budget("1536KiB")))
 
 
 def test_data_loaders_whose_workers_are_forked():
-    """They begin when host memory is locked, while chunks are copied, and inherit none of it."""
+    """Workers are forked while host memory is locked and chunks are copied, and inherit neither."""
     expected = plain_run(ps.Config(**OPTIONS), 6)
     engine = small_engine()
     losses = []
     data = TensorDataset(torch.cat([values for (values,) in inputs(6)]))
     for _ in range(2):
-        with warnings.catch_warnings():  # Python's of a fork beside threads, which is what this is about
+        with warnings.catch_warnings():  # the warning of Python about forks of a process with threads
             warnings.simplefilter("ignore", DeprecationWarning)
             loader = iter(DataLoader(data, batch_size=32, num_workers=2, multiprocessing_context="fork"))
             batches = [next(loader) for _ in range(3)]
         losses += train(engine, batches if not losses else inputs(6)[3:])
         del loader
-    assert_same_bits(expected, losses + outcome(engine), "what training came to")
+    assert_same_bits(expected, losses + outcome(engine), "results of training")
     engine.close()
 
 
 def test_evaluation_between_steps():
-    """With no_grad and with inference_mode, in which chunks come on demand."""
+    """Evaluate with no_grad and inference_mode, which fetch chunks on demand."""
     expected = plain_run(ps.Config(**OPTIONS), 4)
     engine = small_engine()
-    found, seen = [], []
+    results, outputs = [], []
     for step, batch in enumerate(inputs(4)):
-        found += train(engine, [batch])
+        results += train(engine, [batch])
         engine.eval()
         with torch.no_grad() if step % 2 else torch.inference_mode():
-            seen.append(engine(*inputs(1, seed=9)[0]).cpu())
-            assert torch.equal(seen[-1], engine(*inputs(1, seed=9)[0]).cpu())
+            outputs.append(engine(*inputs(1, seed=9)[0]).cpu())
+            assert torch.equal(outputs[-1], engine(*inputs(1, seed=9)[0]).cpu())
         engine.train()
-    assert not torch.equal(seen[0], seen[-1])
-    assert_same_bits(expected, found + outcome(engine), "what training came to")
+    assert not torch.equal(outputs[0], outputs[-1])
+    assert_same_bits(expected, results + outcome(engine), "results of training")
     engine.close()
 
 
@@ -80,7 +80,7 @@ def test_accumulation_with_states_on_the_host():
 
 
 class Breaks(torch.autograd.Function):
-    """Passes values on; its backward fails once."""
+    """Identity whose backward fails once."""
 
     fails = False
 
@@ -97,7 +97,7 @@ class Breaks(torch.autograd.Function):
 
 
 class Breaking(nn.Module):
-    """Layers with a function that fails between them."""
+    """Layers with a failing function between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,8 +107,8 @@ class Breaking(nn.Module):
         return self.after(Breaks.apply(self.before(x)))
 
 
-def test_an_error_in_backward_and_training_goes_on():
-    """The error is raised in autograd's thread for the device; gradients that were there by then are dropped."""
+def test_training_can_continue_after_an_error_in_backward():
+    """The error is raised in the autograd thread of the device. Gradients computed before it are dropped."""
     expected = plain_run(ps.Config(**OPTIONS), 4, Breaking)
     engine = make_engine(Breaking, ps.Config(**OPTIONS, device_memory=budget("1536KiB")))
     found = train(engine, inputs(4)[:2])
@@ -119,35 +119,35 @@ def test_an_error_in_backward_and_training_goes_on():
     del loss
     engine.optimizer.zero_grad()
     found += train(engine, inputs(4)[2:])
-    assert_same_bits(expected, found + outcome(engine), "what training came to")
+    assert_same_bits(expected, found + outcome(engine), "results of training")
     engine.close()
 
 
 def test_a_default_device(tmp_path):
-    """Tensors that mean the host say so: a step, a checkpoint, and loading it."""
+    """Steps, saving and loading use the host where they must, whatever the default device."""
     expected = plain_run(ps.Config(**OPTIONS), 3)
     torch.manual_seed(0)
-    module = layers()  # on the host: of the same seed, a GPU draws other numbers
+    module = layers()  # on the host: a GPU draws other numbers from the same seed
     memory = budget("1536KiB")
     torch.set_default_device(DEVICE)
     try:
         engine = make_engine(lambda: module, ps.Config(**OPTIONS, device_memory=memory))
         found = train(engine, inputs(2))
-        engine.save(tmp_path / "kept")
-        engine.load(tmp_path / "kept")
+        engine.save(tmp_path / "checkpoint")
+        engine.load(tmp_path / "checkpoint")
         found += train(engine, inputs(3)[2:])
         found += outcome(engine)
         engine.close()
     finally:
         torch.set_default_device(None)
-    assert_same_bits(expected, found, "what training came to")
+    assert_same_bits(expected, found, "results of training")
 
 
 SHAPES = [(64, 96), (100, 36), (72, 200), (256, 8), (33, 65), (128, 1000)]
 
 
 class Uneven(nn.Module):
-    """Layers of sizes at which parameters would begin anywhere."""
+    """Layers of sizes at which parameters would start at any address."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Uneven(nn.Module):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_layers_of_any_size_have_the_bits_of_plain_pytorch(precision):
-    """cuBLAS chooses a kernel by the alignment of what it is given, up to 256 bytes; plain tensors begin at 512."""
+    """cuBLAS chooses kernels by the alignment of operands, up to 256 bytes. Plain tensors are aligned to 512 bytes."""
     config = ps.Config(device=str(DEVICE), device_memory="1GiB", chunk_size="64KiB", precision=precision)
     assert_exact(Uneven, inputs(3), config, loss_fn=lambda out, _: out, stress=False)
 

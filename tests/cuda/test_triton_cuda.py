@@ -1,4 +1,4 @@
-"""Triton's kernels on a GPU give the bits of the list on the host."""
+"""Triton kernels on a GPU give the bits of the eager backend on the host."""
 
 import kernel_cases
 import pytest
@@ -13,15 +13,15 @@ pytestmark = gpu_marks
 
 @pytest.fixture(scope="module")
 def fused():
-    found = TritonBackend.find()
-    if found is None or "interpreted" in found.name:
-        pytest.skip("Triton is not installed, or told to interpret: pip install triton, unset TRITON_INTERPRET")
-    return found
+    backend = TritonBackend.find()
+    if backend is None or "interpreted" in backend.name:
+        pytest.skip("Triton is not installed, or in interpreter mode: pip install triton, unset TRITON_INTERPRET")
+    return backend
 
 
 @pytest.mark.parametrize("dtype", kernel_cases.DTYPES, ids=str)
 @pytest.mark.parametrize("rule", kernel_cases.RULES, ids=lambda rule: f"{type(rule).__name__}-{rule.mode}")
-def test_updates_are_those_of_the_list(fused, rule, dtype):
+def test_updates_equal_those_of_the_eager_backend(fused, rule, dtype):
     kernel_cases.check_update(fused, rule, dtype, "cuda")
 
 
@@ -31,27 +31,27 @@ def test_masters_are_rounded_to_nearest_even(fused, dtype):
 
 
 @pytest.mark.parametrize("dtype", kernel_cases.DTYPES, ids=str)
-def test_surveys_add_in_the_same_order(fused, dtype):
+def test_gradient_statistics_add_in_the_same_order(fused, dtype):
     kernel_cases.check_survey(fused, dtype, "cuda")
 
 
 @pytest.mark.parametrize("numel", [1 << 20, (1 << 22) + 77])
 def test_large_spans(fused, numel):
-    """As many programs as fill the device, and on whichever stream is current."""
+    """Launch enough programs to fill the device, on the current stream."""
     generator = torch.Generator().manual_seed(1)
     rule = kernel_cases.RULES[0]
     tensors = [kernel_cases.numbers(numel, torch.float32, generator) for _ in range(3)]
     grad = kernel_cases.numbers(numel, torch.bfloat16, generator)
     results = []
-    for one, place in ((fused, "cuda"), (kernel_cases.EagerBackend(), "cpu")):
-        to, master, *states = (tensor.to(place, copy=True) for tensor in (grad, *tensors))
+    for backend, device in ((fused, "cuda"), (kernel_cases.EagerBackend(), "cpu")):
+        param, master, *states = (tensor.to(device, copy=True) for tensor in (grad, *tensors))
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-            one.update([Span(to, Gradient(to), master, tuple(states), rule)], (0.5,))
+            backend.update([Span(param, Gradient(param), master, tuple(states), rule)], (0.5,))
         torch.cuda.synchronize()
-        results.append((to, master, *states))
-    for ours, listed in zip(*results, strict=True):
-        assert kernel_cases.same_bits(listed, ours)
+        results.append((param, master, *states))
+    for actual, expected in zip(*results, strict=True):
+        assert kernel_cases.same_bits(expected, actual)
 
 
 def test_an_update_takes_no_memory(fused):

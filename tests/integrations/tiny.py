@@ -87,8 +87,8 @@ def batch(model: Any, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(**inputs).logits
-    return found
+        values: torch.Tensor = model(**inputs).logits
+    return values
 
 
 def step(engine: Engine, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:

@@ -35,15 +35,15 @@ def gpt2(dropout: float = 0.1) -> GPT2LMHeadModel:
 
 
 def texts(count: int = 22, seed: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Return sequences of 16 tokens with different numbers of labels that count."""
+    """Return sequences of 16 tokens of which up to four labels are ignored."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    sequences = []
     for number in range(count):
         tokens = torch.randint(0, VOCAB, (16,), generator=generator)
         labels = tokens.clone()
         labels[: number % 5] = -100
-        found.append({"input_ids": tokens, "labels": labels})
-    return found
+        sequences.append({"input_ids": tokens, "labels": labels})
+    return sequences
 
 
 def arguments(folder: Any, **options: Any) -> TrainingArguments:
@@ -144,13 +144,13 @@ def close(trainer: transformers.Trainer) -> None:
         trainer.engine.close(keep=False)
 
 
-def same_but_norms(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
+def same_but_norms(expected: list[dict[str, Any]], actual: list[dict[str, Any]]) -> None:
     """Assert equal logs, up to gradient norms: torch adds squares in fp32, the engine in fp64."""
-    assert len(expected) == len(found)
-    for one, other in zip(expected, found, strict=True):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
+    assert len(expected) == len(actual)
+    for record, other in zip(expected, actual, strict=True):
+        assert record.keys() == other.keys()
+        for key, value in record.items():
             if key == "grad_norm":
                 assert abs(value - other[key]) <= 1e-6 * abs(value)
             else:
-                assert value == other[key], (key, one, other)
+                assert value == other[key], (key, record, other)

@@ -12,6 +12,8 @@ from patrickstar.errors import CheckpointError
 
 
 class Model(nn.Module):
+    """Model with tied, frozen and non-contiguous parameters, and buffers."""
+
     def __init__(self):
         super().__init__()
         self.words = nn.Embedding(13, 24)

@@ -76,7 +76,7 @@ class Lists:
 
     def check(self, implementation, scales=SCALES, shard_bounds=()):
         """Compare with the eager backend on a single span, including the memory around the parameter."""
-        expected, found = self.after(EagerBackend(), scales), self.after(implementation, scales, shard_bounds)
+        expected, actual = self.after(EagerBackend(), scales), self.after(implementation, scales, shard_bounds)
         assert_same_bits(
-            expected, found, f"{self.rule} over {self.numel} elements from {self.firsts}, cut at {shard_bounds}"
+            expected, actual, f"{self.rule} over {self.numel} elements from {self.firsts}, cut at {shard_bounds}"
         )

@@ -1,4 +1,4 @@
-"""A CUDA device made of Python: which calls reached which device from which thread, and an allocator that counts."""
+"""Fake CUDA devices that record calls, devices and threads, with an allocator that counts bytes."""
 
 import threading
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ OUT_OF_MEMORY = 2
 
 
 class FakeCuda:
-    """Stands in for the parts of `torch.cuda` that `_memory/cuda_device.py` and `_memory/workspaces.py` call."""
+    """Fake of the parts of `torch.cuda` that `_memory/cuda_device.py` and `_memory/workspaces.py` call."""
 
     def __init__(self) -> None:
         self.free_bytes = 80 << 30
@@ -22,33 +22,33 @@ class FakeCuda:
         self.configured: list[str] = []
         self.current = threading.local()
         self.entered: list[tuple[str, int]] = []
-        """Name of the thread and index of the device of each `set_device`."""
+        """Thread name and device index of each call of `set_device`."""
         self.registered: dict[int, int] = {}
         self.calls: list[tuple] = []
-        """Registrations and what follows them, with the device that was current."""
+        """Calls that register, unregister or synchronize, with the current device."""
         self.lockable_bytes = 1 << 60
         self.latched = False
-        """Whether the last call failed, and nobody has asked for its error."""
+        """True if a call failed and its error was not queried."""
 
     @property
     def device(self) -> int:
-        """The calling thread's current device: the first one, until it is set."""
+        """Current device of the calling thread, by default the first one."""
         return getattr(self.current, "index", 0)
 
     def set_device(self, index: int) -> None:
-        """Set it."""
+        """Set the current device of the calling thread."""
         self.current.index = index
         self.entered.append((threading.current_thread().name, index))
 
     @contextmanager
     def on(self, index: int):
-        """Set it for a while."""
+        """Set the current device temporarily."""
         before, self.current.index = self.device, index
         yield
         self.current.index = before
 
     def register(self, address: int, nbytes: int, flags: int) -> int:
-        """Lock memory as far as there is some."""
+        """Page-lock memory, unless more than `lockable_bytes` would be locked."""
         self.calls.append(("register", self.device, address, nbytes, flags))
         if sum(self.registered.values()) + nbytes > self.lockable_bytes:
             self.latched = True
@@ -58,31 +58,31 @@ class FakeCuda:
         return 0
 
     def unregister(self, address: int) -> int:
-        """Unlock what was locked."""
+        """Unlock registered memory."""
         self.calls.append(("unregister", self.device, address))
         del self.registered[address]
         return 0
 
     def launch(self, *_, **__) -> torch.Tensor:
-        """A kernel, which raises the error of the call before, as PyTorch's check after a launch does."""
+        """Simulate a kernel launch, which raises the error of an earlier call, like the check in PyTorch."""
         if self.latched:
             self.latched = False
             raise RuntimeError("CUDA error: out of memory")
         return torch.zeros(1)
 
     def stats(self, index: int) -> dict:
-        """What `torch._C._cuda_memoryStats` returns, as far as it is read."""
+        """Return the entries of `torch._C._cuda_memoryStats` that are read."""
         counted = {f"{name}_bytes": {"all": {"current": n, "peak": 2 * n}} for name, n in self.allocated.items()}
         return {**counted, "num_alloc_retries": self.retries}
 
     def configure(self, text: str) -> None:
-        """Take settings of the allocator."""
+        """Record allocator settings."""
         self.configured.append(text)
         self.settings = {"PYTORCH_CUDA_ALLOC_CONF": text, "expandable_segments": "segments:True" in text}
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """Replace PyTorch's calls for a test."""
+    """Replace the CUDA calls of PyTorch for a test."""
     fake = FakeCuda()
     cudart = SimpleNamespace(
         cudaHostRegister=fake.register,
