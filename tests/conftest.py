@@ -21,7 +21,9 @@ LONGEST = (
     "test_gpu_rehearsal.py::test_every_stage",
     "test_interpreted_kernels",
     "test_the_measured_process",
-    "test_cli.py",
+    "distributed/test_cli.py",
+    "test_examples.py",
+    "test_kills.py",
 )
 """Parts of the names of the longest tests. They start first, so that no worker runs one alone at the end."""
 

@@ -31,7 +31,6 @@ from distributed.ranks import free_port
 from patrickstar import testing
 from patrickstar.errors import PeerError
 
-STEPS = 24
 ENDED_BY_PEER = 3
 """Exit code of a process that ends because another one ended."""
 END_TIMEOUT_S = 60.0
@@ -50,7 +49,7 @@ class Model(nn.Module):
         return mean_square(self.dropout(self.norm(self.layers(x))))
 
 
-def run_process(folder: Path, rank: int, size: int) -> None:
+def run_process(folder: Path, rank: int, size: int, steps: int) -> None:
     """Train from the newest checkpoint to the end; runs in each process."""
     torch.set_num_threads(1)
     if size > 1:
@@ -62,7 +61,7 @@ def run_process(folder: Path, rank: int, size: int) -> None:
     torch.manual_seed(100 + rank)
     progress = checkpoints.load(engine) or {"step": 0}
     with (folder / f"losses-{rank}").open("a") as log:
-        for step in range(progress["step"] + 1, STEPS + 1):
+        for step in range(progress["step"] + 1, steps + 1):
             loss = engine(torch.randn(4, 256))
             engine.backward(loss)
             optimizer.step()
@@ -78,7 +77,7 @@ def run_process(folder: Path, rank: int, size: int) -> None:
         dist.destroy_process_group()
 
 
-def start(folder: Path, size: int) -> list[int]:
+def start(folder: Path, size: int, steps: int) -> list[int]:
     """Fork the processes from this one, which has imported all modules and computed nothing; return their IDs."""
     port, children = free_port(), []
     for rank in range(size):
@@ -93,7 +92,7 @@ def start(folder: Path, size: int) -> list[int]:
             os.dup2(log, 2)
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)} if size > 1 else {}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            run_process(folder, rank, size)
+            run_process(folder, rank, size, steps)
             code = 0
         except BaseException as error:
             traceback.print_exc()
@@ -150,14 +149,14 @@ def losses(folder: Path, size: int) -> list[list[tuple[int, str]]]:
     return found
 
 
-def run_without_kills(folder: Path, size: int) -> Expected:
+def run_without_kills(folder: Path, size: int, steps: int) -> Expected:
     """Run without kills, for comparison."""
     started = time.monotonic()
-    codes = wait(start(folder, size), END_TIMEOUT_S)
+    codes = wait(start(folder, size, steps), END_TIMEOUT_S)
     seconds = time.monotonic() - started
     assert codes == [0] * size, f"{codes}: {(folder / 'log-0').read_text()}"
     logs = losses(folder, size)
-    assert all([step for step, _ in log] == list(range(1, STEPS + 1)) for log in logs)
+    assert all([step for step, _ in log] == list(range(1, steps + 1)) for log in logs)
     return Expected([dict(log) for log in logs], ends(folder, size), seconds)
 
 
@@ -166,17 +165,17 @@ def ends(folder: Path, size: int) -> list[str]:
     return [(folder / f"end-{rank}").read_text() for rank in range(size)]
 
 
-def check_kills(count: int, size: int, seed: int, report: Callable[[str], None]) -> None:
+def check_kills(count: int, size: int, seed: int, steps: int, report: Callable[[str], None]) -> None:
     """Kill `count` times, and compare all losses and final states."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as root:
-        expected = run_without_kills(_fresh(Path(root) / "expected"), size)
-        report(f"{size} processes, seed {seed}: {STEPS} steps in {expected.seconds:.1f} s without kills")
+        expected = run_without_kills(_fresh(Path(root) / "expected"), size, steps)
+        report(f"{size} processes, seed {seed}: {steps} steps in {expected.seconds:.1f} s without kills")
         folder, kills, starts, resumed = _fresh(Path(root) / "killed"), 0, 0, 0
         while kills < count:
             newest = ps.Checkpoints(folder / "run").newest()
             resumed += newest is not None
-            children = start(folder, size)
+            children = start(folder, size, steps)
             starts += 1
             time.sleep(draw.uniform(0, expected.seconds * 0.6))
             victims = children if draw.random() < 0.5 else [draw.choice(children)]
@@ -192,7 +191,7 @@ def check_kills(count: int, size: int, seed: int, report: Callable[[str], None])
             if codes == [0] * size:
                 assert ends(folder, size) == expected.ends, f"after {kills} kills the final state differs"
                 folder = _fresh(folder)
-        while wait(start(folder, size), END_TIMEOUT_S) != [0] * size:
+        while wait(start(folder, size, steps), END_TIMEOUT_S) != [0] * size:
             raise AssertionError((folder / "log-0").read_text())
         assert ends(folder, size) == expected.ends, f"after {kills} kills the final state differs"
         report(
@@ -212,9 +211,10 @@ def main() -> None:
     parser.add_argument("count", type=int, help="number of kills for each number of processes")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=24, help="steps of each run; each saves a checkpoint")
     options = parser.parse_args()
     for size in options.processes:
-        check_kills(options.count, size, options.seed, lambda text: print(text, flush=True))
+        check_kills(options.count, size, options.seed, options.steps, lambda text: print(text, flush=True))
 
 
 if __name__ == "__main__":

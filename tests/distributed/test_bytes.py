@@ -68,7 +68,7 @@ def counters(fits: bool) -> None:
     assert len(prefetches) == engine.layout.chunk_count * (1 if fits else 2)
     assert sum(prefetches) >= engine.layout.chunk_count - 2, "the trace says which chunks to gather early"
     if not fits:
-        assert most <= 14 * count // size + 2 * group, (most, 14 * count // size, group)
+        assert peak_bytes <= 14 * count // size + 2 * group, (peak_bytes, 14 * count // size, group)
     engine.close()
 
 

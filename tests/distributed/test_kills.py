@@ -11,8 +11,9 @@ from sampling import draws
 TESTS = Path(__file__).parents[1]
 
 
-def check_kills(count: int, size: int, seed: int, seconds: float) -> None:
-    command = [sys.executable, "-m", "distributed.kills", str(count), "--processes", str(size), "--seed", str(seed)]
+def check_kills(count: int, size: int, seed: int, steps: int, seconds: float) -> None:
+    command = [sys.executable, "-m", "distributed.kills", str(count), "--processes", str(size)]
+    command += ["--seed", str(seed), "--steps", str(steps)]
     env = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=TESTS, env=env, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"
@@ -21,10 +22,10 @@ def check_kills(count: int, size: int, seed: int, seconds: float) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_few_kills(size):
-    check_kills(draws(4), size, seed=1, seconds=200)
+    check_kills(draws(4), size, seed=1, steps=draws(24), seconds=200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_two_hundred_kills(size):
-    check_kills(100, size, seed=2, seconds=1800)
+    check_kills(100, size, seed=2, steps=24, seconds=1800)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampling import draws
 from toys import train
 
 from patrickstar._memory.swap_file import SwapFile
@@ -118,7 +119,7 @@ def leave(engine):
 def test_ctrl_c_during_training(tmp_path, monkeypatch, slow_disk, follow_up):
     if slow_disk:
         monkeypatch.setattr("patrickstar._memory.hardware.SwapFile", Slow)
-    check_interrupts(tmp_path, range(3), follow_up)
+    check_interrupts(tmp_path, range(draws(8)), follow_up)
 
 
 @pytest.mark.slow
