@@ -8,8 +8,8 @@ from sampling import nightly
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
-NIGHTLY = ("resident",)
-"""Stages that run in `make nightly` only: this one takes twenty seconds, and `capped` runs the same code."""
+NIGHTLY = ("sanitizer", "resident", "large", "blocking")
+"""Stages of `make nightly` only: the others run the same code with other options."""
 
 
 def run(*arguments):
