@@ -18,7 +18,7 @@ def pytest_addoption(parser):
 
 
 LONGEST = (
-    "test_gpu_rehearsal.py::test_every_stage",
+    "test_gpu_rehearsal.py::test_stages",
     "test_interpreted_kernels",
     "test_the_measured_process",
     "distributed/test_cli.py",

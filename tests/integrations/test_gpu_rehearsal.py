@@ -20,7 +20,7 @@ def stages():
     return [line.split()[0] for line in run("--list").stdout.splitlines()]
 
 
-def test_every_stage_runs_and_writes_its_results(tmp_path):
+def test_stages_run_and_write_their_results(tmp_path):
     names = [name for name in stages() if nightly() or name not in NIGHTLY]
     done = run(*names, "--device", "cpu", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
