@@ -97,7 +97,7 @@ class EngineCore:
             self.layout = negotiate_layout(world, self.module, params, config, chunk_budget_bytes)
         param_sets = params_used_together(self.module)
         plan = plan_tiers(config, self.layout, param_sets, memory, hardware, page_bytes, local_processes, library_bytes)
-        # With a GPU the host arena is pinned as a whole, so its initial size is only what is certain to be used.
+        # With a GPU the host arena is page-locked as a whole, so its initial size is only what is certain to be used.
         arena_bytes = self.layout.model_data_bytes + plan.staging_bytes
         self.manager = ChunkManager(
             self.device,

@@ -142,9 +142,9 @@ class OptimizerStep:
 
         Two buffers let the D2H copy of the next elements overlap with the update of the current ones.
         """
-        device, pinned = span.master.device, span.param.device.type == "cuda"
+        device, page_locked = span.master.device, span.param.device.type == "cuda"
         length = span.numel if not span.rule.by_pages else min(span.numel, STREAM_NUMEL)
-        buffers = [torch.empty(length, dtype=span.param.dtype, device=device, pin_memory=pinned) for _ in range(2)]
+        buffers = [torch.empty(length, dtype=span.param.dtype, device=device, pin_memory=page_locked) for _ in range(2)]
         previous: tuple[list[Running], torch.Tensor, torch.Tensor] | None = None
         try:
             for number, first in enumerate(range(0, span.numel, max(1, length))):
