@@ -246,7 +246,7 @@ class EngineCore:
         try:
             yield
         except (DiskError, MoveError) as error:
-            self.interceptor.stop(error)
+            self.interceptor.close_engine(error)
             raise
         except KeyboardInterrupt:
             torch.set_grad_enabled(grad)  # the signal may have interrupted the exit of a `no_grad`
