@@ -1,4 +1,4 @@
-"""Updating below what lies above: gradients stream down, parameters stream up."""
+"""Test the update on the host of a device parameter: gradients are copied down, parameters up, in pieces."""
 
 import pytest
 import torch
