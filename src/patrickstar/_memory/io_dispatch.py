@@ -15,8 +15,8 @@ from patrickstar._memory.worker_pool import Transfer
 from patrickstar.errors import DiskError, MoveError, TrainingError
 
 
-class ChunkComm(Protocol):
-    """Communication with the process group that shares chunks."""
+class PeerTransfers(Protocol):
+    """Transfers of sharded chunks between the processes of the group."""
 
     @property
     def serving(self) -> bool:
@@ -39,7 +39,7 @@ class IODispatch:
         self.counters = TransferCounters()
         self.failed: BaseException | None = None
         """First disk or worker error: chunk contents are unreliable from then on."""
-        self.comm: ChunkComm | None = None
+        self.comm: PeerTransfers | None = None
         """Set if several processes share chunks."""
         self.salvaging = False
         """True while the engine closes and reads the data that is still readable."""
