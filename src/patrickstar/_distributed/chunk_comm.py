@@ -97,7 +97,7 @@ class ChunkComm:
             chunk.pins -= 1
             self._gather_target = self._gathering = None
 
-    def reduce(self, chunk: Chunk) -> Transfer:
+    def request_reduction(self, chunk: Chunk) -> Transfer:
         """Request the reduction of a chunk's gradients, once those of the other processes are ready."""
         reduction = self._pending[chunk.index] = PendingReduction(self, chunk)
         self.coordinator.ready.add(self._global_index(chunk.index))

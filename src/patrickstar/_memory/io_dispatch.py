@@ -25,8 +25,8 @@ class PeerTransfers(Protocol):
     def gather(self, chunk: Chunk) -> Transfer:
         """Start to all-gather a chunk into its device memory."""
 
-    def reduce(self, chunk: Chunk) -> Transfer:
-        """Start to reduce-scatter the gradients in a chunk."""
+    def request_reduction(self, chunk: Chunk) -> Transfer:
+        """Request to reduce-scatter the gradients in a chunk."""
 
 
 class IODispatch:
@@ -57,11 +57,11 @@ class IODispatch:
         assert chunk.disk_valid, f"{chunk} has no valid copy"
         return self.read(chunk, 0, chunk.device_bytes_view(), urgent)
 
-    def start_reduction(self, chunk: Chunk) -> Transfer:
+    def request_reduction(self, chunk: Chunk) -> Transfer:
         assert self.comm is not None, f"{chunk} is not shared with other processes"
         self.check()
         with self.stalled():
-            return self.comm.reduce(chunk)
+            return self.comm.request_reduction(chunk)
 
     def read(self, chunk: Chunk, start: int, target: torch.Tensor, urgent: bool = False) -> Transfer:
         """Start to read whole pages of a chunk, from byte offset `start`, into a flat tensor of bytes."""

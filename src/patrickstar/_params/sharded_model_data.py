@@ -263,7 +263,7 @@ class ShardedModelData(ModelData):
             if not self.accumulates_locally:
                 self.grad_accumulation.reduce(index)
         else:
-            self.manager.transfers.start_reduction(chunk)
+            self.manager.transfers.evict_by_reduction(chunk)
         self.update_param_views()
 
     def collective_section(self) -> AbstractContextManager[None]:
