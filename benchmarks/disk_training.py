@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             optimizer=ps.AdamW(lr=LEARNING_RATE, weight_decay=0.01),
         )
         policy = {"ahead": AggressivePrefetch, "demand": DemandFetch}.get(options.side)
-        trainer = Engine(model, config, weights=partial(value_of, model), policy=policy)
+        trainer = Engine(model, config, weights=partial(value_of, model), prefetch_policy=policy)
         optimizer = trainer.optimizer
     seconds, losses, steps = [], [], []
     update = {"update": True} if options.max_norm == 0 and options.side != "plain" else {}

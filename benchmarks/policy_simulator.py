@@ -118,7 +118,7 @@ class _Device:
         start = self.clock
         missing = [chunk for chunk in dict.fromkeys(chunks) if chunk not in self.present]
         short = self._present_bytes + sum(self.nbytes[chunk] for chunk in missing) - limit_bytes
-        for chunk in policy.order(self.present.difference(chunks), now) if short > 0 else ():
+        for chunk in policy.eviction_order(self.present.difference(chunks), now) if short > 0 else ():
             if short <= 0:
                 break
             self.evict([chunk])

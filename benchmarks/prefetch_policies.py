@@ -16,7 +16,7 @@ class NextUse:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
 
-    def order(self, candidates: Iterable[int], now: int) -> list[int]:
+    def eviction_order(self, candidates: Iterable[int], now: int) -> list[int]:
         """Return the candidates by next use, furthest first; ties go to the lower index."""
         return sorted(candidates, key=lambda chunk: (-self.trace.next_use(chunk, now), chunk))
 
@@ -76,7 +76,7 @@ class Conservative(AggressivePrefetch):
         # Bytes missing at the turn itself: each early eviction must still be needed for these.
         short_then = self._present_bytes + self.nbytes[fetched] - self.chunkable[index]
         evicted = []
-        for chunk in self.order({*self._present, fetched}.difference(moments[index].chunks), index):
+        for chunk in self.eviction_order({*self._present, fetched}.difference(moments[index].chunks), index):
             if self.trace.next_use(chunk, now) <= turn or short_then <= 0:
                 return None
             if chunk in held:
@@ -122,7 +122,7 @@ class LifeTime(PrefetchPolicy):
             planned_bytes += self.nbytes[chunk]
             short = planned_bytes - self.chunkable[self._narrow.last(now, use)]
             evicted = []
-            for other in self.order(planned.difference(held), now):
+            for other in self.eviction_order(planned.difference(held), now):
                 if short <= 0 or self.next_use(other, now) <= use:
                     break
                 evicted.append(other)

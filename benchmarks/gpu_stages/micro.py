@@ -40,12 +40,12 @@ def run(record: Record, options: argparse.Namespace) -> None:
 
 
 def bare_copies(record: Record, device: torch.device, small: bool) -> None:
-    """Measure PyTorch's copies between host and device, with pinned and pageable memory."""
+    """Measure PyTorch's copies between host and device, with page-locked and pageable memory."""
     cuda = device.type == "cuda"
     for nbytes in (MIB // 4,) if small else (4 * MIB, 8 * MIB, 64 * MIB):
         on_device = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        for kind, pinned, predicted in (("pinned", cuda, 52.0), ("pageable", False, 8.0)):
-            on_host = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        for kind, page_locked, predicted in (("page-locked", cuda, 52.0), ("pageable", False, 8.0)):
+            on_host = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=page_locked) for _ in range(2)]
             pairs = {"host to device": (on_device[0], on_host[0]), "device to host": (on_host[1], on_device[1])}
             for name, (target, source) in pairs.items():
                 copy = partial(target.copy_, source, non_blocking=True)
@@ -74,7 +74,7 @@ def _both_ways(record: Record, device: torch.device, nbytes: int) -> None:
 
     rate = 2 * nbytes / seconds(copy_both_ways, device, inner=20) / 1e9
     record.figure(
-        f"concurrent copies in both directions, pinned, {nbytes / MIB:g} MiB",
+        f"concurrent copies in both directions, page-locked, {nbytes / MIB:g} MiB",
         rate,
         "GB/s",
         predicted=90,
@@ -244,9 +244,9 @@ def _register(record: Record, name: str, nbytes: int, touched: bool) -> None:
     label = f"cudaHostRegister of {name}, {'touched before' if touched else 'not touched before'}"
     cuda, locked = CudaDevice(torch.device("cuda")), []
     try:
-        duration_s = once(lambda: locked.extend(cuda.lock(memory.data_ptr(), nbytes)), device)
+        duration_s = once(lambda: locked.extend(cuda.page_lock(memory.data_ptr(), nbytes)), device)
     except BudgetError as error:
         record.figure(label, None, "s", note=str(error)[:300])
         return
     record.figure(label, duration_s, "s", predicted=(0.03 if touched else 0.1) * nbytes / GIB)
-    cuda.unlock(locked)
+    cuda.page_unlock(locked)

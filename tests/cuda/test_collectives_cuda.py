@@ -49,14 +49,14 @@ def test_a_gather_waits_for_computation_and_returns_all_shards(group):
     whole, values = torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE), numbers()
     busy()
     group.shard(whole, CUTS).copy_(values)
-    assert torch.equal(result(whole, group.gather(whole, CUTS)), values.cpu())
+    assert torch.equal(result(whole, group.all_gather(whole, CUTS)), values.cpu())
 
 
 def test_a_shard_is_sent(group):
     whole = numbers()
     expected = whole.cpu().clone()
     own = group.shard(whole, CUTS).cpu()
-    assert torch.equal(result(whole, group.send(own, whole, CUTS, [0])), expected)
+    assert torch.equal(result(whole, group.gather_to(own, whole, CUTS, [0])), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -65,20 +65,20 @@ def test_a_reduction_in_place(group, dtype):
     expected = 2 * whole.cpu()
     busy()
     whole.mul_(2)
-    assert torch.equal(result(whole, group.reduce(whole, whole, CUTS, [0])), expected)
+    assert torch.equal(result(whole, group.reduce_scatter(whole, whole, CUTS, [0])), expected)
 
 
 def test_a_reduction_in_fp32_of_16_bits(group):
     whole = numbers()
     expected = whole.float().cpu()
     target = torch.zeros(NUMEL, device=DEVICE)
-    assert torch.equal(result(target, group.reduce(whole, target, CUTS, [0])), expected)
+    assert torch.equal(result(target, group.reduce_scatter(whole, target, CUTS, [0])), expected)
 
 
 def test_a_reduction_to_the_host(group):
     whole = numbers()
     target = torch.zeros(NUMEL, dtype=torch.float32)
-    transfer = group.reduce(whole, target, CUTS, [0])
+    transfer = group.reduce_scatter(whole, target, CUTS, [0])
     transfer.wait()
     assert torch.equal(target, whole.float().cpu())
 
@@ -86,4 +86,4 @@ def test_a_reduction_to_the_host(group):
 @pytest.mark.skipif(not ON_GPU, reason="NCCL needs a GPU")
 def test_a_process_without_gradients_adds_zeros(group):
     target = torch.ones(NUMEL, dtype=torch.bfloat16, device=DEVICE)
-    assert not result(target, group.reduce(None, target, CUTS, [])).any()
+    assert not result(target, group.reduce_scatter(None, target, CUTS, [])).any()

@@ -35,7 +35,7 @@ def test_prefetched_chunks_give_the_same_bits(policy):
     """1 MiB of 16-bit parameters, and activations of 16 KiB per layer."""
     options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
     plain = plain_run(ps.Config(**options), 6)
-    engine = make_engine(layers, ps.Config(**options, device_memory=budget("1536KiB")), policy=policy)
+    engine = make_engine(layers, ps.Config(**options, device_memory=budget("1536KiB")), prefetch_policy=policy)
     assert_same_bits(plain, train(engine, inputs(6)) + outcome(engine), "results of training")
     assert engine.stats.total.h2d_bytes > 0
     engine.close()
@@ -72,7 +72,9 @@ def test_late_copies_change_nothing():
     options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB")
     plain = plain_run(ps.Config(**options), 5)
     config = ps.Config(**options, device_memory=budget("1536KiB"))
-    engine = make_engine(layers, config, hardware=LateHardware(config.find_device()), policy=AggressivePrefetch)
+    engine = make_engine(
+        layers, config, hardware=LateHardware(config.find_device()), prefetch_policy=AggressivePrefetch
+    )
     assert_same_bits(plain, train(engine, inputs(5)) + outcome(engine), "results of training")
     engine.close()
 
@@ -81,7 +83,9 @@ def test_an_engine_is_closed_with_copies_in_flight():
     options = dict(device=str(DEVICE), chunk_size="128KiB", host_memory="64MiB", precision="fp32")
     plain = plain_run(ps.Config(**options), 3)
     config = ps.Config(**options, device_memory=budget("3MiB", torch.float32))
-    engine = make_engine(layers, config, hardware=LateHardware(config.find_device()), policy=AggressivePrefetch)
+    engine = make_engine(
+        layers, config, hardware=LateHardware(config.find_device()), prefetch_policy=AggressivePrefetch
+    )
     results = train(engine, inputs(3))
     engine(*inputs(1)[0])
     module = engine.module

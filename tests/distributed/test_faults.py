@@ -61,7 +61,7 @@ def killed(where: str, rank: int, size: int, disk: str) -> None:
     assert (engine.inspect().disk is not None) == bool(disk)
     optimizer = engine.optimizer
     step(engine, optimizer)
-    if is_victim and where in ("gather", "reduce"):
+    if is_victim and where in ("all_gather", "reduce_scatter"):
         setattr(collectives_of(engine), where, lambda *args: die())
     engine.backward(engine(ids(rank)))
     if is_victim and where == "step":
@@ -75,8 +75,8 @@ def killed(where: str, rank: int, size: int, disk: str) -> None:
     "where, rank, size, disk",
     [
         ("start", 1, 2, False),
-        ("gather", 0, 2, False),
-        ("reduce", 2, 4, False),
+        ("all_gather", 0, 2, False),
+        ("reduce_scatter", 2, 4, False),
         pytest.param("step", 1, 2, True, marks=pytest.mark.slow),
     ],
 )

@@ -357,7 +357,7 @@ def test_unaligned_host_blocks_respect_the_budget():
 
 def test_the_policy_is_given_the_current_moment():
     manager, chunks = manager_of(4, 3 * UNIT, 10 * UNIT, Tier.HOST)
-    manager.policy = NextUse(Trace([Moment((index,)) for index in (0, 1, 2, 1, 3, 0, 2, 1)]))
+    manager.eviction_policy = NextUse(Trace([Moment((index,)) for index in (0, 1, 2, 1, 3, 0, 2, 1)]))
     manager.fetch(chunks[:3])
     manager.now = 4
     manager.fetch(chunks[3:])

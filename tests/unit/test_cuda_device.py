@@ -101,14 +101,14 @@ def test_cpu_makes_no_cuda_calls():
 def test_arena_is_page_locked_in_several_registrations(fake_cuda: FakeCuda, small_registrations):
     arena = HostArena(9 * PAGE + 100, CudaDevice(SECOND))
     base = arena.memory.data_ptr()
-    assert arena.pinned
+    assert arena.page_locked
     assert fake_cuda.calls == [
         ("register", 1, base, 4 * PAGE, PORTABLE),
         ("register", 1, base + 4 * PAGE, 4 * PAGE, PORTABLE),
         ("register", 1, base + 8 * PAGE, PAGE + 100, PORTABLE),
     ]
     arena.close()
-    assert not arena.pinned and not fake_cuda.registered
+    assert not arena.page_locked and not fake_cuda.registered
     calls = len(fake_cuda.calls)
     arena.close()
     assert len(fake_cuda.calls) == calls, "a second close has no effect"

@@ -61,7 +61,7 @@ def test_all_pages_come_back_and_nothing_is_read_twice(tmp_path):
 
 
 def test_without_looking_ahead_pages_are_read_when_they_are_waited_for(tmp_path):
-    engine = engine_on(tmp_path, policy=DemandFetch)
+    engine = engine_on(tmp_path, prefetch_policy=DemandFetch)
     pipeline = disk_step_of(engine)
     steps(engine, 1)
     assert pipeline.pending and not pipeline.staging_pool.live

@@ -30,7 +30,7 @@ def fetches(policy: EvictionPolicy, accesses: Accesses, capacity: int, iteration
     for _ in range(iterations):
         for now, chunks in enumerate(accesses):
             missing = set(chunks) - resident
-            for evicted in policy.order(resident - set(chunks), now):
+            for evicted in policy.eviction_order(resident - set(chunks), now):
                 if len(resident) + len(missing) <= capacity:
                     break
                 resident.remove(evicted)
@@ -94,9 +94,9 @@ def test_forward_and_backward_over_a_chain_keep_what_comes_back_first():
 @given(cases(), st.sets(st.integers(0, 9)), st.integers(-1, 9))
 def test_an_order_is_a_permutation_of_the_candidates(case, candidates, now):
     _, accesses = case
-    assert ListOrder().order(candidates, now) == sorted(candidates)
+    assert ListOrder().eviction_order(candidates, now) == sorted(candidates)
     policy = next_use(accesses)
-    order = policy.order(iter(candidates), now)
+    order = policy.eviction_order(iter(candidates), now)
     assert sorted(order) == sorted(candidates)
     keys = [(-policy.trace.next_use(chunk, now), chunk) for chunk in order]
     assert keys == sorted(keys)
@@ -105,4 +105,4 @@ def test_an_order_is_a_permutation_of_the_candidates(case, candidates, now):
 def test_chunks_that_are_never_used_are_evicted_first():
     policy = next_use([(0,), (1,), (2,)])
     assert policy.trace.next_use(7, 0) == NEVER
-    assert policy.order([0, 1, 2, 7], now=0) == [7, 0, 2, 1]
+    assert policy.eviction_order([0, 1, 2, 7], now=0) == [7, 0, 2, 1]

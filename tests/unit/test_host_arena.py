@@ -83,7 +83,7 @@ def test_blocks_are_aligned_and_have_the_requested_size():
 
 def test_empty_arena_allocates_only_empty_blocks():
     arena = HostArena(0)
-    assert not arena.pinned, "there is nothing to lock"
+    assert not arena.page_locked, "there is nothing to lock"
     assert arena.allocate(1) is None
     assert arena.view(arena.allocate(0), torch.float32).shape == (0,)
     arena.close()

@@ -1,4 +1,4 @@
-"""Updating below what lies above: gradients stream down, parameters stream up."""
+"""Test the update on the host of a device parameter: gradients are copied down, parameters up, in pieces."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
-from patrickstar._step.optimizer_step import STREAM_NUMEL, OptimizerStep
+from patrickstar._step.optimizer_step import PIECE_NUMEL, OptimizerStep
 from patrickstar.optim import AdamW
 from patrickstar.testing import assert_same_bits
 
@@ -31,16 +31,16 @@ class Elsewhere(torch.Tensor):
 
 @pytest.mark.parametrize("native", [True, False], ids=["C++", "PyTorch's operators"])
 @pytest.mark.parametrize("earlier", [False, True], ids=["one backward", "several"])
-@pytest.mark.parametrize("numel", [0, 5, STREAM_NUMEL + 3, 2 * STREAM_NUMEL + 1])
-def test_a_stream_has_the_bits_of_an_update_in_place(numel, earlier, native):
-    if numel > STREAM_NUMEL and not native:
-        numel = STREAM_NUMEL + 3
+@pytest.mark.parametrize("numel", [0, 5, PIECE_NUMEL + 3, 2 * PIECE_NUMEL + 1])
+def test_an_update_in_pieces_has_the_bits_of_an_update_in_place(numel, earlier, native):
+    if numel > PIECE_NUMEL and not native:
+        numel = PIECE_NUMEL + 3
     kernels = Kernels(CppBackend.find() if native else None)
     expected, found = span(numel, earlier), span(numel, earlier)
     kernels.update([expected], (0.5,))
     above = found.param.as_subclass(Elsewhere)
-    streamed = Span(above, Gradient(above, found.grad.accumulated), found.master, found.states, RULE)
-    OptimizerStep(None, AdamW(), kernels)._stream(streamed, (0.5,))
+    in_pieces = Span(above, Gradient(above, found.grad.accumulated), found.master, found.states, RULE)
+    OptimizerStep(None, AdamW(), kernels)._update_in_pieces(in_pieces, (0.5,))
     for what in ("param", "master"):
         assert_same_bits([getattr(expected, what)], [getattr(found, what)], what)
     assert_same_bits(list(expected.states), list(found.states), "states")

@@ -66,7 +66,7 @@ class Play:
         used = set(moment.chunks)
         room = self.budget_bytes - moment.non_model_bytes
         missing = used - self.present
-        for chunk in self.policy.order(self.present - used, now):
+        for chunk in self.policy.eviction_order(self.present - used, now):
             if self.bytes_of(self.present | missing) <= room:
                 break
             self.drop(chunk)
@@ -167,7 +167,7 @@ def test_answers_depend_on_the_arguments_alone(policy, case, data):
         moves = fresh.prefetches(now, sorted(present), sorted(held), limit_bytes)
         assert asked.prefetches(now, present, held, limit_bytes) == moves
         assert asked.early_evictions(now, present, held) == fresh.early_evictions(now, present, held)
-        assert asked.order(present, now) == fresh.order(present, now)
+        assert asked.eviction_order(present, now) == fresh.eviction_order(present, now)
 
 
 @quick
@@ -175,8 +175,8 @@ def test_answers_depend_on_the_arguments_alone(policy, case, data):
 def test_on_demand_is_eviction_by_next_use(case, now):
     trace, nbytes, budget_bytes = case
     for policy in (DemandFetch, *AHEAD):
-        order = policy(trace, nbytes, budget_bytes).order(nbytes, now)
-        assert order == NextUse(trace).order(nbytes, now)
+        order = policy(trace, nbytes, budget_bytes).eviction_order(nbytes, now)
+        assert order == NextUse(trace).eviction_order(nbytes, now)
     assert not play(DemandFetch, case).log
 
 

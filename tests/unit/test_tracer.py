@@ -117,7 +117,7 @@ def test_traced_iteration_evicts_in_list_order_below_warm_up_limit(tracer):
     tracer.begin_moment((0,), belongs=True)
     manager = tracer.manager
     assert tracer.mode is Mode.TRACE
-    assert isinstance(manager.policy, ListOrder)
+    assert isinstance(manager.eviction_policy, ListOrder)
     assert (manager.device_tier.soft_limit_bytes, manager.device_tier.non_model_bytes, manager.now) == (CAUTIOUS, 70, 0)
 
 
@@ -125,9 +125,9 @@ def test_next_iteration_of_a_kind_follows_the_trace(tracer):
     iterate(tracer, "a", ACCESSES)
     assert tracer.begin_iteration("a")
     manager, trace = tracer.manager, tracer.traces["a"]
-    assert isinstance(manager.policy, PrefetchPolicy) and manager.policy.trace is trace
-    assert manager.prefetch is manager.policy
-    assert dict(manager.policy.nbytes) == dict.fromkeys(range(CHUNKS), 16)
+    assert isinstance(manager.eviction_policy, PrefetchPolicy) and manager.eviction_policy.trace is trace
+    assert manager.prefetch_policy is manager.eviction_policy
+    assert dict(manager.eviction_policy.nbytes) == dict.fromkeys(range(CHUNKS), 16)
     for now, chunks in enumerate(SHAPE):
         tracer.begin_moment(chunks, belongs=True)
         assert (tracer.mode, manager.now) == (Mode.PLAN, now)
@@ -180,7 +180,7 @@ def test_unexpected_access_departs_from_plan_and_retraces(tracer, at, unexpected
     tracer.begin_moment(unexpected, belongs=True)
     assert tracer.mode is Mode.DEMAND
     assert tracer.traces == {}
-    assert isinstance(tracer.manager.policy, ListOrder) and tracer.manager.prefetch is None
+    assert isinstance(tracer.manager.eviction_policy, ListOrder) and tracer.manager.prefetch_policy is None
     assert tracer.manager.device_tier.non_model_bytes == 77
     tracer.begin_moment((0,), belongs=True)
     assert tracer.mode is Mode.DEMAND
@@ -259,7 +259,7 @@ def test_discarded_iteration_drops_its_trace(tracer):
         tracer.begin_moment((0,), belongs=True)
         tracer.discard_iteration()
         assert (tracer.mode, tracer.open_key) == (Mode.DEMAND, None)
-        assert isinstance(tracer.manager.policy, ListOrder) and tracer.manager.prefetch is None
+        assert isinstance(tracer.manager.eviction_policy, ListOrder) and tracer.manager.prefetch_policy is None
         assert list(tracer.traces) == ["b"]
     tracer.discard_iteration()
     assert list(tracer.traces) == ["b"]
@@ -333,26 +333,29 @@ def test_policy_is_created_once_per_trace(policy):
             if iterate(tracer, key, ACCESSES):
                 continue
             tracer.begin_iteration(key)
-            policies[key] = tracer.manager.prefetch
+            policies[key] = tracer.manager.prefetch_policy
             assert type(policies[key]) is policy and policies[key].trace is tracer.traces[key]
             for chunks in SHAPE:
                 tracer.begin_moment(chunks, belongs=True)
             tracer.end_iteration()
         for key, first in policies.items():
             tracer.begin_iteration(key)
-            assert tracer.manager.prefetch is first
+            assert tracer.manager.prefetch_policy is first
             for chunks in SHAPE:
                 tracer.begin_moment(chunks, belongs=True)
             tracer.end_iteration()
     iterate(tracer, "a", ACCESSES[:1])
     iterate(tracer, "a", ACCESSES)
     tracer.begin_iteration("a")
-    assert tracer.manager.prefetch is not policies["a"] and tracer.manager.prefetch.trace is tracer.traces["a"]
+    assert (
+        tracer.manager.prefetch_policy is not policies["a"]
+        and tracer.manager.prefetch_policy.trace is tracer.traces["a"]
+    )
 
 
 def test_cpu_without_disk_does_not_prefetch(tracer):
-    assert tracer.policy is DemandFetch
-    assert new_tracer(AggressivePrefetch).policy is AggressivePrefetch
+    assert tracer.prefetch_policy is DemandFetch
+    assert new_tracer(AggressivePrefetch).prefetch_policy is AggressivePrefetch
 
 
 def test_freed_memory_is_reclaimed_before_chunks_are_evicted(tracer):

@@ -116,10 +116,10 @@ class Interceptor:
             return self._operate(func, args, kwargs, tensors)
         except (DiskError, MoveError) as error:
             if not self.data.tracer.in_iteration_now:  # otherwise the engine's own call handles it
-                self.stop(error)
+                self.close_engine(error)
             raise
 
-    def stop(self, error: BaseException) -> None:
+    def close_engine(self, error: BaseException) -> None:
         """Close the engine after a disk or thread failure lost bytes of chunks."""
         if self.release is not None and self.release.alive:
             lost = self.release() or ()

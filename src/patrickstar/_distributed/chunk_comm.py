@@ -97,7 +97,7 @@ class ChunkComm:
             chunk.pins -= 1
             self._gather_target = self._gathering = None
 
-    def reduce(self, chunk: Chunk) -> Transfer:
+    def request_reduction(self, chunk: Chunk) -> Transfer:
         """Request the reduction of a chunk's gradients, once those of the other processes are ready."""
         reduction = self._pending[chunk.index] = PendingReduction(self, chunk)
         self.coordinator.ready.add(self._global_index(chunk.index))
@@ -148,7 +148,7 @@ class ChunkComm:
         own = self._unmark_ready(index)
         whole, target, chunk = self.owner.begin_reduction(index, ranks)
         with profiler_range("reduce-scatter", chunk):
-            transfer = self.collectives.reduce(whole, target, self.shard_bounds[index], ranks)
+            transfer = self.collectives.reduce_scatter(whole, target, self.shard_bounds[index], ranks)
         chunk.h2d_transfer = transfer
         if own is not None:
             own.collective = transfer
@@ -168,9 +168,9 @@ class ChunkComm:
         with profiler_range("all-gather", f"param16[{index}]"):
             if len(ranks) == self.world.size:
                 assert whole is not None
-                self._gathering = self.collectives.gather(whole, shard_bounds)
+                self._gathering = self.collectives.all_gather(whole, shard_bounds)
             else:
-                sending = self.collectives.send(own, whole, shard_bounds, ranks)
+                sending = self.collectives.gather_to(own, whole, shard_bounds, ranks)
                 if whole is not None:
                     self._gathering = sending
                 sending.wait()  # the source may change as soon as this process continues

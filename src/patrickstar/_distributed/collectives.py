@@ -1,4 +1,4 @@
-"""Collectives on chunks: all-gather, send, reduce-scatter, on a worker thread (CPU) or a separate stream (GPU)."""
+"""Collectives on chunks, on a worker thread (CPU) or a separate stream (GPU)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -37,15 +37,17 @@ class Collectives(ABC):
         return whole[bounds[rank] : bounds[rank + 1]]
 
     @abstractmethod
-    def gather(self, whole: torch.Tensor, bounds: Bounds) -> Transfer:
+    def all_gather(self, whole: torch.Tensor, bounds: Bounds) -> Transfer:
         """All-gather `whole`; each process has stored its own shard in it."""
 
     @abstractmethod
-    def send(self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]) -> Transfer:
+    def gather_to(
+        self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]
+    ) -> Transfer:
         """Gather all shards in `whole` on these ranks, which have stored their own; the other ranks only send."""
 
     @abstractmethod
-    def reduce(
+    def reduce_scatter(
         self, whole: torch.Tensor | None, target: torch.Tensor, bounds: Bounds, ranks: Sequence[int]
     ) -> Transfer:
         """Sum `whole` over these ranks; each process gets its shard in `target`, in the dtype of `target`."""
@@ -95,19 +97,21 @@ class GlooCollectives(Collectives):
         super().__init__(world)
         self._thread = WorkerPool(1, "peers", PAGE_BYTES)
 
-    def gather(self, whole: torch.Tensor, bounds: Bounds) -> Transfer:
+    def all_gather(self, whole: torch.Tensor, bounds: Bounds) -> Transfer:
         if not self.even(bounds):
             owner = self.owner(bounds)
             return self._submit(lambda _: dist.broadcast(whole, group_src=owner, group=self.world.data), "a broadcast")
-        return self._submit(lambda _: gather_into(whole, self.shard(whole, bounds), self.world.data), "a gather")
+        return self._submit(lambda _: gather_into(whole, self.shard(whole, bounds), self.world.data), "an all-gather")
 
-    def send(self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]) -> Transfer:
-        return self._submit(lambda _: self._send(own, whole, bounds, ranks), "a gather on some ranks")
+    def gather_to(
+        self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]
+    ) -> Transfer:
+        return self._submit(lambda _: self._gather_to(own, whole, bounds, ranks), "a gather onto some ranks")
 
-    def reduce(
+    def reduce_scatter(
         self, whole: torch.Tensor | None, target: torch.Tensor, bounds: Bounds, ranks: Sequence[int]
     ) -> Transfer:
-        return self._submit(lambda stage: self._reduce(whole, target, bounds, ranks, stage), "a reduction")
+        return self._submit(lambda stage: self._reduce_scatter(whole, target, bounds, ranks, stage), "a reduce-scatter")
 
     def close(self) -> None:
         self._thread.close()
@@ -119,7 +123,7 @@ class GlooCollectives(Collectives):
 
         return CollectiveTransfer(self._thread.submit([run], label))
 
-    def _send(self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]) -> None:
+    def _gather_to(self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]) -> None:
         works: list[Any] = []
         peers = [rank for rank in range(self.world.size) if rank != self.world.rank]
         if whole is not None:
@@ -127,7 +131,7 @@ class GlooCollectives(Collectives):
         works += [self._send_tensor(own, rank) for rank in peers if rank in ranks]
         _finish(works)
 
-    def _reduce(
+    def _reduce_scatter(
         self,
         whole: torch.Tensor | None,
         target: torch.Tensor,
@@ -185,16 +189,18 @@ class NcclCollectives(Collectives):
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
-    def gather(self, whole: torch.Tensor, bounds: Bounds) -> Transfer:
-        with self._on_stream("a gather over NCCL") as done:
+    def all_gather(self, whole: torch.Tensor, bounds: Bounds) -> Transfer:
+        with self._on_stream("an all-gather over NCCL") as done:
             if self.even(bounds):
                 gather_into(whole, self.shard(whole, bounds), self.world.data)
             else:
                 dist.broadcast(whole, group_src=self.owner(bounds), group=self.world.data)
             return done()
 
-    def send(self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]) -> Transfer:
-        with self._on_stream("a send over NCCL") as done:
+    def gather_to(
+        self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]
+    ) -> Transfer:
+        with self._on_stream("a gather onto some ranks over NCCL") as done:
             own = own.to(self.device, non_blocking=True)
             pairs = []
             for rank in range(self.world.size):
@@ -209,10 +215,10 @@ class NcclCollectives(Collectives):
                 _finish(dist.batch_isend_irecv(pairs))
             return done()
 
-    def reduce(
+    def reduce_scatter(
         self, whole: torch.Tensor | None, target: torch.Tensor, bounds: Bounds, ranks: Sequence[int]
     ) -> Transfer:
-        with self._on_stream("a reduction over NCCL") as done:
+        with self._on_stream("a reduce-scatter over NCCL") as done:
             if whole is None:
                 whole = torch.zeros(bounds[-1], dtype=target.dtype, device=self.device)
             else:

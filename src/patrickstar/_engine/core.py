@@ -70,7 +70,7 @@ class EngineCore:
         kernels: Kernels | None = None,
         evict_everything: bool = False,
         poison: bool = False,
-        policy: type[PrefetchPolicy] | None = None,
+        prefetch_policy: type[PrefetchPolicy] | None = None,
         page_bytes: int = PAGE_BYTES,
         hardware: Hardware | None = None,
         world: World | None = None,
@@ -97,7 +97,7 @@ class EngineCore:
             self.layout = negotiate_layout(world, self.module, params, config, chunk_budget_bytes)
         param_sets = params_used_together(self.module)
         plan = plan_tiers(config, self.layout, param_sets, memory, hardware, page_bytes, local_processes, library_bytes)
-        # With a GPU the host arena is pinned as a whole, so its initial size is only what is certain to be used.
+        # With a GPU the host arena is page-locked as a whole, so its initial size is only what is certain to be used.
         arena_bytes = self.layout.model_data_bytes + plan.staging_bytes
         self.manager = ChunkManager(
             self.device,
@@ -109,7 +109,9 @@ class EngineCore:
         )
         self.manager.evict_everything = evict_everything
         self.manager.device_tier.non_model_bytes = library_bytes
-        self.tracer = Tracer(self.manager, meter, policy or (AggressivePrefetch if world is not None else None))
+        self.tracer = Tracer(
+            self.manager, meter, prefetch_policy or (AggressivePrefetch if world is not None else None)
+        )
         self.data = ModelData(self.manager, self.tracer)
         if world is not None:
             self.data = create_sharded_data(world, self.layout, self.manager, self.tracer, config)
@@ -119,7 +121,7 @@ class EngineCore:
         self.model_state = ModelState(self.module, self.data)
         self.optimizer_step = OptimizerStep(self.data, config.optimizer, self.kernels, plan.staging_size)
         if self.optimizer_step.disk_step is not None:
-            self.optimizer_step.disk_step.reads_ahead = policy is not DemandFetch
+            self.optimizer_step.disk_step.reads_ahead = prefetch_policy is not DemandFetch
         if isinstance(self.data, ShardedModelData):
             self.data.complete = self.optimizer_step.complete
         self.optimizer_placement = OptimizerPlacement(self.layout, self.data, self.optimizer_step, self.tracer)
@@ -246,7 +248,7 @@ class EngineCore:
         try:
             yield
         except (DiskError, MoveError) as error:
-            self.interceptor.stop(error)
+            self.interceptor.close_engine(error)
             raise
         except KeyboardInterrupt:
             torch.set_grad_enabled(grad)  # the signal may have interrupted the exit of a `no_grad`

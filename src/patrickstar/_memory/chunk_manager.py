@@ -47,7 +47,7 @@ class ChunkManager(DeviceEviction):
             # Staging buffers that the worker threads allocate themselves.
             host_tier.other_bytes += STAGES * disk.page_bytes
         super().__init__(device_tier, host_tier, IODispatch(hardware, disk, page))
-        self.prefetch: PrefetchPolicy | None = None
+        self.prefetch_policy: PrefetchPolicy | None = None
         """Set while a planned iteration follows its trace."""
 
     def __getitem__(self, key: tuple[str, int]) -> Chunk:
@@ -252,9 +252,9 @@ class ChunkManager(DeviceEviction):
     def poll_transfers(self) -> None:
         """Complete finished transfers and start the prefetches that are due."""
         self.transfers.complete_finished()
-        if self.prefetch is None or self.evict_everything:
+        if self.prefetch_policy is None or self.evict_everything:
             return
-        self._queue_prefetches(self.prefetch)
+        self._queue_prefetches(self.prefetch_policy)
         self._start_queued_fetches()
         self.device_tier.trim(self.device_tier.chunkable_bytes)
 
@@ -277,10 +277,10 @@ class ChunkManager(DeviceEviction):
             except torch.OutOfMemoryError:
                 # Stop prefetching. Chunks are then fetched on access, where memory is freed for them.
                 self.counters.memory_retries += 1
-                self.prefetch = None
+                self.prefetch_policy = None
                 self._fetch_queue.clear()
 
-    def _queue_prefetches(self, prefetch: PrefetchPolicy) -> None:
+    def _queue_prefetches(self, policy: PrefetchPolicy) -> None:
         present = {
             index for index, chunk in self.param16.items() if chunk.device_resident and chunk.eviction_transfer is None
         }
@@ -288,13 +288,13 @@ class ChunkManager(DeviceEviction):
         if len(present) == len(self.param16):
             return
         held = {index for index in present if self.param16[index].pins or self.param16[index].has_gradients}
-        for index in prefetch.early_evictions(self.now, present, held):
+        for index in policy.early_evictions(self.now, present, held):
             self._evict(self.param16[index])
             present.discard(index)
-        for move in prefetch.prefetches(self.now, present, held, self.device_tier.budget_bytes):
+        for move in policy.prefetches(self.now, present, held, self.device_tier.budget_bytes):
             # Do not gather shards for the next iteration: the optimizer step will change them.
-            if self.param16[move.fetch].sharded and prefetch.trace.next_use(move.fetch, self.now) >= len(
-                prefetch.trace.moments
+            if self.param16[move.fetch].sharded and policy.trace.next_use(move.fetch, self.now) >= len(
+                policy.trace.moments
             ):
                 break
             self._fetch_queue.append(self.param16[move.fetch])
@@ -304,7 +304,7 @@ class ChunkManager(DeviceEviction):
     @defer_sigint
     def cancel_prefetch(self) -> None:
         """Stop prefetching, because the plan no longer holds. Queued fetches that have room are still started."""
-        self.prefetch = None
+        self.prefetch_policy = None
         if self._fetch_queue and self.io_dispatch.failed is None:
             for chunk in list(self.transfers.in_flight):
                 if chunk.eviction_transfer is not None:

@@ -91,7 +91,7 @@ class CudaDevice:
         _log.info("set the CUDA allocator to %s; PYTORCH_CUDA_ALLOC_CONF overrides it", EXPANDABLE_SEGMENTS)
         return True
 
-    def lock(self, address: int, nbytes: int) -> list[int]:
+    def page_lock(self, address: int, nbytes: int) -> list[int]:
         """Page-lock host memory in registrations of at most `LOCK_BYTES`; return their addresses.
 
         Raises BudgetError if the driver refuses; nothing is locked then.
@@ -114,8 +114,8 @@ class CudaDevice:
                 )
         return locked
 
-    def unlock(self, locked: list[int]) -> None:
-        """Unlock the registrations of `lock`, after all work of the device has ended."""
+    def page_unlock(self, locked: list[int]) -> None:
+        """Unlock the registrations of `page_lock`, after all work of the device has ended."""
         with torch.cuda.device(self.index):
             try:
                 torch.cuda.synchronize()

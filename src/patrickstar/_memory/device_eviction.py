@@ -35,7 +35,7 @@ class DeviceEviction:
         self.chunks: dict[tuple[str, int], Chunk] = {}
         self.param16: dict[int, Chunk] = {}
         """Chunks of the `param16` list by index: operators read these."""
-        self.policy: EvictionPolicy = ListOrder()
+        self.eviction_policy: EvictionPolicy = ListOrder()
         self.evict_everything = False
         self.now = 0
         self._fetch_queue: deque[Chunk] = deque()
@@ -81,7 +81,7 @@ class DeviceEviction:
     def _evict_params(self, evictable: Iterable[Chunk], target_bytes: int) -> None:
         """Evict `param16` chunks in the policy's order until at most `target_bytes` of chunks remain."""
         by_index = {chunk.index: chunk for chunk in evictable if chunk.kind == PARAM16}
-        for index in self.policy.order(by_index, self.now):
+        for index in self.eviction_policy.eviction_order(by_index, self.now):
             if self._bytes_after_transfers <= target_bytes:
                 break
             self._evict(by_index[index])

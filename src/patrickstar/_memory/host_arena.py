@@ -36,17 +36,17 @@ class ArenaBlock:
         return self.start + round_up(self.nbytes, ALIGN_BYTES)
 
 
-def _unlock(process: int, cuda: CudaDevice, locked: list[int], memory: torch.Tensor) -> None:
+def _page_unlock(process: int, cuda: CudaDevice, locked: list[int], memory: torch.Tensor) -> None:
     if os.getpid() == process:  # a child made by fork() has neither the memory nor CUDA
-        cuda.unlock(locked)
+        cuda.page_unlock(locked)
 
 
 class HostArena:
     """Fixed-size memory from which blocks are allocated, first fit, without system calls.
 
     A page becomes resident when it is first written and stays so until it is freed for good. For a GPU the arena is
-    page-locked as a whole, because PyTorch's pinned allocator would round requests up to powers of two. `compact`
-    moves blocks to close gaps.
+    page-locked as a whole, because PyTorch's own page-locked memory is rounded up to powers of two. `compact` moves
+    blocks to close gaps.
     """
 
     def __init__(self, nbytes: int, cuda: CudaDevice | None = None) -> None:
@@ -56,17 +56,17 @@ class HostArena:
         """Bytes of machine memory in use: pages that were part of a block and were not freed for good since."""
         self._blocks: list[ArenaBlock] = []
         self.memory = self._reserve(nbytes)
-        self._unlock: weakref.finalize[[int, CudaDevice, list[int], torch.Tensor], HostArena] | None = None
+        self._page_unlock: weakref.finalize[[int, CudaDevice, list[int], torch.Tensor], HostArena] | None = None
         if cuda is not None and nbytes:
-            locked = cuda.lock(self.memory.data_ptr(), nbytes)
+            locked = cuda.page_lock(self.memory.data_ptr(), nbytes)
             # An arena that is never closed is unlocked before its memory is unmapped: the finalizer holds the memory.
             # At process exit the driver unlocks it.
-            self._unlock = weakref.finalize(self, _unlock, os.getpid(), cuda, locked, self.memory)
-            self._unlock.atexit = False
+            self._page_unlock = weakref.finalize(self, _page_unlock, os.getpid(), cuda, locked, self.memory)
+            self._page_unlock.atexit = False
 
     @property
-    def pinned(self) -> bool:
-        return self._unlock is not None and self._unlock.alive
+    def page_locked(self) -> bool:
+        return self._page_unlock is not None and self._page_unlock.alive
 
     def _reserve(self, nbytes: int) -> torch.Tensor:
         try:
@@ -98,17 +98,17 @@ class HostArena:
     def _fit_start(self, start: int, nbytes: int) -> int:
         """Return the first offset from `start` at which a block does not cross a page-lock registration boundary."""
         end = round_up(start + 1, LOCK_BYTES)
-        return end if self.pinned and start + nbytes > end and nbytes <= LOCK_BYTES else start
+        return end if self.page_locked and start + nbytes > end and nbytes <= LOCK_BYTES else start
 
     def _nonempty_blocks(self) -> list[ArenaBlock]:
         """Return the blocks by offset, without empty ones, which occupy no memory."""
         return [block for block in self._blocks if block.nbytes]
 
     def free(self, block: ArenaBlock, *, for_good: bool = False) -> None:
-        """Free a block; `for_good` also returns its whole pages to the system, unless the arena is pinned."""
+        """Free a block; `for_good` also returns its whole pages to the system, unless the arena is page-locked."""
         self._blocks.remove(block)
         begin, end = -(-block.start // mmap.PAGESIZE), (block.start + block.nbytes) // mmap.PAGESIZE
-        if for_good and begin < end and not self.pinned:
+        if for_good and begin < end and not self.page_locked:
             self._discard(begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE)
             self.touched_bytes -= int(np.count_nonzero(self._resident[begin:end])) * mmap.PAGESIZE
             self._resident[begin:end] = False
@@ -142,5 +142,5 @@ class HostArena:
 
     def close(self) -> None:
         """Unlock the memory; it is unmapped with the last tensor that views it."""
-        if self._unlock is not None:
-            self._unlock()
+        if self._page_unlock is not None:
+            self._page_unlock()

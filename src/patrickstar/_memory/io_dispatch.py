@@ -15,8 +15,8 @@ from patrickstar._memory.worker_pool import Transfer
 from patrickstar.errors import DiskError, MoveError, TrainingError
 
 
-class ChunkComm(Protocol):
-    """Communication with the process group that shares chunks."""
+class PeerTransfers(Protocol):
+    """Transfers of sharded chunks between the processes of the group."""
 
     @property
     def serving(self) -> bool:
@@ -25,8 +25,8 @@ class ChunkComm(Protocol):
     def gather(self, chunk: Chunk) -> Transfer:
         """Start to all-gather a chunk into its device memory."""
 
-    def reduce(self, chunk: Chunk) -> Transfer:
-        """Start to reduce-scatter the gradients in a chunk."""
+    def request_reduction(self, chunk: Chunk) -> Transfer:
+        """Request to reduce-scatter the gradients in a chunk."""
 
 
 class IODispatch:
@@ -39,7 +39,7 @@ class IODispatch:
         self.counters = TransferCounters()
         self.failed: BaseException | None = None
         """First disk or worker error: chunk contents are unreliable from then on."""
-        self.comm: ChunkComm | None = None
+        self.comm: PeerTransfers | None = None
         """Set if several processes share chunks."""
         self.salvaging = False
         """True while the engine closes and reads the data that is still readable."""
@@ -57,11 +57,11 @@ class IODispatch:
         assert chunk.disk_valid, f"{chunk} has no valid copy"
         return self.read(chunk, 0, chunk.device_bytes_view(), urgent)
 
-    def start_reduction(self, chunk: Chunk) -> Transfer:
+    def request_reduction(self, chunk: Chunk) -> Transfer:
         assert self.comm is not None, f"{chunk} is not shared with other processes"
         self.check()
         with self.stalled():
-            return self.comm.reduce(chunk)
+            return self.comm.request_reduction(chunk)
 
     def read(self, chunk: Chunk, start: int, target: torch.Tensor, urgent: bool = False) -> Transfer:
         """Start to read whole pages of a chunk, from byte offset `start`, into a flat tensor of bytes."""

@@ -30,11 +30,13 @@ class Mode(Enum):
 class Tracer:
     """Sets the manager's current moment and expected non-model bytes at every operator boundary."""
 
-    def __init__(self, manager: ChunkManager, meter: Meter, policy: type[PrefetchPolicy] | None = None) -> None:
+    def __init__(
+        self, manager: ChunkManager, meter: Meter, prefetch_policy: type[PrefetchPolicy] | None = None
+    ) -> None:
         self.manager = manager
         # Between the host tier and a CPU's device tier the compute cores do the copies: prefetching would hide nothing.
         can_overlap = manager.disk_tier is not None or manager.hardware.has_gpu
-        self.policy = policy or (AggressivePrefetch if can_overlap else DemandFetch)
+        self.prefetch_policy = prefetch_policy or (AggressivePrefetch if can_overlap else DemandFetch)
         self.meter = meter
         self.mode = Mode.DEMAND
         self.trace = Trace()
@@ -64,12 +66,12 @@ class Tracer:
             self.manager.now = -1
             if key in self.traces:
                 self.mode, self.trace = Mode.PLAN, self.traces[key]
-                self.manager.policy = self.manager.prefetch = self._prefetch(self.trace)
+                self.manager.eviction_policy = self.manager.prefetch_policy = self._policy_of(self.trace)
                 self._checking = not self.trace.checked
             else:
                 _log.info("tracing an iteration with inputs %s", key)
                 self.mode, self.trace = Mode.TRACE, Trace()
-                self.manager.policy = ListOrder()
+                self.manager.eviction_policy = ListOrder()
             if self.mode is Mode.TRACE or self._checking:
                 # Cached freed memory would be measured as needed memory.
                 self.meter.set_caching(False)
@@ -104,17 +106,17 @@ class Tracer:
 
     def _stop_following(self) -> None:
         self.open_key, self.mode, self._checking = None, Mode.DEMAND, False
-        self.manager.policy = ListOrder()
+        self.manager.eviction_policy = ListOrder()
         self.manager.cancel_prefetch()
         self.meter.set_caching(True)
         self.measure()
 
-    def _prefetch(self, trace: Trace) -> PrefetchPolicy:
+    def _policy_of(self, trace: Trace) -> PrefetchPolicy:
         """Return the prefetch policy of a trace; create it when the trace is first followed."""
         policy = self._policies.get(id(trace))
         if policy is None or policy.trace is not trace:
             sizes = {index: chunk.nbytes for (kind, index), chunk in self.manager.chunks.items() if kind == PARAM16}
-            policy = self.policy(trace, sizes, self.manager.device_tier.budget_bytes)
+            policy = self.prefetch_policy(trace, sizes, self.manager.device_tier.budget_bytes)
             self._policies = {key: old for key, old in self._policies.items() if old.trace in self.traces.values()}
             self._policies[id(trace)] = policy
         return policy
@@ -165,7 +167,7 @@ class Tracer:
             self.mode, self._checking = Mode.DEMAND, False
             _log.info("trace dropped: moment %d accesses chunks %s, unlike the trace", self.manager.now, chunks)
             self.traces.pop(self.open_key, None)
-            self.manager.policy = ListOrder()
+            self.manager.eviction_policy = ListOrder()
             self.manager.cancel_prefetch()
             self._measure_moment()
             return

@@ -116,10 +116,10 @@ class ChunkTransfers:
         chunk.fetch_transfer = self.io_dispatch.start_fetch(chunk, urgent=True)
         self.complete(chunk)
 
-    def start_reduction(self, chunk: Chunk) -> None:
-        """Start to reduce the gradients in a sharded chunk; its device memory is freed when that is complete."""
+    def evict_by_reduction(self, chunk: Chunk) -> None:
+        """Request the reduction of a sharded chunk's gradients; its device memory is freed when that is complete."""
         self.in_flight[chunk] = None
-        chunk.eviction_transfer = self.io_dispatch.start_reduction(chunk)
+        chunk.eviction_transfer = self.io_dispatch.request_reduction(chunk)
 
     def _count_d2h(self, chunk: Chunk) -> None:
         self.io_dispatch.counters.d2h_bytes += chunk.nbytes

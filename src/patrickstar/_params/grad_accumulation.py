@@ -41,7 +41,7 @@ class GradAccumulation:
 
     def reduce(self, index: int) -> None:
         self._submitted.add(index)
-        self.manager[KEPT32, index].h2d_transfer = self.comm.reduce(self.manager[PARAM16, index])
+        self.manager[KEPT32, index].h2d_transfer = self.comm.request_reduction(self.manager[PARAM16, index])
 
     def reduce_rest(self) -> None:
         for kind, index in list(self.manager.chunks):

@@ -285,13 +285,18 @@ class ModelData(LocalShards):
         with suppress(BudgetError):
             self.ensure_in_memory(managed)
         if managed.chunk.in_memory:
-            managed.payload().add_(grad) if add else managed.payload().copy_(grad)
-            self._bump_version(managed)
+            self._write_in_memory(managed, grad, add)
             return
         flat = managed.flattened(grad)
         for part_slice, part in self.parts(managed, PARAM16, write=True):
             part.add_(flat[part_slice].to(part.device)) if add else part.copy_(flat[part_slice])
         torch.autograd.graph.increment_version(managed.param)
+
+    def _write_in_memory(self, managed: ManagedParam, grad: torch.Tensor, add: bool) -> None:
+        """Write a gradient over its parameter, and let autograd detect backwards that need the old values."""
+        managed.payload().add_(grad) if add else managed.payload().copy_(grad)
+        torch.autograd.graph.increment_version(managed.param)
+        self.manager.mark_written(managed.chunk, on_device=managed.chunk.device_valid)
 
     def move_out_gradient(self, managed: ManagedParam) -> None:
         """Move a gradient out of its parameter's chunk, and restore the parameter.
@@ -370,11 +375,6 @@ class ModelData(LocalShards):
             torch.autograd.graph.increment_version(managed.param)
             managed.overlays_param = managed.reduced = managed.in_grad_list = managed.update_pending = False
             managed.move_to(TensorState.HOLD)
-
-    def _bump_version(self, managed: ManagedParam) -> None:
-        """Mark the payload as written, so that autograd detects backwards that need the old values."""
-        torch.autograd.graph.increment_version(managed.param)
-        self.manager.mark_written(managed.chunk, on_device=managed.chunk.device_valid)
 
     @defer_sigint
     def ensure_in_memory(self, managed: ManagedParam) -> None:

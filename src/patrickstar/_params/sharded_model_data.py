@@ -173,12 +173,9 @@ class ShardedModelData(ModelData):
         self.ensure_in_memory(managed)
         if managed.overlays_param:
             managed.may_grow = True
-            managed.payload().add_(grad)
-        else:
-            if not managed.reducing:
-                managed.version_before_gradient = managed.param._version
-            managed.payload().copy_(grad)
-        self._bump_version(managed)
+        elif not managed.reducing:
+            managed.version_before_gradient = managed.param._version
+        self._write_in_memory(managed, grad, add=managed.overlays_param)
         managed.overlays_param, managed.backward_id = True, self.backward_id
         self._overlaid.add(managed.chunk.index)
         if managed.uses == 0:
@@ -263,7 +260,7 @@ class ShardedModelData(ModelData):
             if not self.accumulates_locally:
                 self.grad_accumulation.reduce(index)
         else:
-            self.manager.transfers.start_reduction(chunk)
+            self.manager.transfers.evict_by_reduction(chunk)
         self.update_param_views()
 
     def collective_section(self) -> AbstractContextManager[None]:

@@ -7,14 +7,14 @@ from typing import Protocol
 class EvictionPolicy(Protocol):
     """Order in which chunks are evicted."""
 
-    def order(self, candidates: Iterable[int], now: int) -> list[int]:
+    def eviction_order(self, candidates: Iterable[int], now: int) -> list[int]:
         """Return the candidates in the order of eviction."""
         ...
 
 
 class ListOrder:
-    """Eviction by chunk index, used during warm-up, before a trace exists."""
+    """Eviction by chunk index, used while no trace is followed."""
 
-    def order(self, candidates: Iterable[int], now: int) -> list[int]:
+    def eviction_order(self, candidates: Iterable[int], now: int) -> list[int]:
         """Return the candidates sorted by chunk index."""
         return sorted(candidates)

@@ -29,7 +29,7 @@ class PrefetchPolicy(ABC):
         """Return the first moment after `now` that needs `chunk`, within the horizon of the policy."""
         return self.trace.next_use(chunk, now)
 
-    def order(self, candidates: Iterable[int], now: int) -> list[int]:
+    def eviction_order(self, candidates: Iterable[int], now: int) -> list[int]:
         """Return the eviction order on demand: furthest next use first, then by lower index."""
         return sorted(candidates, key=lambda chunk: (-self.next_use(chunk, now), chunk))
 
@@ -135,7 +135,7 @@ class AggressivePrefetch(PrefetchPolicy):
         now, use = self._now, self._known
         if self._horizon <= use:
             return None
-        order = self.order(self._present, now)
+        order = self.eviction_order(self._present, now)
         self._horizon = self.trace.next_use(order[0], now) if order else -1
         evicted = []
         for chunk in order:

@@ -20,7 +20,7 @@ from patrickstar._step.disk_optimizer_step import DiskOptimizerStep, count_updat
 from patrickstar._step.staging_pool import StagingPool, StagingSize
 from patrickstar.optim import Optimizer
 
-STREAM_NUMEL = 1 << 22
+PIECE_NUMEL = 1 << 22
 """Elements per D2H copy: four pages, enough for several threads; 8 MiB of 16-bit gradients."""
 
 GroupOf = Callable[[ManagedParam], Mapping[str, Any] | None]
@@ -128,7 +128,7 @@ class OptimizerStep:
             if span.param.device == span.master.device:
                 together.append(span)
             else:
-                self._stream(span, scales)
+                self._update_in_pieces(span, scales)
         return self.kernels.start(together, scales)
 
     def span(self, managed: ManagedParam, rule: Rule) -> Span:
@@ -137,14 +137,14 @@ class OptimizerStep:
         master, *states = (managed.flat(manager[spec.kind, index]) for spec in managed.schema.optimizer_lists)
         return Span(managed.flat(managed.shard_chunk), self.data.gradient(managed), master, tuple(states), rule)
 
-    def _stream(self, span: Span, scales: Sequence[float]) -> None:
+    def _update_in_pieces(self, span: Span, scales: Sequence[float]) -> None:
         """Update a device parameter on the host: copy gradients D2H and parameters H2D, a few pages at a time.
 
         Two buffers let the D2H copy of the next elements overlap with the update of the current ones.
         """
-        device, pinned = span.master.device, span.param.device.type == "cuda"
-        length = span.numel if not span.rule.by_pages else min(span.numel, STREAM_NUMEL)
-        buffers = [torch.empty(length, dtype=span.param.dtype, device=device, pin_memory=pinned) for _ in range(2)]
+        device, page_locked = span.master.device, span.param.device.type == "cuda"
+        length = span.numel if not span.rule.by_pages else min(span.numel, PIECE_NUMEL)
+        buffers = [torch.empty(length, dtype=span.param.dtype, device=device, pin_memory=page_locked) for _ in range(2)]
         previous: tuple[list[Running], torch.Tensor, torch.Tensor] | None = None
         try:
             for number, first in enumerate(range(0, span.numel, max(1, length))):
@@ -179,7 +179,7 @@ class OptimizerStep:
         self.kernels.update(together, scales)
         for span in spans:
             if span.param.device != span.master.device:
-                self._stream(span, scales)
+                self._update_in_pieces(span, scales)
 
     def bound_to_device(self) -> set[int]:
         """Return indices whose optimizer chunks are on the device and do not fit on the host.
