@@ -48,14 +48,14 @@ class Config(Options):
     """Compute device: "cuda", "cuda:<index>", "cpu", or "auto" (default: CUDA if available)."""
     device_memory: int | str | None = None
     """Device budget of each process, in bytes or as "2GiB". Default None: most of the GPU's free memory; on a CPU the
-    RAM that `host_memory` leaves, or half of it."""
+    available RAM that `host_memory` leaves, or half of it."""
     host_memory: int | str | None = None
-    """Host budget, in bytes or as "12GiB"; divided evenly among the processes of a machine. Default None: the RAM; on
-    a CPU the RAM that `device_memory` leaves, or half of it."""
+    """Host budget, in bytes or as "12GiB"; divided evenly among the processes of a machine. Default None: the
+    available RAM; on a CPU the part that `device_memory` leaves, or half of it."""
     disk: Disk | None = None
     """Disk tier for chunks that memory can't hold: a `Disk`, or its directory. Default None: no disk."""
     chunk_size: int | str = "auto"
-    """Size of a `param16` chunk, in bytes or as "64MiB". Default "auto": the size with the least padding."""
+    """Size of a chunk of 16-bit parameters, in bytes or as "64MiB". Default "auto": the size with the least padding."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Compute dtype; master parameters are fp32. Default "bf16"; "fp16" uses dynamic loss scaling. A model that mixes
     dtypes keeps them."""

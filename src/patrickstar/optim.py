@@ -36,13 +36,13 @@ class Optimizer(Options):
 
     @abstractmethod
     def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> Rule:
-        """Return the update rule for one update of one parameter. Also called only to read `kinds`.
+        """Return the update rule for one update of one parameter. Some calls only read its `kinds`.
 
         Args:
             group: Options of the parameter's param group.
             step: Number of this update of the parameter, counted from 1.
-            memory: State of this parameter beside the chunk lists, kept between steps and saved in checkpoints: a few
-                numbers, since a state with a value per element belongs in a list. The engine reserves the key "step".
+            memory: Small state of this parameter, kept between steps and saved in checkpoints: a few numbers. States
+                with a value per element belong in chunk lists. The engine reserves the key "step".
 
         Returns:
             The rule; its `kinds` name the states that it needs.

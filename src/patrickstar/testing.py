@@ -128,7 +128,7 @@ class ReferenceOptimizer:
 class ReferenceTrainer:
     """Reference of the engine's mixed-precision training in plain PyTorch: no chunks, all in memory, one process.
 
-    Parameters are cast to the compute dtype; gradients are accumulated in fp32; `torch.optim` updates fp32 master
+    Parameters are cast to the compute dtype; gradients are accumulated in fp32; the optimizer updates fp32 master
     parameters, which are cast back. A frozen parameter is its own master.
 
     Args:
@@ -206,7 +206,7 @@ class ReferenceTrainer:
                 self.versions[param] = param._version
 
     def unscale(self) -> None:
-        """Divide the gradients by the loss scale, once per step."""
+        """Multiply the gradients by the inverse loss scale, once per step."""
         if self.scaler.enabled and not self.unscaled:
             for master in self.masters.values():
                 if master.grad is not None:
@@ -318,8 +318,8 @@ def assert_exact(
         model_func: Function that builds the model; called twice, from the same seed.
         batches: Dictionaries of keyword arguments, or tuples of positional arguments, of the model.
         config: Configuration.
-        loss_fn: Function of output and batch that returns the scalar loss. Default: `output.loss`, or the mean square
-            of an output tensor.
+        loss_fn: Function of output and batch that returns the scalar loss. Default: `output.loss`; if the output is a
+            tensor, its mean square.
         max_norm: Maximum global gradient norm. Default None: no clipping.
         accumulation: Batches per optimizer step.
         scheduler: Function that builds a learning-rate scheduler for an optimizer; stepped after each optimizer step.

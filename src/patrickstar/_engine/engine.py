@@ -97,8 +97,8 @@ class Engine:
     def inspect(self) -> Inspection:
         """Return a snapshot of where everything is: tiers, chunks, parameters, the last trace and the loss scale.
 
-        It moves nothing and waits for nothing, so it may be called at any time, also on a closed engine. Figures of
-        steps, such as peaks and seconds, are in `stats`.
+        It starts no transfers and does not wait, so it may be called at any time, also on a closed engine. Statistics
+        of steps, such as peaks and seconds, are in `stats`.
         """
         return inspect(self._core)
 
@@ -153,9 +153,9 @@ class Engine:
             update: Update each chunk during backward, as soon as its gradients are complete (optimizer-in-backward).
                 `optimizer.step()` must be the next call: no clipping, no reading of gradients, no change of
                 hyper-parameters in between. With several processes the update runs in the step as usual.
-            accumulate: Another backward precedes the step. Only matters with several processes: each then sums its
-                gradients in fp32 on the host (4 bytes per parameter of the whole model), to be averaged once, in the
-                last backward. Otherwise every backward averages; the sums take 4 bytes per parameter of all processes.
+            accumulate: Another backward precedes the step. Has an effect only with several processes: each sums its
+                gradients in fp32 on the host (4 bytes per parameter of the whole model), and the last backward averages
+                them once. If False, every backward averages; the sums take 4 bytes per parameter, sharded.
 
         Raises:
             TrainingError: The loss or the options are invalid, gradients are already clipped, or the engine is closed.
@@ -218,7 +218,7 @@ class Engine:
             return self._core.gradients.clip(max_norm)
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """Copy the gradient that the next step will apply to a parameter, unscaled and clipped.
+        """Copy the gradient that the next step will apply to a parameter, without loss scale and after clipping.
 
         Args:
             name: Name of the parameter, as in `named_parameters`.
@@ -276,7 +276,7 @@ class Engine:
             keep: Keep the values. If False they become NaN, for models that do not fit in memory.
 
         Raises:
-            DiskError, MoveError: A disk or transfer failed and parameters are lost. All memory has been freed.
+            DiskError, MoveError: A disk or transfer failed, and lost parameters are NaN. All memory has been freed.
         """
         self._core.close(keep)
 
@@ -306,7 +306,7 @@ class Engine:
 
         Args:
             state_dict: Tensors by name, as `state_dict` returns them, in any floating-point dtype.
-            strict: If False, entries missing in `state_dict` keep their values.
+            strict: If False, entries missing in `state_dict` keep their values; unknown names are still refused.
 
         Raises:
             ModelError: Names or shapes differ. Nothing has been changed.
@@ -364,7 +364,7 @@ class Engine:
 
         Raises:
             CheckpointError: `path` exists, writing failed, or `state` is not plain data; nothing is left behind.
-            TrainingError: Gradients are waiting for a step, or the engine is closed.
+            TrainingError: No step has used the gradients yet, or the engine is closed.
         """
         self._core.check_open()
         with self._core.internal_computation():
