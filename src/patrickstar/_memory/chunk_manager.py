@@ -254,8 +254,9 @@ class ChunkManager(DeviceEviction):
         self.transfers.complete_finished()
         if self.prefetch_policy is None or self.evict_everything:
             return
-        self._queue_prefetches(self.prefetch_policy)
-        self._start_queued_fetches()
+        if self.prefetch_policy.ahead:
+            self._queue_prefetches(self.prefetch_policy)
+            self._start_queued_fetches()
         self.device_tier.trim(self.device_tier.chunkable_bytes)
 
     def _start_queued_fetches(self) -> None:

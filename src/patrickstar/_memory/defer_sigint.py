@@ -18,17 +18,21 @@ CTRL_C = int(signal.SIGINT)
 class DeferSigint:
     """Context that defers the first Ctrl-C to its end, but not a second one: the first may wait for a dead disk."""
 
+    active = False
+    """True while the main thread is in such a context. There is one SIGINT handler per process, hence one flag."""
+
     def __init__(self) -> None:
         self._handler: Callable[[int, FrameType | None], object] | None = None
         self._deferred: tuple[int, FrameType | None] | None = None
 
     def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return  # where Python handles no signals
+        if DeferSigint.active or threading.current_thread() is not threading.main_thread():
+            return  # Python handles signals in the main thread only
         handler = _signal.getsignal(CTRL_C)
-        if callable(handler) and not isinstance(getattr(handler, "__self__", None), DeferSigint):
+        if callable(handler):
             self._handler = handler
             _signal.signal(CTRL_C, self._defer)
+            DeferSigint.active = True
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
         if self._deferred is not None and self._handler is not None:
@@ -40,6 +44,7 @@ class DeferSigint:
     ) -> None:
         if self._handler is None:
             return
+        DeferSigint.active = False
         _signal.signal(CTRL_C, self._handler)
         if self._deferred is not None:
             self._handler(*self._deferred)
@@ -48,6 +53,8 @@ class DeferSigint:
 def defer_sigint(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        if DeferSigint.active:
+            return function(*args, **kwargs)
         with DeferSigint():
             return function(*args, **kwargs)
 

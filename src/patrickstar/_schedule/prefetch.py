@@ -21,6 +21,9 @@ class PrefetchPolicy(ABC):
     Results depend only on the arguments, not on earlier calls.
     """
 
+    ahead = True
+    """False if the policy never fetches before an access, so that it need not be asked."""
+
     def __init__(self, trace: Trace, nbytes: Mapping[int, int], budget_bytes: int) -> None:
         self.trace, self.nbytes = trace, nbytes
         self.chunkable = [budget_bytes - moment.non_model_bytes for moment in trace.moments]
@@ -53,6 +56,8 @@ class PrefetchPolicy(ABC):
 
 class DemandFetch(PrefetchPolicy):
     """Policy without prefetch: chunks are fetched when they are accessed."""
+
+    ahead = False
 
     def prefetches(
         self, now: int, present: Collection[int], held: Collection[int], limit_bytes: int
