@@ -6,6 +6,8 @@ from hypothesis import settings
 NIGHTLY = "nightly"
 """Hypothesis profile of `make nightly`."""
 FAST_SHARE = 4
+THINNED = ("precision", "end")
+"""Parameters of tests of which `make test` runs one value per case."""
 
 settings.register_profile(NIGHTLY, print_blob=True)
 
@@ -20,14 +22,14 @@ def draws(count: int) -> int:
     return count if nightly() else -(-count // FAST_SHARE)
 
 
-def one_precision_each(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the items with one precision for each case, by turns, so that every precision remains.
+def one_value_each(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the items with one value of the thinned parameters for each case, by turns, so that all values remain.
 
-    A case is a test function with its parameters other than `precision`.
+    A case is a test function with its other parameters.
     """
     cases: dict[object, list[pytest.Item]] = {}
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        others = tuple(sorted((name, str(value)) for name, value in params.items() if name != "precision"))
+        others = tuple(sorted((name, str(value)) for name, value in params.items() if name not in THINNED))
         cases.setdefault((item.nodeid.split("[")[0], others), []).append(item)
     return [case[number % len(case)] for number, case in enumerate(cases.values())]

@@ -7,8 +7,7 @@ from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
-from patrickstar._step.optimizer_step import PIECE_NUMEL, OptimizerStep
-from patrickstar.optim import AdamW
+from patrickstar._step.span_update import PIECE_NUMEL, SpanUpdate
 from patrickstar.testing import assert_same_bits
 
 RULE = AdamRule(1e-2, 0.9, 0.999, 1e-8, 0.1, decoupled=True, step=2)
@@ -40,7 +39,7 @@ def test_an_update_in_pieces_has_the_bits_of_an_update_in_place(numel, earlier, 
     kernels.update([expected], (0.5,))
     above = found.param.as_subclass(Elsewhere)
     in_pieces = Span(above, Gradient(above, found.grad.accumulated), found.master, found.states, RULE)
-    OptimizerStep(None, AdamW(), kernels)._update_in_pieces(in_pieces, (0.5,))
+    SpanUpdate(kernels).in_pieces(in_pieces, (0.5,))
     for what in ("param", "master"):
         assert_same_bits([getattr(expected, what)], [getattr(found, what)], what)
     assert_same_bits(list(expected.states), list(found.states), "states")

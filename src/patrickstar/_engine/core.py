@@ -27,6 +27,7 @@ from patrickstar._engine.param_init import (
 )
 from patrickstar._engine.teardown import release
 from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.torch_optim_adapter import import_compiler
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.direct_io import PAGE_BYTES
@@ -75,6 +76,7 @@ class EngineCore:
         hardware: Hardware | None = None,
         world: World | None = None,
     ) -> None:
+        import_compiler()
         self.config = config
         self.world = world
         hardware = hardware if hardware is not None else Hardware(config.find_device())

@@ -1,6 +1,9 @@
 """Adapter that runs element-wise `torch.optim.Optimizer` classes on chunks."""
 
+import importlib
 import inspect
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -67,8 +70,21 @@ class TorchOptimRule(Rule):
         self.memory.update(after)
 
 
+def import_compiler() -> None:
+    """Import `torch._dynamo` in a thread of its own, before the constructor of `torch.optim.Optimizer` imports it.
+
+    The import leaves reference cycles that keep every frame of the importing stack, with its variables, until a garbage
+    collection: the memory of an engine that such a frame refers to would outlive `close`.
+    """
+    if "torch._dynamo" not in sys.modules:
+        thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",), name="import torch._dynamo")
+        thread.start()
+        thread.join()
+
+
 def probe(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the states of the parameter's length. Raises ConfigError unless `kind` is element-wise."""
+    import_compiler()
     generator = torch.Generator().manual_seed(0)
     value, *grads = (
         torch.randn(PROBE_SHAPE, generator=generator, dtype=torch.float64, device="cpu") for _ in range(1 + PROBE_STEPS)

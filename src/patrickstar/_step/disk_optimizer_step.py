@@ -12,6 +12,7 @@ from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
+from patrickstar._step.span_update import SpanUpdate
 from patrickstar._step.staging_pool import PageSet, StagingPool
 
 # [Note: deferred updates]
@@ -52,14 +53,14 @@ class DiskOptimizerStep:
     def __init__(
         self,
         data: ModelData,
-        update_spans: Callable[[Sequence[Span], Sequence[float]], None],
+        span_update: SpanUpdate,
         staging_pool: StagingPool,
     ) -> None:
         self.data = data
         self.staging_pool = staging_pool
         self.reads_ahead = True
         """Read pages before an update waits for them."""
-        self._update_spans = update_spans
+        self._span_update = span_update
         self._updates: list[DiskUpdate] = []
         self._expected: dict[int, list[tuple[int, int]]] = {}
         """Pages by chunk index, in the order in which the updates were last submitted."""
@@ -219,7 +220,7 @@ class DiskOptimizerStep:
                     spans.append(self._span(managed, rule, part, pages.first, views))
                     if managed.shard_chunk.device_valid:  # states are on the host
                         count_update_transfers(self.data.manager, managed, part.stop - part.start)
-            self._update_spans(spans, update.scales)
+            self._span_update.run(spans, update.scales)
             self.data.manager.mark_written(update.param16, on_device=update.param16.device_valid)
             self.staging_pool.write(pages, [chunk for chunk in pages.lists if chunk.kind != GRAD32])
             pages.updated = True

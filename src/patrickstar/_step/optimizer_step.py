@@ -1,7 +1,6 @@
 """Optimizer step, chunk by chunk, on the tier of the optimizer chunks (PatrickStar's hybrid Adam, §8.2)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,11 +16,9 @@ from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep, count_update_transfers
+from patrickstar._step.span_update import SpanUpdate
 from patrickstar._step.staging_pool import StagingPool, StagingSize
 from patrickstar.optim import Optimizer
-
-PIECE_NUMEL = 1 << 22
-"""Elements per D2H copy: four pages, enough for several threads; 8 MiB of 16-bit gradients."""
 
 GroupOf = Callable[[ManagedParam], Mapping[str, Any] | None]
 
@@ -35,10 +32,11 @@ class OptimizerStep:
         self.data = data
         self.optimizer = optimizer
         self.kernels = kernels
+        self.span_update = SpanUpdate(kernels)
         self.home_tiers: dict[int, Tier] = {}
         """Tier of the optimizer chunks of each index; the host for others."""
         self.disk_step = (
-            DiskOptimizerStep(data, self.update, StagingPool(data.manager, staging_size))
+            DiskOptimizerStep(data, self.span_update, StagingPool(data.manager, staging_size))
             if staging_size is not None
             else None
         )
@@ -128,7 +126,7 @@ class OptimizerStep:
             if span.param.device == span.master.device:
                 together.append(span)
             else:
-                self._update_in_pieces(span, scales)
+                self.span_update.in_pieces(span, scales)
         return self.kernels.start(together, scales)
 
     def span(self, managed: ManagedParam, rule: Rule) -> Span:
@@ -136,29 +134,6 @@ class OptimizerStep:
         manager, index = self.data.manager, managed.location.chunk
         master, *states = (managed.flat(manager[spec.kind, index]) for spec in managed.schema.optimizer_lists)
         return Span(managed.flat(managed.shard_chunk), self.data.gradient(managed), master, tuple(states), rule)
-
-    def _update_in_pieces(self, span: Span, scales: Sequence[float]) -> None:
-        """Update a device parameter on the host: copy gradients D2H and parameters H2D, a few pages at a time.
-
-        Two buffers let the D2H copy of the next elements overlap with the update of the current ones.
-        """
-        device, page_locked = span.master.device, span.param.device.type == "cuda"
-        length = span.numel if not span.rule.by_pages else min(span.numel, PIECE_NUMEL)
-        buffers = [torch.empty(length, dtype=span.param.dtype, device=device, pin_memory=page_locked) for _ in range(2)]
-        previous: tuple[list[Running], torch.Tensor, torch.Tensor] | None = None
-        try:
-            for number, first in enumerate(range(0, span.numel, max(1, length))):
-                part = span.page(slice(first, first + length))
-                buffer, grad = buffers[number % 2][: part.numel], part.grad
-                if grad.latest.device != device:
-                    grad = replace(grad, latest=buffer.copy_(grad.latest))
-                running = self.kernels.start([replace(part, param=buffer, grad=grad)], scales)
-                if previous is not None:
-                    _copy_back(*previous)
-                previous = running, buffer, part.param
-        finally:
-            if previous is not None:
-                _copy_back(*previous)
 
     def workspace_bytes(self) -> int:
         """Return the largest workspace of an update on the device, in bytes."""
@@ -172,14 +147,6 @@ class OptimizerStep:
             if managed.schema.trained
         )
         return max(sizes, default=0)
-
-    def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
-        """Update spans whose masters are on the host and whose parameters are on any device."""
-        together = [span for span in spans if span.param.device == span.master.device]
-        self.kernels.update(together, scales)
-        for span in spans:
-            if span.param.device != span.master.device:
-                self._update_in_pieces(span, scales)
 
     def bound_to_device(self) -> set[int]:
         """Return indices whose optimizer chunks are on the device and do not fit on the host.
@@ -240,10 +207,3 @@ class OptimizerStep:
         for chunk in chunks:
             manager.move_to_tier(chunk, home)
         self.data.update_param_views()
-
-
-def _copy_back(running: list[Running], buffer: torch.Tensor, param: torch.Tensor) -> None:
-    """Wait for the update of a buffer, and copy it H2D into the parameter."""
-    for update in running:
-        update.finish()
-    param.copy_(buffer)

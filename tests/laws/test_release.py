@@ -1,0 +1,192 @@
+"""Law 6, release: memory, files and threads of an engine go back without a garbage collection."""
+
+import gc
+import subprocess
+import sys
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from probes import manager_of
+from sampling import draws
+from torch import nn
+from toys import Shape, batches, train
+
+import patrickstar as ps
+from patrickstar._engine.engine import Engine
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar.errors import PatrickStarError
+from patrickstar.testing import NoMeter
+
+from .models import config
+from .tiers import Room, on_disk, open_files, options, small_engine, worker_threads
+
+SHAPE = Shape(("mlp", "attention", "plain"), tied=True, checkpointing=True)
+
+
+@pytest.fixture(autouse=True)
+def without_collection():
+    """Collect what earlier tests left, then run without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def in_memory(directory):
+    return Engine(SHAPE.build, config("bf16", 256), meter=NoMeter())
+
+
+def evicting(directory):
+    return Engine(SHAPE.build, config("fp16", 256), meter=NoMeter(), evict_everything=True)
+
+
+def with_disk(directory):
+    shape = Shape(("mlp",) * 4, width=16)
+    return small_engine(shape.build, on_disk(shape.build, options("fp32", 1000), directory, batches(1)[0], Room()))
+
+
+def with_offloaded_activations(directory):
+    made = config("bf16", 256).model_copy(update={"activation_offload": True})
+    return Engine(SHAPE.build, made, meter=NoMeter())
+
+
+def steps(engine, directory):
+    train(engine, batches(3))
+
+
+def all_calls(engine, directory):
+    """Evaluate, clip, save, load, read and plan beside training."""
+    train(engine, batches(2))
+    with torch.no_grad():
+        engine.eval()(*batches(1)[0])
+    engine.train()
+    engine.backward(engine(*batches(1)[0]))
+    engine.clip_grad_norm_(0.1)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    engine.load_state_dict(engine.state_dict())
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+    engine.save(directory / "checkpoint", wait=False)
+    train(engine, batches(2, 3))
+    engine.load(directory / "checkpoint")
+    engine.save_pretrained(directory / "export")
+    engine.inspect()
+
+
+def a_failing_forward(engine, directory):
+    train(engine, batches(2))
+    with suppress(TypeError):
+        engine(*batches(1)[0], "surplus")
+
+
+def a_graph_without_backward(engine, directory):
+    train(engine, batches(2))
+    engine(*batches(1)[0])
+
+
+def close(engine):
+    engine.close()
+
+
+def close_without_values(engine):
+    engine.close(keep=False)
+
+
+def drop(engine):
+    """Leave the engine to its last reference."""
+
+
+@pytest.mark.parametrize("build", [in_memory, evicting, with_disk, with_offloaded_activations])
+@pytest.mark.parametrize("use", [steps, all_calls, a_failing_forward, a_graph_without_backward])
+@pytest.mark.parametrize("end", [close, close_without_values, drop])
+def test_everything_goes_back(build, use, end, tmp_path):
+    (swap := tmp_path / "swap").mkdir()
+    files = open_files()
+    engine = build(swap)
+    parts = [weakref.ref(part) for part in (engine, manager_of(engine), *manager_of(engine).chunks.values())]
+    use(engine, tmp_path)
+    end(engine)
+    del engine
+    assert not [part() for part in parts if part() is not None]
+    assert worker_threads() == []
+    assert open_files() == files
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = SHAPE.build(), SHAPE.build()
+        raise ValueError("no model today")
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = SHAPE.build(), nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+
+def no_memory(self, *args):
+    raise torch.OutOfMemoryError("out of memory, says a test")
+
+
+@pytest.mark.parametrize("model", [Failing, Complex, SHAPE.build], ids=["model", "parameter", "memory"])
+def test_everything_goes_back_after_a_failing_initialize(model, tmp_path, monkeypatch):
+    managers = []
+    made = ChunkManager.__init__
+
+    def record(self, *args, **more):
+        managers.append(weakref.ref(self))
+        made(self, *args, **more)
+
+    monkeypatch.setattr(ChunkManager, "__init__", record)
+    if model == SHAPE.build:
+        monkeypatch.setattr(Engine, "inspect", no_memory)
+        monkeypatch.setattr("patrickstar._engine.core.BackgroundSave", no_memory)
+    files = open_files()
+    with pytest.raises((ValueError, PatrickStarError, torch.OutOfMemoryError)) as raised:
+        ps.initialize(model, config("bf16", 256))
+    del raised
+    assert not [manager() for manager in managers if manager() is not None]
+    assert worker_threads() == []
+    assert open_files() == files
+
+
+PROGRAM = """
+import gc, os, sys
+import torch
+import patrickstar as ps
+from toys import inputs, layers, train
+
+torch.set_num_threads(1)
+gc.disable()
+
+def one(keep):
+    engine, _ = ps.initialize(lambda: layers(512, 8), ps.Config(device="cpu", precision="fp32", chunk_size="1MiB"))
+    train(engine, inputs(2, 512))
+    if keep is not None:
+        engine.close(keep=keep)
+
+def mebibytes():
+    address_space, resident = open("/proc/self/statm").read().split()[:2]
+    return int(address_space) * 4096 / 2**20, int(resident) * 4096 / 2**20
+
+for keep in (False, True, None):
+    one(keep)
+before = mebibytes()
+for number in range(int(sys.argv[1])):
+    one((False, True, None)[number % 3])
+print(*(after - start for start, after in zip(before, mebibytes())))
+"""
+
+
+def test_many_engines_take_the_memory_of_one():
+    """Each engine has 32 MiB of model data. The first three leave what libraries keep."""
+    tests = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(draws(48))], cwd=tests, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    address_space, resident = map(float, done.stdout.split())
+    assert resident <= 5, f"{resident:.1f} MiB more are resident, {address_space:.1f} MiB more reserved"
+    assert address_space <= 5, f"{resident:.1f} MiB more are resident, {address_space:.1f} MiB more reserved"
