@@ -189,6 +189,17 @@ def test_ctrl_c_interrupts_wait_and_not_the_transfer(pool):
     assert [stage.nbytes for stage in ran] == [PAGE_BYTES]
 
 
+def test_a_living_thread_that_python_takes_for_ended_still_works(pool, monkeypatch):
+    """Before CPython 3.13, Ctrl-C within `Thread.is_alive` has this effect."""
+    gate = Gate()
+    pool.submit([nothing], "first").wait()
+    monkeypatch.setattr(threading.Thread, "is_alive", lambda thread: False)
+    transfer = pool.submit([gate, nothing], "exp_avg[3]")
+    assert not transfer.done
+    gate.opened.set()
+    transfer.wait()
+
+
 @killing
 @pytest.mark.parametrize("threads", [1, 3])
 def test_thread_killed_while_idle_is_detected(threads):

@@ -22,6 +22,7 @@ from patrickstar._checkpoint.storage_writer import CheckpointWriter
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.profiler_range import profiler_range
+from patrickstar._memory.worker_pool import WorkerThread
 from patrickstar._params.model_data import ModelData
 from patrickstar.errors import CheckpointError, PatrickStarError
 
@@ -88,7 +89,7 @@ class AsyncSave:
             finally:
                 self._ready.set()
 
-        self._thread = threading.Thread(target=run, name="patrickstar-checkpoint", daemon=True)
+        self._thread = WorkerThread(run, "patrickstar-checkpoint")
         self._thread.start()
 
     def addresses(self, items: Sequence[WriteItem]) -> dict[int, int]:
@@ -105,7 +106,7 @@ class AsyncSave:
 
     @property
     def done(self) -> bool:
-        return not self._thread.is_alive()
+        return self._thread.ended.is_set()
 
     @property
     def copied(self) -> bool:
@@ -149,7 +150,8 @@ class AsyncSave:
         """Wait for completion. Raises CheckpointError on failure, PyTorch's own error for a lost process."""
         self.copy_all()
         while not self.done:
-            self._thread.join(POLL_S)
+            self._thread.ended.wait(POLL_S)
+        self._thread.join()
         if self.error is not None:
             raise self.error
 

@@ -36,6 +36,28 @@ DIED = "a worker thread died"
 # while any lock is held. Both are safe if they interrupt C code only: plain locks, and SimpleQueue, which is reentrant.
 
 
+class WorkerThread(threading.Thread):
+    """Daemon thread that sets `ended` at its end.
+
+    `Thread.is_alive` does not serve: if Ctrl-C interrupts it, CPython before 3.13 takes a living thread for an ended
+    one from then on.
+    """
+
+    def __init__(self, target: Callable[[], None], name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self.ended.set()
+
+
+def _has_ended(thread: threading.Thread) -> bool:
+    return thread.ended.is_set() if isinstance(thread, WorkerThread) else not thread.is_alive()
+
+
 class Transfer:
     """Jobs submitted together and awaited together."""
 
@@ -53,7 +75,7 @@ class Transfer:
     @property
     def done(self) -> bool:
         """True once all jobs have ended, with or without an error. See [Note: threads that may die]."""
-        return not self._queued and not any(thread.is_alive() for thread in list(self._running))
+        return not self._queued and all(_has_ended(thread) for thread in list(self._running))
 
     def wait(self) -> None:
         """Wait until all jobs have ended; raise the first error of a job, at every call.
@@ -62,7 +84,7 @@ class Transfer:
         May be interrupted and repeated.
         """
         while not self.done:
-            if any(not thread.is_alive() for thread in self._queue.threads):
+            if any(thread.ended.is_set() for thread in self._queue.threads):
                 self._queue.cancel_queued(self, DIED)
             self._sleep()
         try:
@@ -106,7 +128,7 @@ class _JobQueue:
         self.wakeups: SimpleQueue[None] = SimpleQueue()
         self.transfers: deque[Transfer] = deque()  # with queued jobs, the next one first
         self.unfinished: set[Transfer] = set()
-        self.threads: list[threading.Thread] = []
+        self.threads: list[WorkerThread] = []
         self.stopping = False
 
     def add(self, transfer: Transfer, urgent: bool) -> None:
@@ -194,6 +216,7 @@ class _JobQueue:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for thread in self.threads:
             if thread is not threading.current_thread():
+                thread.ended.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
                 thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
@@ -274,9 +297,7 @@ class WorkerPool:
                 try:
                     stage = torch.frombuffer(private_memory(self._stage_bytes), dtype=torch.uint8)
                     stage.zero_()  # fault the pages in now, or the memory meter would miss them
-                    thread = threading.Thread(
-                        target=_run_worker, args=(self._queue, stage, self._begin), name=name, daemon=True
-                    )
+                    thread = WorkerThread(partial(_run_worker, self._queue, stage, self._begin), name)
                     thread.start()
                 except (OSError, RuntimeError) as error:
                     raise MoveError(
