@@ -68,6 +68,7 @@ def two_hosts(die: bool) -> None:
     assert all(torch.isfinite(param).all() for param in engine.module.parameters())
 
 
+@pytest.mark.slow
 def test_training_over_two_hosts(hosts):
     ended = ranks.wait(ranks.start(2, two_hosts, {"die": False}, env=ENV, before=hosts, port=PORT), 60)
     assert [result.code for result in ended] == [0, 0], ended[0].text + ended[1].text

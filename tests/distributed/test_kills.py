@@ -20,7 +20,7 @@ def check_kills(count: int, size: int, seed: int, steps: int, seconds: float) ->
     assert "all losses and final states were bit-identical" in done.stdout
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_few_kills(size):
     check_kills(draws(4), size, seed=1, steps=draws(24), seconds=200)
 
