@@ -6,7 +6,7 @@ from hypothesis import settings
 NIGHTLY = "nightly"
 """Hypothesis profile of `make nightly`."""
 FAST_SHARE = 4
-THINNED = ("precision", "end")
+THINNED = ("precision", "ending")
 """Parameters of tests of which `make test` runs one value per case."""
 
 settings.register_profile(NIGHTLY, print_blob=True)
