@@ -31,7 +31,8 @@ LONGEST = (
 def pytest_collection_modifyitems(config, items):
     if not sampling.nightly():
         kept = sampling.one_value_each(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        dropped = set(items).difference(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item in dropped])
         items[:] = kept
     items.sort(key=lambda item: next((i for i, part in enumerate(LONGEST) if part in item.nodeid), len(LONGEST)))
 

@@ -4,7 +4,6 @@ These are modules under `torch.compile`, which traces through operators, and PyT
 which take a code path with different bits if an argument has `__torch_function__`.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,16 +22,6 @@ def _managed_params_of(module: nn.Module) -> tuple[ManagedParam, ...]:
     return tuple(param._managed_params[0] for param in module.parameters() if hasattr(param, "_managed_params"))
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether `torch.compile` wrapped the module.
-
-    The attribute `torch._dynamo` would import the compiler: 0.7 s, and reference cycles through the calling frames,
-    which would keep the engine's memory until a garbage collection.
-    """
-    compiler = sys.modules.get("torch._dynamo")
-    return compiler is not None and isinstance(module, compiler.OptimizedModule)
-
-
 class ModuleHooks:
     """Registers such windows on modules while an engine manages the model."""
 
@@ -48,7 +37,7 @@ class ModuleHooks:
                 continue
             if isinstance(submodule, FAST_PATH_LAYERS):
                 self._hook(submodule, lambda layer: not layer.training and not torch.is_grad_enabled())
-            elif _is_compiled(submodule):
+            elif isinstance(submodule, torch._dynamo.OptimizedModule):
                 self._hook(submodule, lambda layer: True)
             elif submodule._compiled_call_impl is not None:
                 self._wrap_call(submodule)
