@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 import patrickstar.__main__
 
 from . import ranks
@@ -18,11 +20,14 @@ def options(folder, log, *words):
     return [*arguments, "--log-file", str(log), *words]
 
 
-def torchrun(folder, arguments, processes):
-    """Run the command in new interpreters, which torchrun starts."""
+def train_by_torchrun(folder, arguments, processes):
+    """Run the command in new interpreters, which torchrun starts; return what they print."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += ["-m", "patrickstar", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"HOME": str(folder)})
+    environment = os.environ | {"HOME": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def main(arguments: list[str], folder: str, without: str = "") -> None:
@@ -39,17 +44,23 @@ def train_forked(folder, arguments, processes):
     return ranks.wait(ranks.start(processes, main, {"arguments": arguments, "folder": str(folder)}), 120)
 
 
+def train(folder, arguments, processes):
+    """Run the command in forked processes; return what they print."""
+    all_ended = train_forked(folder, arguments, processes)
+    assert [ended.code for ended in all_ended] == [0] * processes, [ended.text for ended in all_ended]
+    return "".join(ended.text for ended in all_ended)
+
+
 def records(log):
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def test_train_on_two_processes(tmp_path):
+@pytest.mark.parametrize("train_on_two", [train, pytest.param(train_by_torchrun, marks=pytest.mark.slow)])
+def test_train_on_two_processes(tmp_path, train_on_two):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    (ended,) = train_forked(tmp_path, options(tmp_path, one, "--batch", "4"), 1)
-    assert ended.code == 0, ended.text
-    done = torchrun(tmp_path, options(tmp_path, two, "--batch", "2"), 2)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step 3/3") == 1, "rank 0 alone prints"
+    train(tmp_path, options(tmp_path, one, "--batch", "4"), 1)
+    printed = train_on_two(tmp_path, options(tmp_path, two, "--batch", "2"), 2)
+    assert printed.count("step 3/3") == 1, "rank 0 alone prints"
     (*alone, whole), (*shared, part) = records(one), records(two)
     for a, b in zip(alone, shared, strict=True):
         assert a["tokens"] == b["tokens"]
@@ -81,8 +92,7 @@ def losses(log):
 def test_resuming_on_two_processes_and_on_one(tmp_path):
     whole, rest, alone = (tmp_path / name for name in ("whole.jsonl", "rest.jsonl", "alone.jsonl"))
     words = ["--batch", "2", "--steps", "4", "--save-every", "2", "--save-to", "saved", "--keep", "9"]
-    for ended in train_forked(tmp_path, options(tmp_path, whole, *words), 2):
-        assert ended.code == 0, ended.text
+    train(tmp_path, options(tmp_path, whole, *words), 2)
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step-2", "step-4"]
     assert sorted(path.name for path in (tmp_path / "saved" / "step-2").iterdir()) == [
         "checkpoint.jsonl",
@@ -90,13 +100,8 @@ def test_resuming_on_two_processes_and_on_one(tmp_path):
         "rank-00001.safetensors",
     ]
     resume = ["--steps", "4", "--resume", "saved/step-2"]
-    texts = []
-    for ended in train_forked(tmp_path, options(tmp_path, rest, "--batch", "2", *resume), 2):
-        assert ended.code == 0, ended.text
-        texts.append(ended.text)
-    assert "".join(texts).count("resumed from") == 1
+    assert train(tmp_path, options(tmp_path, rest, "--batch", "2", *resume), 2).count("resumed from") == 1
     assert losses(rest) == losses(whole)[2:]
-    (ended,) = train_forked(tmp_path, options(tmp_path, alone, "--batch", "4", *resume), 1)
-    assert ended.code == 0, ended.text
+    train(tmp_path, options(tmp_path, alone, "--batch", "4", *resume), 1)
     for (step, loss, _), (other_step, other_loss, _) in zip(losses(alone), losses(rest), strict=True):
         assert step == other_step and abs(loss - other_loss) < 1e-4, "another order of summation"

@@ -15,5 +15,11 @@ def test_trainer(tmp_path, one_thread):
     first = main([*options, "--steps", "1"])
     assert main([*options, "--steps", "2", "--resume"]) < first < 6
     assert (tmp_path / "model.safetensors").is_file() and (tmp_path / "checkpoint-2").is_dir()
-    assert main([*options, "--steps", "1", "--lora"]) < 6
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_trainer_with_adapters(tmp_path, one_thread):
+    main = runpy.run_path(str(EXAMPLES / "trainer.py"))["main"]
+    assert main(["--output", str(tmp_path), "--device-memory", "1GiB", "--steps", "1", "--lora"]) < 6
     assert (tmp_path / "adapter_model.safetensors").is_file()
