@@ -8,8 +8,8 @@ from sampling import nightly
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
-NIGHTLY = ("sanitizer", "resident", "large", "blocking")
-"""Stages of `make nightly` only: the others run the same code with other options."""
+NIGHTLY = ("tests", "bits", "sanitizer", "resident", "large", "blocking")
+"""Stages of `make nightly` only: they run tests that `make test` runs too, or the code of the others."""
 
 
 def run(*arguments):
