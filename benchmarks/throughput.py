@@ -1,6 +1,6 @@
 """Compare the engine with a plain PyTorch loop in the same mixed precision if everything fits: GPT-2 124M, bf16.
 
-python benchmarks/throughput.py [--batch 1] [--sequence 512] [--rounds 9]
+python benchmarks/throughput.py [--precision bf16] [--batch 1] [--sequence 512] [--rounds 9]
 Steps of both alternate in one process, PyTorch with its fused AdamW; the ratio is the median over pairs. Before that,
 the losses of a few steps must be bit-identical to those of the reference trainer, whose AdamW is PyTorch's without
 fused multiply-adds.
@@ -42,12 +42,13 @@ def timed_step(trainer, optimizer, ids) -> tuple[float, float]:
 
 
 def run(checkpointing: bool, options: argparse.Namespace) -> list[str]:
-    config = ps.Config(device=options.device)
+    config = ps.Config(device=options.device, precision=options.precision)
     fused = partial(torch.optim.AdamW, lr=config.optimizer.lr, weight_decay=config.optimizer.weight_decay, fused=True)
     torch.manual_seed(0)
     reference = ReferenceTrainer(lambda: build(checkpointing), config)
     torch.manual_seed(0)
-    plain = ReferenceTrainer(lambda: build(checkpointing), ps.Config(device=options.device, optimizer=fused))
+    plain_config = ps.Config(device=options.device, precision=options.precision, optimizer=fused)
+    plain = ReferenceTrainer(lambda: build(checkpointing), plain_config)
     torch.manual_seed(0)
     engine, optimizer = ps.initialize(lambda: build(checkpointing), config)
     ids = torch.randint(0, 50257, (options.batch, options.sequence), device=engine.device)
@@ -82,6 +83,7 @@ def run(checkpointing: bool, options: argparse.Namespace) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu"], help="on a GPU: make gpu STAGES=resident")
+    parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"], help="bf16 needs AVX-512")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=9)
@@ -89,7 +91,7 @@ def main() -> None:
     publish(
         "throughput",
         options.device,
-        f"GPT-2 124M shape, bf16, {options.batch} x {options.sequence} tokens per step, everything fits. Both sides "
+        f"GPT-2 124M shape, {options.precision}, {options.batch} x {options.sequence} tokens per step, everything fits. Both sides "
         f"run the same operators, which limits the ratio to 1, except for the update: one pass over memory, while "
         f"plain PyTorch casts before and after its fused AdamW. Goal: at least 0.95. The losses of the first steps are "
         f"bit-identical to the reference.",

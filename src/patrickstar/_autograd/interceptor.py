@@ -1,8 +1,8 @@
 """Fetch an operator's parameters before it runs, and again before its backward. See [Note: backward windows]."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,14 +11,15 @@ from torch.autograd import Variable
 from torch.nn import functional as F
 
 from patrickstar._autograd.embedding_lookup import embedding_lookup
+from patrickstar._autograd.param_attributes import check_gradient_assigned, check_gradient_read, is_own_data
 from patrickstar._autograd.windows import GraphSnapshot, ModuleUse, Window, custom_function_nodes
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
-from patrickstar._params.out_of_memory import explain, is_out_of_memory
+from patrickstar._params.modes import managing
+from patrickstar._params.out_of_memory import run_with_retry
 from patrickstar._params.precision import tensors_in
 from patrickstar._params.tensor_subclass import (
     ChunkParameter,
-    ChunkView,
     adopt_parameter,
     adopt_view,
     descriptor,
@@ -27,10 +28,13 @@ from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
 from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, TrainingError
 
+_NO_CONTEXT = nullcontext()
 _GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
 _SET_DATA = descriptor("data").__set__
 _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 """Functions that expose memory outside PyTorch; they get a copy."""
+_SPECIAL = {_GET_GRAD, _SET_GRAD, _SET_DATA, *_COPIED}
+"""Functions that do not just run on the parameter's memory."""
 
 
 def _gradient_hook(param: Any) -> None:
@@ -41,13 +45,6 @@ def _gradient_hook(param: Any) -> None:
 def _version(tensor: torch.Tensor) -> int:
     """Return the version counter, or -1 for tensors created in inference mode, which have none."""
     return -1 if tensor.is_inference() else tensor._version
-
-
-@contextmanager
-def managing() -> Iterator[None]:
-    """Disable gradients and inference mode, since tensors created here outlive the user's mode."""
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
-        yield
 
 
 class Interceptor:
@@ -61,6 +58,8 @@ class Interceptor:
         self.window: Window | None = None
         self.hooks: dict[ManagedParam, Any] = {}
         self.pending_functions: dict[int, tuple[ManagedParam, ...]] = {}
+        self.adopted: list[weakref.ref[torch.Tensor]] | None = None
+        """Views adopted by the running forward, if that is being recorded. See [Note: plain forwards]."""
         self.release: weakref.finalize[Any, Any] | None = None
         """Closes the engine."""
 
@@ -89,7 +88,8 @@ class Interceptor:
 
     def on_gradient(self, managed: ManagedParam, param: torch.Tensor) -> None:
         """Move the gradient that autograd accumulated in `param.grad` into the chunk."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        # A backward with create_graph=True runs with gradients enabled.
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT:
             if not self.backward_depth and self.loss_scaled:
                 raise TrainingError(
                     "with fp16 the loss must be scaled: call engine.backward(loss) instead of loss.backward()"
@@ -104,20 +104,74 @@ class Interceptor:
             if managed.stays_on_host:
                 self.data.manager.count_transfer(managed.lookups_in_graph_bytes, to_device=False)
                 managed.lookups_in_graph_bytes = 0
+            if self.data.residency.active and not self.backward_depth and not self.data.in_backward:
+                self._begin_backward()
             self.optimizer_in_backward.optimizer_step.complete((managed,))
             self.data.accept_gradient(managed, grad)
             self.optimizer_in_backward.on_gradient_ready(managed)
+            if self.data.residency.active:  # no window closes
+                self.optimizer_in_backward.progress()
 
     # Operators
 
     def operate(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
         """Run an operator that takes managed tensors."""
         try:
+            if self.data.residency.active and func not in _SPECIAL and self._are_held(tensors):
+                return self._operate_held(func, args, kwargs, tensors)
             return self._operate(func, args, kwargs, tensors)
         except (DiskError, MoveError) as error:
             if not self.data.tracer.in_iteration_now:  # otherwise the engine's own call handles it
                 self.close_engine(error)
             raise
+
+    def _are_held(self, tensors: list[Any]) -> bool:
+        """Return whether an operator on these tensors needs no access: their chunks are held, without gradients."""
+        for tensor in tensors:
+            if tensor._interceptor is not self:
+                return False
+            if any(not managed.chunk.held or managed.overlays_param for managed in tensor._managed_params):
+                return False
+        return True
+
+    def _operate_held(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]
+    ) -> Any:
+        """Run an operator on held chunks. See [Note: resident iterations]."""
+        versions = [_version(tensor) for tensor in tensors]
+        first = tensors[0]._managed_params[0]
+        if func is F.embedding and first.embedding:
+            out = embedding_lookup(args, kwargs, first, self.data.manager)
+        else:
+            out = run_with_retry(func, args, kwargs, first, self.data)
+            storages = {managed.chunk.storage._cdata for tensor in tensors for managed in tensor._managed_params}
+            for tensor in (out,) if type(out) is torch.Tensor else tensors_in(out):
+                if (
+                    tensor.layout is torch.strided
+                    and tensor.untyped_storage()._cdata in storages
+                    and not isinstance(tensor, ChunkParameter)
+                ):
+                    self._adopt_view(tensor, self._managed_params(tensors))
+        for tensor, version in zip(tensors, versions, strict=True):
+            if _version(tensor) != version:
+                with managing():
+                    for managed in tensor._managed_params:
+                        self.data.on_in_place_write(managed)
+        optimizer_step = self.optimizer_in_backward.optimizer_step
+        if optimizer_step.disk_step is not None or self.data.saving is not None:
+            with managing():
+                optimizer_step.progress()
+        return out
+
+    def _adopt_view(self, view: torch.Tensor, managed_params: tuple[ManagedParam, ...]) -> None:
+        """Intercept the operators on a view of parameters."""
+        adopt_view(view, managed_params, self)
+        if self.adopted is not None:
+            self.adopted.append(weakref.ref(view))
+
+    @staticmethod
+    def _managed_params(tensors: list[Any]) -> tuple[ManagedParam, ...]:
+        return tuple(dict.fromkeys(managed for tensor in tensors for managed in tensor._managed_params))
 
     def close_engine(self, error: BaseException) -> None:
         """Close the engine after a disk or thread failure lost bytes of chunks."""
@@ -131,7 +185,7 @@ class Interceptor:
     def _operate(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]
     ) -> Any:
-        managed_params = tuple(dict.fromkeys(managed for tensor in tensors for managed in tensor._managed_params))
+        managed_params = self._managed_params(tensors)
         for tensor in tensors:
             if tensor._interceptor is not self:
                 raise ModelError(
@@ -139,11 +193,18 @@ class Interceptor:
                     f"pass .detach().clone() of one of them"
                 )
         if func == _GET_GRAD:
-            return self._read_gradient(managed_params[0], tensors[0])
+            check_gradient_read(managed_params[0], tensors[0])
+            return tensors[0].grad
         if func == _SET_GRAD:
-            return self._set_gradient(managed_params[0], args[0], args[1])
+            if isinstance(args[0], ChunkParameter):
+                check_gradient_assigned(managed_params[0], args[1])
+                self.optimizer_in_backward.check_inactive("dropping gradients")
+                with managing():
+                    self.data.discard_gradient(managed_params[0])
+            args[0].grad = args[1]
+            return None
         if func == _SET_DATA:
-            return self._assign_data(managed_params[0], args[1])
+            return self.assign_data(managed_params[0], args[1])
         if func in _COPIED:
             return func(self.operate(torch.Tensor.clone, args[:1], {}, tensors), *args[1:], **kwargs)
         if func is not F.embedding:
@@ -157,7 +218,7 @@ class Interceptor:
             if func is F.embedding and managed_params[0].embedding:
                 out = embedding_lookup(args, kwargs, managed_params[0], self.data.manager)
             else:
-                out = self._run(func, args, kwargs, managed_params)
+                out = run_with_retry(func, args, kwargs, managed_params[0], self.data)
             written = [t for t, version in zip(tensors, versions, strict=True) if _version(t) != version]
             if written:
                 with managing():
@@ -182,6 +243,12 @@ class Interceptor:
         self.data.release(managed_params, TensorState.HOLD if self.in_backward else TensorState.HOLD_AFTER_FWD)
         if suspended is not None:
             self._open(suspended)
+
+    def needs_window(self, managed_params: Sequence[ManagedParam]) -> bool:
+        """Return False if a module's parameters are held and plain already. See [Note: plain forwards]."""
+        return not self.data.residency.active or any(
+            type(managed.param) is ChunkParameter or not managed.chunk.held for managed in managed_params
+        )
 
     def open_module_window(self, managed_params: tuple[ManagedParam, ...], inputs: Any) -> ModuleUse:
         """Fetch all parameters of a module, and make them plain Parameters until `close_module_window`."""
@@ -227,30 +294,6 @@ class Interceptor:
                 self.data.pin(managed_params)
                 return window
 
-    def _run(
-        self,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        managed_params: Sequence[ManagedParam],
-    ) -> Any:
-        """Run an operator; if it runs out of memory, evict all idle chunks and run it once more."""
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-        with managing():
-            self.data.manager.free_memory()
-            self.data.update_param_views()
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            name = getattr(func, "__name__", func)
-            raise explain(f"{name} on parameter {managed_params[0].name!r}, tried twice,", self.data, error) from None
-
     def open_function_windows(self, loss: torch.Tensor) -> None:
         """Open windows before nodes of custom Functions that read parameters: `Function.apply` is not intercepted.
 
@@ -277,7 +320,7 @@ class Interceptor:
             if isinstance(tensor, ChunkParameter):
                 continue
             if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages:
-                adopt_view(tensor, managed_params, self)
+                self._adopt_view(tensor, managed_params)
             elif tensor.grad_fn is not None:
                 nodes.append(tensor.grad_fn)
         if not nodes:
@@ -286,42 +329,10 @@ class Interceptor:
         for node in before.added_nodes(nodes):
             node.register_prehook(enter)
 
-    def _read_gradient(self, managed: ManagedParam, tensor: torch.Tensor) -> torch.Tensor | None:
-        if managed.has_gradient and isinstance(tensor, ChunkParameter):
-            raise TrainingError(
-                f"the gradient of {managed.name!r} is stored in its chunk: read it with "
-                f"engine.gradient({managed.name!r}), clip it with engine.clip_grad_norm_(max_norm), discard it with "
-                f"optimizer.zero_grad()"
-            )
-        return tensor.grad
-
-    def _set_gradient(self, managed: ManagedParam, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-        if value is not None and isinstance(tensor, ChunkParameter):
-            raise TrainingError(
-                f"the gradient of {managed.name!r} can't be assigned: optimizer.step() uses the gradients that "
-                f"engine.backward(loss) computes. Change the loss instead"
-            )
-        if isinstance(tensor, ChunkParameter):
-            self.optimizer_in_backward.check_inactive("dropping gradients")
-            with managing():
-                self.data.discard_gradient(managed)
-        tensor.grad = value
-
-    def _assign_data(self, managed: ManagedParam, value: torch.Tensor) -> None:
+    def assign_data(self, managed: ManagedParam, value: torch.Tensor) -> None:
         """Copy an assigned `parameter.data` of the same dtype, shape and device into the chunk."""
-        chunk = managed.chunk
-        if (
-            isinstance(value, ChunkView | ChunkParameter)
-            and value._managed_params == (managed,)
-            and value.dtype == chunk.dtype
-        ):
+        if is_own_data(managed, value):
             return
-        if value.dtype != chunk.dtype or value.shape != managed.shape or value.device != chunk.device:
-            raise ModelError(
-                f"parameter {managed.name!r} is stored in a chunk with dtype {chunk.dtype} and shape {managed.shape} "
-                f"on {chunk.device}; it can't be replaced by {value.dtype}, {tuple(value.shape)}, on {value.device}. "
-                f"Set precision and device in ps.Config, or load engine.state_dict() into another model"
-            )
         self._access((managed,))
         with managing():
             managed.payload().copy_(value)
@@ -341,16 +352,24 @@ class Interceptor:
                 f"interception"
             )
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if self.window is None and not self.backward_depth:
-                self.optimizer_in_backward.check_inactive("another backward")
-                self.data.begin_backward()
-                Variable._execution_engine.queue_callback(self.end_backward)
+            if (
+                self.window is None
+                and not self.backward_depth
+                and not (self.data.residency.active and self.data.in_backward)
+            ):
+                self._begin_backward()
             self._close()
             self._open(window)
 
+    def _begin_backward(self) -> None:
+        """Begin a backward that the user started without `engine.backward`."""
+        self.optimizer_in_backward.check_inactive("another backward")
+        self.data.begin_backward()
+        Variable._execution_engine.queue_callback(self.end_backward)
+
     def abandon(self) -> None:
         """Close the window that a failed backward outside `engine.backward` left open."""
-        if self.window is not None and not self.backward_depth:
+        if (self.window is not None or self.data.in_backward) and not self.backward_depth:
             self.end_backward()
 
     def end_backward(self) -> None:
@@ -363,6 +382,8 @@ class Interceptor:
     def _open(self, window: Window) -> None:
         with torch.no_grad():
             self.optimizer_in_backward.optimizer_step.complete(window.managed_params)
+            if any(managed.overlays_param for managed in window.managed_params):
+                self.data.tracer.trace.reads_overwritten = True
             self.data.access(window.managed_params, belongs=True)
         self.window = window
 

@@ -11,11 +11,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from patrickstar._autograd.activation_offload import ActivationOffload
-from patrickstar._autograd.interceptor import Interceptor, managing
+from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._autograd.module_hooks import ModuleHooks
+from patrickstar._autograd.plain_forward import PlainForward
 from patrickstar._checkpoint.background_save import BackgroundSave
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.distributed_init import broadcast_buffers, create_sharded_data, negotiate_layout
+from patrickstar._engine.model_structure import ModelStructure
 from patrickstar._engine.param_init import (
     WeightSource,
     check_model,
@@ -36,6 +38,7 @@ from patrickstar._memory.memory_meter import Meter
 from patrickstar._memory.tracer import Tracer
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
+from patrickstar._params.modes import managing
 from patrickstar._params.out_of_memory import explain, is_out_of_memory
 from patrickstar._params.precision import LossScaler
 from patrickstar._params.sharded_model_data import ShardedModelData
@@ -143,11 +146,13 @@ class EngineCore:
         self.tracer.calibrate()
         self.optimizer_placement.begin(plan.placement)
         self.by_name = {managed.name: managed for managed in self.data.managed_params}
+        self.plain_forward = PlainForward(self.interceptor)
         self.module_hooks = ModuleHooks(self.interceptor)
         self.module_hooks.notice(self.module)
         self.release = weakref.finalize(self, release, self.interceptor, self.module_hooks, self.model_state)
         self.release.atexit = False
         self.interceptor.release = self.release
+        self._structure: ModelStructure | None = None
         self.stats = Stats(_retries=hardware.allocator_stats().retries)
         self.background_save = BackgroundSave(self.data, world)
 
@@ -156,6 +161,8 @@ class EngineCore:
         self.check_open()
         self.background_save.poll()
         self.interceptor.abandon()
+        self.data.residency.end()
+        self.data.update_param_views()
         if self.tracer.end_iteration():
             self.optimizer_placement.replan(self.layout)
         manager = self.manager
@@ -206,8 +213,10 @@ class EngineCore:
 
     def sync_module_changes(self) -> None:
         """Reject parameters replaced since the last call, and give unfrozen ones the chunk lists of trained ones."""
-        self.module_hooks.notice(self.module)
         with torch._C.DisableTorchFunctionSubclass():
+            if self._structure is not None and self._structure.unchanged:
+                return
+            self.module_hooks.notice(self.module)
             unfrozen = []
             for name, param in self.module.named_parameters():
                 managed = managed_param_of(param)
@@ -230,6 +239,8 @@ class EngineCore:
                     states = self.config.optimizer.states
                     self.layout = unfreeze(unfrozen, self.layout, self.data, self.interceptor, states)
                 self.tracer.invalidate()
+                self.plain_forward.invalidate()
+            self._structure = ModelStructure(self.module)
 
     def signature(self, args: Any, kwargs: Any) -> Hashable:
         """Return the key of the iterations that share a trace: input shapes, dtypes and training mode."""

@@ -117,20 +117,23 @@ class Engine:
             ModelError: A parameter was replaced or added, or was unfrozen in the middle of a step.
             TrainingError: The engine is closed, or `backward(update=True)` was not followed by a step.
         """
-        self._core.check_open()
-        self._core.optimizer_in_backward.check_inactive("a forward")
-        self._core.interceptor.abandon()
-        self._core.sync_module_changes()
+        core = self._core
+        core.check_open()
+        core.optimizer_in_backward.check_inactive("a forward")
+        core.interceptor.abandon()
+        core.sync_module_changes()
         args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
+        key = core.signature(args, kwargs)
         if not torch.is_grad_enabled():
-            with self._core.cleanup_on_error():
+            with core.cleanup_on_error(), core.data.residency.evaluation(key), core.plain_forward((key, False)):
                 return self.module(*args, **kwargs)
-        self._core.tracer.begin_iteration(self._core.signature(args, kwargs))
-        with self._core.cleanup_on_error(), self._core.tracer.in_iteration(), ExitStack() as stack:
-            if self._core.activation_offload is not None:
-                stack.enter_context(self._core.activation_offload.saving())
+        core.data.residency.begin_iteration(key)
+        with core.cleanup_on_error(), core.tracer.in_iteration(), ExitStack() as stack:
+            if core.activation_offload is not None:
+                stack.enter_context(core.activation_offload.saving())
+            stack.enter_context(core.plain_forward((key, True)))
             out = self.module(*args, **kwargs)
-        self._core.data.finish_forward()
+        core.data.finish_forward()
         return out
 
     def train(self, mode: bool = True) -> "Engine":

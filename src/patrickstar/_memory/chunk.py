@@ -91,11 +91,15 @@ class Chunk:
         self.memory = device_memory(self.nbytes, device, page_pool)
         self.storage = self.memory.storage
         self.device_resident = False
-        self.host: torch.Tensor | None = None
+        self._host: torch.Tensor | None = None
+        self._device_flats: dict[tuple[int, int], torch.Tensor] = {}
+        self._host_flats: dict[tuple[int, int], torch.Tensor] = {}
         self.host_block: ArenaBlock | None = None
         """Block of the host arena that holds the host copy."""
         self.disk_offset: int | None = None
         """Byte offset of its block in the swap file, once allocated."""
+        self.held = False
+        """True while it is pinned for a whole iteration. See [Note: resident iterations]."""
         self.device_valid = False
         self.host_valid = False
         self.disk_valid = False
@@ -123,6 +127,16 @@ class Chunk:
 
     def __repr__(self) -> str:
         return f"{self.kind}[{self.index}]"
+
+    @property
+    def host(self) -> torch.Tensor | None:
+        """Host memory of this chunk, None without any."""
+        return self._host
+
+    @host.setter
+    def host(self, host: torch.Tensor | None) -> None:
+        self._host = host
+        self._host_flats.clear()
 
     @property
     def host_bytes(self) -> int:
@@ -166,6 +180,19 @@ class Chunk:
         """Return a view of a valid copy in memory, by preference the device copy."""
         assert self.in_memory, f"{self} is not in memory"
         return self.on_device(region) if self.device_valid else self.on_host(region)
+
+    def flat(self, offset: int, numel: int) -> torch.Tensor:
+        """Return elements of a valid copy in memory as a 1-D tensor, by preference of the device copy."""
+        assert self.in_memory, f"{self} is not in memory"
+        flats = self._device_flats if self.device_valid else self._host_flats
+        flat = flats.get((offset, numel))
+        if flat is None:
+            flat = flats[offset, numel] = self.current(Region(offset, (numel,), (1,)))
+        return flat
+
+    def is_own_view(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is one that `flat` keeps."""
+        return any(tensor is flat for flat in self._device_flats.values())
 
     @property
     def read_storage(self) -> torch.UntypedStorage:

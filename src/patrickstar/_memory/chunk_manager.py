@@ -107,6 +107,10 @@ class ChunkManager(DeviceEviction):
         if chunk.kind == PARAM16:
             del self.param16[chunk.index]
 
+    @property
+    def has_moved(self) -> bool:
+        return bool(self.device_tier.moved or self.host_tier.moved)
+
     def drain_moved(self) -> set[Chunk]:
         """Return the chunks whose memory was allocated, freed or moved since the last call."""
         moved = self.device_tier.moved | self.host_tier.moved
@@ -253,11 +257,18 @@ class ChunkManager(DeviceEviction):
         """Complete finished transfers and start the prefetches that are due."""
         self.transfers.complete_finished()
         if self.prefetch_policy is None or self.evict_everything:
+            if self._fetch_queue:
+                self._start_queued_fetches()
             return
         if self.prefetch_policy.ahead:
             self._queue_prefetches(self.prefetch_policy)
             self._start_queued_fetches()
         self.device_tier.trim(self.device_tier.chunkable_bytes)
+
+    def queue_fetches(self, chunks: Iterable[Chunk]) -> None:
+        """Prefetch chunks that all have room, in order."""
+        self._fetch_queue.extend(chunk for chunk in chunks if chunk not in self._fetch_queue)
+        self._start_queued_fetches()
 
     def _start_queued_fetches(self) -> None:
         """Start queued fetches in order, up to the first that must wait for evictions or an update of its host copy."""

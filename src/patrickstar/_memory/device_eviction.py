@@ -40,6 +40,10 @@ class DeviceEviction:
         self.now = 0
         self._fetch_queue: deque[Chunk] = deque()
         """Prefetches that start once the evictions before them have freed enough memory."""
+        self.held: list[Chunk] = []
+        """Chunks pinned until the iteration ends. See [Note: resident iterations]."""
+        self.withdrawn: list[Chunk] = []
+        """Chunks no longer held, whose parameters need new versions."""
 
     @property
     def disk_tier(self) -> DiskTier | None:
@@ -70,6 +74,8 @@ class DeviceEviction:
                 break
             if chunk.kind != PARAM16:
                 self._evict(chunk)
+        if self.held and self._bytes_after_transfers + nbytes > self.device_tier.chunkable_bytes:
+            self._evict_held(self.device_tier.chunkable_bytes - nbytes, protected)
         limit = soft_limit if self.evict_everything else self.device_tier.chunkable_bytes
         for chunk in self._evicting(protected):
             if self.device_tier.used + nbytes <= limit:
@@ -85,6 +91,37 @@ class DeviceEviction:
             if self._bytes_after_transfers <= target_bytes:
                 break
             self._evict(by_index[index])
+
+    def hold(self, chunk: Chunk) -> None:
+        """Pin a chunk until `withdraw_holds`."""
+        if not chunk.held:
+            chunk.held = True
+            chunk.pins += 1
+            self.held.append(chunk)
+
+    def withdraw_hold(self, chunk: Chunk) -> None:
+        """Unpin a held chunk before the iteration ends."""
+        chunk.held = False
+        chunk.pins -= 1
+        self.held.remove(chunk)
+        self.withdrawn.append(chunk)
+
+    def withdraw_holds(self, graphs: bool) -> None:
+        """Unpin all held chunks. `graphs`: autograd graphs may still refer to them."""
+        for chunk in self.held:
+            chunk.held = False
+            chunk.pins -= 1
+        self.withdrawn.extend(self.held if graphs else ())
+        self.held.clear()
+
+    def _evict_held(self, target_bytes: int, protected: set[Chunk]) -> None:
+        """Evict held chunks that no operator uses, the last used first, until `target_bytes` of chunks remain."""
+        for chunk in reversed(self.held):
+            if self._bytes_after_transfers <= target_bytes:
+                break
+            if chunk.pins == 1 and chunk not in protected:
+                self.withdraw_hold(chunk)
+                self._evict(chunk)
 
     def _evictable(self, protected: set[Chunk]) -> list[Chunk]:
         return [

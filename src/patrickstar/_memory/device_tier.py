@@ -19,6 +19,8 @@ class DeviceTier:
         """Part of the budget to fill while non-model data may still grow."""
         self.used = 0
         self.peak = 0
+        self.allocations = 0
+        """Number of allocations and releases of chunk memory."""
         self.moved: set[Chunk] = set()
         """Chunks whose memory was allocated or freed since `ChunkManager.drain_moved`."""
 
@@ -26,6 +28,11 @@ class DeviceTier:
     def chunkable_bytes(self) -> int:
         """Part of the budget left for chunks at the current moment."""
         return self.budget_bytes - self.non_model_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Part of the budget that no chunk uses."""
+        return self.budget_bytes - self.used
 
     @property
     def soft_chunkable_bytes(self) -> int:
@@ -46,6 +53,7 @@ class DeviceTier:
         chunk.allocate_device()
         self.moved.add(chunk)
         self.used += chunk.nbytes
+        self.allocations += 1
         self.peak = max(self.peak, self.used)
 
     def free(self, chunk: Chunk) -> None:
@@ -53,6 +61,7 @@ class DeviceTier:
         chunk.free_device(self.poison)
         self.moved.add(chunk)
         self.used -= chunk.nbytes
+        self.allocations += 1
 
     def trim(self, limit_bytes: int) -> None:
         """Return unused pages to the system, down to `limit_bytes` for chunks and unused pages together."""

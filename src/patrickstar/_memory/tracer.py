@@ -6,12 +6,13 @@ from contextlib import contextmanager
 from enum import Enum
 
 from patrickstar._layout.schema import PARAM16
+from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.memory_meter import Meter
 from patrickstar._schedule.eviction import ListOrder
 from patrickstar._schedule.placement import WARM_UP_PERCENT
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
-from patrickstar._schedule.trace import Moment, Trace
+from patrickstar._schedule.trace import NEVER, Moment, Trace
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ class Mode(Enum):
     DEMAND = "on-demand iteration: fetch on access, measure at every moment"
     TRACE = "traced iteration: as on demand, and record a trace"
     PLAN = "planned iteration: follow the trace of an earlier one"
+    RESIDENT = "resident iteration: all parameters fit beside the trace's peak and stay on the device; no moments"
 
 
 class Tracer:
@@ -44,6 +46,11 @@ class Tracer:
         self._policies: dict[int, PrefetchPolicy] = {}
         self._checking = False
         """True while the followed trace is being compared with the needs of a second iteration."""
+        self._settled_peak_bytes = 0
+        """Peak of non-model data of the followed iteration so far; NEVER if freed memory could not stay cached."""
+        self._allocations = 0
+        self.evaluation_peaks: dict[Hashable, int] = {}
+        """Peak of non-model data of evaluations that moved no chunk, by kind (input shapes)."""
         self.open_key: Hashable | None = None
         self.in_iteration_now = 0
         self.peak_non_model_bytes = 0
@@ -58,13 +65,17 @@ class Tracer:
 
     def invalidate(self) -> None:
         self.traces.clear()
+        self.evaluation_peaks.clear()
 
     def begin_iteration(self, key: Hashable) -> bool:
         """Open an iteration of this kind, unless one is open. Return True if it follows a trace."""
         if self.open_key is None:
             self.open_key = key
             self.manager.now = -1
-            if key in self.traces:
+            if key in self.traces and self._fits_resident(self.traces[key]):
+                self._begin_resident(self.traces[key])
+            elif key in self.traces:
+                self._settled_peak_bytes = 0
                 self.mode, self.trace = Mode.PLAN, self.traces[key]
                 self.manager.eviction_policy = self.manager.prefetch_policy = self._policy_of(self.trace)
                 self._checking = not self.trace.checked
@@ -89,16 +100,93 @@ class Tracer:
             self.peak_non_model_bytes = max(self.peak_non_model_bytes, self.trace.peak_non_model_bytes)
             if len(self.traces) > MAX_TRACES:
                 self.traces.pop(next(iter(self.traces)))
+        elif mode is Mode.RESIDENT:
+            self._check_resident_peak()
         elif mode is Mode.PLAN and self.manager.now != len(self.trace.moments) - 1:
             ended, expected = self.manager.now + 1, len(self.trace.moments)
             _log.info("trace dropped: the iteration had %d moments, the trace has %d", ended, expected)
             self.traces.pop(key, None)
         elif self._checking:
             self.trace.mark_checked()
+            if not self.meter.counts_freed:
+                self.trace.settled_peak_bytes = self.trace.peak_non_model_bytes
             traced = self.trace.peak_non_model_bytes > self.peak_non_model_bytes
             self.peak_non_model_bytes = max(self.peak_non_model_bytes, self.trace.peak_non_model_bytes)
+        elif mode is Mode.PLAN:
+            self.trace.settled_peak_bytes = max(self._settled_peak_bytes, self.trace.peak_non_model_bytes)
         self._stop_following()
         return traced
+
+    # Resident iterations. See [Note: resident iterations] in `_params/residency.py`.
+
+    @property
+    def resident(self) -> bool:
+        """True in a resident iteration."""
+        return self.mode is Mode.RESIDENT
+
+    def _fits_resident(self, trace: Trace) -> bool:
+        """Return whether the parameters of an iteration fit on the device for its whole length."""
+        if trace.settled_peak_bytes is None or trace.reads_overwritten or self.manager.evict_everything:
+            return False
+        if any(self.manager.param16[index].sharded for index in trace.uses):
+            return False
+        return trace.peak_non_model_bytes <= self._room_beside_params(trace)
+
+    def _room_beside_params(self, trace: Trace) -> int:
+        """Return the part of the device budget left for non-model data if all chunks of the trace are resident."""
+        return self.manager.device_tier.free_bytes - sum(chunk.nbytes for chunk in self._missing(trace))
+
+    def _missing(self, trace: Trace) -> list[Chunk]:
+        chunks = [self.manager.param16[index] for index in sorted(trace.uses, key=trace.first_use)]
+        return [chunk for chunk in chunks if not chunk.device_resident]
+
+    def _begin_resident(self, trace: Trace) -> None:
+        assert trace.settled_peak_bytes is not None
+        self.mode, self.trace = Mode.RESIDENT, trace
+        device, room = self.manager.device_tier, self._room_beside_params(trace)
+        device.soft_limit_bytes = device.budget_bytes
+        may_cache = trace.settled_peak_bytes <= room
+        device.non_model_bytes = trace.settled_peak_bytes if may_cache else trace.peak_non_model_bytes
+        self.meter.set_caching(may_cache)
+        if not may_cache:
+            self.meter.reclaim()
+        self.meter.restart()
+        if self.prefetch_policy.ahead:
+            self.manager.queue_fetches(self._missing(trace))
+
+    def evaluation_fits(self, key: Hashable) -> bool:
+        """Return whether an evaluation of this kind is known to fit beside all parameters."""
+        peak = self.evaluation_peaks.get(key)
+        if peak is None or self.manager.evict_everything:
+            return False
+        missing = sum(chunk.nbytes for chunk in self.manager.param16.values() if not chunk.device_resident)
+        return peak + missing <= self.manager.device_tier.free_bytes
+
+    def begin_evaluation(self) -> bool:
+        """Start to measure an evaluation. Return False if an open iteration is being measured."""
+        if self.mode is Mode.TRACE or self._checking or self.mode is Mode.RESIDENT:
+            return False
+        self._allocations = self.manager.device_tier.allocations
+        self.meter.restart()
+        return True
+
+    def end_evaluation(self, key: Hashable) -> None:
+        """Record the evaluation's peak, unless chunks moved, which the meter would take for non-model data."""
+        if self._allocations == self.manager.device_tier.allocations:
+            while len(self.evaluation_peaks) >= MAX_TRACES:
+                self.evaluation_peaks.pop(next(iter(self.evaluation_peaks)))
+            self.evaluation_peaks[key] = self.meter.peak(self.manager.resident_bytes)
+
+    def _check_resident_peak(self) -> None:
+        """Record the peak of a resident iteration, and drop the trace if it exceeded the budget."""
+        peak, device = self.meter.peak(self.manager.resident_bytes), self.manager.device_tier
+        if not self.meter.caching:
+            self.non_model_peak = max(self.non_model_peak, peak)
+            if peak + device.used > device.budget_bytes:
+                _log.info("trace dropped: a resident iteration needed %d bytes of non-model data", peak)
+                self.traces.pop(self.open_key, None)
+        assert self.trace.settled_peak_bytes is not None
+        self.trace.settled_peak_bytes = max(self.trace.settled_peak_bytes, peak)
 
     def discard_iteration(self) -> None:
         self.traces.pop(self.open_key, None)
@@ -153,6 +241,8 @@ class Tracer:
 
     def begin_moment(self, chunks: tuple[int, ...], belongs: bool) -> None:
         """Begin a moment: an operator is about to access `chunks`, or has ended (empty `chunks`)."""
+        if self.mode is Mode.RESIDENT and (belongs or self.in_iteration_now):
+            return
         if not (belongs or self.in_iteration_now) or self.open_key is None or self.mode is Mode.DEMAND:
             if self.mode is Mode.TRACE:
                 self._record_peak()
@@ -199,6 +289,7 @@ class Tracer:
             chunk_bytes = compute.used + sum(chunk.nbytes for chunk in missing)
             chunk_bytes = min(chunk_bytes, compute.budget_bytes - moment.non_model_bytes)
             compute.non_model_bytes = max(moment.non_model_bytes, self._predicted_bytes(moment, chunk_bytes))
+            self._settled_peak_bytes = max(self._settled_peak_bytes, compute.non_model_bytes)
         return True
 
     def _predicted_bytes(self, moment: Moment, chunk_bytes: int) -> int:
@@ -210,6 +301,7 @@ class Tracer:
         tight = self._checking or predicted + chunk_bytes > self.manager.device_tier.budget_bytes
         self.meter.set_caching(not tight)
         if tight:
+            self._settled_peak_bytes = NEVER
             self.meter.reclaim()
             predicted = self.current_non_model_bytes() + moment.growth_bytes
         if not self.meter.caching and not self._checking:

@@ -47,7 +47,18 @@ class LocalShards:
     @defer_sigint
     def update_param_views(self) -> None:
         """Point the Parameters of moved chunks at their device memory, or at a placeholder after eviction."""
-        self.set_param_views(self.manager.drain_moved())
+        if self.manager.has_moved:
+            self.set_param_views(self.manager.drain_moved())
+        if self.manager.withdrawn:
+            self._invalidate_graphs()
+
+    def _invalidate_graphs(self) -> None:
+        """Increase the versions of parameters whose graph nodes have no windows. See [Note: resident iterations]."""
+        withdrawn, self.manager.withdrawn = self.manager.withdrawn, []
+        for chunk in withdrawn:
+            for managed in self.by_chunk[chunk.index]:
+                torch.autograd.graph.increment_version(managed.param)
+                managed.version_before_gradient += 1
 
     def set_param_views(self, chunks: Iterable[Chunk]) -> None:
         """Point the Parameters of `chunks` at the current memory of these; do nothing once the engine is closed."""
@@ -60,9 +71,7 @@ class LocalShards:
         """See [Note: placeholders of evicted parameters]."""
         with torch._C.DisableTorchFunctionSubclass():
             if managed.chunk.device_valid:
-                if managed.device_view is None:
-                    managed.device_view = managed.chunk.on_device(managed.region)
-                managed.param.data = managed.device_view
+                managed.param.data = managed.current_device_view()
             elif managed.stays_on_host:
                 managed.param.data = managed.chunk.on_host(managed.region)
             else:

@@ -83,6 +83,12 @@ class ManagedParam:
         return (self.overlays_shard or self.in_grad_list) and not self.update_pending
 
     @property
+    def has_any_gradient(self) -> bool:
+        """True if a gradient of the parameter exists in any place or stage of reduction."""
+        marks = self.overlays_param or self.in_grad_list or self.reduced or self.gradient_ready or self.reducing
+        return marks or self.partial_grad is not None
+
+    @property
     def overlays_shard(self) -> bool:
         """True if a gradient that the update can use is stored in place of this rank's shard."""
         return self.reduced if self.chunk.sharded else self.overlays_param
@@ -123,11 +129,23 @@ class ManagedParam:
 
     def payload(self) -> torch.Tensor:
         """Return the parameter, or the gradient stored in its place, from an up-to-date copy of its chunk."""
+        if self.chunk.device_valid and self.chunk.in_memory:
+            return self.current_device_view()
         return self.chunk.current(self.region)
+
+    def current_device_view(self) -> torch.Tensor:
+        """Return a view of the device copy with its own version counter. See [Note: one storage for life]."""
+        if self.device_view is None:
+            self.device_view = self.chunk.on_device(self.region)
+        return self.device_view
+
+    def contains(self, offset: int) -> bool:
+        """Return whether an element of the chunk belongs to the parameter."""
+        return 0 <= offset - self.region.offset < self.numel
 
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """Return this rank's elements of the parameter in a chunk of one of its lists, 1-D, in memory order."""
-        return chunk.current(Region(self.location.offset, (self.location.numel,), (1,)))
+        return chunk.flat(self.location.offset, self.location.numel)
 
     def flattened(self, value: torch.Tensor) -> torch.Tensor:
         """Return `value`, broadcast to the parameter's shape, as a 1-D tensor in the parameter's memory order."""

@@ -16,6 +16,7 @@ from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._memory.tracer import Tracer
 from patrickstar._params.local_shards import LocalShards, follow_rounded
 from patrickstar._params.managed_param import ManagedParam, profiled_names
+from patrickstar._params.residency import Residency
 from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.placement import Tier, embedding_runs_on_host
 from patrickstar._schedule.tensor_state import TensorState, chunk_state
@@ -56,6 +57,7 @@ class ModelData(LocalShards):
         """Chunk communication with the other ranks; None with one process."""
         self.saving: SaveInProgress | None = None
         """Checkpoint in progress, which copies what it needs of a chunk before the chunk changes."""
+        self.residency = Residency(manager, tracer, self.by_chunk)
         self.in_backward = False
         self.backward_id = 0
         self.backwards_in_step = 0
@@ -89,6 +91,7 @@ class ModelData(LocalShards):
             self.fetch(chunks, gently=gently)
         self.tracer.transfers_done()
         self.pin(managed_params)
+        self.residency.hold(chunks)
         self.manager.poll_transfers()
         self.update_param_views()
 
@@ -182,6 +185,8 @@ class ModelData(LocalShards):
         self.in_backward = True
         self.backward_id += 1
         self.backwards_in_step += 1
+        if self.residency.active:  # nodes without windows do not restore what they read
+            self.restore_params(self.managed_params)
 
     @staticmethod
     def chunks_to_fetch(managed_params: Sequence[ManagedParam]) -> list[Chunk]:
@@ -227,6 +232,8 @@ class ModelData(LocalShards):
     @defer_sigint
     def release_all(self) -> None:
         """End all uses after an exception has unwound the operators that started them."""
+        self.residency.end()
+        self.update_param_views()
         for managed in self.managed_params:
             managed.chunk.pins, managed.uses = 0, 0
             if managed.state is TensorState.COMPUTE:
@@ -282,8 +289,9 @@ class ModelData(LocalShards):
 
         A chunk on disk is fetched to the device first, or written page by page if the open window leaves no room.
         """
-        with suppress(BudgetError):
-            self.ensure_in_memory(managed)
+        if not managed.chunk.held:
+            with suppress(BudgetError):
+                self.ensure_in_memory(managed)
         if managed.chunk.in_memory:
             self._write_in_memory(managed, grad, add)
             return
@@ -338,10 +346,12 @@ class ModelData(LocalShards):
                 grad, managed.partial_grad = managed.partial_grad, None
                 self.accept_gradient(managed, grad)
 
+    @defer_sigint
     def discard_gradients(self) -> None:
         """Discard all gradients, and restore the parameters that they replaced."""
         for managed in self.managed_params:
-            self.discard_gradient(managed)
+            if managed.has_any_gradient:
+                self.discard_gradient(managed)
 
     @defer_sigint
     def discard_gradient(self, managed: ManagedParam) -> None:

@@ -1,8 +1,13 @@
 """Out-of-memory errors raised although the budgets were kept: another user of the device, or a growing operator."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
+from patrickstar._params.modes import managing
 from patrickstar.errors import BudgetError
 
 OTHER_ALLOCATORS = (
@@ -31,3 +36,24 @@ def explain(operation: str, data: ModelData, error: BaseException) -> BudgetErro
         f"Lower device_memory if other processes use this device, or use activation checkpointing or a smaller "
         f"batch. PyTorch reported: {error}"
     )
+
+
+def run_with_retry(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], managed: ManagedParam, data: ModelData
+) -> Any:
+    """Run an operator on a parameter; if it runs out of memory, evict all idle chunks and run it once more."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    with managing():
+        data.manager.free_memory()
+        data.update_param_views()
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        name = getattr(func, "__name__", func)
+        raise explain(f"{name} on parameter {managed.name!r}, tried twice,", data, error) from None

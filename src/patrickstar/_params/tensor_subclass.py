@@ -94,10 +94,13 @@ class ChunkParameter(nn.Parameter):
         return f"ChunkParameter({self._managed_params[0].name!r}, {_plain_tensor(self)!r})"
 
 
+_MANAGED = frozenset((ChunkView, ChunkParameter))
+
+
 def _managed_tensors(values: Any, tensors: list[Any]) -> list[Any]:
     """Append the managed tensors among arguments and nested containers to `tensors`, and return it."""
     for value in values:
-        if isinstance(value, ChunkParameter | ChunkView):
+        if type(value) in _MANAGED:  # `isinstance` would call a Python method of nn.Parameter's metaclass
             tensors.append(value)
         elif isinstance(value, list | tuple):
             _managed_tensors(value, tensors)
@@ -138,4 +141,6 @@ def adopt_view(tensor: Any, managed_params: tuple[ManagedParam, ...], intercepto
 
 def managed_param_of(tensor: Any) -> ManagedParam | None:
     """Return the ManagedParam of a parameter, or None for any other tensor."""
-    return tensor._managed_params[0] if isinstance(tensor, ChunkParameter) else None
+    # During a plain forward the class is nn.Parameter.
+    managed_params = getattr(tensor, "_managed_params", None) if isinstance(tensor, nn.Parameter) else None
+    return None if managed_params is None else managed_params[0]

@@ -75,11 +75,16 @@ class OptimizerInBackward:
             return
         for index in sorted(self._complete):
             managed_params = self.data.by_chunk[index]
-            if managed_params[0].chunk.pins:
+            chunk = managed_params[0].chunk
+            if chunk.pins > chunk.held:
                 continue
-            self.wait()  # the next update may move chunks, but not those being updated
             self._complete.discard(index)
             complete = [managed for managed in managed_params if self._is_complete(managed)]
+            if chunk.held:
+                if len(complete) < len(managed_params):  # nodes without windows may still read the others
+                    continue
+                self.data.manager.withdraw_hold(chunk)
+            self.wait()  # the next update may move chunks, but not those being updated
             groups = {managed: self._groups.get(managed) for managed in complete}
             for running in self.optimizer_step.update_chunk(index, groups.get, ()):
                 managed_params[0].chunk.pins += 1

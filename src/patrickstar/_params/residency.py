@@ -1,0 +1,84 @@
+"""Iterations and evaluations during which all parameters stay on the device."""
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.tracer import Tracer
+from patrickstar._params.managed_param import ManagedParam
+
+# [Note: resident iterations]
+# If all of an iteration's parameters fit on the device beside the peak of non-model data that its trace shows, no
+# chunk has to move and no memory has to be measured. Its chunks are then held: pinned from their first access to the
+# optimizer step. Operators on held chunks run at once, without moments and without backward windows. It takes three
+# iterations to know: the first is traced, the second confirms the memory figures, the third measures them with freed
+# memory cached, if the meter counts that. A resident iteration is measured as a whole; if it exceeds the budget, the
+# next is traced again.
+#
+# Graph nodes of a resident iteration have no window that would fetch their parameters. When the iteration ends, the
+# parameters' versions are increased, so that a backward through a graph that outlives it raises PyTorch's error about
+# modified tensors. If memory for chunks is needed during the iteration (another gradient list, an evaluation), held
+# chunks are evicted last, also with new versions.
+
+
+class Residency:
+    """Holds chunks on the device for the length of an iteration or evaluation. See [Note: resident iterations]."""
+
+    def __init__(self, manager: ChunkManager, tracer: Tracer, by_chunk: Mapping[int, Sequence[ManagedParam]]) -> None:
+        self.manager = manager
+        self.tracer = tracer
+        self._by_chunk = by_chunk
+        self.active = False
+        """True while accessed chunks are held, and operators on held chunks run without an access."""
+
+    def begin_iteration(self, key: Hashable) -> None:
+        """Open an iteration of this kind, unless one is open."""
+        if self.tracer.open_key is None:
+            self.tracer.begin_iteration(key)
+            if self.tracer.resident:
+                self._begin()
+
+    def hold(self, chunks: Iterable[Chunk]) -> None:
+        """Hold accessed chunks, if the iteration is resident."""
+        if self.active:
+            for chunk in chunks:
+                self.manager.hold(chunk)
+
+    def end(self, graphs: bool = True) -> None:
+        """End all holds. `graphs`: autograd graphs may still refer to the parameters."""
+        self.active = False
+        self.manager.withdraw_holds(graphs)
+
+    @contextmanager
+    def evaluation(self, key: Hashable) -> Iterator[None]:
+        """Hold chunks during a forward without gradients, if its memory is known to leave room for all of them."""
+        in_iteration, fits = self.active, self.tracer.evaluation_fits(key)
+        if in_iteration:
+            reserved_bytes = self.manager.device_tier.non_model_bytes
+            self.active = fits
+            try:
+                yield
+            finally:
+                self.active = True
+                self.manager.device_tier.non_model_bytes = reserved_bytes
+        elif fits:
+            self._begin()
+            try:
+                yield
+            finally:
+                self.end(graphs=False)
+                self.tracer.measure()
+        else:
+            measured = self.tracer.begin_evaluation()
+            yield
+            if measured:
+                self.tracer.end_evaluation(key)
+
+    def _begin(self) -> None:
+        """Hold the chunks that are on the device; others are held from their first access."""
+        self.active = True
+        for index, chunk in self.manager.param16.items():
+            on_host = any(managed.on_host for managed in self._by_chunk[index])
+            if chunk.device_valid and not chunk.pins and chunk.eviction_transfer is None and not on_host:
+                self.manager.hold(chunk)

@@ -1,0 +1,400 @@
+"""Iterations whose parameters stay on the device run without accesses and windows, with the same bits."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling import draws
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from toys import Shape, batches, inputs, layers, mean_square, train
+
+from patrickstar import testing
+from patrickstar._engine.engine import Engine
+
+from .models import config, precisions, shapes
+
+SHAPE = Shape(("mlp", "attention", "plain"))
+PLENTY = 1 << 22
+
+
+def engine_of(build, options=None, **more):
+    torch.manual_seed(0)
+    options = options or config("fp32", 256, device_memory=PLENTY)
+    return Engine(build, options, meter=testing.NoMeter(), poison=True, **more)
+
+
+def holds(engine):
+    """Return the number of pinned `param16` chunks."""
+    return sum(chunk.pins > 0 for chunk in engine.inspect().chunks if chunk.kind == "param16")
+
+
+def settle(engine, data=None):
+    """Train until the engine knows that everything fits."""
+    for batch in data or batches(1) * 3:
+        loss = engine(*batch)
+        engine.backward(loss if loss.dim() == 0 else mean_square(loss))
+        engine.optimizer.step()
+    assert holds(engine) == 0
+
+
+def same(build, script, options=None):
+    """Compare a script's results and all parameters with those of plain PyTorch."""
+    options = options or config("fp32", 256, device_memory=PLENTY)
+    torch.manual_seed(0)
+    reference = testing.ReferenceTrainer(build, options)
+    expected = script(reference)
+    engine = engine_of(build, options)
+    found = script(engine)
+    testing.assert_same_bits(expected, found, "results")
+    testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
+    engine.close()
+
+
+@settings(max_examples=draws(40), deadline=None, print_blob=True)
+@given(shapes, precisions, st.integers(1, 3), st.sampled_from([None, 0.1]), st.booleans())
+def test_results_are_those_of_plain_pytorch(shape, precision, accumulation, max_norm, update):
+    update = update and precision != "fp16" and max_norm is None
+    options = config(precision, 256, device_memory=PLENTY)
+    how = {"accumulation": accumulation, "max_norm": max_norm, "update": update}
+    same(shape.build, lambda trainer: train(trainer, batches(7 * accumulation), **how), options)
+
+
+def test_chunks_are_held_from_the_third_iteration_to_its_step():
+    engine = engine_of(SHAPE.build)
+    found = []
+    for batch in batches(4):
+        loss = engine(*batch)
+        found.append(holds(engine))
+        engine.backward(loss)
+        assert holds(engine) == found[-1]
+        engine.optimizer.step()
+        assert holds(engine) == 0
+    assert found[:2] == [0, 0] and found[2] == found[3] == engine.layout.chunk_count
+
+
+def test_another_input_shape_is_traced_first():
+    engine = engine_of(SHAPE.build)
+    settle(engine)
+    engine.backward(engine(*batches(1, length=4)[0]))
+    assert holds(engine) == 0
+
+
+def test_chunks_that_do_not_fit_are_not_held():
+    options = config("fp32", 256, device_memory=8 * 1024)
+    engine = engine_of(lambda: layers(8, 32), options)
+    settle(engine, inputs(1, 8) * 3)
+    engine(*inputs(1, 8)[0])
+    assert holds(engine) == 0
+
+
+class InPlace(nn.Module):
+    """Clips its weight in the forward, and keeps a view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = layers(8, 3)
+        self.view = None
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.layers[1].weight.clamp_(-0.2, 0.2)
+        if self.view is None:
+            self.view = self.layers[2].weight.detach()[:4]
+        return F.linear(self.layers(x), self.view).sum(1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_in_place_writes_and_views_that_are_kept(precision):
+    options = config(precision, 256, device_memory=PLENTY)
+    same(InPlace, lambda trainer: train(trainer, inputs(6, 8)), options)
+
+
+def test_views_kept_in_a_resident_iteration_are_intercepted_later():
+    engine = engine_of(lambda: layers(8, 6))
+    settle(engine, inputs(1, 8) * 3)
+    engine.backward(mean_square(engine(*inputs(1, 8)[0])))
+    view = engine.module[0].weight.t()
+    engine.optimizer.step()
+    assert torch.equal(view.clone(), engine.module[0].weight.t())
+    assert type(view).__name__ == "ChunkView"
+
+
+class LateView(nn.Module):
+    """Begins to keep views of a weight when its forwards are plain; renews them at each call."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layers, self.kind, self.calls, self.view = layers(8, 3), kind, 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 5:
+            weight = self.layers[2].weight
+            self.view = {"t": weight.t, "detach": weight.detach, "rows": lambda: weight[2:4]}[self.kind]()
+        return self.layers(x)
+
+
+def reading_the_view(trainer):
+    results = []
+    for (x,) in inputs(9, 8):
+        loss = mean_square(trainer(x))
+        trainer.backward(loss)
+        if trainer.module.view is not None:
+            results.append(trainer.module.view.detach().float().sum())
+        trainer.optimizer.step()
+        if trainer.module.view is not None:
+            results.append(trainer.module.view.detach().float().sum())
+    return results
+
+
+@pytest.mark.parametrize("kind", ["t", "detach", "rows"])
+def test_views_that_outlive_a_plain_forward(kind):
+    """Between backward and step the gradient is stored in place of the weight; the view still reads the weight."""
+    same(lambda: LateView(kind), reading_the_view)
+
+
+class Assigning(nn.Module):
+    """Assigns values and data to its weights in some forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.calls = layers(8, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 4:
+            weight = self.layers[1].weight
+            weight.data = weight.detach() * 0.5
+            with torch.no_grad():
+                self.layers[2].bias.add_(1.0)
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_assignments_within_a_plain_forward(accumulation):
+    states = []
+    for more in ({}, {"evict_everything": True}):
+        engine = engine_of(Assigning, **more)
+        train(engine, inputs(8, 8), accumulation=accumulation)
+        states.append(engine.state_dict())
+    testing.assert_same_bits(*states, "parameters")
+
+
+def test_parameters_are_plain_within_later_forwards_only():
+    engine = engine_of(lambda: layers(8, 4))
+    found = []
+    engine.module[2].register_forward_hook(lambda layer, *_: found.append(type(layer.weight).__name__))
+    settle(engine, inputs(1, 8) * 5)
+    assert found == ["ChunkParameter"] * 3 + ["Parameter"] * 2
+    assert type(engine.module[2].weight).__name__ == "ChunkParameter"
+    with torch.no_grad():
+        for _ in range(4):
+            engine(*inputs(1, 8)[0])
+    assert found[5:] == ["ChunkParameter"] * 2 + ["Parameter"] * 2
+    with pytest.raises(RuntimeError):
+        engine(torch.zeros(3, 5))
+    assert type(engine.module[0].weight).__name__ == "ChunkParameter"
+
+
+def test_an_evaluation_may_return_views():
+    class Returning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.calls = layers(8, 2), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.layers[0].weight.t() if self.calls > 4 else self.layers(x)
+
+    engine = engine_of(Returning)
+    with torch.no_grad():
+        *_, view = [engine(*inputs(1, 8)[0]) for _ in range(6)]
+    expected = engine.state_dict()["layers.0.weight"].t()
+    assert torch.equal(view.clone(), expected)
+    assert type(view).__name__ == "ChunkView"
+
+
+class Changing(nn.Module):
+    """Does in later iterations what it did not do in the traced ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.shared = layers(8, 2), layers(8, 2), nn.Linear(8, 8)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        hidden = self.shared(self.first(x))
+        if self.calls > 4 and self.calls % 2:
+            hidden = checkpoint(self.second, hidden, use_reentrant=False)
+        if self.calls > 5:
+            hidden = self.shared(hidden.relu())
+        return self.second(hidden) if self.calls > 3 else self.first(hidden)
+
+
+def test_iterations_that_differ_from_their_trace():
+    same(Changing, lambda trainer: train(trainer, inputs(9, 8)))
+
+
+def several_backwards(trainer):
+    results = []
+    for number, (x,) in enumerate(inputs(8, 8)):
+        loss = mean_square(trainer(x))
+        if number > 4:
+            trainer.backward(loss, retain_graph=True)
+        if number > 5:
+            trainer.backward(mean_square(trainer(2 * x)))
+        trainer.backward(loss)
+        trainer.optimizer.step()
+        results.append(loss.detach().clone())
+    return results
+
+
+def test_more_backwards_than_the_trace_has():
+    same(lambda: layers(8, 4, nn.Tanh), several_backwards)
+
+
+def own_backward(trainer):
+    for (x,) in inputs(6, 8):
+        loss = mean_square(trainer(x))
+        loss.backward() if isinstance(trainer, Engine) else trainer.backward(loss)
+        trainer.optimizer.step()
+    return []
+
+
+def test_backward_without_the_engine():
+    same(lambda: layers(8, 4, nn.Tanh), own_backward)
+
+
+class Reentrant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), layers(8, 2)
+
+    def forward(self, x):
+        return self.outer(checkpoint(self.inner, self.inner(self.outer(x)), use_reentrant=True))
+
+
+def test_reentrant_checkpointing_of_a_parameter_used_outside_too():
+    same(Reentrant, lambda trainer: train(trainer, inputs(6, 8)))
+
+
+def test_a_graph_kept_beyond_the_step_raises_and_reads_no_freed_memory():
+    def build():
+        model = layers(8, 4)
+        model[0].requires_grad_(False)
+        return model
+
+    engine = engine_of(build)
+    settle(engine, inputs(1, 8) * 3)
+    x = inputs(1, 8)[0][0].requires_grad_()
+    loss = mean_square(engine(x)) + mean_square(engine.module[0](x))
+    engine.backward(loss, retain_graph=True)
+    engine.optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    del loss
+    engine.optimizer.zero_grad()
+    settle(engine, inputs(1, 8))
+
+
+def test_an_exception_ends_the_holds():
+    engine = engine_of(lambda: layers(8, 4))
+    settle(engine, inputs(1, 8) * 3)
+    engine(*inputs(1, 8)[0])
+    assert holds(engine)
+    with pytest.raises(RuntimeError):
+        engine(torch.zeros(3, 5))
+    assert holds(engine) == 0
+    settle(engine, inputs(1, 8) * 4)
+    engine(*inputs(1, 8)[0])
+    assert holds(engine)
+    engine.close()
+
+
+class Fixed(testing.NoMeter):
+    """Meter of a given amount."""
+
+    nbytes = 0
+
+    def now(self, chunk_bytes):
+        return self.nbytes
+
+    peak = now
+
+
+def test_memory_needed_in_a_resident_iteration_is_taken_from_held_chunks():
+    """An evaluation between backward and step needs more memory than the training step: held chunks are evicted."""
+    torch.manual_seed(0)
+    meter = Fixed()
+    options = config("fp32", 256, device_memory=1 << 16)
+    engine = Engine(lambda: layers(8, 40), options, meter=meter, poison=True)
+    settle(engine, inputs(1, 8) * 3)
+    torch.manual_seed(0)
+    reference = testing.ReferenceTrainer(lambda: layers(8, 40), options)
+    train(reference, inputs(1, 8) * 3)
+    for trainer in (reference, engine):
+        trainer.backward(mean_square(trainer(*inputs(1, 8)[0])))
+        meter.nbytes = options.device_memory - 5 * 1024
+        with torch.no_grad():
+            trainer(torch.zeros(9, 8))
+        meter.nbytes = 0
+        trainer.optimizer.step()
+    assert engine.stats.last.evictions > 0
+    testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
+
+
+# Evaluations
+
+
+def test_an_evaluation_holds_chunks_once_its_memory_is_known():
+    engine = engine_of(SHAPE.build)
+    found = []
+    engine.module.head.register_forward_hook(lambda *_: found.append(holds(engine)))
+    with torch.no_grad():
+        results = [engine.eval()(*batches(1)[0]) for _ in range(3)]
+    assert found[0] < found[1] == found[2] == engine.layout.chunk_count
+    assert torch.equal(results[0], results[2]) and holds(engine) == 0
+    with torch.no_grad():
+        engine(*batches(1, length=3)[0])
+    assert found[3] == found[0], "another shape is measured first"
+
+
+def evaluating(trainer):
+    results = []
+    for batch in batches(6):
+        for _ in range(2):
+            with torch.no_grad():
+                results.append(trainer.eval()(*batch))
+        loss = trainer.train()(*batch)
+        with torch.inference_mode():
+            results.append(trainer.eval()(*batch).clone())
+        trainer.train().backward(loss)
+        with torch.no_grad():
+            results.append(trainer.eval()(*batch))
+        trainer.optimizer.step()
+    return results
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_evaluations_between_and_within_iterations(precision):
+    options = config(precision, 256, device_memory=PLENTY)
+    same(SHAPE.build, evaluating, options)
+
+
+def test_holds_keep_no_engine_alive():
+    engine = engine_of(lambda: layers(8, 4))
+    settle(engine, inputs(1, 8) * 3)
+    engine(*inputs(1, 8)[0])
+    gone = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert gone() is None
+    finally:
+        gc.enable()
