@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
 from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, TrainingError
 
-_NO_CONTEXT = nullcontext()
 _GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
 _SET_DATA = descriptor("data").__set__
 _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
@@ -88,8 +86,7 @@ class Interceptor:
 
     def on_gradient(self, managed: ManagedParam, param: torch.Tensor) -> None:
         """Move the gradient that autograd accumulated in `param.grad` into the chunk."""
-        # A backward with create_graph=True runs with gradients enabled.
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT:
+        with torch._C.DisableTorchFunctionSubclass(), managing():
             if not self.backward_depth and self.loss_scaled:
                 raise TrainingError(
                     "with fp16 the loss must be scaled: call engine.backward(loss) instead of loss.backward()"
@@ -101,7 +98,7 @@ class Interceptor:
                     f"parameter {managed.name!r} got a gradient with layout {grad.layout}; chunks support dense "
                     f"gradients only: call its operator with sparse=False"
                 )
-            if managed.stays_on_host:
+            if managed.on_host and managed.stays_on_host:
                 self.data.manager.count_transfer(managed.lookups_in_graph_bytes, to_device=False)
                 managed.lookups_in_graph_bytes = 0
             if self.data.residency.active and not self.backward_depth and not self.data.in_backward:
@@ -109,7 +106,7 @@ class Interceptor:
             self.optimizer_in_backward.optimizer_step.complete((managed,))
             self.data.accept_gradient(managed, grad)
             self.optimizer_in_backward.on_gradient_ready(managed)
-            if self.data.residency.active:  # no window closes
+            if self.data.residency.active and self.optimizer_in_backward.active:  # no window closes
                 self.optimizer_in_backward.progress()
 
     # Operators
@@ -351,7 +348,7 @@ class Interceptor:
                 f"(create_graph=True), which is not supported: the second backward would read weights without "
                 f"interception"
             )
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with torch._C.DisableTorchFunctionSubclass(), managing():
             if (
                 self.window is None
                 and not self.backward_depth
@@ -374,13 +371,13 @@ class Interceptor:
 
     def end_backward(self) -> None:
         """End a backward: close the open window."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with torch._C.DisableTorchFunctionSubclass(), managing():
             self._close()
             if not self.backward_depth:
                 self.data.finish_backward_gradients()
 
     def _open(self, window: Window) -> None:
-        with torch.no_grad():
+        with managing():
             self.optimizer_in_backward.optimizer_step.complete(window.managed_params)
             if any(managed.overlays_param for managed in window.managed_params):
                 self.data.tracer.trace.reads_overwritten = True

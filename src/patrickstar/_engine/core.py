@@ -32,6 +32,7 @@ from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.torch_optim_adapter import import_compiler
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.defer_sigint import handle_sigint
 from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.memory_meter import Meter
@@ -156,6 +157,7 @@ class EngineCore:
         self.stats = Stats(_retries=hardware.allocator_stats().retries)
         self.background_save = BackgroundSave(self.data, world)
 
+    @handle_sigint
     def step(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
         """Run one optimizer step with the param group of each parameter."""
         self.check_open()
@@ -183,6 +185,7 @@ class EngineCore:
         self.stats.close_step(manager, overflow, self.scaler.scale, peak)
         self.tracer.non_model_peak = 0
 
+    @handle_sigint
     def drop_gradients(self) -> None:
         self.check_open()
         self.optimizer_in_backward.check_inactive("dropping gradients")

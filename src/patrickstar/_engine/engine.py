@@ -16,6 +16,7 @@ from patrickstar._engine.core import EngineCore
 from patrickstar._engine.inspection import Inspection, inspect
 from patrickstar._engine.param_init import WeightSource
 from patrickstar._layout.chunk_mapping import Layout
+from patrickstar._memory.defer_sigint import handle_sigint
 from patrickstar._params.precision import cast_inputs
 from patrickstar._schedule.coordination import Request
 from patrickstar._step.stats import Stats
@@ -97,13 +98,13 @@ class Engine:
     def inspect(self) -> Inspection:
         """Return a snapshot of where everything is: tiers, chunks, parameters, the last trace and the loss scale.
 
-        It starts no transfers and does not wait, so it may be called at any time, also on a closed engine. Statistics
-        of steps, such as peaks and seconds, are in `stats`.
+        It starts no transfers and does not wait: call it at any time, also on a closed engine. `stats` has statistics.
         """
         return inspect(self._core)
 
     # The training loop
 
+    @handle_sigint
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward.
 
@@ -145,6 +146,7 @@ class Engine:
         """Set the evaluation mode of the model and return the engine."""
         return self.train(False)
 
+    @handle_sigint
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, *, update: bool = False, accumulate: bool = False
     ) -> None:
@@ -243,12 +245,11 @@ class Engine:
     def average(self, value: float | torch.Tensor) -> float:
         """Return the mean of `value`, a number or one-element tensor, over all processes: an fp64 sum in rank order."""
         self._core.check_open()
-        number = float(value)
         if self.world is None:
-            return number
+            return float(value)
         with self._core.close_on_data_loss():
             self._core.data.synchronize_processes(Request.AVERAGE)
-            gathered = self.world.all_gather(torch.tensor([number], dtype=torch.float64, device="cpu"))
+            gathered = self.world.all_gather(torch.tensor([float(value)], dtype=torch.float64, device="cpu"))
             total: float = sum(gathered[:, 0].tolist())
             return total / self.world.size
 

@@ -252,9 +252,14 @@ class ChunkManager(DeviceEviction):
 
     # Prefetch
 
-    @defer_sigint
     def poll_transfers(self) -> None:
         """Complete finished transfers and start the prefetches that are due."""
+        ahead = self.prefetch_policy is not None and self.prefetch_policy.ahead
+        if ahead or self._fetch_queue or self.transfers.in_flight:
+            self._poll_transfers()
+
+    @defer_sigint
+    def _poll_transfers(self) -> None:
         self.transfers.complete_finished()
         if self.prefetch_policy is None or self.evict_everything:
             if self._fetch_queue:

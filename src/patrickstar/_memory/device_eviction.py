@@ -53,7 +53,6 @@ class DeviceEviction:
     def counters(self) -> TransferCounters:
         return self.io_dispatch.counters
 
-    @defer_sigint
     def make_room(self, nbytes: int, protect: Iterable[Chunk], later_bytes: int = 0, *, gently: bool = False) -> None:
         """Evict chunks until `nbytes` more fit into the part of the budget left for chunks.
 
@@ -61,11 +60,13 @@ class DeviceEviction:
         the budget itself would be exceeded, and not if `gently`. `later_bytes` are requested next: only the error
         counts them. Raises BudgetError.
         """
-        soft_limit = 0 if self.evict_everything else self.device_tier.soft_chunkable_bytes
+        soft_chunkable = self.device_tier.soft_chunkable_bytes
+        soft_limit = 0 if self.evict_everything else soft_chunkable
         if self.device_tier.used + self._queued_bytes + nbytes > soft_limit:
             self._evict_until(nbytes, soft_limit, set(protect), later_bytes, gently)
-        self.device_tier.trim(self.device_tier.soft_chunkable_bytes - nbytes)
+        self.device_tier.trim(soft_chunkable - nbytes)
 
+    @defer_sigint
     def _evict_until(self, nbytes: int, soft_limit: int, protected: set[Chunk], later_bytes: int, gently: bool) -> None:
         evictable = self._evictable(protected)
         self._evict_params(evictable, soft_limit - nbytes)
@@ -178,7 +179,7 @@ class DeviceEviction:
 
     @property
     def _queued_bytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self._fetch_queue)
+        return sum(chunk.nbytes for chunk in self._fetch_queue) if self._fetch_queue else 0
 
     @property
     def _bytes_after_transfers(self) -> int:

@@ -1,6 +1,7 @@
 """Device tier: device memory of chunks, and its budget."""
 
 from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.hardware import Hardware
 
 
@@ -65,8 +66,13 @@ class DeviceTier:
 
     def trim(self, limit_bytes: int) -> None:
         """Return unused pages to the system, down to `limit_bytes` for chunks and unused pages together."""
-        if self.page_pool is not None:
-            self.page_pool.trim(limit_bytes - self.used)
+        if self.page_pool is not None and self.page_pool.parked_bytes > max(0, limit_bytes - self.used):
+            self._trim(limit_bytes)
+
+    @defer_sigint
+    def _trim(self, limit_bytes: int) -> None:
+        assert self.page_pool is not None
+        self.page_pool.trim(limit_bytes - self.used)
 
     def reset_peak(self) -> None:
         self.peak = self.used

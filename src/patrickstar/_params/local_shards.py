@@ -44,13 +44,15 @@ class LocalShards:
         self.closed = False
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
 
-    @defer_sigint
     def update_param_views(self) -> None:
         """Point the Parameters of moved chunks at their device memory, or at a placeholder after eviction."""
-        if self.manager.has_moved:
-            self.set_param_views(self.manager.drain_moved())
-        if self.manager.withdrawn:
-            self._invalidate_graphs()
+        if self.manager.has_moved or self.manager.withdrawn:
+            self._update_param_views()
+
+    @defer_sigint
+    def _update_param_views(self) -> None:
+        self.set_param_views(self.manager.drain_moved())
+        self._invalidate_graphs()
 
     def _invalidate_graphs(self) -> None:
         """Increase the versions of parameters whose graph nodes have no windows. See [Note: resident iterations]."""

@@ -268,7 +268,8 @@ class ModelData(LocalShards):
         Reentrant checkpointing completes a gradient several times in one backward; as in plain PyTorch these are added
         in the compute dtype. Gradients of earlier backwards are accumulated in the gradient list.
         """
-        self._check_not_updated((managed,))
+        if self.in_backward and managed.updated_in_backward == self.backward_id:
+            self._check_not_updated((managed,))
         if managed.partial_grad is not None:
             managed.partial_grad.add_(grad)
             return

@@ -67,17 +67,20 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return tensors
 
 
+_WITHOUT_TENSORS = (str, int, float, bool, type, type(None), torch.dtype, torch.device)
+
+
 def _collect(value: Any, tensors: list[torch.Tensor], seen: set[int]) -> None:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return
-    if value is None or isinstance(value, str | int | float | bool | type) or id(value) in seen:
+    if isinstance(value, _WITHOUT_TENSORS) or id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, Mapping):
-        items: Any = value.values()
-    elif isinstance(value, list | tuple | set):
-        items = value
+    if isinstance(value, (list, tuple, set)):
+        items: Any = value
+    elif isinstance(value, Mapping):
+        items = value.values()
     else:
         items = getattr(value, "__dict__", {}).values()
     for item in items:

@@ -20,13 +20,13 @@ HOLD_LIKE = frozenset({TensorState.HOLD, TensorState.HOLD_AFTER_FWD, TensorState
 
 _S = TensorState
 LEGAL = {
-    _S.FREE: {_S.HOLD},
+    _S.FREE: (_S.HOLD,),
     # An access ends in the hold state of its phase; in backward the payload may then be the gradient.
-    _S.COMPUTE: {_S.HOLD, _S.HOLD_AFTER_FWD, _S.HOLD_AFTER_BWD},
-    _S.HOLD: {_S.COMPUTE, _S.HOLD_AFTER_BWD, _S.FREE},
-    _S.HOLD_AFTER_FWD: {_S.COMPUTE, _S.HOLD, _S.HOLD_AFTER_BWD, _S.FREE},
+    _S.COMPUTE: (_S.HOLD, _S.HOLD_AFTER_FWD, _S.HOLD_AFTER_BWD),
+    _S.HOLD: (_S.COMPUTE, _S.HOLD_AFTER_BWD, _S.FREE),
+    _S.HOLD_AFTER_FWD: (_S.COMPUTE, _S.HOLD, _S.HOLD_AFTER_BWD, _S.FREE),
     # The payload is a gradient, which no operator may read, until the update or `zero_grad` ends this state.
-    _S.HOLD_AFTER_BWD: {_S.HOLD, _S.FREE},
+    _S.HOLD_AFTER_BWD: (_S.HOLD, _S.FREE),
 }
 
 
