@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -53,7 +54,8 @@ def run_process(folder: Path, rank: int, size: int, steps: int) -> None:
     """Train from the newest checkpoint to the end; runs in each process."""
     torch.set_num_threads(1)
     if size > 1:
-        dist.init_process_group("gloo")
+        # A process whose peer was killed before it listened would wait for it for half an hour.
+        dist.init_process_group("gloo", timeout=timedelta(seconds=END_TIMEOUT_S / 2))
     torch.manual_seed(0)
     config = ps.Config(device="cpu", precision="bf16", chunk_size="256KiB", optimizer=ps.AdamW(lr=1e-3))
     engine, optimizer = ps.initialize(Model, config)
