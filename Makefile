@@ -27,6 +27,7 @@ test: check
 nightly: check
 	$(PYTEST) --hypothesis-profile nightly tests benchmarks/tests
 	$(PYTEST) --hypothesis-profile nightly --late-copies 1 tests/autograd tests/laws/test_exactness.py
+	$(PYTEST) --hypothesis-profile nightly --resident tests/autograd
 
 # What runs a second time, beside a simulated accelerator: sharing, accumulation and early updates.
 LATE := tests/autograd/test_sharing.py tests/autograd/test_accumulation.py tests/autograd/test_early_update.py

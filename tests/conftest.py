@@ -7,6 +7,8 @@ import sampling
 import torch
 from late_copies import LateHardware
 
+from patrickstar import testing
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -14,6 +16,11 @@ def pytest_addoption(parser):
         type=int,
         metavar="SEED",
         help="run every engine beside a simulated accelerator whose copies are late, by the schedule of this seed",
+    )
+    parser.addoption(
+        "--resident",
+        action="store_true",
+        help="compare training with plain PyTorch in resident iterations: everything fits, three times the batches",
     )
 
 
@@ -42,6 +49,17 @@ def _late_copies(request, monkeypatch):
     seed = request.config.getoption("--late-copies")
     if seed is not None:
         monkeypatch.setattr("patrickstar._engine.core.Hardware", lambda device: LateHardware(seed))
+
+
+@pytest.fixture(autouse=True)
+def _resident(request, monkeypatch):
+    if request.config.getoption("--resident"):
+        assert_exact = testing.assert_exact
+
+        def assert_exact_if_resident(model_func, batches, config, **options):
+            assert_exact(model_func, list(batches) * 3, config, **options | {"stress": False})
+
+        monkeypatch.setattr(testing, "assert_exact", assert_exact_if_resident)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -286,10 +286,7 @@ class ModelData(LocalShards):
             managed.move_to(TensorState.HOLD_AFTER_BWD)
 
     def _write_gradient(self, managed: ManagedParam, grad: torch.Tensor, add: bool) -> None:
-        """Write a gradient over its parameter.
-
-        A chunk on disk is fetched to the device first, or written page by page if the open window leaves no room.
-        """
+        """Write a gradient over its parameter; fetch its chunk from disk, or write page by page if there is no room."""
         if not managed.chunk.held:
             with suppress(BudgetError):
                 self.ensure_in_memory(managed)
