@@ -15,6 +15,9 @@ class TensorState(Enum):
     HOLD_AFTER_FWD = "hold after forward"
     HOLD_AFTER_BWD = "hold after backward"
 
+    following: "tuple[TensorState, ...]"
+    """States to which a parameter may change from this one."""
+
 
 HOLD_LIKE = frozenset({TensorState.HOLD, TensorState.HOLD_AFTER_FWD, TensorState.HOLD_AFTER_BWD})
 
@@ -28,11 +31,13 @@ LEGAL = {
     # The payload is a gradient, which no operator may read, until the update or `zero_grad` ends this state.
     _S.HOLD_AFTER_BWD: (_S.HOLD, _S.FREE),
 }
+for _state, _following in LEGAL.items():
+    _state.following = _following
 
 
 def check_transition(name: str, old: TensorState, new: TensorState) -> None:
     """Raise TrainingError if parameter `name` may not change from state `old` to `new`."""
-    if new not in LEGAL[old]:
+    if new not in old.following:
         raise TrainingError(f"parameter {name!r} can't change from state {old.name} to {new.name}")
 
 
