@@ -86,28 +86,35 @@ class Interceptor:
 
     def on_gradient(self, managed: ManagedParam, param: torch.Tensor) -> None:
         """Move the gradient that autograd accumulated in `param.grad` into the chunk."""
-        with torch._C.DisableTorchFunctionSubclass(), managing():
-            if not self.backward_depth and self.loss_scaled:
-                raise TrainingError(
-                    "with fp16 the loss must be scaled: call engine.backward(loss) instead of loss.backward()"
-                )
-            grad, param.grad = param.grad, None
-            assert grad is not None
-            if grad.layout is not torch.strided:
-                raise ModelError(
-                    f"parameter {managed.name!r} got a gradient with layout {grad.layout}; chunks support dense "
-                    f"gradients only: call its operator with sparse=False"
-                )
-            if managed.on_host and managed.stays_on_host:
-                self.data.manager.count_transfer(managed.lookups_in_graph_bytes, to_device=False)
-                managed.lookups_in_graph_bytes = 0
-            if self.data.residency.active and not self.backward_depth and not self.data.in_backward:
-                self._begin_backward()
-            self.optimizer_in_backward.optimizer_step.complete((managed,))
-            self.data.accept_gradient(managed, grad)
-            self.optimizer_in_backward.on_gradient_ready(managed)
-            if self.data.residency.active and self.optimizer_in_backward.active:  # no window closes
-                self.optimizer_in_backward.progress()
+        with torch._C.DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled():  # a backward with create_graph=True
+                with managing():
+                    self._take_gradient(managed, param)
+            else:
+                self._take_gradient(managed, param)
+
+    def _take_gradient(self, managed: ManagedParam, param: torch.Tensor) -> None:
+        if not self.backward_depth and self.loss_scaled:
+            raise TrainingError(
+                "with fp16 the loss must be scaled: call engine.backward(loss) instead of loss.backward()"
+            )
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            raise ModelError(
+                f"parameter {managed.name!r} got a gradient with layout {grad.layout}; chunks support dense "
+                f"gradients only: call its operator with sparse=False"
+            )
+        if managed.on_host and managed.stays_on_host:
+            self.data.manager.count_transfer(managed.lookups_in_graph_bytes, to_device=False)
+            managed.lookups_in_graph_bytes = 0
+        if self.data.residency.active and not self.backward_depth and not self.data.in_backward:
+            self._begin_backward()
+        self.optimizer_in_backward.optimizer_step.complete((managed,))
+        self.data.accept_gradient(managed, grad)
+        self.optimizer_in_backward.on_gradient_ready(managed)
+        if self.data.residency.active and self.optimizer_in_backward.active:  # no window closes
+            self.optimizer_in_backward.progress()
 
     # Operators
 

@@ -52,22 +52,22 @@ class PlainForward:
             yield
             return
         before = self._counts(chunk for chunk in expected if chunk.held)
-        plain = [managed for managed in interceptor.data.managed_params if _may_be_plain(managed, before)]
+        plain = []
         with torch._C.DisableTorchFunctionSubclass():
-            state = [(managed, managed.param._version, managed.param.data_ptr()) for managed in plain]
-        for managed in plain:
-            managed.param.__class__ = nn.Parameter
+            for managed in interceptor.data.managed_params:
+                if managed.chunk in before and not managed.embedding and not managed.has_any_gradient:
+                    param: Any = managed.param
+                    plain.append((managed, param, param._version, param.data_ptr()))
+                    param.__class__ = nn.Parameter
         try:
             yield
         finally:
-            for managed in plain:
-                managed.param.__class__ = ChunkParameter
-            with torch._C.DisableTorchFunctionSubclass(), managing():
-                for managed, version, address in state:
-                    if managed.param.data_ptr() != address:
-                        self._take_assigned(managed)
-                    elif managed.param._version != version:
-                        interceptor.data.on_in_place_write(managed)
+            with torch._C.DisableTorchFunctionSubclass():
+                for managed, param, version, address in plain:
+                    param.__class__ = ChunkParameter
+                    if param._version != version or param.data_ptr() != address:
+                        with managing():
+                            self._take_write(managed, address)
             added = self._difference(before)
             if any(count > expected[chunk] for chunk, count in added.items()):
                 found = self._adopt_views(before)
@@ -85,8 +85,11 @@ class PlainForward:
     def _difference(self, before: dict[Chunk, int]) -> dict[Chunk, int]:
         return {chunk: count - before[chunk] for chunk, count in self._counts(before).items()}
 
-    def _take_assigned(self, managed: ManagedParam) -> None:
-        """Copy an assigned `parameter.data` into the chunk, with the checks of an intercepted assignment."""
+    def _take_write(self, managed: ManagedParam, address: int) -> None:
+        """Take over an in-place write, or copy an assigned `parameter.data` into the chunk as if intercepted."""
+        if managed.param.data_ptr() == address:
+            self.interceptor.data.on_in_place_write(managed)
+            return
         value = managed.param.data
         managed.param.data = managed.current_device_view()
         self.interceptor.assign_data(managed, value)
@@ -110,8 +113,3 @@ class PlainForward:
                 adopt_view(value, managed_params, self.interceptor)
                 found = True
         return found
-
-
-def _may_be_plain(managed: ManagedParam, chunks: dict[Chunk, int]) -> bool:
-    """Return whether operators may run on a parameter without interception."""
-    return managed.chunk in chunks and not managed.embedding and not managed.has_any_gradient

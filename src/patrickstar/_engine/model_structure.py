@@ -9,20 +9,24 @@ class ModelStructure:
     """Modules of a model, their children, parameters and compiled calls, and which parameters are frozen."""
 
     def __init__(self, model: nn.Module) -> None:
-        # References to everything keep the ids unique.
-        self._modules = [
-            (module, [*module._modules.values()], [*module._parameters.values()]) for module in model.modules()
-        ]
-        self._ids = [_ids(module) for module, _, _ in self._modules]
+        # The attributes of each module, without the search that `nn.Module` does.
+        self._attributes = [vars(module) for module in model.modules()]
         self._frozen = [param for param in model.parameters() if not param.requires_grad]
+        self._parts = self._current_parts()
+        """References to all parts, which keep their ids unique."""
+        self._ids = [*map(id, self._parts)]
 
     @property
     def unchanged(self) -> bool:
         """True if no module or parameter was added, replaced or removed, compiled or unfrozen."""
         if any(param.requires_grad for param in self._frozen):
             return False
-        return all(_ids(module) == ids for (module, _, _), ids in zip(self._modules, self._ids, strict=True))
+        return [*map(id, self._current_parts())] == self._ids
 
-
-def _ids(module: Any) -> list[int]:
-    return [*map(id, module._modules.values()), *map(id, module._parameters.values()), id(module._compiled_call_impl)]
+    def _current_parts(self) -> list[Any]:
+        parts: list[Any] = []
+        for attributes in self._attributes:
+            parts += attributes["_modules"].values()
+            parts += attributes["_parameters"].values()
+            parts.append(attributes.get("_compiled_call_impl"))
+        return parts

@@ -76,6 +76,7 @@ class CppBackend:
         self._library = library
         self._variant = variant
         self._threads = threads
+        self._last_scalars: tuple[Rule, tuple[float, ...]] | None = None
         self.name = f"C++ ({variant or self.variants()[0]})"
 
     @classmethod
@@ -120,14 +121,14 @@ class CppBackend:
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> Running:
         """Start an update. The caller must call `finish` on the result."""
         packed = self._pack([span.grad for span in spans])
-        scalars: dict[Rule, tuple[float, ...]] = {}
         for target, span in zip(packed, spans, strict=True):
             rule = span.rule
             assert rule.code is not None, f"{type(rule).__name__} is not in the C++ kernel"
-            if rule not in scalars:
-                scalars[rule] = rule.scalars(torch.float32)
+            if self._last_scalars is None or self._last_scalars[0] != rule:
+                self._last_scalars = rule, rule.scalars(torch.float32)
+            scalars = self._last_scalars[1]
             target.rule, target.mode = rule.code, rule.mode
-            target.scalars[: len(scalars[rule])] = scalars[rule]
+            target.scalars[: len(scalars)] = scalars
             target.param, target.param_dtype = span.param.data_ptr(), DTYPES[span.param.dtype]
             target.master = span.master.data_ptr()
             target.states[: len(span.states)] = [state.data_ptr() for state in span.states]

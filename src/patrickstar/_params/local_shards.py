@@ -58,8 +58,9 @@ class LocalShards:
         """Increase the versions of parameters whose graph nodes have no windows. See [Note: resident iterations]."""
         withdrawn, self.manager.withdrawn = self.manager.withdrawn, []
         for chunk in withdrawn:
-            for managed in self.by_chunk[chunk.index]:
-                torch.autograd.graph.increment_version(managed.param)
+            managed_params = self.by_chunk[chunk.index]
+            torch.autograd.graph.increment_version([managed.param for managed in managed_params])
+            for managed in managed_params:
                 managed.version_before_gradient += 1
 
     def set_param_views(self, chunks: Iterable[Chunk]) -> None:

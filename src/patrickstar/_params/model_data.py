@@ -1,6 +1,6 @@
 """Access and release of managed parameters, and gradients stored in their place (PatrickStar §6.2, Figure 7)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol
 
@@ -377,12 +377,12 @@ class ModelData(LocalShards):
         return changed
 
     @defer_sigint
-    def mark_updated(self, managed_params: Iterable[ManagedParam]) -> None:
+    def mark_updated(self, managed_params: Collection[ManagedParam]) -> None:
         """Mark parameters whose gradients an update has replaced by new values."""
+        torch.autograd.graph.increment_version([managed.param for managed in managed_params])
         for managed in managed_params:
             managed.steps += 1
             managed.observed = True
-            torch.autograd.graph.increment_version(managed.param)
             managed.overlays_param = managed.reduced = managed.in_grad_list = managed.update_pending = False
             managed.move_to(TensorState.HOLD)
 

@@ -8,7 +8,7 @@ import torch
 from patrickstar._kernels.cpp_backend import Running
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule, Span
-from patrickstar._layout.schema import GRAD32, PARAM32
+from patrickstar._layout.schema import GRAD32
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.profiler_range import profiler_range
@@ -95,13 +95,14 @@ class OptimizerStep:
         }
         if not rules:
             return []
-        if not self._optimizer_chunks(index, managed_params)[0].in_memory:
+        chunks = self._optimizer_chunks(index, managed_params)
+        if not chunks[0].in_memory:
             assert self.disk_step is not None, "without a disk all chunks are in memory"
             self.disk_step.submit(index, rules, scales)
             return []
         try:
             with profiler_range("update", profiled_names(rules)):
-                running = self._start(rules, scales)
+                running = self._start(rules, scales, chunks)
         except BaseException as error:
             for managed in rules:
                 self.data.give_up(managed)
@@ -112,16 +113,18 @@ class OptimizerStep:
             )
             raise
         self.data.mark_updated(rules)
-        for chunk in (managed_params[0].shard_chunk, *self._optimizer_chunks(index, managed_params)):
+        for chunk in (managed_params[0].shard_chunk, *chunks):
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
         return running
 
-    def _start(self, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> list[Running]:
+    def _start(
+        self, rules: Mapping[ManagedParam, Rule], scales: Sequence[float], chunks: Sequence[Chunk]
+    ) -> list[Running]:
         """Start the update of one chunk's parameters; finish it for device parameters with masters on the host."""
         together, manager = [], self.data.manager
         for managed, rule in rules.items():
-            span = self.span(managed, rule)
-            if managed.shard_chunk.device_valid and not manager[PARAM32, managed.location.chunk].device_valid:
+            span = self.span(managed, rule, chunks)
+            if managed.shard_chunk.device_valid and not chunks[0].device_valid:
                 managed.chunk.transferred_bytes += count_update_transfers(manager, managed, managed.location.numel)
             if span.param.device == span.master.device:
                 together.append(span)
@@ -129,10 +132,9 @@ class OptimizerStep:
                 self.span_update.in_pieces(span, scales)
         return self.kernels.start(together, scales)
 
-    def span(self, managed: ManagedParam, rule: Rule) -> Span:
+    def span(self, managed: ManagedParam, rule: Rule, chunks: Sequence[Chunk]) -> Span:
         """Return the tensors that the update of one parameter reads and writes, on their current tiers."""
-        manager, index = self.data.manager, managed.location.chunk
-        master, *states = (managed.flat(manager[spec.kind, index]) for spec in managed.schema.optimizer_lists)
+        master, *states = [managed.flat(chunk) for chunk in chunks]
         return Span(managed.flat(managed.shard_chunk), self.data.gradient(managed), master, tuple(states), rule)
 
     def workspace_bytes(self) -> int:
