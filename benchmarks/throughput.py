@@ -91,8 +91,8 @@ def main() -> None:
     publish(
         "throughput",
         options.device,
-        f"GPT-2 124M shape, {options.precision}, {options.batch} x {options.sequence} tokens per step, everything fits. Both sides "
-        f"run the same operators, which limits the ratio to 1, except for the update: one pass over memory, while "
+        f"GPT-2 124M shape, {options.precision}, {options.batch} x {options.sequence} tokens per step, everything fits. "
+        f"Both sides run the same operators, which limits the ratio to 1, except for the update: one pass over memory, while "
         f"plain PyTorch casts before and after its fused AdamW. Goal: at least 0.95. The losses of the first steps are "
         f"bit-identical to the reference.",
         [
