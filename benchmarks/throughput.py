@@ -91,10 +91,10 @@ def main() -> None:
     publish(
         "throughput",
         options.device,
-        f"GPT-2 124M shape, {options.precision}, {options.batch} x {options.sequence} tokens per step, everything fits. "
-        f"Both sides run the same operators, which limits the ratio to 1, except for the update: one pass over memory, while "
-        f"plain PyTorch casts before and after its fused AdamW. Goal: at least 0.95. The losses of the first steps are "
-        f"bit-identical to the reference.",
+        f"GPT-2 124M shape, {options.precision}, {options.batch} x {options.sequence} tokens per step, everything "
+        f"fits. Both sides run the same operators, which limits the ratio to 1, except for the update: one pass over "
+        f"memory, while plain PyTorch casts before and after its fused AdamW. Goal: at least 0.95. The losses of the "
+        f"first steps are bit-identical to the reference.",
         [
             "checkpointing",
             "plain tokens/s",
