@@ -35,6 +35,7 @@ LATE := tests/autograd/test_sharing.py tests/autograd/test_accumulation.py tests
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/adam.py
+	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/small_pc.py
 	$(BIN)/python benchmarks/readme_table.py
 
