@@ -131,3 +131,14 @@ def test_snapshots_are_plain_and_reading_changes_nothing():
             first.parameters[0].steps = 1
         engine.optimizer.step()
         assert engine.inspect() != first and first.parameters[2].steps == 0
+
+
+def test_a_chunk_has_the_state_of_its_parameters():
+    with engine_with() as engine:
+        assert {chunk.state for chunk in engine.inspect().chunks} == {"HOLD", None}
+        backward(engine)
+        state = engine.inspect()
+        frozen = {param.chunk for param in state.parameters if not param.trained}
+        for chunk in state.chunks:
+            of_params = "HOLD" if chunk.index in frozen else "HOLD_AFTER_BWD"
+            assert chunk.state == (of_params if chunk.kind == "param16" else None)

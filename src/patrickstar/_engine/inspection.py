@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patrickstar._engine.core import EngineCore
+from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.chunk import Chunk
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._schedule.placement import Tier
+from patrickstar._schedule.tensor_state import chunk_state
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class ChunkInfo:
     tiers: tuple[str, ...]
     """Tiers with an up to date copy: "device", "host", "disk"."""
     pins: int
-    """Number of running accesses and updates; a pinned chunk is not evicted."""
+    """Number of running accesses and updates, and 1 in a resident iteration; a pinned chunk is not evicted."""
+    state: str | None
+    """State of a `param16` chunk, which follows from its parameters' tensor states (PatrickStar, Table 1)."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def inspect(core: EngineCore) -> Inspection:
         TierUsage(device.budget_bytes, device.used, device.non_model_bytes, device.resident_bytes),
         TierUsage(host.budget_bytes, host.used, host.other_bytes, host.touched_bytes),
         None if file is None else DiskUsage(file.path, *((0, 0) if closed else (file.nbytes, file.used_bytes))),
-        tuple(_chunk_info(chunk) for chunk in manager.chunks.values()),
+        tuple(_chunk_info(chunk, core) for chunk in manager.chunks.values()),
         () if closed else tuple(_parameter_info(managed, core) for managed in core.data.managed_params),
         tuple(MomentInfo(moment.chunks, moment.non_model_bytes) for moment in core.tracer.trace.moments),
         core.scaler.scale,
@@ -129,10 +133,13 @@ def inspect(core: EngineCore) -> Inspection:
     )
 
 
-def _chunk_info(chunk: Chunk) -> ChunkInfo:
+def _chunk_info(chunk: Chunk, core: EngineCore) -> ChunkInfo:
     valid = {"device": chunk.device_valid, "host": chunk.host_valid, "disk": chunk.disk_valid}
     tiers = tuple(tier for tier, is_valid in valid.items() if is_valid)
-    return ChunkInfo(chunk.kind, chunk.index, str(chunk.dtype).split(".")[-1], chunk.nbytes, tiers, chunk.pins)
+    state = None
+    if chunk.kind == PARAM16:
+        state = chunk_state(managed.state for managed in core.data.by_chunk[chunk.index]).name
+    return ChunkInfo(chunk.kind, chunk.index, str(chunk.dtype).split(".")[-1], chunk.nbytes, tiers, chunk.pins, state)
 
 
 def _parameter_info(managed: ManagedParam, core: EngineCore) -> ParameterInfo:

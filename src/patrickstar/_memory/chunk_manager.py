@@ -165,6 +165,17 @@ class ChunkManager(DeviceEviction):
 
     # Access
 
+    def at_rest(self, chunks: Iterable[Chunk]) -> bool:
+        """Return True if `chunks` are on the device, the budget is kept, and no transfer is due or in flight."""
+        device, policy = self.device_tier, self.prefetch_policy
+        if self._fetch_queue or self.transfers.in_flight or self.evict_everything or (policy and policy.ahead):
+            return False
+        return (
+            device.resident_bytes <= device.soft_chunkable_bytes
+            and self.io_dispatch.failed is None
+            and all(chunk.device_valid for chunk in chunks)
+        )
+
     @defer_sigint
     def fetch(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:
         """Fetch `chunks` to the device, all resident at once. `gently`: evict only `param16` chunks for them.

@@ -19,7 +19,7 @@ from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.residency import Residency
 from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.placement import Tier, embedding_runs_on_host
-from patrickstar._schedule.tensor_state import TensorState, chunk_state
+from patrickstar._schedule.tensor_state import TensorState
 from patrickstar.errors import BudgetError, TrainingError
 
 
@@ -70,9 +70,6 @@ class ModelData(LocalShards):
         managed.move_to(TensorState.HOLD)
         self._set_param_view(managed)
 
-    def chunk_state(self, index: int) -> TensorState:
-        return chunk_state(managed.state for managed in self.by_chunk[index])
-
     # Access and release (Algorithms 1 and 2)
 
     @defer_sigint
@@ -87,12 +84,14 @@ class ModelData(LocalShards):
         self.restore_params(managed_params)
         chunks = self.chunks_to_fetch(managed_params)
         self.tracer.begin_moment(tuple(chunk.index for chunk in chunks), belongs)
-        with profiler_range("access", profiled_names(managed_params)):
-            self.fetch(chunks, gently=gently)
+        if not (at_rest := self.manager.at_rest(chunks)):
+            with profiler_range("access", profiled_names(managed_params)):
+                self.fetch(chunks, gently=gently)
         self.tracer.transfers_done()
         self.pin(managed_params)
         self.residency.hold(chunks)
-        self.manager.poll_transfers()
+        if not at_rest:
+            self.manager.poll_transfers()
         self.update_param_views()
 
     def restore_params(self, managed_params: Sequence[ManagedParam]) -> None:
@@ -213,11 +212,12 @@ class ModelData(LocalShards):
     def op_boundary(self, belongs: bool) -> None:
         """Enforce the device budget after an operator."""
         self.tracer.begin_moment((), belongs)
-        try:
-            self._keep_budget()
-            self.manager.poll_transfers()
-        finally:
-            self.update_param_views()
+        if self.comm is not None or not self.manager.at_rest(()):
+            try:
+                self._keep_budget()
+                self.manager.poll_transfers()
+            finally:
+                self.update_param_views()
         self.tracer.transfers_done()
 
     def _keep_budget(self) -> None:
