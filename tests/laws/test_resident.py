@@ -11,48 +11,13 @@ from sampling import draws
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from toys import Shape, batches, inputs, layers, mean_square, train
+from toys import batches, inputs, layers, mean_square, train
 
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 
 from .models import config, precisions, shapes
-
-SHAPE = Shape(("mlp", "attention", "plain"))
-PLENTY = 1 << 22
-
-
-def engine_of(build, options=None, **more):
-    torch.manual_seed(0)
-    options = options or config("fp32", 256, device_memory=PLENTY)
-    return Engine(build, options, meter=testing.NoMeter(), poison=True, **more)
-
-
-def holds(engine):
-    """Return the number of pinned `param16` chunks."""
-    return sum(chunk.pins > 0 for chunk in engine.inspect().chunks if chunk.kind == "param16")
-
-
-def settle(engine, data=None):
-    """Train until the engine knows that everything fits."""
-    for batch in data or batches(1) * 3:
-        loss = engine(*batch)
-        engine.backward(loss if loss.dim() == 0 else mean_square(loss))
-        engine.optimizer.step()
-    assert holds(engine) == 0
-
-
-def same(build, script, options=None):
-    """Compare a script's results and all parameters with those of plain PyTorch."""
-    options = options or config("fp32", 256, device_memory=PLENTY)
-    torch.manual_seed(0)
-    reference = testing.ReferenceTrainer(build, options)
-    expected = script(reference)
-    engine = engine_of(build, options)
-    found = script(engine)
-    testing.assert_same_bits(expected, found, "results")
-    testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
-    engine.close()
+from .residents import PLENTY, SHAPE, engine_of, holds, same, settle
 
 
 @settings(max_examples=draws(40), deadline=None, print_blob=True)
@@ -125,7 +90,7 @@ def test_views_kept_in_a_resident_iteration_are_intercepted_later():
 
 
 class LateView(nn.Module):
-    """Begins to keep views of a weight when its forwards are plain; renews them at each call."""
+    """Begins to keep views of a weight in a resident forward; renews them at each call."""
 
     def __init__(self, kind):
         super().__init__()
@@ -153,7 +118,7 @@ def reading_the_view(trainer):
 
 
 @pytest.mark.parametrize("kind", ["t", "detach", "rows"])
-def test_views_that_outlive_a_plain_forward(kind):
+def test_views_that_outlive_a_resident_forward(kind):
     """Between backward and step the gradient is stored in place of the weight; the view still reads the weight."""
     same(lambda: LateView(kind), reading_the_view)
 
@@ -176,47 +141,13 @@ class Assigning(nn.Module):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_assignments_within_a_plain_forward(accumulation):
+def test_assignments_within_a_resident_forward(accumulation):
     states = []
     for more in ({}, {"evict_everything": True}):
         engine = engine_of(Assigning, **more)
         train(engine, inputs(8, 8), accumulation=accumulation)
         states.append(engine.state_dict())
     testing.assert_same_bits(*states, "parameters")
-
-
-def test_parameters_are_plain_within_later_forwards_only():
-    engine = engine_of(lambda: layers(8, 4))
-    found = []
-    engine.module[2].register_forward_hook(lambda layer, *_: found.append(type(layer.weight).__name__))
-    settle(engine, inputs(1, 8) * 5)
-    assert found == ["ChunkParameter"] * 3 + ["Parameter"] * 2
-    assert type(engine.module[2].weight).__name__ == "ChunkParameter"
-    with torch.no_grad():
-        for _ in range(4):
-            engine(*inputs(1, 8)[0])
-    assert found[5:] == ["ChunkParameter"] * 2 + ["Parameter"] * 2
-    with pytest.raises(RuntimeError):
-        engine(torch.zeros(3, 5))
-    assert type(engine.module[0].weight).__name__ == "ChunkParameter"
-
-
-def test_an_evaluation_may_return_views():
-    class Returning(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers, self.calls = layers(8, 2), 0
-
-        def forward(self, x):
-            self.calls += 1
-            return self.layers[0].weight.t() if self.calls > 4 else self.layers(x)
-
-    engine = engine_of(Returning)
-    with torch.no_grad():
-        *_, view = [engine(*inputs(1, 8)[0]) for _ in range(6)]
-    expected = engine.state_dict()["layers.0.weight"].t()
-    assert torch.equal(view.clone(), expected)
-    assert type(view).__name__ == "ChunkView"
 
 
 class Changing(nn.Module):
@@ -349,44 +280,6 @@ def test_memory_needed_in_a_resident_iteration_is_taken_from_held_chunks():
     testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
 
 
-# Evaluations
-
-
-def test_an_evaluation_holds_chunks_once_its_memory_is_known():
-    engine = engine_of(SHAPE.build)
-    found = []
-    engine.module.head.register_forward_hook(lambda *_: found.append(holds(engine)))
-    with torch.no_grad():
-        results = [engine.eval()(*batches(1)[0]) for _ in range(3)]
-    assert found[0] < found[1] == found[2] == engine.layout.chunk_count
-    assert torch.equal(results[0], results[2]) and holds(engine) == 0
-    with torch.no_grad():
-        engine(*batches(1, length=3)[0])
-    assert found[3] == found[0], "another shape is measured first"
-
-
-def evaluating(trainer):
-    results = []
-    for batch in batches(6):
-        for _ in range(2):
-            with torch.no_grad():
-                results.append(trainer.eval()(*batch))
-        loss = trainer.train()(*batch)
-        with torch.inference_mode():
-            results.append(trainer.eval()(*batch).clone())
-        trainer.train().backward(loss)
-        with torch.no_grad():
-            results.append(trainer.eval()(*batch))
-        trainer.optimizer.step()
-    return results
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_evaluations_between_and_within_iterations(precision):
-    options = config(precision, 256, device_memory=PLENTY)
-    same(SHAPE.build, evaluating, options)
-
-
 def test_holds_keep_no_engine_alive():
     engine = engine_of(lambda: layers(8, 4))
     settle(engine, inputs(1, 8) * 3)
@@ -398,3 +291,46 @@ def test_holds_keep_no_engine_alive():
         assert gone() is None
     finally:
         gc.enable()
+
+
+class ClipsData(nn.Module):
+    """Clips its weights through `.data` in each forward, which leaves no trace in their version counters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = layers(8, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            layer.weight.data.clamp_(-0.2, 0.2)
+        return self.layers(x)
+
+
+def test_writes_through_data_in_every_forward():
+    states = []
+    for more in ({}, {"evict_everything": True}):
+        engine = engine_of(ClipsData, **more)
+        train(engine, inputs(7, 8))
+        states.append(engine.state_dict())
+    testing.assert_same_bits(*states, "parameters")
+
+
+class DetachesLate(nn.Module):
+    """From the fifth call on, reads a trained weight without its gradient: autograd saves a view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(8, 8), nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.calls += 1
+        hidden = self.first(x)
+        if self.calls > 4:
+            hidden = F.linear(hidden, self.second.weight.detach())
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_backward_that_reads_what_a_gradient_has_replaced(offload):
+    options = config("fp32", 256, device_memory=PLENTY, activation_offload=offload)
+    same(DetachesLate, lambda trainer: train(trainer, inputs(8, 8)), options)

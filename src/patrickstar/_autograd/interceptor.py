@@ -31,8 +31,6 @@ _GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
 _SET_DATA = descriptor("data").__set__
 _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 """Functions that expose memory outside PyTorch; they get a copy."""
-_SPECIAL = {_GET_GRAD, _SET_GRAD, _SET_DATA, *_COPIED}
-"""Functions that do not just run on the parameter's memory."""
 
 
 def _gradient_hook(param: Any) -> None:
@@ -56,8 +54,6 @@ class Interceptor:
         self.window: Window | None = None
         self.hooks: dict[ManagedParam, Any] = {}
         self.pending_functions: dict[int, tuple[ManagedParam, ...]] = {}
-        self.adopted: list[weakref.ref[torch.Tensor]] | None = None
-        """Views adopted by the running forward, if that is being recorded. See [Note: plain forwards]."""
         self.release: weakref.finalize[Any, Any] | None = None
         """Closes the engine."""
 
@@ -108,70 +104,20 @@ class Interceptor:
         if managed.on_host and managed.stays_on_host:
             self.data.manager.count_transfer(managed.lookups_in_graph_bytes, to_device=False)
             managed.lookups_in_graph_bytes = 0
-        if self.data.residency.active and not self.backward_depth and not self.data.in_backward:
-            self._begin_backward()
         self.optimizer_in_backward.optimizer_step.complete((managed,))
         self.data.accept_gradient(managed, grad)
         self.optimizer_in_backward.on_gradient_ready(managed)
-        if self.data.residency.active and self.optimizer_in_backward.active:  # no window closes
-            self.optimizer_in_backward.progress()
 
     # Operators
 
     def operate(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
         """Run an operator that takes managed tensors."""
         try:
-            if self.data.residency.active and func not in _SPECIAL and self._are_held(tensors):
-                return self._operate_held(func, args, kwargs, tensors)
             return self._operate(func, args, kwargs, tensors)
         except (DiskError, MoveError) as error:
             if not self.data.tracer.in_iteration_now:  # otherwise the engine's own call handles it
                 self.close_engine(error)
             raise
-
-    def _are_held(self, tensors: list[Any]) -> bool:
-        """Return whether an operator on these tensors needs no access: their chunks are held, without gradients."""
-        for tensor in tensors:
-            if tensor._interceptor is not self:
-                return False
-            if any(not managed.chunk.held or managed.overlays_param for managed in tensor._managed_params):
-                return False
-        return True
-
-    def _operate_held(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]
-    ) -> Any:
-        """Run an operator on held chunks. See [Note: resident iterations]."""
-        versions = [_version(tensor) for tensor in tensors]
-        first = tensors[0]._managed_params[0]
-        if func is F.embedding and first.embedding:
-            out = embedding_lookup(args, kwargs, first, self.data.manager)
-        else:
-            out = run_with_retry(func, args, kwargs, first, self.data)
-            storages = {managed.chunk.storage._cdata for tensor in tensors for managed in tensor._managed_params}
-            for tensor in (out,) if type(out) is torch.Tensor else tensors_in(out):
-                if (
-                    tensor.layout is torch.strided
-                    and tensor.untyped_storage()._cdata in storages
-                    and not isinstance(tensor, ChunkParameter)
-                ):
-                    self._adopt_view(tensor, self._managed_params(tensors))
-        for tensor, version in zip(tensors, versions, strict=True):
-            if _version(tensor) != version:
-                with managing():
-                    for managed in tensor._managed_params:
-                        self.data.on_in_place_write(managed)
-        optimizer_step = self.optimizer_in_backward.optimizer_step
-        if optimizer_step.disk_step is not None or self.data.saving is not None:
-            with managing():
-                optimizer_step.progress()
-        return out
-
-    def _adopt_view(self, view: torch.Tensor, managed_params: tuple[ManagedParam, ...]) -> None:
-        """Intercept the operators on a view of parameters."""
-        adopt_view(view, managed_params, self)
-        if self.adopted is not None:
-            self.adopted.append(weakref.ref(view))
 
     @staticmethod
     def _managed_params(tensors: list[Any]) -> tuple[ManagedParam, ...]:
@@ -216,7 +162,10 @@ class Interceptor:
                 if managed.on_host:
                     self.data.move_embedding_to_device(managed)
         before = GraphSnapshot.now(args, kwargs)
-        suspended = self._access(managed_params)
+        held = self.data.residency.covers(managed_params)
+        if held:
+            self._note_function(managed_params)
+        suspended = None if held else self._access(managed_params)
         versions = [_version(tensor) for tensor in tensors]
         try:
             if func is F.embedding and managed_params[0].embedding:
@@ -231,9 +180,11 @@ class Interceptor:
             if func is not F.embedding:  # its backward reads only the indices
                 self._track_outputs(out, managed_params, before)
         except BaseException:
-            self._end_uses(managed_params, suspended)
+            if not held:
+                self._end_uses(managed_params, suspended)
             raise
-        self._release(managed_params, suspended)
+        if not held:
+            self._release(managed_params, suspended)
         return out
 
     def _release(self, managed_params: Sequence[ManagedParam], suspended: Window | None) -> None:
@@ -247,12 +198,6 @@ class Interceptor:
         self.data.release(managed_params, TensorState.HOLD if self.in_backward else TensorState.HOLD_AFTER_FWD)
         if suspended is not None:
             self._open(suspended)
-
-    def needs_window(self, managed_params: Sequence[ManagedParam]) -> bool:
-        """Return False if a module's parameters are held and plain already. See [Note: plain forwards]."""
-        return not self.data.residency.active or any(
-            type(managed.param) is ChunkParameter or not managed.chunk.held for managed in managed_params
-        )
 
     def open_module_window(self, managed_params: tuple[ManagedParam, ...], inputs: Any) -> ModuleUse:
         """Fetch all parameters of a module, and make them plain Parameters until `close_module_window`."""
@@ -277,12 +222,7 @@ class Interceptor:
         """
         belongs = torch.is_grad_enabled() or self.in_backward
         window = self.window
-        if self.data.tracer.in_iteration_now and not torch.is_grad_enabled() and not self.in_backward:
-            # Possibly inside a custom Function, whose node was created last. See `open_function_windows`.
-            number = torch._C._autograd._get_sequence_nr() - 1
-            self.pending_functions[number] = tuple(
-                dict.fromkeys((*self.pending_functions.get(number, ()), *managed_params))
-            )
+        self._note_function(managed_params)
         with managing():
             self.optimizer_in_backward.optimizer_step.complete(managed_params)
             try:
@@ -297,6 +237,14 @@ class Interceptor:
                 self.data.fetch(self.data.chunks_to_fetch(managed_params))
                 self.data.pin(managed_params)
                 return window
+
+    def _note_function(self, managed_params: Sequence[ManagedParam]) -> None:
+        """Remember the parameters of an operator that may be inside a custom Function. See `open_function_windows`."""
+        if self.data.tracer.in_iteration_now and not torch.is_grad_enabled() and not self.in_backward:
+            number = torch._C._autograd._get_sequence_nr() - 1  # the Function's node was created last
+            self.pending_functions[number] = tuple(
+                dict.fromkeys((*self.pending_functions.get(number, ()), *managed_params))
+            )
 
     def open_function_windows(self, loss: torch.Tensor) -> None:
         """Open windows before nodes of custom Functions that read parameters: `Function.apply` is not intercepted.
@@ -324,7 +272,7 @@ class Interceptor:
             if isinstance(tensor, ChunkParameter):
                 continue
             if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages:
-                self._adopt_view(tensor, managed_params)
+                adopt_view(tensor, managed_params, self)
             elif tensor.grad_fn is not None:
                 nodes.append(tensor.grad_fn)
         if not nodes:
@@ -356,24 +304,16 @@ class Interceptor:
                 f"interception"
             )
         with torch._C.DisableTorchFunctionSubclass(), managing():
-            if (
-                self.window is None
-                and not self.backward_depth
-                and not (self.data.residency.active and self.data.in_backward)
-            ):
-                self._begin_backward()
+            if self.window is None and not self.backward_depth:
+                self.optimizer_in_backward.check_inactive("another backward")
+                self.data.begin_backward()
+                Variable._execution_engine.queue_callback(self.end_backward)
             self._close()
             self._open(window)
 
-    def _begin_backward(self) -> None:
-        """Begin a backward that the user started without `engine.backward`."""
-        self.optimizer_in_backward.check_inactive("another backward")
-        self.data.begin_backward()
-        Variable._execution_engine.queue_callback(self.end_backward)
-
     def abandon(self) -> None:
         """Close the window that a failed backward outside `engine.backward` left open."""
-        if (self.window is not None or self.data.in_backward) and not self.backward_depth:
+        if self.window is not None and not self.backward_depth:
             self.end_backward()
 
     def end_backward(self) -> None:
@@ -385,10 +325,11 @@ class Interceptor:
 
     def _open(self, window: Window) -> None:
         with managing():
-            self.optimizer_in_backward.optimizer_step.complete(window.managed_params)
-            if any(managed.overlays_param for managed in window.managed_params):
-                self.data.tracer.trace.reads_overwritten = True
-            self.data.access(window.managed_params, belongs=True)
+            if self.data.residency.covers(window.managed_params):
+                self.data.pin(window.managed_params)
+            else:
+                self.optimizer_in_backward.optimizer_step.complete(window.managed_params)
+                self.data.access(window.managed_params, belongs=True)
         self.window = window
 
     def _close(self) -> None:

@@ -50,9 +50,7 @@ class ModuleHooks:
 
         def before_call(layer: nn.Module, args: Any, kwargs: Any) -> None:
             if layer is module and applies(layer):  # a deep copy has the hooks too, but is not managed
-                managed_params = _managed_params_of(module)
-                if self.interceptor.needs_window(managed_params):
-                    uses.append(self.interceptor.open_module_window(managed_params, (args, kwargs)))
+                uses.append(self.interceptor.open_module_window(_managed_params_of(module), (args, kwargs)))
 
         def after_call(layer: nn.Module, args: Any, out: Any) -> None:
             if layer is module and uses:
@@ -66,10 +64,7 @@ class ModuleHooks:
         compiled: Any = module._compiled_call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            managed_params = _managed_params_of(module)
-            if not self.interceptor.needs_window(managed_params):
-                return compiled(*args, **kwargs)
-            use = self.interceptor.open_module_window(managed_params, (args, kwargs))
+            use = self.interceptor.open_module_window(_managed_params_of(module), (args, kwargs))
             out = None
             try:
                 out = compiled(*args, **kwargs)

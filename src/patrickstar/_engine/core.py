@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 from patrickstar._autograd.activation_offload import ActivationOffload
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._autograd.module_hooks import ModuleHooks
-from patrickstar._autograd.plain_forward import PlainForward
 from patrickstar._checkpoint.background_save import BackgroundSave
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.distributed_init import broadcast_buffers, create_sharded_data, negotiate_layout
@@ -147,7 +146,6 @@ class EngineCore:
         self.tracer.calibrate()
         self.optimizer_placement.begin(plan.placement)
         self.by_name = {managed.name: managed for managed in self.data.managed_params}
-        self.plain_forward = PlainForward(self.interceptor)
         self.module_hooks = ModuleHooks(self.interceptor)
         self.module_hooks.notice(self.module)
         self.release = weakref.finalize(self, release, self.interceptor, self.module_hooks, self.model_state)
@@ -242,7 +240,6 @@ class EngineCore:
                     states = self.config.optimizer.states
                     self.layout = unfreeze(unfrozen, self.layout, self.data, self.interceptor, states)
                 self.tracer.invalidate()
-                self.plain_forward.invalidate()
             self._structure = ModelStructure(self.module)
 
     def signature(self, args: Any, kwargs: Any) -> Hashable:

@@ -126,13 +126,12 @@ class Engine:
         args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
         key = core.signature(args, kwargs)
         if not torch.is_grad_enabled():
-            with core.cleanup_on_error(), core.data.residency.evaluation(key), core.plain_forward((key, False)):
+            with core.cleanup_on_error(), core.data.residency.evaluation(key):
                 return self.module(*args, **kwargs)
-        core.data.residency.begin_iteration(key)
         with core.cleanup_on_error(), core.tracer.in_iteration(), ExitStack() as stack:
+            core.data.residency.begin_iteration(key)
             if core.activation_offload is not None:
                 stack.enter_context(core.activation_offload.saving())
-            stack.enter_context(core.plain_forward((key, True)))
             out = self.module(*args, **kwargs)
         core.data.finish_forward()
         return out

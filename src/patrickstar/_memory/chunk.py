@@ -190,10 +190,6 @@ class Chunk:
             flat = flats[offset, numel] = self.current(Region(offset, (numel,), (1,)))
         return flat
 
-    def is_own_view(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is one that `flat` keeps."""
-        return any(tensor is flat for flat in self._device_flats.values())
-
     @property
     def read_storage(self) -> torch.UntypedStorage:
         """Storage to read from: the device's, unless only the host copy is valid."""

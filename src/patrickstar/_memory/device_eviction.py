@@ -42,8 +42,6 @@ class DeviceEviction:
         """Prefetches that start once the evictions before them have freed enough memory."""
         self.held: list[Chunk] = []
         """Chunks pinned until the iteration ends. See [Note: resident iterations]."""
-        self.withdrawn: list[Chunk] = []
-        """Chunks no longer held, whose parameters need new versions."""
 
     @property
     def disk_tier(self) -> DiskTier | None:
@@ -105,14 +103,12 @@ class DeviceEviction:
         chunk.held = False
         chunk.pins -= 1
         self.held.remove(chunk)
-        self.withdrawn.append(chunk)
 
-    def withdraw_holds(self, graphs: bool) -> None:
-        """Unpin all held chunks. `graphs`: autograd graphs may still refer to them."""
+    def withdraw_holds(self) -> None:
+        """Unpin all held chunks."""
         for chunk in self.held:
             chunk.held = False
             chunk.pins -= 1
-        self.withdrawn.extend(self.held if graphs else ())
         self.held.clear()
 
     def _evict_held(self, target_bytes: int, protected: set[Chunk]) -> None:

@@ -48,9 +48,10 @@ class Tracer:
         """True while the followed trace is being compared with the needs of a second iteration."""
         self._settled_peak_bytes = 0
         """Peak of non-model data of the followed iteration so far; NEVER if freed memory could not stay cached."""
-        self._allocations = 0
-        self.evaluation_peaks: dict[Hashable, int] = {}
-        """Peak of non-model data of evaluations that moved no chunk, by kind (input shapes)."""
+        self._entered = (0, 0)
+        """Count of allocations and non-model bytes when the last evaluation began."""
+        self.evaluation_growth: dict[Hashable, int] = {}
+        """Largest increase of non-model data in evaluations that moved no chunk, by kind (input shapes)."""
         self.open_key: Hashable | None = None
         self.in_iteration_now = 0
         self.peak_non_model_bytes = 0
@@ -65,7 +66,7 @@ class Tracer:
 
     def invalidate(self) -> None:
         self.traces.clear()
-        self.evaluation_peaks.clear()
+        self.evaluation_growth.clear()
 
     def begin_iteration(self, key: Hashable) -> bool:
         """Open an iteration of this kind, unless one is open. Return True if it follows a trace."""
@@ -126,7 +127,7 @@ class Tracer:
 
     def _fits_resident(self, trace: Trace) -> bool:
         """Return whether the parameters of an iteration fit on the device for its whole length."""
-        if trace.settled_peak_bytes is None or trace.reads_overwritten or self.manager.evict_everything:
+        if trace.settled_peak_bytes is None or self.manager.evict_everything:
             return False
         if any(self.manager.param16[index].sharded for index in trace.uses):
             return False
@@ -156,26 +157,28 @@ class Tracer:
 
     def evaluation_fits(self, key: Hashable) -> bool:
         """Return whether an evaluation of this kind is known to fit beside all parameters."""
-        peak = self.evaluation_peaks.get(key)
-        if peak is None or self.manager.evict_everything:
+        growth, chunks = self.evaluation_growth.get(key), self.manager.param16.values()
+        if growth is None or self.manager.evict_everything or any(chunk.sharded for chunk in chunks):
             return False
-        missing = sum(chunk.nbytes for chunk in self.manager.param16.values() if not chunk.device_resident)
-        return peak + missing <= self.manager.device_tier.free_bytes
+        missing = sum(chunk.nbytes for chunk in chunks if not chunk.device_resident)
+        return self.current_non_model_bytes() + growth + missing <= self.manager.device_tier.free_bytes
 
     def begin_evaluation(self) -> bool:
         """Start to measure an evaluation. Return False if an open iteration is being measured."""
         if self.mode is Mode.TRACE or self._checking or self.mode is Mode.RESIDENT:
             return False
-        self._allocations = self.manager.device_tier.allocations
+        self._entered = self.manager.device_tier.allocations, self.current_non_model_bytes()
         self.meter.restart()
         return True
 
     def end_evaluation(self, key: Hashable) -> None:
-        """Record the evaluation's peak, unless chunks moved, which the meter would take for non-model data."""
-        if self._allocations == self.manager.device_tier.allocations:
-            while len(self.evaluation_peaks) >= MAX_TRACES:
-                self.evaluation_peaks.pop(next(iter(self.evaluation_peaks)))
-            self.evaluation_peaks[key] = self.meter.peak(self.manager.resident_bytes)
+        """Record the evaluation's growth, unless chunks moved, which the meter would take for non-model data."""
+        allocations, entered_bytes = self._entered
+        if allocations == self.manager.device_tier.allocations:
+            while len(self.evaluation_growth) >= MAX_TRACES:
+                self.evaluation_growth.pop(next(iter(self.evaluation_growth)))
+            growth = self.meter.peak(self.manager.resident_bytes) - entered_bytes
+            self.evaluation_growth[key] = max(0, growth, self.evaluation_growth.pop(key, 0))
 
     def _check_resident_peak(self) -> None:
         """Record the peak of a resident iteration, and drop the trace if it exceeded the budget."""

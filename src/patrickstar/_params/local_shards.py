@@ -46,22 +46,12 @@ class LocalShards:
 
     def update_param_views(self) -> None:
         """Point the Parameters of moved chunks at their device memory, or at a placeholder after eviction."""
-        if self.manager.has_moved or self.manager.withdrawn:
+        if self.manager.has_moved:
             self._update_param_views()
 
     @defer_sigint
     def _update_param_views(self) -> None:
         self.set_param_views(self.manager.drain_moved())
-        self._invalidate_graphs()
-
-    def _invalidate_graphs(self) -> None:
-        """Increase the versions of parameters whose graph nodes have no windows. See [Note: resident iterations]."""
-        withdrawn, self.manager.withdrawn = self.manager.withdrawn, []
-        for chunk in withdrawn:
-            managed_params = self.by_chunk[chunk.index]
-            torch.autograd.graph.increment_version([managed.param for managed in managed_params])
-            for managed in managed_params:
-                managed.version_before_gradient += 1
 
     def set_param_views(self, chunks: Iterable[Chunk]) -> None:
         """Point the Parameters of `chunks` at the current memory of these; do nothing once the engine is closed."""

@@ -139,10 +139,6 @@ class ManagedParam:
             self.device_view = self.chunk.on_device(self.region)
         return self.device_view
 
-    def contains(self, offset: int) -> bool:
-        """Return whether an element of the chunk belongs to the parameter."""
-        return 0 <= offset - self.region.offset < self.numel
-
     def flat(self, chunk: Chunk) -> torch.Tensor:
         """Return this rank's elements of the parameter in a chunk of one of its lists, 1-D, in memory order."""
         return chunk.flat(self.location.offset, self.location.numel)

@@ -184,8 +184,6 @@ class ModelData(LocalShards):
         self.in_backward = True
         self.backward_id += 1
         self.backwards_in_step += 1
-        if self.residency.active:  # nodes without windows do not restore what they read
-            self.restore_params(self.managed_params)
 
     @staticmethod
     def chunks_to_fetch(managed_params: Sequence[ManagedParam]) -> list[Chunk]:

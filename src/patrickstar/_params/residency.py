@@ -11,15 +11,11 @@ from patrickstar._params.managed_param import ManagedParam
 # [Note: resident iterations]
 # If all of an iteration's parameters fit on the device beside the peak of non-model data that its trace shows, no
 # chunk has to move and no memory has to be measured. Its chunks are then held: pinned from their first access to the
-# optimizer step. Operators on held chunks run at once, without moments and without backward windows. It takes three
-# iterations to know: the first is traced, the second confirms the memory figures, the third measures them with freed
-# memory cached, if the meter counts that. A resident iteration is measured as a whole; if it exceeds the budget, the
-# next is traced again.
-#
-# Graph nodes of a resident iteration have no window that would fetch their parameters. When the iteration ends, the
-# parameters' versions are increased, so that a backward through a graph that outlives it raises PyTorch's error about
-# modified tensors. If memory for chunks is needed during the iteration (another gradient list, an evaluation), held
-# chunks are evicted last, also with new versions.
+# optimizer step. Operators on held chunks and their backward windows run without moments, transfers or measurements.
+# It takes three iterations to know: the first is traced, the second confirms the memory figures, the third measures
+# them with freed memory cached, if the meter counts that. A resident iteration is measured as a whole; if it exceeds
+# the budget, the next is traced again. If memory for chunks is needed during the iteration (another gradient list, an
+# evaluation), held chunks are evicted last; windows fetch them again.
 
 
 class Residency:
@@ -45,10 +41,16 @@ class Residency:
             for chunk in chunks:
                 self.manager.hold(chunk)
 
-    def end(self, graphs: bool = True) -> None:
-        """End all holds. `graphs`: autograd graphs may still refer to the parameters."""
+    def covers(self, managed_params: Iterable[ManagedParam]) -> bool:
+        """Return whether parameters can be read without an access: on held chunks, intact and up to date."""
+        return self.active and not any(
+            not managed.chunk.held or managed.overlays_param or managed.update_pending for managed in managed_params
+        )
+
+    def end(self) -> None:
+        """End all holds."""
         self.active = False
-        self.manager.withdraw_holds(graphs)
+        self.manager.withdraw_holds()
 
     @contextmanager
     def evaluation(self, key: Hashable) -> Iterator[None]:
@@ -62,18 +64,18 @@ class Residency:
             finally:
                 self.active = True
                 self.manager.device_tier.non_model_bytes = reserved_bytes
-        elif fits:
+            return
+        measured = self.tracer.begin_evaluation()
+        if fits:
             self._begin()
-            try:
-                yield
-            finally:
-                self.end(graphs=False)
-                self.tracer.measure()
-        else:
-            measured = self.tracer.begin_evaluation()
+        try:
             yield
-            if measured:
-                self.tracer.end_evaluation(key)
+        finally:
+            if fits:
+                self.end()
+                self.tracer.measure()
+        if measured:
+            self.tracer.end_evaluation(key)
 
     def _begin(self) -> None:
         """Hold the chunks that are on the device; others are held from their first access."""

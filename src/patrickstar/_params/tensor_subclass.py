@@ -141,8 +141,4 @@ def adopt_view(tensor: Any, managed_params: tuple[ManagedParam, ...], intercepto
 
 def managed_param_of(tensor: Any) -> ManagedParam | None:
     """Return the ManagedParam of a parameter, or None for any other tensor."""
-    if type(tensor) is ChunkParameter:
-        return tensor._managed_params[0]
-    # During a plain forward the class is nn.Parameter.
-    managed_params = getattr(tensor, "_managed_params", None) if isinstance(tensor, nn.Parameter) else None
-    return None if managed_params is None else managed_params[0]
+    return tensor._managed_params[0] if type(tensor) is ChunkParameter else None

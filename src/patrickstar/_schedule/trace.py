@@ -33,8 +33,6 @@ class Trace:
     moments: list[Moment] = field(default_factory=list)
     checked: bool = field(default=False, compare=False)
     """True if a second iteration confirmed the memory figures."""
-    reads_overwritten: bool = field(default=False, compare=False)
-    """True if a backward read a parameter that its gradient had replaced, so that the parameter had to be restored."""
     settled_peak_bytes: int | None = field(default=None, compare=False)
     """Peak of non-model data, with freed memory that the heap caches, once an iteration has followed the trace."""
 

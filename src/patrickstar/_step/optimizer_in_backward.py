@@ -81,8 +81,6 @@ class OptimizerInBackward:
             self._complete.discard(index)
             complete = [managed for managed in managed_params if self._is_complete(managed)]
             if chunk.held:
-                if len(complete) < len(managed_params):  # nodes without windows may still read the others
-                    continue
                 self.data.manager.withdraw_hold(chunk)
             self.wait()  # the next update may move chunks, but not those being updated
             groups = {managed: self._groups.get(managed) for managed in complete}
