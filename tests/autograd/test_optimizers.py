@@ -56,7 +56,7 @@ def test_a_schedule_that_moves_the_momentum_too(precision):
     config = small_chunks(precision, optimizer=ps.SGD(lr=0.1, momentum=0.9))
 
     def scheduler(optimizer):
-        return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+        return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=16)
 
     testing.assert_exact(build, normal_batches(4), config, scheduler=scheduler)
 
@@ -239,7 +239,7 @@ def with_momentum(model):
 MOMENTUM_ELSEWHERE = {
     "in a group": (ps.SGD(lr=0.1, param_groups=with_momentum), lambda optimizer: None),
     "later": (ps.SGD(lr=0.1), lambda optimizer: optimizer.param_groups[0].update(momentum=0.9)),
-    "from a schedule": (ps.SGD(lr=0.1), lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)),
+    "from a schedule": (ps.SGD(lr=0.1), lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=16)),
     "loaded": (ps.SGD(lr=0.1), lambda optimizer: optimizer.load_state_dict(plain_sgd(1, momentum=0.9)[1].state_dict())),
 }
 
