@@ -124,9 +124,10 @@ class CppBackend:
         for target, span in zip(packed, spans, strict=True):
             rule = span.rule
             assert rule.code is not None, f"{type(rule).__name__} is not in the C++ kernel"
-            if self._last_scalars is None or self._last_scalars[0] != rule:
-                self._last_scalars = rule, rule.scalars(torch.float32)
-            scalars = self._last_scalars[1]
+            last = self._last_scalars  # another thread may replace it
+            if last is None or last[0] != rule:
+                last = self._last_scalars = rule, rule.scalars(torch.float32)
+            scalars = last[1]
             target.rule, target.mode = rule.code, rule.mode
             target.scalars[: len(scalars)] = scalars
             target.param, target.param_dtype = span.param.data_ptr(), DTYPES[span.param.dtype]
