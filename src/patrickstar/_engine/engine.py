@@ -244,11 +244,12 @@ class Engine:
     def average(self, value: float | torch.Tensor) -> float:
         """Return the mean of `value`, a number or one-element tensor, over all processes: an fp64 sum in rank order."""
         self._core.check_open()
+        value = float(value)  # raises before other processes are waited for
         if self.world is None:
-            return float(value)
+            return value
         with self._core.close_on_data_loss():
             self._core.data.synchronize_processes(Request.AVERAGE)
-            gathered = self.world.all_gather(torch.tensor([float(value)], dtype=torch.float64, device="cpu"))
+            gathered = self.world.all_gather(torch.tensor([value], dtype=torch.float64, device="cpu"))
             total: float = sum(gathered[:, 0].tolist())
             return total / self.world.size
 
