@@ -119,10 +119,6 @@ class Interceptor:
                 self.close_engine(error)
             raise
 
-    @staticmethod
-    def _managed_params(tensors: list[Any]) -> tuple[ManagedParam, ...]:
-        return tuple(dict.fromkeys(managed for tensor in tensors for managed in tensor._managed_params))
-
     def close_engine(self, error: BaseException) -> None:
         """Close the engine after a disk or thread failure lost bytes of chunks."""
         if self.release is not None and self.release.alive:
@@ -135,7 +131,7 @@ class Interceptor:
     def _operate(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]
     ) -> Any:
-        managed_params = self._managed_params(tensors)
+        managed_params = tuple(dict.fromkeys(managed for tensor in tensors for managed in tensor._managed_params))
         for tensor in tensors:
             if tensor._interceptor is not self:
                 raise ModelError(
@@ -154,7 +150,7 @@ class Interceptor:
             args[0].grad = args[1]
             return None
         if func == _SET_DATA:
-            return self.assign_data(managed_params[0], args[1])
+            return self._assign_data(managed_params[0], args[1])
         if func in _COPIED:
             return func(self.operate(torch.Tensor.clone, args[:1], {}, tensors), *args[1:], **kwargs)
         if func is not F.embedding:
@@ -281,7 +277,7 @@ class Interceptor:
         for node in before.added_nodes(nodes):
             node.register_prehook(enter)
 
-    def assign_data(self, managed: ManagedParam, value: torch.Tensor) -> None:
+    def _assign_data(self, managed: ManagedParam, value: torch.Tensor) -> None:
         """Copy an assigned `parameter.data` of the same dtype, shape and device into the chunk."""
         if is_own_data(managed, value):
             return

@@ -162,7 +162,6 @@ class EngineCore:
         self.background_save.poll()
         self.interceptor.abandon()
         self.data.residency.end()
-        self.data.update_param_views()
         if self.tracer.end_iteration():
             self.optimizer_placement.replan(self.layout)
         manager = self.manager

@@ -231,7 +231,6 @@ class ModelData(LocalShards):
     def release_all(self) -> None:
         """End all uses after an exception has unwound the operators that started them."""
         self.residency.end()
-        self.update_param_views()
         for managed in self.managed_params:
             managed.chunk.pins, managed.uses = 0, 0
             if managed.state is TensorState.COMPUTE:
@@ -285,21 +284,20 @@ class ModelData(LocalShards):
 
     def _write_gradient(self, managed: ManagedParam, grad: torch.Tensor, add: bool) -> None:
         """Write a gradient over its parameter; fetch its chunk from disk, or write page by page if there is no room."""
-        if managed.chunk.held:
-            self._write_in_memory(managed, managed.current_device_view(), grad, add)
-            return
-        with suppress(BudgetError):
-            self.ensure_in_memory(managed)
+        if not managed.chunk.held:
+            with suppress(BudgetError):
+                self.ensure_in_memory(managed)
         if managed.chunk.in_memory:
-            self._write_in_memory(managed, managed.payload(), grad, add)
+            self._write_in_memory(managed, grad, add)
             return
         flat = managed.flattened(grad)
         for part_slice, part in self.parts(managed, PARAM16, write=True):
             part.add_(flat[part_slice].to(part.device)) if add else part.copy_(flat[part_slice])
         torch.autograd.graph.increment_version(managed.param)
 
-    def _write_in_memory(self, managed: ManagedParam, payload: torch.Tensor, grad: torch.Tensor, add: bool) -> None:
+    def _write_in_memory(self, managed: ManagedParam, grad: torch.Tensor, add: bool) -> None:
         """Write a gradient over its parameter, and let autograd detect backwards that need the old values."""
+        payload = managed.payload()
         payload.add_(grad) if add else payload.copy_(grad)
         torch.autograd.graph.increment_version(managed.param)
         self.manager.mark_written(managed.chunk, on_device=managed.chunk.device_valid)

@@ -8,7 +8,7 @@ import torch
 class managing:
     """Context without gradients and inference mode, since tensors created in it outlive the user's mode.
 
-    A class, and not `torch.no_grad`: it is entered at every operator, and costs a fifth of that.
+    A class, and not `torch.no_grad`: it is entered at every operator.
     """
 
     __slots__ = ("_grad", "_inference")

@@ -175,7 +175,7 @@ class ShardedModelData(ModelData):
             managed.may_grow = True
         elif not managed.reducing:
             managed.version_before_gradient = managed.param._version
-        self._write_in_memory(managed, managed.payload(), grad, add=managed.overlays_param)
+        self._write_in_memory(managed, grad, add=managed.overlays_param)
         managed.overlays_param, managed.backward_id = True, self.backward_id
         self._overlaid.add(managed.chunk.index)
         if managed.uses == 0:
