@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from patrickstar._autograd.embedding_lookup import embedding_lookup
 from patrickstar._autograd.param_attributes import check_gradient_assigned, check_gradient_read, is_own_data
 from patrickstar._autograd.windows import GraphSnapshot, ModuleUse, Window, custom_function_nodes
+from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.modes import managing
@@ -31,6 +32,7 @@ _GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
 _SET_DATA = descriptor("data").__set__
 _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 """Functions that expose memory outside PyTorch; they get a copy."""
+_SPECIAL = {_GET_GRAD, _SET_GRAD, _SET_DATA} | _COPIED
 
 
 def _gradient_hook(param: Any) -> None:
@@ -131,56 +133,78 @@ class Interceptor:
     def _operate(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]
     ) -> Any:
-        managed_params = tuple(dict.fromkeys(managed for tensor in tensors for managed in tensor._managed_params))
-        for tensor in tensors:
-            if tensor._interceptor is not self:
-                raise ModelError(
-                    f"an operator combines parameter {managed_params[0].name!r} with a parameter of another engine; "
-                    f"pass .detach().clone() of one of them"
-                )
-        if func == _GET_GRAD:
-            check_gradient_read(managed_params[0], tensors[0])
-            return tensors[0].grad
-        if func == _SET_GRAD:
-            if isinstance(args[0], ChunkParameter):
-                check_gradient_assigned(managed_params[0], args[1])
-                self.optimizer_in_backward.check_inactive("dropping gradients")
-                with managing():
-                    self.data.discard_gradient(managed_params[0])
-            args[0].grad = args[1]
-            return None
-        if func == _SET_DATA:
-            return self._assign_data(managed_params[0], args[1])
-        if func in _COPIED:
-            return func(self.operate(torch.Tensor.clone, args[:1], {}, tensors), *args[1:], **kwargs)
+        managed_params: tuple[ManagedParam, ...] = tensors[0]._managed_params
+        if len(tensors) > 1:
+            managed_params = self._managed_params_of(tensors)
+        if func in _SPECIAL:
+            if func in _COPIED:
+                return func(self.operate(torch.Tensor.clone, args[:1], {}, tensors), *args[1:], **kwargs)
+            return self._operate_attribute(func, args, managed_params[0])
         if func is not F.embedding:
             for managed in managed_params:
                 if managed.on_host:
                     self.data.move_embedding_to_device(managed)
         before = GraphSnapshot.now(args, kwargs)
-        held = self.data.residency.covers(managed_params)
-        if held:
+        if self.data.residency.covers(managed_params):
             self._note_function(managed_params)
-        suspended = None if held else self._access(managed_params)
-        versions = [_version(tensor) for tensor in tensors]
+            return self._run(func, args, kwargs, tensors, managed_params, before, held=True)
+        suspended = self._access(managed_params)
         try:
-            if func is F.embedding and managed_params[0].embedding:
-                out = embedding_lookup(args, kwargs, managed_params[0], self.data.manager)
-            else:
-                out = run_with_retry(func, args, kwargs, managed_params[0], self.data)
-            written = [t for t, version in zip(tensors, versions, strict=True) if _version(t) != version]
-            if written:
-                with managing():
-                    for managed in dict.fromkeys(managed for tensor in written for managed in tensor._managed_params):
-                        self.data.on_in_place_write(managed)
-            if func is not F.embedding:  # its backward reads only the indices
-                self._track_outputs(out, managed_params, before)
+            out = self._run(func, args, kwargs, tensors, managed_params, before, held=False)
         except BaseException:
-            if not held:
-                self._end_uses(managed_params, suspended)
+            self._end_uses(managed_params, suspended)
             raise
-        if not held:
-            self._release(managed_params, suspended)
+        self._release(managed_params, suspended)
+        return out
+
+    def _managed_params_of(self, tensors: list[Any]) -> tuple[ManagedParam, ...]:
+        """Return the parameters of an operator's managed tensors. Raises ModelError if one is another engine's."""
+        managed_params = tuple(dict.fromkeys(managed for tensor in tensors for managed in tensor._managed_params))
+        if any(tensor._interceptor is not self for tensor in tensors):
+            raise ModelError(
+                f"an operator combines parameter {managed_params[0].name!r} with a parameter of another engine; "
+                f"pass .detach().clone() of one of them"
+            )
+        return managed_params
+
+    def _operate_attribute(self, func: Callable[..., Any], args: Sequence[Any], managed: ManagedParam) -> Any:
+        """Read or assign `grad`, or assign `data`."""
+        if func == _GET_GRAD:
+            check_gradient_read(managed, args[0])
+            return args[0].grad
+        if func == _SET_DATA:
+            return self._assign_data(managed, args[1])
+        if isinstance(args[0], ChunkParameter):
+            check_gradient_assigned(managed, args[1])
+            self.optimizer_in_backward.check_inactive("dropping gradients")
+            with managing():
+                self.data.discard_gradient(managed)
+        args[0].grad = args[1]
+        return None
+
+    def _run(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        tensors: list[Any],
+        managed_params: tuple[ManagedParam, ...],
+        before: GraphSnapshot,
+        held: bool,
+    ) -> Any:
+        """Run an operator whose parameters are on the device; follow its in-place writes and its outputs."""
+        versions = [_version(tensor) for tensor in tensors]
+        if func is F.embedding and managed_params[0].embedding:
+            out = embedding_lookup(args, kwargs, managed_params[0], self.data.manager)
+        else:
+            out = run_with_retry(func, args, kwargs, managed_params[0], self.data)
+        if versions != [_version(tensor) for tensor in tensors]:
+            written = [t for t, version in zip(tensors, versions, strict=True) if _version(t) != version]
+            with managing():
+                for managed in dict.fromkeys(managed for tensor in written for managed in tensor._managed_params):
+                    self.data.on_in_place_write(managed)
+        if func is not F.embedding:  # its backward reads only the indices
+            self._track_outputs(out, managed_params, before, held)
         return out
 
     def _release(self, managed_params: Sequence[ManagedParam], suspended: Window | None) -> None:
@@ -193,11 +217,12 @@ class Interceptor:
     def _end_uses(self, managed_params: Sequence[ManagedParam], suspended: Window | None) -> None:
         self.data.release(managed_params, TensorState.HOLD if self.in_backward else TensorState.HOLD_AFTER_FWD)
         if suspended is not None:
-            self._open(suspended)
+            with managing():
+                self._open(suspended)
 
     def open_module_window(self, managed_params: tuple[ManagedParam, ...], inputs: Any) -> ModuleUse:
         """Fetch all parameters of a module, and make them plain Parameters until `close_module_window`."""
-        before = GraphSnapshot.now((), inputs)
+        before = GraphSnapshot.now(inputs, {})
         suspended = self._access(managed_params)
         original_classes = [managed for managed in managed_params if type(managed.param) is ChunkParameter]
         for managed in original_classes:
@@ -260,21 +285,28 @@ class Interceptor:
         window = Window(managed_params)
         return lambda _: self.enter_backward(window)
 
-    def _track_outputs(self, out: Any, managed_params: tuple[ManagedParam, ...], before: GraphSnapshot) -> None:
-        """Intercept views among an operator's outputs, and open its window before each node it added to the graph."""
-        storages = {managed.chunk.read_storage._cdata for managed in managed_params}
-        nodes = []
+    def _track_outputs(
+        self, out: Any, managed_params: tuple[ManagedParam, ...], before: GraphSnapshot, held: bool = False
+    ) -> None:
+        """Intercept views among an operator's outputs, and open its window before the nodes it added to the graph.
+
+        `held`: see [Note: windows on held chunks].
+        """
+        storages = [managed.chunk.read_storage._cdata for managed in managed_params]
+        outputs, every = [], not held
         for tensor in (out,) if type(out) is torch.Tensor else tensors_in(out):
-            if isinstance(tensor, ChunkParameter):
+            if type(tensor) is ChunkParameter:
                 continue
             if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages:
                 adopt_view(tensor, managed_params, self)
-            elif tensor.grad_fn is not None:
-                nodes.append(tensor.grad_fn)
-        if not nodes:
+            elif (node := tensor.grad_fn) is not None:
+                outputs.append(node)
+                every = every or tensor._is_view()
+        if not outputs:
             return
-        enter = self._window_prehook(managed_params)
-        for node in before.added_nodes(nodes):
+        enter = None
+        for node in before.added_nodes(outputs) if every else before.added(outputs):
+            enter = enter or self._window_prehook(managed_params)
             node.register_prehook(enter)
 
     def _assign_data(self, managed: ManagedParam, value: torch.Tensor) -> None:
@@ -289,6 +321,7 @@ class Interceptor:
 
     # Backward windows
 
+    @defer_sigint
     def enter_backward(self, window: Window) -> None:
         """Open an operator's window before one of its nodes runs."""
         if window is self.window:
@@ -312,6 +345,7 @@ class Interceptor:
         if self.window is not None and not self.backward_depth:
             self.end_backward()
 
+    @defer_sigint
     def end_backward(self) -> None:
         """End a backward: close the open window."""
         with torch._C.DisableTorchFunctionSubclass(), managing():
@@ -320,18 +354,24 @@ class Interceptor:
                 self.data.finish_backward_gradients()
 
     def _open(self, window: Window) -> None:
-        with managing():
-            if self.data.residency.covers(window.managed_params):
-                self.data.pin(window.managed_params)
-            else:
-                self.optimizer_in_backward.optimizer_step.complete(window.managed_params)
-                self.data.access(window.managed_params, belongs=True)
+        window.held = self.data.residency.covers(window.managed_params)
+        if window.held:
+            for managed in window.managed_params:
+                managed.chunk.pins += 1
+        else:
+            self.optimizer_in_backward.optimizer_step.complete(window.managed_params)
+            self.data.access(window.managed_params, belongs=True)
         self.window = window
 
     def _close(self) -> None:
-        if self.window is not None:
+        if self.window is None:
+            return
+        if self.window.held:
+            for managed in self.window.managed_params:
+                managed.chunk.pins -= 1
+        else:
             self.data.release(self.window.managed_params, TensorState.HOLD)
-            self.window = None
-            self.data.progress()
-            self.optimizer_in_backward.progress()
-            self.optimizer_in_backward.optimizer_step.progress()
+        self.window = None
+        self.data.progress()
+        self.optimizer_in_backward.progress()
+        self.optimizer_in_backward.optimizer_step.progress()

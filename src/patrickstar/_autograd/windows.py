@@ -1,6 +1,6 @@
 """Backward windows, and the nodes of the autograd graph that open them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,10 +18,19 @@ from patrickstar._params.precision import tensors_in
 # output replaces the output's node, and an LSTM adds hundreds of nodes. Autograd runs later nodes first, so the nodes
 # of one operator run consecutively.
 #
+# [Note: windows on held chunks]
+# A window on chunks that are held until the step is needed only if a gradient was written over a parameter, or a chunk
+# had to be evicted nevertheless. There, hooks on the nodes of the operator's outputs suffice: autograd runs these
+# first, and then the other nodes of the operator before those of earlier operators. An output that is a view is the
+# exception: a later in-place operator replaces its node, so all nodes are hooked.
+#
 # [Note: recomputation inside a window]
 # With activation checkpointing, a node's saved tensors are recomputed after its pre-hook has run, so the recomputed
 # operators access parameters while a window is open. If both do not fit, the window is suspended while the recomputed
 # operator runs, so that the device never has to hold more than one operator's chunks.
+
+
+_WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
 class GraphSnapshot(NamedTuple):
@@ -32,16 +41,28 @@ class GraphSnapshot(NamedTuple):
     """
 
     number: int
-    operands: frozenset[Any]
+    operands: Collection[Any]
 
     @classmethod
-    def now(cls, args: Any, kwargs: Any) -> "GraphSnapshot":
-        operands = {tensor.grad_fn for tensor in tensors_in((args, kwargs)) if tensor.requires_grad}
-        return cls(torch._C._autograd._get_sequence_nr(), frozenset(operands))
+    def now(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "GraphSnapshot":
+        """Record the graph before an operator is called with these arguments."""
+        operands = set()
+        if torch.is_grad_enabled():  # otherwise it adds no nodes
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                if isinstance(value, torch.Tensor):
+                    if value.requires_grad:
+                        operands.add(value.grad_fn)
+                elif type(value) not in _WITHOUT_TENSORS:
+                    operands.update(tensor.grad_fn for tensor in tensors_in(value) if tensor.requires_grad)
+        return cls(torch._C._autograd._get_sequence_nr(), operands)
 
     def contains(self, node: Any) -> bool:
         """Return whether a node existed before the operator, or accumulates a leaf's gradient."""
         return node in self.operands or hasattr(node, "variable") or node._sequence_nr() < self.number
+
+    def added(self, nodes: Iterable[Any]) -> list[Any]:
+        """Return those of `nodes` that were added since this snapshot."""
+        return [node for node in nodes if not (node in self.operands or node._sequence_nr() < self.number)]
 
     def added_nodes(self, output_nodes: list[Any]) -> Iterator[Any]:
         """Yield the nodes that were added since this snapshot and are reachable from `output_nodes`."""
@@ -73,6 +94,8 @@ class Window:
     """The parameters that one operator and its backward read."""
 
     managed_params: Sequence[ManagedParam]
+    held: bool = False
+    """True while it is open on held chunks, which it only pins."""
 
 
 class ModuleUse(NamedTuple):

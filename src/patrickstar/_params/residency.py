@@ -43,9 +43,12 @@ class Residency:
 
     def covers(self, managed_params: Iterable[ManagedParam]) -> bool:
         """Return whether parameters can be read without an access: on held chunks, intact and up to date."""
-        return self.active and not any(
-            not managed.chunk.held or managed.overlays_param or managed.update_pending for managed in managed_params
-        )
+        if not self.active:
+            return False
+        for managed in managed_params:  # a loop, since this runs for every operator
+            if not managed.chunk.held or managed.overlays_param or managed.update_pending:
+                return False
+        return True
 
     def end(self) -> None:
         """End all holds."""

@@ -53,10 +53,33 @@ def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return clone
 
 
+def _managed_tensors(values: Any, tensors: list[Any]) -> list[Any]:
+    """Append the managed tensors among arguments and nested containers to `tensors`, and return it."""
+    for value in values:
+        kind = type(value)
+        if kind in _MANAGED:  # `isinstance` would call a Python method of nn.Parameter's metaclass
+            tensors.append(value)
+        elif kind in _LEAVES:
+            continue
+        elif isinstance(value, (list, tuple)):
+            _managed_tensors(value, tensors)
+        elif isinstance(value, dict):
+            _managed_tensors(value.values(), tensors)
+    return tensors
+
+
 def _torch_function(
     cls: type, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    return _dispatch(func, args, kwargs or {})
+    with torch._C.DisableTorchFunctionSubclass():
+        if func in _METADATA:
+            return func(*args, **kwargs or {})
+        tensors = _managed_tensors(args, [])
+        if kwargs:
+            _managed_tensors(kwargs.values(), tensors)
+        if not tensors:
+            return func(*args, **kwargs or {})
+        return tensors[0]._interceptor.operate(func, args, kwargs or {}, tensors)
 
 
 class ChunkView(torch.Tensor):
@@ -95,30 +118,8 @@ class ChunkParameter(nn.Parameter):
 
 
 _MANAGED = frozenset((ChunkView, ChunkParameter))
-
-
-def _managed_tensors(values: Any, tensors: list[Any]) -> list[Any]:
-    """Append the managed tensors among arguments and nested containers to `tensors`, and return it."""
-    for value in values:
-        if type(value) in _MANAGED:  # `isinstance` would call a Python method of nn.Parameter's metaclass
-            tensors.append(value)
-        elif isinstance(value, list | tuple):
-            _managed_tensors(value, tensors)
-        elif isinstance(value, dict):
-            _managed_tensors(value.values(), tensors)
-    return tensors
-
-
-def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        if func in _METADATA:
-            return func(*args, **kwargs)
-        tensors = _managed_tensors(args, [])
-        if kwargs:
-            _managed_tensors(kwargs.values(), tensors)
-        if not tensors:
-            return func(*args, **kwargs)
-        return tensors[0]._interceptor.operate(func, args, kwargs, tensors)
+_LEAVES = frozenset((torch.Tensor, int, float, bool, type(None)))
+"""Frequent types of arguments that contain no other argument."""
 
 
 def adopt_parameter(managed: ManagedParam, interceptor: OperatorInterceptor) -> None:
