@@ -14,7 +14,7 @@ from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.copy_streams import CopyStreams
 from patrickstar._memory.hardware import Hardware
-from patrickstar._memory.worker_pool import Transfer
+from patrickstar._memory.transfer import Transfer
 
 DELAY_CYCLES = 2_000_000
 """About a millisecond: many times the compute time of the tiny model between two copies."""

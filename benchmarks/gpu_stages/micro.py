@@ -20,7 +20,7 @@ from patrickstar._memory.cuda_device import CudaDevice
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_arena import HostArena
 from patrickstar._memory.host_tier import HostTier
-from patrickstar._memory.worker_pool import Transfer
+from patrickstar._memory.transfer import Transfer
 from patrickstar.errors import BudgetError
 from patrickstar.testing import NoMeter
 

@@ -13,7 +13,7 @@ from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock
 from patrickstar._memory.host_tier import HostTier
-from patrickstar._memory.worker_pool import Transfer
+from patrickstar._memory.transfer import CompletedTransfer
 from patrickstar.errors import BudgetError
 
 CPU = torch.device("cpu")
@@ -35,13 +35,12 @@ def values(chunk: Chunk) -> set[float]:
     return set(chunk.on_host(chunk.whole).tolist())
 
 
-class CountedTransfer(Transfer):
+class CountedTransfer(CompletedTransfer):
     """Completed transfer that counts its waits."""
 
     def __init__(self) -> None:
+        super().__init__("nothing")
         self.waits = 0
-
-    done = True
 
     def wait(self) -> None:
         self.waits += 1

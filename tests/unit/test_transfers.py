@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from patrickstar._distributed.chunk_comm import COMPLETED, PendingReduction
+from patrickstar._distributed.chunk_comm import PendingReduction
 from patrickstar._distributed.collectives import CollectiveTransfer
 from patrickstar._dry_run.simulated_hardware import SimulatedChannel, SimulatedClock
 from patrickstar._memory import copy_streams
 from patrickstar._memory.copy_streams import StreamTransfer
-from patrickstar._memory.worker_pool import Transfer, WorkerPool
+from patrickstar._memory.transfer import CompletedTransfer, Transfer
+from patrickstar._memory.worker_pool import WorkerPool
 
 
 class Event:
@@ -32,11 +33,11 @@ class ChunkComm:
         self.cancelled: list[int] = []
 
     def negotiate(self, want: object) -> None:
-        self.reduction_of[0].collective = COMPLETED
+        self.reduction_of[0].collective = CompletedTransfer("nothing")
 
     def cancel_reduction(self, index: int) -> None:
         self.cancelled.append(index)
-        self.reduction_of[0].collective = COMPLETED
+        self.reduction_of[0].collective = CompletedTransfer("nothing")
 
 
 class Chunk:
@@ -92,17 +93,18 @@ def test_every_transfer_has_a_name_and_can_be_prioritized_cancelled_and_waited_f
 
 
 def test_empty_transfer_is_done():
-    assert COMPLETED.done and "nothing" in repr(COMPLETED)
-    for call in (COMPLETED.prioritize, COMPLETED.cancel, COMPLETED.wait):
+    transfer = CompletedTransfer("nothing")
+    assert transfer.done and "nothing" in repr(transfer)
+    for call in (transfer.prioritize, transfer.cancel, transfer.wait):
         call()
-    assert COMPLETED.done
+    assert transfer.done
 
 
 def test_repr_of_a_stream_transfer_shows_its_state():
     transfer = on_a_stream()
-    assert repr(transfer) == "Transfer('param16[7]', in flight)"
+    assert repr(transfer) == "StreamTransfer('param16[7]', in flight)"
     transfer.wait()
-    assert repr(transfer) == "Transfer('param16[7]', done)"
+    assert repr(transfer) == "StreamTransfer('param16[7]', done)"
 
 
 def test_order_makes_the_compute_stream_wait(monkeypatch):

@@ -13,8 +13,9 @@ from xxhash import xxh3_64_hexdigest
 
 from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.direct_io import BLOCK_BYTES, FULL, PAGE_BYTES, free_bytes, reserve, transfer_all, try_direct
+from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.vm_pool import private_memory, round_up
-from patrickstar._memory.worker_pool import Transfer, WorkerPool
+from patrickstar._memory.worker_pool import WorkerPool
 from patrickstar.errors import CheckpointError, MoveError
 
 WRITERS = 4

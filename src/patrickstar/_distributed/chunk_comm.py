@@ -8,8 +8,8 @@ import torch
 from patrickstar._distributed.coordinator import CHUNKS_PER_ENGINE, Coordinator
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.profiler_range import profiler_range
+from patrickstar._memory.transfer import CompletedTransfer, Transfer
 from patrickstar._memory.transfer_counters import TransferCounters
-from patrickstar._memory.worker_pool import Transfer
 from patrickstar._schedule.coordination import Agreement, Request
 from patrickstar.errors import PeerError
 
@@ -55,10 +55,6 @@ class PendingReduction(Transfer):
             self.comm.cancel_reduction(self.chunk.index)
         else:
             self.collective.cancel()
-
-
-COMPLETED = Transfer((), "nothing")
-"""Transfer of a withdrawn request."""
 
 
 class ChunkComm:
@@ -108,7 +104,7 @@ class ChunkComm:
         """Withdraw the reduction of a chunk's gradients, unless it has started."""
         withdrawn = self._unmark_ready(index)
         if withdrawn is not None:
-            withdrawn.collective = COMPLETED
+            withdrawn.collective = CompletedTransfer("nothing")
 
     def synchronize_processes(self, request: Request) -> None:
         """Wait until all processes make the same request; the reduction of all ready gradients has started then."""

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from patrickstar._distributed.process_group import World, explain_peer_failure, gather_into
 from patrickstar._memory.copy_streams import StreamTransfer
 from patrickstar._memory.direct_io import PAGE_BYTES
-from patrickstar._memory.worker_pool import Job, Transfer, WorkerPool
+from patrickstar._memory.transfer import Transfer
+from patrickstar._memory.worker_pool import Job, WorkerPool
 from patrickstar.errors import MoveError
 
 # [Note: summation order]

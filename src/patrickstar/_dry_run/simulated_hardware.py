@@ -14,8 +14,9 @@ from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_arena import ArenaBlock, HostArena
 from patrickstar._memory.memory_meter import Meter
 from patrickstar._memory.swap_file import SwapFile
+from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.vm_pool import PagePool
-from patrickstar._memory.worker_pool import Transfer, WorkerPool
+from patrickstar._memory.worker_pool import WorkerPool
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar.errors import DiskError
 

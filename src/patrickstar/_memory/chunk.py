@@ -8,8 +8,8 @@ import torch
 
 from patrickstar._layout.schema import ITEMSIZE
 from patrickstar._memory.host_arena import ArenaBlock
+from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.vm_pool import PagePool, VMRange
-from patrickstar._memory.worker_pool import Transfer
 from patrickstar._schedule.placement import Tier
 
 # [Note: one storage for life]

@@ -7,7 +7,8 @@ import torch
 
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.disk_tier import pages
-from patrickstar._memory.worker_pool import Transfer, WorkerPool
+from patrickstar._memory.transfer import Transfer
+from patrickstar._memory.worker_pool import WorkerPool
 
 
 class StreamTransfer(Transfer):

@@ -8,7 +8,8 @@ import torch
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.direct_io import BLOCK_BYTES, PAGE_BYTES
 from patrickstar._memory.swap_file import SwapFile
-from patrickstar._memory.worker_pool import Transfer, WorkerPool
+from patrickstar._memory.transfer import Transfer
+from patrickstar._memory.worker_pool import WorkerPool
 
 STAGES = (READERS := 4) + (WRITERS := 2)
 """Threads, each with one page in flight. One disk read 1.05 GB/s with one thread and up to 1.6 with four, and wrote

@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from patrickstar._memory.direct_io import PAGE_BYTES
+from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.vm_pool import private_memory
 from patrickstar.errors import MoveError
 
@@ -58,7 +59,7 @@ def _has_ended(thread: threading.Thread) -> bool:
     return thread.ended.is_set() if isinstance(thread, WorkerThread) else not thread.is_alive()
 
 
-class Transfer:
+class WorkerTransfer(Transfer):
     """Jobs submitted together and awaited together."""
 
     def __init__(self, jobs: Sequence[Job], label: str, queue: "_JobQueue | None" = None) -> None:
@@ -68,9 +69,6 @@ class Transfer:
         self._running: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._changed: SimpleQueue[None] = SimpleQueue()
-
-    def __repr__(self) -> str:
-        return f"Transfer({self.label!r}, {'done' if self.done else 'in flight'})"
 
     @property
     def done(self) -> bool:
@@ -126,12 +124,12 @@ class _JobQueue:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.wakeups: SimpleQueue[None] = SimpleQueue()
-        self.transfers: deque[Transfer] = deque()  # with queued jobs, the next one first
-        self.unfinished: set[Transfer] = set()
+        self.transfers: deque[WorkerTransfer] = deque()  # with queued jobs, the next one first
+        self.unfinished: set[WorkerTransfer] = set()
         self.threads: list[WorkerThread] = []
         self.stopping = False
 
-    def add(self, transfer: Transfer, urgent: bool) -> None:
+    def add(self, transfer: WorkerTransfer, urgent: bool) -> None:
         with self.lock:
             if self.stopping:
                 raise MoveError(f"{transfer.label}: the worker pool was closed; initialise a new engine")
@@ -145,13 +143,13 @@ class _JobQueue:
             for _ in transfer._queued:
                 self.wakeups.put(None)
 
-    def prioritize(self, transfer: Transfer) -> None:
+    def prioritize(self, transfer: WorkerTransfer) -> None:
         with self.lock:
             if transfer in self.transfers:
                 self.transfers.remove(transfer)
                 self.transfers.appendleft(transfer)
 
-    def dequeue(self) -> tuple[Transfer, Job] | None:
+    def dequeue(self) -> tuple[WorkerTransfer, Job] | None:
         """Dequeue the next job, and count it as running."""
         with self.lock:
             while self.transfers:
@@ -182,7 +180,7 @@ class _JobQueue:
         self.finish_if_done(transfer)
         del transfer  # or its error would hold this frame, which holds the transfer
 
-    def cancel_queued(self, transfer: Transfer, reason: str) -> None:
+    def cancel_queued(self, transfer: WorkerTransfer, reason: str) -> None:
         """Cancel queued jobs. If there are any, the transfer fails with `reason`."""
         with self.lock:
             if transfer._error is None and transfer._queued:
@@ -191,7 +189,7 @@ class _JobQueue:
         self.finish_if_done(transfer)
         del cancelled
 
-    def finish_if_done(self, transfer: Transfer) -> None:
+    def finish_if_done(self, transfer: WorkerTransfer) -> None:
         """Remove a transfer that has ended, and wake its waiting threads."""
         with self.lock:
             if transfer.done:
@@ -280,12 +278,12 @@ class WorkerPool:
         with self._queue.lock:
             return sum(not transfer.done for transfer in self._queue.unfinished)
 
-    def submit(self, jobs: Sequence[Job], label: str, *, urgent: bool = False) -> Transfer:
+    def submit(self, jobs: Sequence[Job], label: str, *, urgent: bool = False) -> WorkerTransfer:
         """Queue jobs at the end, or at the front if `urgent`; errors name the `label`.
 
         Jobs start in order, and run concurrently in all threads. Raises MoveError after `close`.
         """
-        transfer = Transfer(jobs, label, self._queue)
+        transfer = WorkerTransfer(jobs, label, self._queue)
         self._start(label)
         self._queue.add(transfer, urgent)
         return transfer

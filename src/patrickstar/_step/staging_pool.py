@@ -9,8 +9,8 @@ import torch
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.vm_pool import round_up
-from patrickstar._memory.worker_pool import Transfer
 
 SETS = 12
 """Page sets in flight at once: enough free buffers to keep the disk busy during the longest operator."""

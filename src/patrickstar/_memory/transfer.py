@@ -1,0 +1,51 @@
+"""Interface of a transfer in flight, whatever moves the bytes: threads, GPU streams, collectives or a simulation."""
+
+from abc import abstractmethod
+from typing import Protocol
+
+
+class Transfer(Protocol):
+    """Copy of bytes that runs beside the training thread."""
+
+    label: str
+    """Name of what is transferred, for errors and profiles."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.label!r}, {'done' if self.done else 'in flight'})"
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """True once it has ended, with or without an error."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for its end, and raise its error, at every call."""
+
+    @abstractmethod
+    def prioritize(self) -> None:
+        """Move it ahead of others that wait, if their order may change."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Cancel what has not begun, and wait for the rest without raising its error."""
+
+
+class CompletedTransfer(Transfer):
+    """Transfer of nothing."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    @property
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def prioritize(self) -> None:
+        """Do nothing."""
+
+    def cancel(self) -> None:
+        """Do nothing."""
