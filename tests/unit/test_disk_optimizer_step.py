@@ -77,7 +77,7 @@ def test_an_early_update_enters_the_pipeline_in_backward(tmp_path):
     assert not disk_step_of(engine).pending
     engine.backward(loss, update=True)
     assert disk_step_of(engine).pending or any(
-        managed.updated_in_backward for managed in model_data_of(engine).managed_params
+        managed.state.updated_in_backward for managed in model_data_of(engine).managed_params
     )
     engine.optimizer.step()
     engine.close()

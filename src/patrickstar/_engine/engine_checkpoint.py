@@ -67,7 +67,7 @@ class EngineCheckpoint:
         unused = [
             managed.name
             for managed in data.managed_params
-            if data.has_gradient(managed) or managed.partial_grad is not None
+            if data.has_gradient(managed) or managed.state.partial is not None
         ]
         data.synchronize_processes(Request.STATE)
         with data.collective_section():

@@ -138,7 +138,7 @@ def _chunk_info(chunk: Chunk, core: EngineCore) -> ChunkInfo:
     tiers = tuple(tier for tier, is_valid in valid.items() if is_valid)
     state = None
     if chunk.kind == PARAM16:
-        state = chunk_state(managed.state for managed in core.data.by_chunk[chunk.index]).name
+        state = chunk_state(managed.state.tensor for managed in core.data.by_chunk[chunk.index]).name
     return ChunkInfo(chunk.kind, chunk.index, str(chunk.dtype).split(".")[-1], chunk.nbytes, tiers, chunk.pins, state)
 
 
@@ -152,10 +152,10 @@ def _parameter_info(managed: ManagedParam, core: EngineCore) -> ParameterInfo:
         managed.location.chunk,
         managed.location.offset,
         managed.location.numel,
-        managed.state.name,
-        managed.uses,
+        managed.state.tensor.name,
+        managed.state.uses,
         managed.has_gradient,
-        managed.update_pending,
+        managed.state.update_pending,
         managed.steps,
         home.value if managed.schema.trained else None,
     )

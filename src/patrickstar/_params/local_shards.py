@@ -12,7 +12,6 @@ from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.tensor_state import TensorState
 
 # [Note: placeholders of evicted parameters]
 # The user's Parameter views its chunk's storage while the chunk is on the device. When the chunk is evicted, the
@@ -102,7 +101,7 @@ class LocalShards:
     def gradient(self, managed: ManagedParam) -> Gradient:
         """Return a parameter's gradient without moving it. Its accumulated part may be on another tier."""
         dtype = getattr(torch, managed.schema.master_dtype)
-        if not managed.in_grad_list:
+        if not managed.state.accumulated:
             return Gradient(managed.flat(managed.shard_chunk), None, dtype)
         earlier = managed.flat(self.manager[GRAD32, managed.location.chunk])
         if not managed.overlays_shard:
@@ -115,10 +114,7 @@ class LocalShards:
         self._round_master(managed)
         torch.autograd.graph.increment_version(managed.param)
         self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
-        managed.overlays_param = managed.reduced = managed.in_grad_list = managed.update_pending = False
-        managed.partial_grad = None
-        if managed.uses == 0:
-            managed.move_to(TensorState.HOLD)
+        managed.state.consume()
 
     @defer_sigint
     def follow_master(self, managed: ManagedParam) -> None:
@@ -141,7 +137,7 @@ class LocalShards:
 
     def gradient_on_disk(self, managed: ManagedParam) -> bool:
         """Return whether the accumulated gradient is on disk, so that `gradient_parts` must be used."""
-        return managed.in_grad_list and not self.manager[GRAD32, managed.location.chunk].in_memory
+        return managed.state.accumulated and not self.manager[GRAD32, managed.location.chunk].in_memory
 
     def gradient_parts(self, managed: ManagedParam) -> Iterator[tuple[slice, Gradient]]:
         """Yield a parameter's gradient in parts; the accumulated gradient may be on disk."""
@@ -190,8 +186,8 @@ class LocalShards:
     def _add_to_list(self, managed: ManagedParam, grad: torch.Tensor) -> None:
         self._ensure_list(managed)
         for part_slice, total in self.parts(managed, GRAD32, write=True):
-            if managed.in_grad_list:
+            if managed.state.accumulated:
                 total.add_(grad[part_slice].to(total.device, total.dtype))
             else:
                 total.copy_(grad[part_slice])
-        managed.in_grad_list = True
+        managed.state.accumulate()

@@ -13,7 +13,7 @@ from patrickstar._layout.schema import PARAM16, PARAM32, ParamSchema
 from patrickstar._layout.shard_geometry import memory_order
 from patrickstar._memory.chunk import Chunk, Region
 from patrickstar._memory.profiler_range import is_profiling
-from patrickstar._schedule.tensor_state import TensorState, check_transition
+from patrickstar._params.param_state import ParamState
 
 
 @dataclass(eq=False)
@@ -41,36 +41,17 @@ class ManagedParam:
     """Output bytes of differentiated lookups since the last step."""
     lookups_in_graph_bytes: int = 0
     """Output bytes of differentiated lookups since the last gradient of the parameter."""
-    state: TensorState = TensorState.FREE
-    uses: int = 0
-    overlays_param: bool = False
-    """True if a gradient is stored in place of the parameter, in its `param16` chunk."""
-    reduced: bool = False
-    """With several processes: True if the reduced gradient is stored in place of this rank's shard."""
-    gradient_ready: bool = False
-    """With several processes: True if this rank (after synchronization: any rank) has a gradient for the next step."""
-    reducing: bool = False
-    """With several processes: True if the gradient was moved out of the gathered chunk, to be reduced."""
-    in_grad_list: bool = False
-    """True if earlier gradients of this step are accumulated in the gradient list."""
-    partial_grad: torch.Tensor | None = None
-    """Gradient of the running backward that was moved out of the chunk and may still grow."""
-    backward_id: int = 0
-    """Number of the backward that computed the gradient stored in place of the parameter."""
+    state: ParamState = field(init=False)
     observed: bool = False
     """True once this engine has updated the parameter."""
-    may_grow: bool = False
-    """True if a backward added to a gradient that seemed complete, or read the parameter after that."""
-    updated_in_backward: int = 0
-    """Number of the backward during which the parameter was updated."""
-    update_pending: bool = False
-    """True while a deferred update of the parameter, which consumes its gradient, is unfinished."""
-    version_before_gradient: int = 0
     steps: int = 0
     """Number of updates."""
     optimizer_extra: dict[str, Any] = field(default_factory=dict, repr=False)
     """Optimizer state outside the chunk lists: scalars, such as a step count."""
     device_view: torch.Tensor | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.state = ParamState(self.name)
 
     @property
     def stays_on_host(self) -> bool:
@@ -80,18 +61,12 @@ class ManagedParam:
     @property
     def has_gradient(self) -> bool:
         """True if this rank's shard has a gradient for the next step."""
-        return (self.overlays_shard or self.in_grad_list) and not self.update_pending
-
-    @property
-    def has_any_gradient(self) -> bool:
-        """True if a gradient of the parameter exists in any place or stage of reduction."""
-        marks = self.overlays_param or self.in_grad_list or self.reduced or self.gradient_ready or self.reducing
-        return marks or self.partial_grad is not None
+        return (self.overlays_shard or self.state.accumulated) and not self.state.update_pending
 
     @property
     def overlays_shard(self) -> bool:
         """True if a gradient that the update can use is stored in place of this rank's shard."""
-        return self.reduced if self.chunk.sharded else self.overlays_param
+        return self.state.reduced if self.chunk.sharded else self.state.overlays_param
 
     @property
     def numel(self) -> int:
@@ -116,12 +91,6 @@ class ManagedParam:
     def shard_slice(self) -> slice:
         """This rank's shard as a slice of the parameter's elements in memory order."""
         return slice(self.shard_start, self.shard_start + self.location.numel)
-
-    def move_to(self, state: TensorState) -> None:
-        """Change the tensor state. Raises TrainingError for an illegal transition."""
-        if state is not self.state:
-            check_transition(self.name, self.state, state)
-            self.state = state
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ class ModelData(LocalShards):
         """Register a parameter whose values are already in its chunk."""
         self.managed_params.append(managed)
         self.by_chunk.setdefault(managed.location.chunk, []).append(managed)
-        managed.move_to(TensorState.HOLD)
+        managed.state.initialize()
         self._set_param_view(managed)
 
     # Access and release (Algorithms 1 and 2)
@@ -97,7 +97,7 @@ class ModelData(LocalShards):
     def restore_params(self, managed_params: Sequence[ManagedParam]) -> None:
         """Move out gradients that are stored in place of these parameters, and restore the parameters."""
         for managed in managed_params:
-            if managed.overlays_param:
+            if managed.state.overlays_param:
                 self.move_out_gradient(managed)
 
     @defer_sigint
@@ -194,17 +194,14 @@ class ModelData(LocalShards):
         """Pin parameters whose chunks are on the device."""
         for managed in managed_params:
             managed.chunk.pins += 1
-            managed.uses += 1
-            managed.move_to(TensorState.COMPUTE)
+            managed.state.begin_use()
 
     @defer_sigint
     def release(self, managed_params: Sequence[ManagedParam], hold: TensorState) -> None:
         """End one use of each parameter; after its last use its state is `hold`, or HOLD_AFTER_BWD with a gradient."""
         for managed in managed_params:
             managed.chunk.pins -= 1
-            managed.uses -= 1
-            if managed.uses == 0:
-                managed.move_to(TensorState.HOLD_AFTER_BWD if managed.overlays_param else hold)
+            managed.state.end_use(hold)
 
     @defer_sigint
     def op_boundary(self, belongs: bool) -> None:
@@ -224,17 +221,15 @@ class ModelData(LocalShards):
 
     def finish_forward(self) -> None:
         for managed in self.managed_params:
-            if managed.state is TensorState.HOLD_AFTER_FWD:
-                managed.move_to(TensorState.HOLD)
+            managed.state.end_forward()
 
     @defer_sigint
     def release_all(self) -> None:
         """End all uses after an exception has unwound the operators that started them."""
         self.residency.end()
         for managed in self.managed_params:
-            managed.chunk.pins, managed.uses = 0, 0
-            if managed.state is TensorState.COMPUTE:
-                managed.move_to(TensorState.HOLD_AFTER_BWD if managed.overlays_param else TensorState.HOLD)
+            managed.chunk.pins = 0
+            managed.state.end_all_uses()
         self.finish_forward()
 
     def fetch(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:
@@ -265,22 +260,18 @@ class ModelData(LocalShards):
         Reentrant checkpointing completes a gradient several times in one backward; as in plain PyTorch these are added
         in the compute dtype. Gradients of earlier backwards are accumulated in the gradient list.
         """
-        if self.in_backward and managed.updated_in_backward == self.backward_id:
+        state = managed.state
+        if self.in_backward and state.updated_in_backward == self.backward_id:
             self._check_not_updated((managed,))
-        if managed.partial_grad is not None:
-            managed.partial_grad.add_(grad)
+        if state.partial is not None:
+            state.partial.add_(grad)
             return
-        if managed.overlays_param and managed.backward_id == self.backward_id:
-            managed.may_grow = True
-            self._write_gradient(managed, grad, add=True)
-            return
-        if managed.overlays_param:
+        grows = state.overlays_param and state.backward_id == self.backward_id
+        if state.overlays_param and not grows:
             self.move_out_gradient(managed)
-        managed.version_before_gradient = managed.param._version
-        self._write_gradient(managed, grad, add=False)
-        managed.overlays_param, managed.backward_id = True, self.backward_id
-        if managed.uses == 0:
-            managed.move_to(TensorState.HOLD_AFTER_BWD)
+        version = managed.param._version
+        self._write_gradient(managed, grad, add=grows)
+        state.overlay(self.backward_id, version)
 
     def _write_gradient(self, managed: ManagedParam, grad: torch.Tensor, add: bool) -> None:
         """Write a gradient over its parameter; fetch its chunk from disk, or write page by page if there is no room."""
@@ -310,8 +301,8 @@ class ModelData(LocalShards):
         running backward may still grow and is kept apart until that backward ends.
         """
         self.ensure_in_memory(managed)
-        if self.in_backward and managed.backward_id == self.backward_id:
-            managed.partial_grad, managed.may_grow = managed.payload().clone(), True
+        if self.in_backward and managed.state.backward_id == self.backward_id:
+            managed.state.keep_partial(managed.payload().clone())
         else:
             self._accumulate(managed)
         self._restore(managed)
@@ -321,10 +312,10 @@ class ModelData(LocalShards):
         updated = [
             managed
             for managed in managed_params
-            if self.in_backward and managed.updated_in_backward == self.backward_id
+            if self.in_backward and managed.state.updated_in_backward == self.backward_id
         ]
         for managed in updated:
-            managed.may_grow = True
+            managed.state.expect_growth()
         if updated:
             raise TrainingError(
                 f"parameter {updated[0].name!r} is read, or its gradient grows, after it was updated in the same "
@@ -338,26 +329,25 @@ class ModelData(LocalShards):
         """End the backward: store moved-out gradients, which no longer grow, in place of their parameters."""
         self.in_backward = False
         for managed in self.managed_params:
-            if managed.partial_grad is not None:
-                grad, managed.partial_grad = managed.partial_grad, None
+            if (grad := managed.state.take_partial()) is not None:
                 self.accept_gradient(managed, grad)
 
     @defer_sigint
     def discard_gradients(self) -> None:
         """Discard all gradients, and restore the parameters that they replaced."""
         for managed in self.managed_params:
-            if managed.has_any_gradient:
+            if managed.state.has_any_gradient:
                 self.discard_gradient(managed)
 
     @defer_sigint
     def discard_gradient(self, managed: ManagedParam) -> None:
         """Discard the gradient of a parameter, unless its deferred update is unfinished."""
-        if managed.update_pending:
+        if managed.state.update_pending:
             return
-        if managed.overlays_param:
+        if managed.state.overlays_param:
             self.ensure_in_memory(managed)
             self._restore(managed)
-        managed.in_grad_list, managed.partial_grad = False, None
+        managed.state.discard_moved()
 
     @defer_sigint
     def end_step(self) -> bool:
@@ -366,7 +356,7 @@ class ModelData(LocalShards):
         lists = [chunk for (kind, _), chunk in self.manager.chunks.items() if kind == GRAD32]
         if not accumulated:
             for chunk in lists:
-                if not any(managed.update_pending for managed in self.by_chunk[chunk.index]):
+                if not any(managed.state.update_pending for managed in self.by_chunk[chunk.index]):
                     self.manager.remove(chunk)
         changed = accumulated != self.accumulates
         self.accumulates = accumulated
@@ -379,8 +369,7 @@ class ModelData(LocalShards):
         for managed in managed_params:
             managed.steps += 1
             managed.observed = True
-            managed.overlays_param = managed.reduced = managed.in_grad_list = managed.update_pending = False
-            managed.move_to(TensorState.HOLD)
+            managed.state.consume()
 
     @defer_sigint
     def ensure_in_memory(self, managed: ManagedParam) -> None:
@@ -390,7 +379,5 @@ class ModelData(LocalShards):
 
     def _restore(self, managed: ManagedParam) -> None:
         self._restore_own(managed)
-        torch._C._autograd._unsafe_set_version_counter((managed.param,), (managed.version_before_gradient,))
-        managed.overlays_param = False
-        if managed.uses == 0:
-            managed.move_to(TensorState.HOLD)
+        torch._C._autograd._unsafe_set_version_counter((managed.param,), (managed.state.version_before,))
+        managed.state.remove_overlay()

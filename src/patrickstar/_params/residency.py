@@ -46,7 +46,7 @@ class Residency:
         if not self.active:
             return False
         for managed in managed_params:  # a loop, since this runs for every operator
-            if not managed.chunk.held or managed.overlays_param or managed.update_pending:
+            if not managed.chunk.held or managed.state.overlays_param or managed.state.update_pending:
                 return False
         return True
 

@@ -19,7 +19,6 @@ from patrickstar._params.model_data import ModelData
 from patrickstar._params.shard_collectives import add_over_ranks, gather_shards, share_optimizer_extra
 from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.tensor_state import TensorState
 from patrickstar.errors import BudgetError, TrainingError
 
 # [Note: sharded gradients]
@@ -69,10 +68,10 @@ class ShardedModelData(ModelData):
         own = self.manager[SHARD16, index]
         self._finish_reduction(index)
         for managed in managed_params:
-            if managed.reduced:
+            if managed.state.reduced:
                 self._accumulate(managed)
                 self._restore_own(managed)
-                managed.reduced = False
+                managed.state.restore_shard()
         if not own.in_memory:
             self.manager.ensure_in_memory(own)
             self.update_param_views()
@@ -101,7 +100,7 @@ class ShardedModelData(ModelData):
             return gradients, sum_chunk.current(sum_chunk.whole), sum_chunk
         self.manager.mark_written(own, on_device=own.device_valid)
         for managed in self._own_managed_params(index):
-            managed.reduced = True
+            managed.state.store_reduced()
         return gradients, own.current(own.whole), own
 
     def _grad_list_tier(self, master_chunk: Chunk) -> Tier:
@@ -120,26 +119,21 @@ class ShardedModelData(ModelData):
         """Restore these parameters where gradients are or were stored in their place."""
         super().restore_params(managed_params)
         for managed in managed_params:
-            if managed.reducing:
+            if managed.state.reducing:
                 # The gathered bits equal the old ones, so tensors that autograd saved are valid again.
-                torch._C._autograd._unsafe_set_version_counter((managed.param,), (managed.version_before_gradient,))
-                managed.reducing = False
+                torch._C._autograd._unsafe_set_version_counter((managed.param,), (managed.state.version_before,))
+                managed.state.follow_regather()
 
     def move_out_gradient(self, managed: ManagedParam) -> None:
         """Keep the gradients of a chunk apart until backward ends, and gather the chunk again."""
         self.manager.ensure_in_memory(managed.chunk)
         for other in self.by_chunk[managed.chunk.index]:
-            if other.overlays_param:
-                other.partial_grad, other.may_grow = other.payload().clone(), True
-                self._unset_overlay(other)
+            if other.state.overlays_param:
+                other.state.keep_partial(other.payload().clone())
+                other.state.submit()
         self._overlaid.discard(managed.chunk.index)
         self.manager.regather(managed.chunk)
         self.update_param_views()
-
-    def _unset_overlay(self, managed: ManagedParam) -> None:
-        managed.overlays_param, managed.reducing = False, True
-        if managed.uses == 0:
-            managed.move_to(TensorState.HOLD)
 
     @defer_sigint
     def on_in_place_write(self, managed: ManagedParam) -> None:
@@ -165,21 +159,17 @@ class ShardedModelData(ModelData):
     @defer_sigint
     def accept_gradient(self, managed: ManagedParam, grad: torch.Tensor) -> None:
         """Store a complete gradient in place of its parameter. See [Note: sharded gradients]."""
-        managed.gradient_ready = True
+        state = managed.state
+        state.set_ready(True)
         self._params_with_gradient.add(managed)
-        if managed.partial_grad is not None:
-            managed.partial_grad.add_(grad)
+        if state.partial is not None:
+            state.partial.add_(grad)
             return
         self.ensure_in_memory(managed)
-        if managed.overlays_param:
-            managed.may_grow = True
-        elif not managed.reducing:
-            managed.version_before_gradient = managed.param._version
-        self._write_in_memory(managed, grad, add=managed.overlays_param)
-        managed.overlays_param, managed.backward_id = True, self.backward_id
+        version = managed.param._version
+        self._write_in_memory(managed, grad, add=state.overlays_param)
+        state.overlay(self.backward_id, version)
         self._overlaid.add(managed.chunk.index)
-        if managed.uses == 0:
-            managed.move_to(TensorState.HOLD_AFTER_BWD)
 
     def fetch(self, chunks: Sequence[Chunk], *, gently: bool = False) -> None:
         """Fetch chunks to the device; if there is no room, reduce chunks with incomplete gradients early."""
@@ -233,7 +223,7 @@ class ShardedModelData(ModelData):
             expected = [
                 managed for managed in managed_params if managed.param.requires_grad and managed not in self._unused
             ]
-            if all(managed.overlays_param for managed in expected):
+            if all(managed.state.overlays_param for managed in expected):
                 self._reduce_chunk(index)
 
     @defer_sigint
@@ -251,8 +241,8 @@ class ShardedModelData(ModelData):
         chunk = managed_params[0].chunk
         self._overlaid.discard(index)
         for managed in managed_params:
-            if managed.overlays_param:
-                self._unset_overlay(managed)
+            if managed.state.overlays_param:
+                managed.state.submit()
             else:
                 managed.payload().zero_()
         if self.accumulates_locally or self.grad_accumulation.has(index):
@@ -269,7 +259,7 @@ class ShardedModelData(ModelData):
     def synchronize_to_drop(self) -> None:
         """Synchronize all ranks to discard gradients, unless there were none since the last step."""
         fresh, self._nothing_to_drop = self._nothing_to_drop, False
-        if not fresh or any(managed.gradient_ready for managed in self.managed_params):
+        if not fresh or any(managed.state.ready for managed in self.managed_params):
             self.grad_accumulation.clear()
             self.synchronize_processes(Request.DROP)
 
@@ -287,18 +277,20 @@ class ShardedModelData(ModelData):
     @defer_sigint
     def discard_gradient(self, managed: ManagedParam) -> None:
         """Discard the gradient of a parameter, unless its deferred update is unfinished. All ranks must be in sync."""
-        if managed.update_pending:
+        if managed.state.update_pending:
             return
         if not self._dropping:
-            if managed.gradient_ready:
+            if managed.state.ready:
                 raise TrainingError(
                     f"the gradient of {managed.name!r} is being reduced across processes and can't be discarded "
                     f"alone; call optimizer.zero_grad() in all processes"
                 )
             return
-        if managed.overlays_param:
-            self._unset_overlay(managed)
-            managed.chunk.shards_valid = not any(other.overlays_param for other in self.by_chunk[managed.chunk.index])
+        if managed.state.overlays_param:
+            managed.state.submit()
+            managed.chunk.shards_valid = not any(
+                other.state.overlays_param for other in self.by_chunk[managed.chunk.index]
+            )
             if managed.chunk.shards_valid:
                 self._overlaid.discard(managed.chunk.index)
                 self.manager.regather(managed.chunk)
@@ -307,10 +299,9 @@ class ShardedModelData(ModelData):
     def _discard_shard_gradient(self, managed: ManagedParam) -> None:
         """Discard the reduced gradient of this rank's shard, and restore the shard."""
         self._finish_reduction(managed.chunk.index)
-        if managed.reduced:
+        if managed.state.reduced:
             self._restore_own(managed)
-        managed.reduced = managed.in_grad_list = managed.gradient_ready = False
-        managed.partial_grad = None
+        managed.state.discard_moved()
 
     # Synchronization of all ranks
 
@@ -331,14 +322,14 @@ class ShardedModelData(ModelData):
         self.synchronize_processes(want)
         self.grad_accumulation.clear()
         on_this_rank = torch.tensor(
-            [managed.gradient_ready for managed in self.managed_params], dtype=torch.uint8, device="cpu"
+            [managed.state.ready for managed in self.managed_params], dtype=torch.uint8, device="cpu"
         )
         for managed, gradient_ready in zip(
             self.managed_params, self.comm.world.all_gather(on_this_rank).any(0).tolist(), strict=True
         ):
-            if not gradient_ready and (managed.reduced or managed.in_grad_list):
+            if not gradient_ready and (managed.state.reduced or managed.state.accumulated):
                 self._discard_shard_gradient(managed)
-            managed.gradient_ready = gradient_ready
+            managed.state.set_ready(gradient_ready)
         self._unused = {
             managed
             for managed in self.managed_params
@@ -349,9 +340,9 @@ class ShardedModelData(ModelData):
         """Finish an optimizer step: drop gathered chunks, which are stale. See `ModelData.close_step`."""
         updated_set = set(updated)
         for managed in self.managed_params:
-            if managed.gradient_ready and managed in updated_set and not managed.location.numel:
+            if managed.state.ready and managed in updated_set and not managed.location.numel:
                 self.mark_updated((managed,))
-            managed.gradient_ready = managed.reducing = False
+            managed.state.end_step()
         self._params_with_gradient.clear()
         self.drop_gathered(index for index, params in self.by_chunk.items() if params[0].schema.trained)
         self._nothing_to_drop = True
@@ -365,7 +356,7 @@ class ShardedModelData(ModelData):
         share_optimizer_extra(self.managed_params, self.comm.world)
 
     def has_gradient(self, managed: ManagedParam) -> bool:
-        return managed.gradient_ready
+        return managed.state.ready
 
     def gather_parts(self, managed: ManagedParam, flat: torch.Tensor) -> None:
         gather_shards(managed, flat, self.comm.world, self.comm.shard_bounds[managed.chunk.index])
@@ -375,4 +366,4 @@ class ShardedModelData(ModelData):
         values = [*(sums.get(managed, 0.0) for managed in self.managed_params), float(not_finite)]
         *squares, non_finite_total = add_over_ranks(values, self.comm.world)
         with_gradient = zip(self.managed_params, squares, strict=True)
-        return tuple(square for managed, square in with_gradient if managed.gradient_ready), int(non_finite_total)
+        return tuple(square for managed, square in with_gradient if managed.state.ready), int(non_finite_total)

@@ -89,7 +89,7 @@ class DiskOptimizerStep:
             self.data.mark_updated(rules)
             return
         for managed in rules:
-            managed.update_pending = True
+            managed.state.defer_update()
         self._updates.append(DiskUpdate(index, rules, scales, lists, pages))
 
     def reorder(self, key: Callable[[int], int]) -> None:
@@ -133,7 +133,9 @@ class DiskOptimizerStep:
     @defer_sigint
     def _abort(self, error: BaseException) -> None:
         """Drop all queued updates, and reset their parameters to the rounded masters, updated or not."""
-        managed_params = [managed for update in self._updates for managed in update.rules if managed.update_pending]
+        managed_params = [
+            managed for update in self._updates for managed in update.rules if managed.state.update_pending
+        ]
         self._updates.clear()
         if self.data.manager.io_dispatch.failed is not None:
             self.staging_pool.live.clear()
@@ -240,7 +242,7 @@ class DiskOptimizerStep:
         on_page = slice(managed.location.offset + part.start - first, managed.location.offset + part.stop - first)
         param = managed.flat(managed.shard_chunk)[part]
         accumulated = None
-        if managed.in_grad_list:
+        if managed.state.accumulated:
             page = views.get(GRAD32)
             chunk = self.data.manager[GRAD32, managed.location.chunk]
             accumulated = page[on_page] if page is not None else managed.flat(chunk)[part]

@@ -63,10 +63,10 @@ class OptimizerInBackward:
     def _is_complete(self, managed: ManagedParam) -> bool:
         """Return whether a parameter has its final gradient, from this backward and not from an earlier one."""
         return (
-            managed.overlays_param
-            and managed.backward_id == self.data.backward_id
+            managed.state.overlays_param
+            and managed.state.backward_id == self.data.backward_id
             and managed.observed
-            and not managed.may_grow
+            and not managed.state.may_grow
         )
 
     def progress(self) -> None:
@@ -89,7 +89,7 @@ class OptimizerInBackward:
                 self.data.manager.host_tier.busy += 1
                 self._running.append((running, managed_params[0].chunk))
             for managed in complete:
-                managed.updated_in_backward = self.data.backward_id
+                managed.state.update_in_backward(self.data.backward_id)
             if not self.in_background or len(complete) < len(
                 managed_params
             ):  # operators may read the rest of the chunk

@@ -1,0 +1,166 @@
+"""State of a parameter's payload and of its gradient, from backward to the update (PatrickStar §6.2, Figure 7)."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from patrickstar._schedule.tensor_state import TensorState, check_transition
+
+# [Note: life of a gradient]
+# A gradient is written over its parameter (`overlay`), which then is in the state HOLD_AFTER_BWD. If the parameter is
+# read again, the gradient is moved out first: into the gradient list, or, while its backward runs, to `partial`, since
+# it may still grow. With several processes the gradients of a gathered chunk are submitted together (`submit`), and
+# their sum replaces the shard (`reduced`). It ends with an update or when it is discarded.
+
+
+@dataclass(eq=False, slots=True)
+class ParamState:
+    """State of one parameter. Only its methods change it; see [Note: life of a gradient]."""
+
+    name: str
+    """Name of the parameter, for errors."""
+    tensor: TensorState = TensorState.FREE
+    uses: int = 0
+    """Operators and windows that use the parameter."""
+    overlays_param: bool = False
+    """True if a gradient is stored in place of the parameter, in its `param16` chunk."""
+    reducing: bool = False
+    """With several processes: True if the gradient was moved out of the gathered chunk, to be reduced."""
+    reduced: bool = False
+    """With several processes: True if the reduced gradient is stored in place of this rank's shard."""
+    ready: bool = False
+    """With several processes: True if this rank (after synchronization: any rank) has a gradient for the next step."""
+    accumulated: bool = False
+    """True if earlier gradients of this step are accumulated in the gradient list."""
+    partial: torch.Tensor | None = field(default=None, repr=False)
+    """Gradient of the running backward that was moved out of the chunk and may still grow."""
+    may_grow: bool = False
+    """True if a backward added to a gradient that seemed complete, or read the parameter after that."""
+    backward_id: int = 0
+    """Number of the backward that computed the gradient stored in place of the parameter."""
+    version_before: int = 0
+    """Version counter of the parameter before the gradient was written over it."""
+    updated_in_backward: int = 0
+    """Number of the backward during which the parameter was updated."""
+    update_pending: bool = False
+    """True while a deferred update of the parameter, which consumes its gradient, is unfinished."""
+
+    @property
+    def has_any_gradient(self) -> bool:
+        """True if a gradient of the parameter exists in any place or stage of reduction."""
+        marks = self.overlays_param or self.accumulated or self.reduced or self.ready or self.reducing
+        return marks or self.partial is not None
+
+    def _move_to(self, tensor: TensorState) -> None:
+        """Raise TrainingError for an illegal transition."""
+        if tensor is not self.tensor:
+            check_transition(self.name, self.tensor, tensor)
+            self.tensor = tensor
+
+    # The payload
+
+    def initialize(self) -> None:
+        """The payload holds the parameter's values."""
+        self._move_to(TensorState.HOLD)
+
+    def begin_use(self) -> None:
+        """An operator or window uses the parameter."""
+        self.uses += 1
+        self._move_to(TensorState.COMPUTE)
+
+    def end_use(self, hold: TensorState) -> None:
+        """End one use; after the last one the state is `hold`, or HOLD_AFTER_BWD with a gradient."""
+        self.uses -= 1
+        if self.uses == 0:
+            self._move_to(TensorState.HOLD_AFTER_BWD if self.overlays_param else hold)
+
+    def end_all_uses(self) -> None:
+        """End all uses after an exception."""
+        self.uses = 0
+        if self.tensor is TensorState.COMPUTE:
+            self._move_to(TensorState.HOLD_AFTER_BWD if self.overlays_param else TensorState.HOLD)
+
+    def end_forward(self) -> None:
+        """The forward that used the parameter has ended."""
+        if self.tensor is TensorState.HOLD_AFTER_FWD:
+            self._move_to(TensorState.HOLD)
+
+    # Its gradient
+
+    def overlay(self, backward_id: int, version_before: int) -> None:
+        """The gradient of a backward was written over the parameter, or added to the one there."""
+        if self.overlays_param:
+            self.may_grow = True
+        elif not self.reducing:
+            self.version_before = version_before
+        self.overlays_param, self.backward_id = True, backward_id
+        if self.uses == 0:
+            self._move_to(TensorState.HOLD_AFTER_BWD)
+
+    def remove_overlay(self) -> None:
+        """The gradient is no longer in the parameter's place."""
+        self.overlays_param = False
+        if self.uses == 0:
+            self._move_to(TensorState.HOLD)
+
+    def submit(self) -> None:
+        """The gradient leaves the gathered chunk for its reduction, and the chunk is gathered again at the next use."""
+        self.reducing = True
+        self.remove_overlay()
+
+    def follow_regather(self) -> None:
+        """The gathered chunk holds the parameter again."""
+        self.reducing = False
+
+    def store_reduced(self) -> None:
+        """The sum of all ranks' gradients replaces this rank's shard."""
+        self.reduced = True
+
+    def restore_shard(self) -> None:
+        """The reduced gradient was moved out of this rank's shard."""
+        self.reduced = False
+
+    def set_ready(self, ready: bool) -> None:
+        """Record whether this rank, or after synchronization any rank, has a gradient for the next step."""
+        self.ready = ready
+
+    def accumulate(self) -> None:
+        """The gradient was added to the gradient list."""
+        self.accumulated = True
+
+    def expect_growth(self) -> None:
+        """The gradient is not complete when its hook fires, or the parameter is read after that."""
+        self.may_grow = True
+
+    def keep_partial(self, gradient: torch.Tensor) -> None:
+        """Keep a gradient of the running backward, moved out of the chunk, until that backward ends."""
+        self.partial, self.may_grow = gradient, True
+
+    def take_partial(self) -> torch.Tensor | None:
+        """Return the gradient that was kept, if any; it no longer grows."""
+        gradient, self.partial = self.partial, None
+        return gradient
+
+    def discard_moved(self) -> None:
+        """Discard the parts of the gradient that are not in the parameter's place."""
+        self.reduced = self.accumulated = self.ready = False
+        self.partial = None
+
+    def defer_update(self) -> None:
+        """An update that consumes the gradient was deferred."""
+        self.update_pending = True
+
+    def update_in_backward(self, backward_id: int) -> None:
+        """The parameter was updated during a backward."""
+        self.updated_in_backward = backward_id
+
+    def consume(self) -> None:
+        """The gradient was consumed by an update, or given up after a failed one."""
+        self.overlays_param = self.reduced = self.accumulated = self.update_pending = False
+        self.partial = None
+        if self.uses == 0:
+            self._move_to(TensorState.HOLD)
+
+    def end_step(self) -> None:
+        """The optimizer step is complete on all ranks."""
+        self.ready = self.reducing = False
