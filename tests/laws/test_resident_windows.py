@@ -1,0 +1,115 @@
+"""Windows of resident iterations open wherever a backward reads a parameter that is not in its place."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from toys import inputs, layers, mean_square
+
+from patrickstar import testing
+from patrickstar._autograd import windows
+
+from . import tiers
+from .models import config
+from .residents import PLENTY, engine_of, same
+
+
+class InPlaceOnOutputs(nn.Module):
+    """Changes the outputs of its operators in place: those that are views get another node in the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.core = layers(8, 3, nn.Tanh), nn.Parameter(torch.randn(8, 8, 8) / 8)
+        self.lstm, self.attention = nn.LSTM(8, 8, batch_first=True), nn.MultiheadAttention(8, 2)
+
+    def forward(self, x):
+        weight = self.layers[0][0].weight
+        hidden = torch.einsum("bi,oi->ob", x, weight).mul_(2.0).t()
+        hidden = hidden + F.bilinear(x, x, self.core).add_(1.0)
+        hidden = F.linear(hidden, weight).tanh_()
+        hidden = hidden + torch.tensordot(hidden, weight, dims=([1], [1]))[:, :8].relu_()
+        hidden = hidden + self.lstm(hidden)[0] * 0.5 + self.attention(hidden, hidden, hidden)[0].sigmoid_()
+        return self.layers(hidden)
+
+
+def backwards(trainer):
+    results = []
+    for number, (x,) in enumerate(inputs(7, 8)):
+        loss, other = mean_square(trainer(x)), mean_square(trainer(3 * x))
+        trainer.backward(loss, retain_graph=True)
+        trainer.backward(other)
+        if number > 3:
+            trainer.backward(loss)
+        trainer.optimizer.step()
+        results.append(loss.detach().clone())
+    return results
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_backwards_that_find_gradients_in_place_of_parameters(precision):
+    same(InPlaceOnOutputs, backwards, config(precision, 256, device_memory=PLENTY))
+
+
+def test_the_nodes_of_views_need_a_window_each(monkeypatch):
+    """Without them the law above is broken: a backward reads the gradient that replaced its weight."""
+    hooked = windows.GraphSnapshot.added
+    monkeypatch.setattr(windows.GraphSnapshot, "added_nodes", lambda self, nodes: iter(hooked(self, nodes)))
+    with pytest.raises((AssertionError, RuntimeError)):
+        same(InPlaceOnOutputs, backwards)
+
+
+def evaluations(trainer):
+    """Evaluate between backward and step, and after the step, whose updates from disk are deferred."""
+    results = []
+    for (x,) in tiers.inputs(8):
+        loss = mean_square(trainer(x))
+        trainer.backward(loss)
+        for _ in range(2):
+            with torch.no_grad():
+                results.append(trainer(x).sum())
+            trainer.optimizer.step()
+        results.append(loss.detach().clone())
+    return results
+
+
+@pytest.mark.parametrize("device_memory", ["150KiB", "200KiB", "260KiB"])
+def test_held_parameters_whose_updates_are_deferred(device_memory, tmp_path):
+    options = config("fp32", 9000, device_memory=device_memory, host_memory="72KiB", disk=tmp_path)
+    torch.manual_seed(0)
+    reference = testing.ReferenceTrainer(tiers.blocks, options)
+    expected = evaluations(reference)
+    torch.manual_seed(0)
+    engine = tiers.small_engine(tiers.blocks, options)
+    testing.assert_same_bits(expected, evaluations(engine), "results")
+    testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
+    assert engine.stats.total.disk_read_bytes > 0
+    engine.close()
+
+
+def test_an_embedding_on_the_host_is_not_held():
+    """Its lookups stay on the host also in resident iterations, and an operator on its weight moves it back."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.layers, self.calls = nn.Embedding(2048, 8), layers(8, 2), 0
+
+        def forward(self, ids):
+            self.calls += 1
+            out = self.layers(self.embedding(ids)).sum(1)
+            return out if self.calls % 6 else out + self.embedding.weight[:3].sum()
+
+    def run(trainer):
+        torch.manual_seed(1)
+        for _ in range(9):
+            trainer.backward(mean_square(trainer(torch.randint(0, 2048, (2, 3)))))
+            trainer.optimizer.step()
+        return []
+
+    options = config("fp32", 16384, device_memory=96 * 1024)
+    torch.manual_seed(0)
+    reference = testing.ReferenceTrainer(Tied, options)
+    run(reference)
+    engine = engine_of(Tied, options)
+    run(engine)
+    testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
