@@ -23,7 +23,6 @@ class NoMeter:
 
     source = "nothing"
     counts_freed = False
-    caching = False
 
     def calibrate(self, chunk_bytes: int) -> None:
         """Ignore `chunk_bytes`: there is no baseline."""
@@ -42,8 +41,11 @@ class NoMeter:
     def reclaim(self) -> None:
         """Do nothing: no freed memory is cached."""
 
-    def set_caching(self, allowed: bool) -> None:
-        """Ignore `allowed`: nothing is cached."""
+    def limit(self, nbytes: int) -> None:
+        """Ignore `nbytes`: nothing is cached."""
+
+    def close(self) -> None:
+        """Do nothing: there is no limit."""
 
 
 class PlainOptimizer(torch.optim.Optimizer):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from patrickstar._memory import memory_meter as meter
-from patrickstar._memory.memory_meter import ResidentMeter, SampledMeter, default_meter, installed_bytes
+from patrickstar._memory.memory_meter import AllocatorMeter, ResidentMeter, SampledMeter, default_meter, installed_bytes
 
 MIB = 1024**2
 SIZE = 64 * MIB
@@ -107,12 +107,18 @@ def test_meter_closes_its_files():
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_cpu_counts_tensors_where_they_are_allocated():
+    assert isinstance(default_meter(CPU), AllocatorMeter)
+
+
 @resident
-def test_cpu_uses_the_resident_meter():
+def test_cpu_uses_the_resident_meter_without_an_allocator(monkeypatch):
+    monkeypatch.setattr(meter, "cpu_allocator", lambda: None)
     assert isinstance(default_meter(CPU), ResidentMeter)
 
 
 def test_sampled_meter_warns_without_kernel_peak(monkeypatch, tmp_path):
+    monkeypatch.setattr(meter, "cpu_allocator", lambda: None)
     monkeypatch.setattr(meter, "_CLEAR_REFS", tmp_path / "missing")
     with pytest.warns(UserWarning, match=r"not writable here: .*peaks inside operators are missed"):
         found = default_meter(CPU)
@@ -120,8 +126,8 @@ def test_sampled_meter_warns_without_kernel_peak(monkeypatch, tmp_path):
 
 
 def test_every_meter_describes_its_source():
-    sources = {kind.source for kind in (meter.CudaMeter, ResidentMeter, SampledMeter)}
-    assert len(sources) == 3
+    sources = {kind.source for kind in (meter.CudaMeter, AllocatorMeter, ResidentMeter, SampledMeter)}
+    assert len(sources) == 4
     assert all(sources)
 
 

@@ -33,7 +33,6 @@ class HandMeter(NoMeter):
 
     def __init__(self):
         self.used = self.peak_bytes = self.freed = self.reclaims = 0
-        self.caching_calls = []
         self.chunk_bytes = []
 
     def use(self, nbytes):
@@ -56,10 +55,6 @@ class HandMeter(NoMeter):
     def reclaim(self):
         self.reclaims += 1
         self.freed = 0
-
-    def set_caching(self, allowed):
-        self.caching_calls.append(allowed)
-        self.caching = allowed
 
 
 @pytest.fixture
@@ -147,26 +142,6 @@ def test_plan_uses_measured_bytes_where_larger(tracer):
     tracer.meter.used, tracer.meter.freed = 20, BUDGET
     tracer.begin_moment((), belongs=True)
     assert tracer.manager.device_tier.non_model_bytes == 20, "what was freed was not reclaimed"
-
-
-def test_freed_memory_is_cached_only_within_budget(tracer):
-    iterate(tracer, "a", ACCESSES)
-    assert tracer.meter.caching_calls == [False, True], "a trace records needed memory only"
-    tracer.meter.caching_calls.clear()
-    iterate(tracer, "a", ACCESSES)
-    assert set(tracer.meter.caching_calls[:-1]) == {False} and tracer.meter.caching_calls[-1], (
-        "a second iteration checks it"
-    )
-    tracer.begin_iteration("a")
-    tracer.meter.freed = BUDGET - CHUNKS * 16 - 50
-    tracer.begin_moment((0,), belongs=True)
-    assert tracer.meter.caching_calls[-1] and tracer.meter.freed, "all fits"
-    tracer.begin_moment((), belongs=True)
-    tracer.begin_moment((1, 2), belongs=True)
-    assert not tracer.meter.caching_calls[-1] and not tracer.meter.freed, "not with 300 bytes more"
-    tracer.begin_moment((), belongs=True)
-    tracer.end_iteration()
-    assert tracer.meter.caching_calls[-1]
 
 
 @pytest.mark.parametrize("at", range(len(SHAPE)))

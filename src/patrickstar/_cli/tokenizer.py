@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers import __version__ as tokenizers_version
 
 from patrickstar._cli.corpus import Corpus
+from patrickstar._memory.cpu_allocator import cache_folder
 from patrickstar.errors import ConfigError, DataError, ModelError
 
 END_TOKEN = "<|endoftext|>"
@@ -66,13 +67,6 @@ def load_tokens(corpus: Corpus, vocabulary: Vocabulary) -> NDArray[np.unsignedin
 def tokenizer_text(corpus: Corpus, vocabulary: Vocabulary) -> str:
     """Return the tokenizer of `load_tokens` as JSON of the tokenizers library."""
     return _tokenizer(corpus, vocabulary, _cache_stem(corpus, vocabulary).with_suffix(".tokenizer.json")).to_str()
-
-
-def cache_folder() -> Path:
-    """Return the cache folder of tokenizers and token streams, below XDG_CACHE_HOME or ``~/.cache``."""
-    # The XDG specification requires that a relative path is ignored.
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "patrickstar"
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:

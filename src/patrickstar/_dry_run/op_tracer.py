@@ -76,8 +76,6 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-HOST_GRAIN_BYTES = 4096
-"""Page size: the system accounts CPU memory in pages."""
 DEVICE_GRAIN_BYTES = 512
 """Rounding of the CUDA caching allocator."""
 
@@ -86,12 +84,10 @@ class TensorMeter:
     """`Meter` that counts current and peak bytes of live tensors, rounded up to a granularity."""
 
     source = "bytes of tensors"
-    caching = False
+    counts_freed = False
 
-    def __init__(self, grain_bytes: int = 1, counts_freed: bool = False) -> None:
+    def __init__(self, grain_bytes: int = 1) -> None:
         self.grain_bytes = grain_bytes
-        self.counts_freed = counts_freed
-        """Same value as the real meter: the engine reads such a meter more often."""
         self.live_bytes = 0
         self.peak_bytes = 0
         self.baseline_bytes = 0
@@ -132,8 +128,11 @@ class TensorMeter:
     def reclaim(self) -> None:
         """Do nothing: freed memory is never cached."""
 
-    def set_caching(self, allowed: bool) -> None:
+    def limit(self, nbytes: int) -> None:
         """Do nothing: freed memory is never cached."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 # [Note: values of integers]

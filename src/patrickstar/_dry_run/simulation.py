@@ -21,7 +21,6 @@ from patrickstar._dry_run.machine_profile import profile_machine
 from patrickstar._dry_run.op_benchmark import OpBenchmark
 from patrickstar._dry_run.op_tracer import (
     DEVICE_GRAIN_BYTES,
-    HOST_GRAIN_BYTES,
     OpCost,
     OpCosts,
     OpTracer,
@@ -46,11 +45,6 @@ from patrickstar.errors import ModelError, PatrickStarError
 MIN_STEPS, MAX_STEPS = 3, 8
 """At least a warm-up step, a planned step and one that starts from the end state of a planned step; then until a step
 transfers the same bytes as the previous one."""
-
-UNTRACED_BYTES = 3 << 19
-"""Allowance on a CPU for small objects of Python and autograd, which are neither tensors nor operator workspace, and
-for variation between runs. Chosen empirically: of 200 random runs at many budgets, no predicted fit failed with it,
-and one failed with 1 MiB (`benchmarks/surprises.py`)."""
 
 METER_READS = 100
 """Number of meter reads that are timed to find the cost of one."""
@@ -162,8 +156,7 @@ def simulate_on_this_machine(
         for _ in range(METER_READS):
             costs.meter.now(0)
         meter_s = (time.perf_counter() - start) / METER_READS
-        untraced_bytes = UNTRACED_BYTES if device.type == "cpu" else 0
-        report = run(meter_s=meter_s, untraced_bytes=untraced_bytes, library_bytes=library_bytes)
+        report = run(meter_s=meter_s, library_bytes=library_bytes)
         return replace(report, estimated=tuple(sorted(costs.estimated)))
 
 
@@ -265,7 +258,6 @@ def simulate(
     *,
     steps: int | None = None,
     meter_s: float | None = None,
-    untraced_bytes: int = 0,
     library_bytes: int = 0,
     **hooks: Any,
 ) -> DryRunReport:
@@ -277,14 +269,13 @@ def simulate(
         costs: Cost model of operators; by default a roofline of the machine.
         steps: Number of steps; by default until their transfers repeat.
         meter_s: Seconds per meter read. If given, the real time of Python, autograd and the engine counts too.
-        untraced_bytes: Non-model data that belongs to no tensor and no operator.
         library_bytes: Device memory that libraries occupy from the start.
         hooks: Keyword arguments of the engine.
 
     Raises:
         BudgetError: The model does not fit, as in a real run.
     """
-    meter = TensorMeter(DEVICE_GRAIN_BYTES) if machine.gpu is not None else TensorMeter(HOST_GRAIN_BYTES, True)
+    meter = TensorMeter(DEVICE_GRAIN_BYTES if machine.gpu is not None else 1)
     hardware = SimulatedHardware(machine, meter, library_bytes)
     engine: Any = None
     timeline: list[MemorySample] = []
@@ -304,7 +295,7 @@ def simulate(
         engine = make_engine(
             model, config, values.__getitem__, kernels=SimulatedKernels(hardware), hardware=hardware, **hooks
         )
-        meter.add_persistent(untraced_bytes + library_bytes)
+        meter.add_persistent(library_bytes)
         try:
             history: list[StepStats] = []
             while not _enough_steps(history, steps):

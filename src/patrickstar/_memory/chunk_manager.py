@@ -162,6 +162,7 @@ class ChunkManager(DeviceEviction):
         """Cancel transfers and stop the worker threads. Chunks in memory stay readable."""
         self.cancel_transfers()
         self.io_dispatch.close()
+        self.device_tier.close()
 
     # Access
 

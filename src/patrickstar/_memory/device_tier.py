@@ -3,6 +3,7 @@
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.memory_meter import Meter
 
 
 class DeviceTier:
@@ -22,6 +23,7 @@ class DeviceTier:
         self.peak = 0
         self.allocations = 0
         """Number of allocations and releases of chunk memory."""
+        self._meter: Meter | None = None
         self.moved: set[Chunk] = set()
         """Chunks whose memory was allocated or freed since `ChunkManager.drain_moved`."""
 
@@ -45,12 +47,25 @@ class DeviceTier:
         """Bytes of machine or GPU memory that the tier uses, with unused pages of the pool."""
         return self.used if self.page_pool is None else self.page_pool.mapped_bytes
 
+    def limit_tensors(self, meter: Meter) -> None:
+        """Limit tensors, and freed memory that their allocator caches, to what chunks leave of the budget, from now on.
+
+        Freed memory that is cached for reuse is no part of any plan, so it gives way.
+        """
+        self._meter = meter
+        self._limit_tensors()
+
+    def _limit_tensors(self, more_bytes: int = 0) -> None:
+        if self._meter is not None:
+            self._meter.limit(self.budget_bytes - self.resident_bytes - more_bytes)
+
     def new(self, kind: str, index: int, numel: int, dtype: str) -> Chunk:
         """Create a chunk for this device, with no memory on any tier yet."""
         return Chunk(kind, index, numel, dtype, self.device, self.page_pool)
 
     def allocate(self, chunk: Chunk) -> None:
         """Allocate memory for a chunk; the caller has made room. Its content is undefined."""
+        self._limit_tensors(chunk.nbytes)
         chunk.allocate_device()
         self.moved.add(chunk)
         self.used += chunk.nbytes
@@ -63,6 +78,7 @@ class DeviceTier:
         self.moved.add(chunk)
         self.used -= chunk.nbytes
         self.allocations += 1
+        self._limit_tensors()
 
     def trim(self, limit_bytes: int) -> None:
         """Return unused pages to the system, down to `limit_bytes` for chunks and unused pages together."""
@@ -73,6 +89,12 @@ class DeviceTier:
     def _trim(self, limit_bytes: int) -> None:
         assert self.page_pool is not None
         self.page_pool.trim(limit_bytes - self.used)
+        self._limit_tensors()
+
+    def close(self) -> None:
+        """Withdraw the limit of tensors."""
+        if self._meter is not None:
+            self._meter.close()
 
     def reset_peak(self) -> None:
         self.peak = self.used

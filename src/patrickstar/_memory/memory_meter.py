@@ -1,5 +1,6 @@
 """Meters of non-model data: measured usage minus chunk bytes (PatrickStar §8.1)."""
 
+import ctypes
 import os
 import warnings
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Protocol
 import psutil
 import torch
 
+from patrickstar._memory.cpu_allocator import CpuAllocator, cpu_allocator
 from patrickstar._memory.cuda_device import CudaDevice
-from patrickstar._memory.malloc_tuning import process_heap
+from patrickstar._memory.vm_pool import can_move_pages
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = b"5"
@@ -22,10 +24,6 @@ class Meter(Protocol):
     """Description of the measured quantity."""
     counts_freed: bool
     """True if freed memory that is cached for reuse counts as used until `reclaim`."""
-
-    @property
-    def caching(self) -> bool:
-        """True if freed memory may be cached, as set by `set_caching`."""
 
     def calibrate(self, chunk_bytes: int) -> None:
         """Set the memory baseline: current usage beyond chunks, which belongs to the libraries."""
@@ -42,8 +40,11 @@ class Meter(Protocol):
     def reclaim(self) -> None:
         """Return cached freed memory to the system, if it counts as used."""
 
-    def set_caching(self, allowed: bool) -> None:
-        """Allow or forbid caching of freed memory, if it counts as used."""
+    def limit(self, nbytes: int) -> None:
+        """Keep tensors and freed memory that the allocator caches within `nbytes`, if it can, until `close`."""
+
+    def close(self) -> None:
+        """Withdraw the limit."""
 
 
 class CudaMeter:
@@ -51,7 +52,6 @@ class CudaMeter:
 
     source = "bytes allocated by the CUDA caching allocator"
     counts_freed = False
-    caching = False
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = CudaDevice(device)
@@ -71,27 +71,63 @@ class CudaMeter:
     def reclaim(self) -> None:
         """Do nothing: cached blocks are not counted, and the allocator frees them before it fails."""
 
-    def set_caching(self, allowed: bool) -> None:
-        """Do nothing: cached blocks are not counted."""
+    def limit(self, nbytes: int) -> None:
+        """Do nothing: the allocator frees cached blocks before it fails."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
-class _HeapMeter:
-    """Meter that counts freed memory cached in the process heap, and can trim it."""
+class AllocatorMeter:
+    """Meter that reads the counters of the allocator of CPU tensors. Chunks are not allocated there."""
+
+    source = "bytes of tensors, counted by the allocator"
+    counts_freed = False
+
+    def __init__(self, allocator: CpuAllocator) -> None:
+        self._allocator = allocator
+        self.baseline_bytes = 0
+
+    def calibrate(self, chunk_bytes: int) -> None:
+        self.baseline_bytes = self._allocator.live_bytes
+
+    def now(self, chunk_bytes: int) -> int:
+        return max(0, self._allocator.live_bytes - self.baseline_bytes)
+
+    def peak(self, chunk_bytes: int) -> int:
+        return max(0, self._allocator.peak_bytes - self.baseline_bytes)
+
+    def restart(self) -> None:
+        self._allocator.reset_peak()
+
+    def reclaim(self) -> None:
+        """Do nothing: freed memory is not counted."""
+
+    def limit(self, nbytes: int) -> None:
+        self._allocator.set_limit(self, self.baseline_bytes + nbytes)
+
+    def close(self) -> None:
+        self._allocator.remove_limit(self)
+
+
+class _ProcessMeter:
+    """Meter of the process's memory, which includes freed memory in its heap."""
 
     counts_freed = True
 
-    @property
-    def caching(self) -> bool:
-        return process_heap().caching
-
     def reclaim(self) -> None:
-        process_heap().trim()
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):
+            libc.malloc_trim(0)
 
-    def set_caching(self, allowed: bool) -> None:
-        process_heap().set_caching(allowed, self)
+    def limit(self, nbytes: int) -> None:
+        """Do nothing: the heap has no limit."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
-class ResidentMeter(_HeapMeter):
+class ResidentMeter(_ProcessMeter):
     """Meter of resident memory above the baseline, including peaks, by the kernel's counters."""
 
     source = "resident memory of the process minus mapped files, peaks by the kernel's high-water mark"
@@ -131,7 +167,7 @@ def _kib(status: bytes, key: bytes) -> int:
     return int(status[start : status.index(b"kB", start)])
 
 
-class SampledMeter(_HeapMeter):
+class SampledMeter(_ProcessMeter):
     """Meter of resident memory sampled at operator boundaries, for kernels without a resettable peak."""
 
     source = "resident memory of the process, sampled at operator boundaries (peaks inside operators are missed)"
@@ -155,6 +191,8 @@ class SampledMeter(_HeapMeter):
 def default_meter(device: torch.device) -> Meter:
     if device.type == "cuda":
         return CudaMeter(device)
+    if can_move_pages() and (allocator := cpu_allocator()) is not None:
+        return AllocatorMeter(allocator)
     if os.access(_CLEAR_REFS, os.W_OK):
         return ResidentMeter()
     warnings.warn(f"{_CLEAR_REFS} is not writable here: {SampledMeter.source}", stacklevel=2)

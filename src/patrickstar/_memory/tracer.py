@@ -12,7 +12,7 @@ from patrickstar._memory.memory_meter import Meter
 from patrickstar._schedule.eviction import ListOrder
 from patrickstar._schedule.placement import WARM_UP_PERCENT
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
-from patrickstar._schedule.trace import NEVER, Moment, Trace
+from patrickstar._schedule.trace import Moment, Trace
 
 _log = logging.getLogger(__name__)
 
@@ -46,8 +46,6 @@ class Tracer:
         self._policies: dict[int, PrefetchPolicy] = {}
         self._checking = False
         """True while the followed trace is being compared with the needs of a second iteration."""
-        self._settled_peak_bytes = 0
-        """Peak of non-model data of the followed iteration so far; NEVER if freed memory could not stay cached."""
         self._entered = (0, 0)
         """Count of allocations and non-model bytes when the last evaluation began."""
         self.evaluation_growth: dict[Hashable, int] = {}
@@ -57,11 +55,12 @@ class Tracer:
         self.peak_non_model_bytes = 0
         """Peak of non-model data over all traced iterations."""
         self.non_model_peak = 0
-        """Peak of needed non-model data since the step began, without freed memory that the heap cached."""
+        """Peak of non-model data since the step began."""
 
     def calibrate(self) -> None:
         self.meter.reclaim()
         self.meter.calibrate(self.manager.resident_bytes)
+        self.manager.device_tier.limit_tensors(self.meter)
         self.measure()
 
     def invalidate(self) -> None:
@@ -76,7 +75,6 @@ class Tracer:
             if key in self.traces and self._fits_resident(self.traces[key]):
                 self._begin_resident(self.traces[key])
             elif key in self.traces:
-                self._settled_peak_bytes = 0
                 self.mode, self.trace = Mode.PLAN, self.traces[key]
                 self.manager.eviction_policy = self.manager.prefetch_policy = self._policy_of(self.trace)
                 self._checking = not self.trace.checked
@@ -85,8 +83,6 @@ class Tracer:
                 self.mode, self.trace = Mode.TRACE, Trace()
                 self.manager.eviction_policy = ListOrder()
             if self.mode is Mode.TRACE or self._checking:
-                # Cached freed memory would be measured as needed memory.
-                self.meter.set_caching(False)
                 self.meter.reclaim()
                 self.meter.restart()
         return self.mode is Mode.PLAN
@@ -109,12 +105,8 @@ class Tracer:
             self.traces.pop(key, None)
         elif self._checking:
             self.trace.mark_checked()
-            if not self.meter.counts_freed:
-                self.trace.settled_peak_bytes = self.trace.peak_non_model_bytes
             traced = self.trace.peak_non_model_bytes > self.peak_non_model_bytes
             self.peak_non_model_bytes = max(self.peak_non_model_bytes, self.trace.peak_non_model_bytes)
-        elif mode is Mode.PLAN:
-            self.trace.settled_peak_bytes = max(self._settled_peak_bytes, self.trace.peak_non_model_bytes)
         self._stop_following()
         return traced
 
@@ -127,7 +119,7 @@ class Tracer:
 
     def _fits_resident(self, trace: Trace) -> bool:
         """Return whether the parameters of an iteration fit on the device for its whole length."""
-        if trace.settled_peak_bytes is None or self.manager.evict_everything:
+        if not trace.checked or self.meter.counts_freed or self.manager.evict_everything:
             return False
         if any(self.manager.param16[index].sharded for index in trace.uses):
             return False
@@ -142,15 +134,10 @@ class Tracer:
         return [chunk for chunk in chunks if not chunk.device_resident]
 
     def _begin_resident(self, trace: Trace) -> None:
-        assert trace.settled_peak_bytes is not None
         self.mode, self.trace = Mode.RESIDENT, trace
-        device, room = self.manager.device_tier, self._room_beside_params(trace)
+        device = self.manager.device_tier
         device.soft_limit_bytes = device.budget_bytes
-        may_cache = trace.settled_peak_bytes <= room
-        device.non_model_bytes = trace.settled_peak_bytes if may_cache else trace.peak_non_model_bytes
-        self.meter.set_caching(may_cache)
-        if not may_cache:
-            self.meter.reclaim()
+        device.non_model_bytes = trace.peak_non_model_bytes
         self.meter.restart()
         if self.prefetch_policy.ahead:
             self.manager.queue_fetches(self._missing(trace))
@@ -181,15 +168,11 @@ class Tracer:
             self.evaluation_growth[key] = max(0, growth, self.evaluation_growth.pop(key, 0))
 
     def _check_resident_peak(self) -> None:
-        """Record the peak of a resident iteration, and drop the trace if it exceeded the budget."""
-        peak, device = self.meter.peak(self.manager.resident_bytes), self.manager.device_tier
-        if not self.meter.caching:
-            self.non_model_peak = max(self.non_model_peak, peak)
-            if peak + device.used > device.budget_bytes:
-                _log.info("trace dropped: a resident iteration needed %d bytes of non-model data", peak)
-                self.traces.pop(self.open_key, None)
-        assert self.trace.settled_peak_bytes is not None
-        self.trace.settled_peak_bytes = max(self.trace.settled_peak_bytes, peak)
+        """Drop the trace of a resident iteration if its peak exceeded the budget."""
+        peak, device = self._peak(), self.manager.device_tier
+        if peak + device.used > device.budget_bytes:
+            _log.info("trace dropped: a resident iteration needed %d bytes of non-model data", peak)
+            self.traces.pop(self.open_key, None)
 
     def discard_iteration(self) -> None:
         self.traces.pop(self.open_key, None)
@@ -199,7 +182,6 @@ class Tracer:
         self.open_key, self.mode, self._checking = None, Mode.DEMAND, False
         self.manager.eviction_policy = ListOrder()
         self.manager.cancel_prefetch()
-        self.meter.set_caching(True)
         self.measure()
 
     def _policy_of(self, trace: Trace) -> PrefetchPolicy:
@@ -292,22 +274,15 @@ class Tracer:
             chunk_bytes = compute.used + sum(chunk.nbytes for chunk in missing)
             chunk_bytes = min(chunk_bytes, compute.budget_bytes - moment.non_model_bytes)
             compute.non_model_bytes = max(moment.non_model_bytes, self._predicted_bytes(moment, chunk_bytes))
-            self._settled_peak_bytes = max(self._settled_peak_bytes, compute.non_model_bytes)
         return True
 
     def _predicted_bytes(self, moment: Moment, chunk_bytes: int) -> int:
-        """Predict a planned moment's non-model bytes from those now.
-
-        Freed memory stays cached in the heap if the budget has room for it, too.
-        """
+        """Predict a planned moment's non-model bytes from those now."""
         predicted = self.current_non_model_bytes() + moment.growth_bytes
-        tight = self._checking or predicted + chunk_bytes > self.manager.device_tier.budget_bytes
-        self.meter.set_caching(not tight)
-        if tight:
-            self._settled_peak_bytes = NEVER
+        if self._checking or predicted + chunk_bytes > self.manager.device_tier.budget_bytes:
             self.meter.reclaim()
             predicted = self.current_non_model_bytes() + moment.growth_bytes
-        if not self.meter.caching and not self._checking:
+        if not self._checking:
             self.non_model_peak = max(self.non_model_peak, predicted)
         return predicted
 

@@ -33,8 +33,6 @@ class Trace:
     moments: list[Moment] = field(default_factory=list)
     checked: bool = field(default=False, compare=False)
     """True if a second iteration confirmed the memory figures."""
-    settled_peak_bytes: int | None = field(default=None, compare=False)
-    """Peak of non-model data, with freed memory that the heap caches, once an iteration has followed the trace."""
 
     def mark_checked(self) -> None:
         """Mark the trace as confirmed after a second iteration has updated it."""

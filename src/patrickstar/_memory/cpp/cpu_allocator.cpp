@@ -1,0 +1,195 @@
+// Allocator in front of PyTorch's CPU allocator. It counts the bytes of live tensors, as the CUDA allocator does, and
+// caches freed large blocks within a limit.
+//
+// Every block begins with a header that holds its size, so a free needs no lookup. Small blocks come from PyTorch's own
+// allocator. Large blocks are mapped one by one, and freed ones are cached for reuse, because the system zeroes every
+// page that it maps. The cache is trimmed before live and cached bytes would exceed the limit together.
+
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
+
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <mutex>
+
+namespace {
+
+constexpr size_t kHeaderBytes = 64;  // keeps the alignment of PyTorch's tensors
+constexpr size_t kPageBytes = 4096;
+constexpr size_t kMappedBytes = 128 << 10;  // blocks from this size on are mapped: glibc's initial threshold
+constexpr size_t kWaste = 8;                // a cached block may be larger than needed by 1 / kWaste
+
+struct Header {
+  size_t nbytes;  // of the tensor
+  size_t mapped;  // of the mapping, 0 if the block is not mapped
+};
+static_assert(sizeof(Header) <= kHeaderBytes);
+
+std::atomic<int64_t> live_bytes{0};
+std::atomic<int64_t> peak_bytes{0};
+
+void count(int64_t nbytes) {
+  const int64_t now = live_bytes.fetch_add(nbytes, std::memory_order_relaxed) + nbytes;
+  int64_t peak = peak_bytes.load(std::memory_order_relaxed);
+  while (now > peak && !peak_bytes.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
+  }
+}
+
+// Freed mapped blocks by size. The lock is held across fork(), so that a child finds it free.
+class BlockCache {
+ public:
+  std::mutex mutex;
+
+  void* take(size_t& size) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    const auto block = blocks_.lower_bound(size);
+    if (block != blocks_.end() && block->first <= size + size / kWaste) {
+      size = block->first;
+      void* address = block->second;
+      blocks_.erase(block);
+      cached_ -= size;
+      return address;
+    }
+    trim(limit_ - live_bytes.load(std::memory_order_relaxed) - static_cast<int64_t>(size));
+    return nullptr;
+  }
+
+  void give(void* address, size_t size) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    blocks_.emplace(size, address);
+    cached_ += size;
+    trim(limit_ - live_bytes.load(std::memory_order_relaxed));
+  }
+
+  void set_limit(int64_t limit) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    limit_ = limit;
+    trim(limit_ - live_bytes.load(std::memory_order_relaxed));
+  }
+
+  int64_t cached() {
+    const std::lock_guard<std::mutex> guard(mutex);
+    return static_cast<int64_t>(cached_);
+  }
+
+ private:
+  // Unmap the largest blocks until at most `limit` bytes are cached.
+  void trim(int64_t limit) {
+    while (!blocks_.empty() && static_cast<int64_t>(cached_) > limit) {
+      const auto largest = std::prev(blocks_.end());
+      munmap(largest->second, largest->first);
+      cached_ -= largest->first;
+      blocks_.erase(largest);
+    }
+  }
+
+  std::multimap<size_t, void*> blocks_;
+  size_t cached_ = 0;
+  int64_t limit_ = std::numeric_limits<int64_t>::max() / 2;
+};
+
+BlockCache& cache() {
+  static BlockCache* const made = new BlockCache();  // never destroyed: tensors may be freed at the very end
+  return *made;
+}
+
+void* allocate_block(size_t nbytes) {
+  size_t mapped = 0;
+  void* block = nullptr;
+  if (nbytes >= kMappedBytes && nbytes <= std::numeric_limits<size_t>::max() / 2) {
+    mapped = (nbytes + kHeaderBytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+    block = cache().take(mapped);
+    if (block == nullptr) {
+      block = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (block == MAP_FAILED) block = nullptr;
+    }
+  }
+  if (block == nullptr) {
+    mapped = 0;
+    TORCH_CHECK(
+        nbytes <= std::numeric_limits<size_t>::max() / 2,
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate ",
+        nbytes,
+        " bytes.");
+    block = c10::alloc_cpu(nbytes + kHeaderBytes);  // raises PyTorch's error if memory is exhausted
+  }
+  *static_cast<Header*>(block) = Header{nbytes, mapped};
+  void* data = static_cast<char*>(block) + kHeaderBytes;
+  count(static_cast<int64_t>(nbytes));
+  c10::profiledCPUMemoryReporter().New(data, nbytes);
+  return data;
+}
+
+void free_block(void* data) {
+  if (data == nullptr) return;
+  c10::profiledCPUMemoryReporter().Delete(data);
+  void* block = static_cast<char*>(data) - kHeaderBytes;
+  const Header header = *static_cast<Header*>(block);
+  count(-static_cast<int64_t>(header.nbytes));
+  if (header.mapped != 0) {
+    cache().give(block, header.mapped);
+  } else {
+    c10::free_cpu(block);
+  }
+}
+
+class CountingAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t nbytes) override {
+    void* data = nbytes == 0 ? nullptr : allocate_block(nbytes);
+    return {data, data, &free_block, c10::Device(c10::DeviceType::CPU)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &free_block;
+  }
+
+  void copy_data(void* target, const void* source, size_t nbytes) const override {
+    default_copy_data(target, source, nbytes);
+  }
+};
+
+CountingAllocator* installed = nullptr;
+
+}  // namespace
+
+extern "C" {
+
+// Put the allocator in front. Return 1 if tensors are counted from now on, 0 if another allocator has precedence.
+int patrickstar_install() {
+  if (installed == nullptr) {
+    installed = new CountingAllocator();
+    c10::SetCPUAllocator(installed, 1);
+    pthread_atfork(
+        [] { cache().mutex.lock(); }, [] { cache().mutex.unlock(); }, [] { cache().mutex.unlock(); });
+  }
+  return c10::GetCPUAllocator() == installed ? 1 : 0;
+}
+
+int64_t patrickstar_live_bytes() {
+  return live_bytes.load(std::memory_order_relaxed);
+}
+
+int64_t patrickstar_peak_bytes() {
+  return peak_bytes.load(std::memory_order_relaxed);
+}
+
+void patrickstar_reset_peak() {
+  peak_bytes.store(live_bytes.load(std::memory_order_relaxed), std::memory_order_relaxed);
+}
+
+int64_t patrickstar_cached_bytes() {
+  return cache().cached();
+}
+
+void patrickstar_set_limit(int64_t nbytes) {
+  cache().set_limit(nbytes);
+}
+
+}  // extern "C"

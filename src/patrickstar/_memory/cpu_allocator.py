@@ -1,0 +1,130 @@
+"""Allocator in front of PyTorch's CPU allocator: it counts tensors exactly and bounds the freed memory it caches."""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+
+SOURCE = Path(__file__).parent / "cpp" / "cpu_allocator.cpp"
+COMPILE_S = 300.0
+
+# [Note: counting tensors on a CPU]
+# The resident memory of a process says little about tensors: the heap keeps freed memory, libraries load code and keep
+# buffers, and none of it is the same in two runs. So tensors are counted where they are allocated, as on a GPU. The
+# allocator uses PyTorch's C++ interface, whose layout differs between versions; it is compiled at its first use for the
+# installed version (a second or two), and kept in the user's cache folder.
+#
+# Freed large blocks are cached, since a fresh page costs more than most operators that write it, but only as far as the
+# engines leave room: the live and the cached bytes of all tensors stay within the smallest limit that an engine sets.
+# Without engines nothing is cached.
+
+
+class CpuAllocator:
+    """The process's allocator of CPU tensors. See [Note: counting tensors on a CPU]."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        for name in ("live_bytes", "peak_bytes", "cached_bytes"):
+            getattr(library, f"patrickstar_{name}").restype = ctypes.c_int64
+        library.patrickstar_set_limit.argtypes = [ctypes.c_int64]
+        self._limits: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        self._live_bytes = library.patrickstar_live_bytes
+        self._set_limit = library.patrickstar_set_limit
+        self._set_limit(0)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all tensors that were allocated since the allocator was installed."""
+        nbytes: int = self._live_bytes()
+        return nbytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest number of live bytes since `reset_peak`."""
+        nbytes: int = self._library.patrickstar_peak_bytes()
+        return nbytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of freed blocks that are kept for reuse."""
+        nbytes: int = self._library.patrickstar_cached_bytes()
+        return nbytes
+
+    def reset_peak(self) -> None:
+        self._library.patrickstar_reset_peak()
+
+    def set_limit(self, owner: object, nbytes: int) -> None:
+        """Keep live and cached bytes within `nbytes`, as far as freeing the cache can, while `owner` is alive."""
+        if self._limits.get(owner) != nbytes:
+            self._limits[owner] = nbytes
+            self._set_limit(max(0, min(self._limits.values())))
+
+    def remove_limit(self, owner: object) -> None:
+        """Withdraw an owner's limit; without limits nothing is cached."""
+        self._limits.pop(owner, None)
+        self._set_limit(max(0, min(self._limits.values(), default=0)))
+
+
+@cache
+def cpu_allocator() -> CpuAllocator | None:
+    """Return the process's allocator, installed at the first call; None, after a warning, if that is impossible."""
+    try:
+        library = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        warnings.warn(
+            f"tensors on the CPU can't be counted exactly, and the memory of the whole process is measured instead, "
+            f"which is slower and includes freed memory: {str(reason).strip()[-500:]}. Install a C++ compiler (g++) "
+            f"or set CXX",
+            stacklevel=2,
+        )
+        return None
+    if not library.patrickstar_install():
+        warnings.warn(
+            "tensors on the CPU can't be counted exactly, because another allocator was set for them; the memory of "
+            "the whole process is measured instead",
+            stacklevel=2,
+        )
+        return None
+    return CpuAllocator(library)
+
+
+def _compiled() -> Path:
+    """Return the library for this PyTorch, compiled unless the cache folder has it."""
+    source = SOURCE.read_bytes()
+    root = Path(torch.__file__).parent
+    key = hashlib.sha256(b"|".join([source, torch.__version__.encode(), str(root).encode()])).hexdigest()[:16]
+    library = cache_folder() / f"cpu_allocator-{key}.so"
+    if library.exists():
+        return library
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or "g++"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        flags = [
+            "-O2",
+            "-std=c++20",
+            "-fPIC",
+            "-shared",
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        ]
+        paths = [f"-I{root / 'include'}", f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}"]
+        command = [compiler, *flags, str(SOURCE), *paths, "-lc10", "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_S)
+        made.replace(library)  # at once, since several processes may compile it
+    return library
+
+
+def cache_folder() -> Path:
+    """Return the user's cache folder of this package, below XDG_CACHE_HOME or ``~/.cache``."""
+    # The XDG specification requires that a relative path is ignored.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "patrickstar"

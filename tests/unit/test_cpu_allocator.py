@@ -1,0 +1,188 @@
+"""The allocator of CPU tensors counts them to the byte, and caches freed memory only as far as its limit allows."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from patrickstar._memory import cpu_allocator as module
+from patrickstar._memory.cpu_allocator import cpu_allocator
+from patrickstar._memory.memory_meter import AllocatorMeter
+
+MIB = 1 << 20
+
+
+class Owner:
+    """Owner of a limit."""
+
+
+@pytest.fixture
+def allocator():
+    found = cpu_allocator()
+    assert found is not None, "this machine has a compiler"
+    return found
+
+
+@pytest.fixture
+def owner(allocator):
+    made = Owner()
+    yield made
+    allocator.remove_limit(made)
+
+
+@pytest.mark.parametrize("numel", [1, 3, 1000, (128 << 10) // 4 - 1, (128 << 10) // 4, MIB, 3 * MIB + 7])
+def test_tensors_are_counted_to_the_byte(allocator, numel):
+    before = allocator.live_bytes
+    tensor = torch.empty(numel)
+    assert allocator.live_bytes - before == 4 * numel
+    view = tensor[1:]
+    assert allocator.live_bytes - before == 4 * numel
+    del tensor
+    assert allocator.live_bytes - before == 4 * numel, "a view keeps the memory"
+    del view
+    assert allocator.live_bytes == before
+
+
+def test_tensors_begin_at_aligned_addresses_and_keep_their_values(allocator, owner):
+    allocator.set_limit(owner, allocator.live_bytes + 64 * MIB)
+    for numel in (1, 100, 1 << 15, 1 << 18, 1 << 15, 1 << 18):
+        tensor = torch.arange(numel, dtype=torch.int64)
+        assert tensor.data_ptr() % 64 == 0
+        assert torch.equal(tensor[:: max(1, numel // 97)], torch.arange(0, numel, max(1, numel // 97)))
+
+
+def test_peak_and_its_reset(allocator):
+    allocator.reset_peak()
+    before = allocator.live_bytes
+    kept, passing = torch.empty(MIB), torch.empty(2 * MIB)
+    del passing
+    assert allocator.peak_bytes - before == 12 * MIB
+    allocator.reset_peak()
+    assert allocator.peak_bytes - before == kept.nbytes
+
+
+def test_storages_that_grow_and_shrink(allocator):
+    before, tensor = allocator.live_bytes, torch.empty(10)
+    tensor.untyped_storage().resize_(10_000)
+    assert allocator.live_bytes - before == 10_000
+    tensor.untyped_storage().resize_(0)
+    assert allocator.live_bytes == before
+
+
+def test_memory_of_others_is_not_counted(allocator):
+    before, array = allocator.live_bytes, np.zeros(1000)
+    tensor = torch.from_numpy(array)
+    assert allocator.live_bytes == before and tensor.numel() == 1000
+
+
+def test_freed_blocks_are_cached_and_reused_within_the_limit(allocator, owner):
+    allocator.set_limit(owner, allocator.live_bytes + 8 * MIB)
+    tensor = torch.empty(MIB)
+    address = tensor.data_ptr()
+    del tensor
+    assert 4 * MIB <= allocator.cached_bytes < 4 * MIB + 8192
+    tensor = torch.empty(MIB - 1000)
+    assert tensor.data_ptr() == address and allocator.cached_bytes == 0
+    del tensor
+    large = torch.empty(MIB + MIB // 2)
+    assert allocator.cached_bytes == 0, "live and cached bytes stay within the limit"
+    del large
+    allocator.set_limit(owner, 0)
+    assert allocator.cached_bytes == 0
+
+
+def test_the_smallest_limit_counts_and_nothing_is_cached_without_one(allocator, owner):
+    other = Owner()
+    allocator.set_limit(owner, allocator.live_bytes + 64 * MIB)
+    allocator.set_limit(other, allocator.live_bytes + 2 * MIB)
+    del_me = torch.empty(MIB)
+    del del_me
+    assert allocator.cached_bytes == 0
+    allocator.remove_limit(other)
+    del_me = torch.empty(MIB)
+    del del_me
+    assert allocator.cached_bytes > 0
+    allocator.remove_limit(owner)
+    assert allocator.cached_bytes == 0
+
+
+def test_out_of_memory_is_pytorchs_error(allocator):
+    before = allocator.live_bytes
+    for numel in (1 << 55, (1 << 61) + 1):
+        with pytest.raises(RuntimeError, match=r"can't allocate memory|overflow"):
+            torch.empty(numel)
+    assert allocator.live_bytes == before
+
+
+def test_threads_that_allocate_at_once(allocator, owner):
+    allocator.set_limit(owner, allocator.live_bytes + 32 * MIB)
+    before = allocator.live_bytes
+
+    def run(seed):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(200):
+            numel = int(torch.randint(1, 1 << 17, (1,), generator=generator))
+            tensor = torch.full((numel,), float(seed))
+            assert float(tensor[0]) == float(tensor[-1]) == seed
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert allocator.live_bytes == before
+
+
+def test_a_forked_child_allocates(allocator):
+    child = os.fork()
+    if not child:
+        tensor = torch.empty(MIB)  # no operator: OpenMP's threads do not survive a fork
+        tensor.untyped_storage()[4 * MIB - 1] = 7
+        os._exit(0 if tensor.untyped_storage()[4 * MIB - 1] == 7 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_meter_counts_above_its_baseline(allocator):
+    before, meter = torch.empty(MIB), AllocatorMeter(allocator)
+    meter.calibrate(0)
+    meter.restart()
+    assert (meter.now(0), meter.peak(0)) == (0, 0)
+    after = torch.empty(1000)
+    assert (meter.now(0), meter.peak(0)) == (4000, 4000)
+    del after, before
+    assert (meter.now(0), meter.peak(0)) == (0, 4000)
+
+
+@pytest.mark.parametrize("broken", ["no compiler", "no permission"])
+def test_without_the_allocator_the_process_is_measured_and_it_is_said_once(tmp_path, broken):
+    script = (
+        "import warnings, torch\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    from patrickstar._memory.memory_meter import default_meter\n"
+        "    kinds = [type(default_meter(torch.device('cpu'))).__name__ for _ in range(2)]\n"
+        "print(kinds[0], len(caught), str(caught[0].message))\n"
+    )
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "CXX": "/no/such/compiler"}
+    if broken == "no permission":
+        (cache / "patrickstar").write_text("a file in place of the folder")
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(("ResidentMeter 1 ", "SampledMeter 2 ")) and "counted exactly" in done.stdout
+    assert "Install a C++ compiler" in done.stdout
+
+
+def test_the_library_is_compiled_once_for_each_version(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = module._compiled()
+    changed = first.stat().st_mtime_ns
+    assert module._compiled() == first and first.stat().st_mtime_ns == changed
+    monkeypatch.setattr(torch, "__version__", "0.0.0")
+    assert module._compiled() != first
+    assert [path.suffix for path in Path(tmp_path, "patrickstar").iterdir()] == [".so", ".so"]
