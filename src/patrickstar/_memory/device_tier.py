@@ -50,7 +50,7 @@ class DeviceTier:
     def limit_tensors(self, meter: Meter) -> None:
         """Limit tensors, and freed memory that their allocator caches, to what chunks leave of the budget, from now on.
 
-        Freed memory that is cached for reuse is no part of any plan, so it gives way.
+        Cached memory is no part of any plan: it is freed before the budget would be exceeded.
         """
         self._meter = meter
         self._limit_tensors()
