@@ -42,28 +42,31 @@ class OpBenchmark:
         with torch.no_grad(), _disable_current_modes():
             try:
                 args, kwargs = pytree.tree_unflatten([self._materialize(leaf) for leaf in leaves], structure)
-                new_bytes = _new_bytes(call[:2], call[2])
-                first_bytes, retained_bytes = self._measure_memory(lambda: func(*args, **kwargs), new_bytes)
-                scratch_bytes, _ = self._measure_memory(lambda: func(*args, **kwargs), new_bytes)
+                first_bytes, retained_bytes, _ = self._measure_memory(lambda: func(*args, **kwargs), (args, kwargs))
+                scratch_bytes, _, results = self._measure_memory(lambda: func(*args, **kwargs), (args, kwargs))
                 # Repeated runs find all operands in the cache. In a training step gigabytes pass between two accesses
                 # of a tensor, so memory bandwidth is the lower bound.
                 memory_s = touched_bytes(*call) / self.memory_bandwidth
                 seconds = max(self._time(lambda: func(*args, **kwargs)), memory_s)
-                return OpCost(seconds, scratch_bytes, first_bytes, retained_bytes)
+                return OpCost(seconds, scratch_bytes, first_bytes, retained_bytes, results)
             except (RuntimeError, NotImplementedError, IndexError, TypeError):
                 self.estimated.add(str(func))
                 return self.fallback(func, *call)
 
-    def _measure_memory(self, run: Callable[[], Any], new_bytes: int) -> tuple[int, int]:
-        """Return the peak bytes of a run beyond its results, and the bytes that remain allocated afterwards."""
+    def _measure_memory(
+        self, run: Callable[[], Any], inputs: Any
+    ) -> tuple[int, int, tuple[tuple[int, torch.dtype], ...]]:
+        """Return a run's peak bytes beyond its results, the bytes that remain, and its results' sizes and dtypes."""
         self.meter.reclaim()
         before = self.meter.now(0)
         self.meter.restart()
         out = run()
         peak = self.meter.peak(0)
+        new_bytes = _new_bytes(inputs, out)
+        results = tuple((tensor.untyped_storage().nbytes(), tensor.dtype) for tensor in tensors_of(out))
         del out
         self.meter.reclaim()
-        return max(0, peak - before - new_bytes), max(0, self.meter.now(0) - before)
+        return max(0, peak - before - new_bytes), max(0, self.meter.now(0) - before), results
 
     def _time(self, run: Callable[[], Any]) -> float:
         times: list[float] = []

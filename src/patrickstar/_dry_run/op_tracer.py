@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from patrickstar._memory.cpu_allocator import CpuAllocator
+
 
 @dataclass(frozen=True)
 class OpCost:
@@ -25,6 +27,8 @@ class OpCost:
     """Temporary memory of its first run in a process, when libraries initialize."""
     retained_bytes: int = 0
     """Memory that libraries retain after the first run: compiled code and caches."""
+    results: tuple[tuple[int, torch.dtype], ...] = ()
+    """Storage size and dtype of its results on the real device; some operators give others on the meta device."""
 
 
 OpCosts = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], OpCost]
@@ -80,46 +84,82 @@ DEVICE_GRAIN_BYTES = 512
 """Rounding of the CUDA caching allocator."""
 
 
+# [Note: real tensors in a dry run]
+# A dry run of a machine without a GPU simulates the tensors of this process's own device. Some of these are real even
+# then: random states, integers that the user's code creates, and the user's batch. The process's allocator counts those
+# that are allocated during the dry run; the values of integers that the dry run itself keeps are subtracted. A batch
+# that was allocated before counts from its first use, and its copy on the meta device does not.
+
+
 class TensorMeter:
-    """`Meter` that counts current and peak bytes of live tensors, rounded up to a granularity."""
+    """`Meter` that counts current and peak bytes of live tensors, rounded up to a granularity.
+
+    With an `allocator`, real CPU tensors count too. See [Note: real tensors in a dry run].
+    """
 
     source = "bytes of tensors"
     counts_freed = False
 
-    def __init__(self, grain_bytes: int = 1) -> None:
+    def __init__(self, grain_bytes: int = 1, allocator: CpuAllocator | None = None) -> None:
         self.grain_bytes = grain_bytes
-        self.live_bytes = 0
+        self.allocator = allocator
+        self.hidden: TensorMeter | None = None if allocator is None else TensorMeter()
+        """Counts the real tensors of the dry run itself."""
         self.peak_bytes = 0
         self.baseline_bytes = 0
+        self._meta_bytes = 0
+        self._real_base = 0 if allocator is None else allocator.live_bytes
         self._known: dict[int, int] = {}
 
-    def track(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage until the last tensor that shares it is freed."""
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of live tensors."""
+        if self.allocator is None or self.hidden is None:
+            return self._meta_bytes
+        return self._meta_bytes + self.allocator.live_bytes - self._real_base - self.hidden.live_bytes
+
+    def _note_peak(self, more_bytes: int = 0) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + more_bytes)
+
+    def track(self, tensor: torch.Tensor, nbytes: int | None = None) -> None:
+        """Count a tensor's storage, of `nbytes` if given, until the last tensor that shares it is freed."""
         storage = tensor.untyped_storage()
+        real = self.allocator is not None and tensor.device.type == "cpu"
+        self._track(storage, 0 if real else storage.nbytes() if nbytes is None else nbytes)
+
+    def track_batch(self, source: torch.Tensor, copy: torch.Tensor) -> None:
+        """Count a real tensor at its first use, unless the allocator counts it, and not its copy."""
+        self._track(source.untyped_storage(), source.untyped_storage().nbytes())
+        self._track(copy.untyped_storage(), 0)
+
+    def _track(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         if storage._cdata in self._known:
             return
-        self._known[storage._cdata] = -(-storage.nbytes() // self.grain_bytes) * self.grain_bytes
-        self.live_bytes += self._known[storage._cdata]
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        nbytes = -(-nbytes // self.grain_bytes) * self.grain_bytes
+        self._known[storage._cdata] = nbytes
+        self._meta_bytes += nbytes
+        self._note_peak()
         weakref.finalize(storage, self._forget, storage._cdata).atexit = False
 
     def add_transient(self, nbytes: int) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + nbytes)
+        self._note_peak(nbytes)
 
     def add_persistent(self, nbytes: int) -> None:
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._meta_bytes += nbytes
+        self._note_peak()
 
     def _forget(self, key: int) -> None:
-        self.live_bytes -= self._known.pop(key)
+        self._meta_bytes -= self._known.pop(key)
 
     def calibrate(self, chunk_bytes: int) -> None:
         self.baseline_bytes = self.live_bytes
 
     def now(self, chunk_bytes: int) -> int:
+        self._note_peak()
         return max(0, self.live_bytes - self.baseline_bytes)
 
     def peak(self, chunk_bytes: int) -> int:
+        self._note_peak()
         return max(0, self.peak_bytes - self.baseline_bytes)
 
     def restart(self) -> None:
@@ -148,8 +188,10 @@ _INTEGER_DTYPES = (torch.int64, torch.int32, torch.bool)
 class IntegerValues:
     """Values of integer meta tensors. See [Note: values of integers]."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: "TensorMeter | None" = None) -> None:
         self._known = WeakTensorKeyDictionary()
+        self._meter = meter
+        """Counts the bytes of the values."""
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Compute the result of an operator whose inputs and outputs are all integers."""
@@ -166,6 +208,8 @@ class IntegerValues:
         for leaf, value in zip(pytree.tree_leaves(out), values, strict=True):
             if isinstance(leaf, torch.Tensor) and leaf.is_meta:
                 self._known[leaf] = value
+                if self._meter is not None:
+                    self._meter.track(value)
 
     def _value(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.device):
@@ -185,7 +229,7 @@ class OpTracer(TorchDispatchMode):
     def __init__(self, meter: TensorMeter, costs: OpCosts, advance: Callable[[float], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.meter, self.costs, self.advance = meter, costs, advance
-        self.values = IntegerValues()
+        self.values = IntegerValues(meter.hidden)
         self._seen_costs: set[int] = set()
         self.scratch_bytes = 0
         """Temporary memory of the last operator."""
@@ -207,8 +251,15 @@ class OpTracer(TorchDispatchMode):
             out = func(*args, **kwargs)
             self.values.follow(func, args, kwargs, out)
             cost = None if is_free(func) else self.costs(func, args, kwargs, out)
-        for tensor in tensors_of(out):
-            self.meter.track(tensor)
+        if func is torch.ops.aten._to_copy.default and self.meter.allocator is not None and not args[0].is_meta:
+            self.meter.track_batch(args[0], out)
+        if cost is not None and cost.results:
+            out = _with_dtypes(out, [dtype for _, dtype in cost.results])
+            for tensor, (nbytes, _) in zip(tensors_of(out), cost.results, strict=True):
+                self.meter.track(tensor, nbytes)
+        else:
+            for tensor in tensors_of(out):
+                self.meter.track(tensor)
         if cost is not None:
             self._count_memory(cost)
             self.advance(cost.seconds)
@@ -222,6 +273,21 @@ class OpTracer(TorchDispatchMode):
         if first:
             self._seen_costs.add(id(cost))
             self.meter.add_persistent(cost.retained_bytes)
+
+
+def _with_dtypes(out: Any, dtypes: list[torch.dtype]) -> Any:
+    """Return an operator's meta results with the dtypes that it gives them on the real device."""
+    if all(tensor.dtype is dtype for tensor, dtype in zip(tensors_of(out), dtypes, strict=True)):
+        return out
+    remaining = iter(dtypes)
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        dtype = next(remaining)
+        return leaf if leaf.dtype is dtype else torch.empty_like(leaf, dtype=dtype)
+
+    return pytree.tree_map(convert, out)
 
 
 def _attention(
@@ -258,10 +324,18 @@ def trace_operators(tracer: OpTracer, device_type: str) -> Iterator[None]:
     """Trace all operators in the context, including those of autograd.
 
     Attention is replaced so that it uses the kernel of the real device type; for meta tensors PyTorch would choose
-    another. The dispatch mode cannot do this, because autograd leaves the mode during recomputation.
+    another. The dispatch mode cannot do this, because autograd leaves the mode during recomputation. For meta tensors
+    PyTorch also omits the random state that a recomputation saves; it is saved as on a CPU.
     """
     functional: Any = torch.nn.functional
     real = functional.scaled_dot_product_attention
+    random: Any = torch.random
+    real_fork = random.fork_rng
+
+    def fork_rng(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device_type") == "meta":
+            kwargs["device_type"] = "cpu"
+        return real_fork(*args, **kwargs)
 
     def attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         out: torch.Tensor = (
@@ -269,9 +343,9 @@ def trace_operators(tracer: OpTracer, device_type: str) -> Iterator[None]:
         )
         return out
 
-    functional.scaled_dot_product_attention = attention
+    functional.scaled_dot_product_attention, random.fork_rng = attention, fork_rng
     try:
         with tracer:
             yield
     finally:
-        functional.scaled_dot_product_attention = real
+        functional.scaled_dot_product_attention, random.fork_rng = real, real_fork

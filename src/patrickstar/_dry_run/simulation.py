@@ -36,6 +36,7 @@ from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.cpu_allocator import cpu_allocator
 from patrickstar._memory.hardware import Hardware
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._step.stats import StepStats
@@ -275,7 +276,7 @@ def simulate(
     Raises:
         BudgetError: The model does not fit, as in a real run.
     """
-    meter = TensorMeter(DEVICE_GRAIN_BYTES if machine.gpu is not None else 1)
+    meter = TensorMeter(DEVICE_GRAIN_BYTES) if machine.gpu is not None else TensorMeter(allocator=cpu_allocator())
     hardware = SimulatedHardware(machine, meter, library_bytes)
     engine: Any = None
     timeline: list[MemorySample] = []
