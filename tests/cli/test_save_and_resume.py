@@ -69,7 +69,7 @@ def test_a_run_that_is_resumed_is_the_one_that_was_not_stopped() -> None:
 
 def test_resuming_from_one_checkpoint_among_others() -> None:
     assert train("--log", "one.jsonl", "--save-every", 3, "--save-to", "kept").exit_code == 0
-    done = train("--log", "two.jsonl", "--resume", "kept/step-3", "--device-memory", "32MiB", "--chunk-size", 2000)
+    done = train("--log", "two.jsonl", "--resume", "kept/step-3", "--device-memory", "32MiB", "--chunk-size", "2000B")
     assert done.exit_code == 0, done.output
     assert steps("two.jsonl") == steps("one.jsonl")[3:]
     assert len(list(Path("kept").iterdir())) == 3, "nothing is saved where nothing is asked for"

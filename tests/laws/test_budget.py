@@ -136,3 +136,23 @@ def test_non_model_data_larger_than_the_budget_is_an_error_that_names_it():
     with pytest.raises(BudgetError, match=r"budget of 8192 bytes holds \d+ bytes of non-model data.*[Rr]aise"):
         train(engine, batches(2))
     engine.close()
+
+
+def test_one_budget_that_leaves_nothing_for_the_other_is_refused(ram):
+    for large, missing in (("host_memory", "device_memory"), ("device_memory", "host_memory")):
+        expected = rf"{large} is \d+ bytes \(1000.00 GiB\), .* nothing is left for {missing}"
+        with pytest.raises(BudgetError, match=expected):
+            ps.initialize(lambda: layers(4, 1), ps.Config(device="cpu", **{large: "1000GiB"}))
+
+
+def test_budgets_beyond_the_memory_of_the_machine_are_warned_of(ram):
+    options = ps.Config(device="cpu", device_memory="600MiB", host_memory="600MiB")
+    with pytest.warns(UserWarning, match=r"together may take \d+ bytes \(1.17 GiB\), and \d+ bytes \(1.00 GiB\)"):
+        engine, _ = ps.initialize(lambda: layers(4, 1), options)
+    engine.close()
+
+
+@pytest.fixture
+def ram(monkeypatch):
+    """A machine with 1 GiB of memory available."""
+    monkeypatch.setattr("patrickstar._memory.hardware.installed_bytes", lambda device: 1 << 30)

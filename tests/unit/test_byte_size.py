@@ -13,7 +13,6 @@ from patrickstar.errors import ConfigError
 quick = settings(derandomize=True, deadline=None, max_examples=draws(300))
 
 UNITS = {
-    "": 1,
     "B": 1,
     "KiB": 2**10,
     "MiB": 2**20,
@@ -31,7 +30,7 @@ UNITS = {
     [
         (1, 1),
         (123, 123),
-        ("123", 123),
+        ("123B", 123),
         ("7B", 7),
         ("2GiB", 2 * 1024**3),
         ("2GB", 2 * 1000**3),
@@ -47,7 +46,7 @@ def test_a_size_is_read(text, nbytes):
 @quick
 @given(st.integers(1, 2**80))
 def test_a_plain_count_is_exact(nbytes):
-    assert parse_size(nbytes) == parse_size(str(nbytes)) == nbytes
+    assert parse_size(nbytes) == parse_size(f"{nbytes}B") == nbytes
 
 
 @quick
@@ -79,7 +78,7 @@ def test_text_that_is_no_size_is_quoted_and_an_example_given(text):
     assert repr(text) in str(caught.value)
 
 
-@pytest.mark.parametrize("text", [0, -1, -(2**40), "0", "0 GiB", "0.0MB", "0.0001KiB", "0.9"])
+@pytest.mark.parametrize("text", [0, -1, -(2**40), "0B", "0 GiB", "0.0MB", "0.0001KiB", "0.9B"])
 def test_a_size_of_no_bytes_is_refused(text):
     with pytest.raises(ConfigError, match="must be positive") as caught:
         parse_size(text)
@@ -87,7 +86,14 @@ def test_a_size_of_no_bytes_is_refused(text):
 
 
 def test_a_size_beyond_floating_point_is_still_a_size():
-    assert parse_size("9" * 400) == int("9" * 400)
+    assert parse_size("9" * 400 + "B") == int("9" * 400)
+
+
+@pytest.mark.parametrize("text", ["2", " 7 ", "0", "1.5"])
+def test_a_size_without_a_unit_is_refused_with_an_example(text):
+    number = text.strip()
+    with pytest.raises(ConfigError, match=f"has no unit; write '{number}GiB', or '{number}B' for bytes"):
+        parse_size(text)
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,9 @@ class SimulatedHardware(Hardware):
     def host_bytes(self) -> int:
         return self.machine.host.memory
 
+    def warn_beyond_ram(self, nbytes: int, ram: int, budgets: str) -> None:
+        """Do nothing: no memory is taken."""
+
     def page_pool(self) -> PagePool | None:
         return None
 

@@ -250,12 +250,15 @@ class DeviceEviction:
         elif unevictable and self.disk_tier is None:
             host_usage = f"because the host is full ({self.host_tier.usage_summary()})"
             cause = f"{len(unevictable)} chunks cannot be evicted from the device, {host_usage}"
+        elif nbytes == 0:
+            cause = "activations grew, and chunks that are in use leave too little of the device budget"
         else:
             cause = f"the device needs {nbytes} more bytes of chunks at once"
         option = "host_memory or device_memory" if unevictable and self.disk_tier is None else "device_memory"
+        in_use = f" (in use: {', '.join(map(repr, pinned))})" if pinned else ""
         raise BudgetError(
             f"{cause}: the budget of {device.budget_bytes} bytes holds {device.non_model_bytes} bytes of non-model "
-            f"data and {device.used} bytes of chunks (in use: {pinned}). Raise {option} by at least {short} bytes "
+            f"data and {device.used} bytes of chunks{in_use}. Raise {option} by at least {short} bytes "
             f"({format_size(short)}), use activation checkpointing, or use a smaller batch",
             short,
         )

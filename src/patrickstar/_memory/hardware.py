@@ -1,10 +1,12 @@
 """Factory of the resources behind the tiers: memory, copy streams, disk, clock. A dry run simulates them."""
 
 import time
+import warnings
 from pathlib import Path
 
 import torch
 
+from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.copy_streams import CopyStreams
 from patrickstar._memory.cuda_device import AllocatorStats, CudaDevice, default_budget
 from patrickstar._memory.direct_io import free_bytes
@@ -64,6 +66,16 @@ class Hardware:
     def host_bytes(self) -> int:
         """Return the default host budget."""
         return installed_bytes(self.host_device)
+
+    def warn_beyond_ram(self, nbytes: int, ram: int, budgets: str) -> None:
+        """Warn if budgets exceed the available memory: the system would end the process where a budget is kept."""
+        if nbytes > ram:
+            warnings.warn(
+                f"{budgets} may take {nbytes} bytes ({format_size(nbytes)}), and {ram} bytes ({format_size(ram)}) of "
+                f"memory are available here: if training needs more, the system ends the process. Lower the budgets, "
+                f"or add a disk",
+                stacklevel=6,
+            )
 
     def page_pool(self) -> PagePool | None:
         """Return a page pool if the device's chunks are backed by remapped pages."""

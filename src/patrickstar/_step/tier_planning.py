@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.disk_tier import STAGES, DiskTier
@@ -13,6 +14,7 @@ from patrickstar._schedule.feasibility import check_budgets, working_set_bytes
 from patrickstar._schedule.placement import Budgets, ChunkTiers, disk_bytes, initial_placement
 from patrickstar._step.staging_pool import StagingSize
 from patrickstar.config import Config
+from patrickstar.errors import BudgetError
 
 MASTER_BYTES = 4
 """Bytes per element of a master parameter, unless it is float64."""
@@ -33,21 +35,36 @@ class TierPlan:
 def budgets(config: Config, hardware: Hardware, sharing: int = 1, several: bool = False) -> tuple[int, int]:
     """Return the device and host budgets in bytes.
 
-    On a CPU both share the RAM: one missing budget is the rest of it, two are half of it each.
+    On a CPU both share the RAM: one missing budget is the rest of it, two are half of it each. Budgets beyond the RAM
+    are warned of, since the system would end the process where a budget would be kept.
 
     Args:
         sharing: Number of processes that share this machine's RAM. A GPU belongs to one process.
         several: Whether more than one process trains, on any number of machines.
+
+    Raises:
+        BudgetError: One budget leaves nothing of the RAM for the other.
     """
     device_memory = int(config.device_memory) if config.device_memory is not None else None
     host_memory = int(config.host_memory) // sharing if config.host_memory is not None else None
     ram = hardware.host_bytes() // sharing
     if hardware.has_gpu:
-        return device_memory or hardware.device_bytes(several), host_memory or ram
-    if device_memory is None:
-        device_memory = ram // 2 if host_memory is None else max(0, ram - host_memory)
-    if host_memory is None:
-        host_memory = max(0, ram - device_memory)
+        device_memory, host_memory = device_memory or hardware.device_bytes(several), host_memory or ram
+        hardware.warn_beyond_ram(host_memory, ram, "host_memory")
+        return device_memory, host_memory
+    if device_memory is None and host_memory is None:
+        device_memory = ram // 2
+    if device_memory is None or host_memory is None:
+        given, missing = ("host_memory", "device_memory") if device_memory is None else ("device_memory", "host_memory")
+        nbytes = host_memory if device_memory is None else device_memory
+        assert nbytes is not None
+        if nbytes >= ram:
+            raise BudgetError(
+                f"{given} is {nbytes} bytes ({format_size(nbytes)}), and of the {ram} bytes ({format_size(ram)}) of "
+                f"memory available here nothing is left for {missing}: lower {given}, or set both"
+            )
+        device_memory, host_memory = (ram - nbytes, nbytes) if device_memory is None else (nbytes, ram - nbytes)
+    hardware.warn_beyond_ram(device_memory + host_memory, ram, "device_memory and host_memory together")
     return device_memory, host_memory
 
 
