@@ -21,8 +21,10 @@ MIN_TOTAL_S = 0.03
 class OpBenchmark:
     """Operator costs on a CPU or GPU, measured once per distinct set of shapes."""
 
-    def __init__(self, device: torch.device, memory_bandwidth: float, fallback: OpCosts) -> None:
+    def __init__(self, device: torch.device, memory_bandwidth: float, fallback: OpCosts, *, timed: bool = True) -> None:
         self.device = device
+        self.timed = timed
+        """False to measure memory only: each operator then runs twice, and its time follows from its traffic."""
         self.memory_bandwidth = memory_bandwidth
         self.fallback = fallback
         """Cost model for operators that cannot run in isolation."""
@@ -47,7 +49,7 @@ class OpBenchmark:
                 # Repeated runs find all operands in the cache. In a training step gigabytes pass between two accesses
                 # of a tensor, so memory bandwidth is the lower bound.
                 memory_s = touched_bytes(*call) / self.memory_bandwidth
-                seconds = max(self._time(lambda: func(*args, **kwargs)), memory_s)
+                seconds = max(self._time(lambda: func(*args, **kwargs)), memory_s) if self.timed else memory_s
                 return OpCost(seconds, scratch_bytes, first_bytes, retained_bytes, results)
             except (RuntimeError, NotImplementedError, IndexError, TypeError):
                 self.estimated.add(str(func))

@@ -53,7 +53,7 @@ from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._step.stats import Stats
 from patrickstar._step.tier_planning import budgets, plan_tiers
 from patrickstar.config import Config
-from patrickstar.errors import DiskError, ModelError, MoveError, TrainingError
+from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, TrainingError
 
 
 class EngineCore:
@@ -78,8 +78,12 @@ class EngineCore:
         page_bytes: int = PAGE_BYTES,
         hardware: Hardware | None = None,
         world: World | None = None,
+        explain_refusal: "Callable[[EngineCore, tuple[Any, Any], BudgetError], BudgetError] | None" = None,
     ) -> None:
         import_compiler()
+        self._explain_refusal = explain_refusal
+        self._inputs: tuple[Any, Any] | None = None
+        """Inputs of the last forward of an iteration that is being traced, to explain its refusal."""
         self.config = config
         self.world = world
         hardware = hardware if hardware is not None else Hardware(config.find_device())
@@ -155,6 +159,11 @@ class EngineCore:
         self.stats = Stats(_retries=hardware.allocator_stats().retries)
         self.background_save = BackgroundSave(self.data, world)
 
+    def begin_iteration(self, key: Hashable, inputs: tuple[Any, Any]) -> None:
+        """Open an iteration of this kind, unless one is open, before a forward with these args and kwargs."""
+        self.data.residency.begin_iteration(key)
+        self._inputs = inputs if self.tracer.tracing else None
+
     @handle_sigint
     def step(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
         """Run one optimizer step with the param group of each parameter."""
@@ -162,6 +171,7 @@ class EngineCore:
         self.background_save.poll()
         self.interceptor.abandon()
         self.data.residency.end()
+        self._inputs = None
         if self.tracer.end_iteration():
             self.optimizer_placement.replan(self.layout)
         manager = self.manager
@@ -282,7 +292,10 @@ class EngineCore:
             self.data.update_param_views()
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self.data.finish_backward_gradients()
+            inputs, self._inputs = self._inputs if self.tracer.tracing else None, None
             self.tracer.discard_iteration()
+            if isinstance(error, BudgetError) and inputs is not None and self._explain_refusal is not None:
+                raise self._explain_refusal(self, inputs, error) from error
             if is_out_of_memory(error):
                 raise explain("an operator", self.data, error) from error
             raise

@@ -129,7 +129,7 @@ class Engine:
             with core.cleanup_on_error(), core.data.residency.evaluation(key):
                 return self.module(*args, **kwargs)
         with core.cleanup_on_error(), core.tracer.in_iteration(), ExitStack() as stack:
-            core.data.residency.begin_iteration(key)
+            core.begin_iteration(key, (args, kwargs))
             if core.activation_offload is not None:
                 stack.enter_context(core.activation_offload.saving())
             out = self.module(*args, **kwargs)

@@ -1,18 +1,34 @@
-"""Creation of an engine, alone or in a process group."""
+"""Creation of an engine, alone or in a process group; refusal of what does not fit, before memory is taken."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
+from patrickstar._engine.core import EngineCore
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.param_init import WeightSource
 from patrickstar.config import Config
+from patrickstar.errors import BudgetError, ModelError, PatrickStarError
+
+if TYPE_CHECKING:
+    from patrickstar._dry_run.remedies import Rehearsal
+
+Model = nn.Module | Callable[[], nn.Module]
+Sample = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 def initialize(
-    model: nn.Module | Callable[[], nn.Module], config: Config | None = None, weights: WeightSource | None = None
+    model: Model,
+    config: Config | None = None,
+    weights: WeightSource | None = None,
+    *,
+    sample: Sample | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> tuple[Engine, ChunkOptimizer]:
     """Create an engine that manages a model, and its optimizer.
 
@@ -23,22 +39,68 @@ def initialize(
         model: Function that builds the module, or the module itself.
         config: Budgets, precision and optimizer. Default: `Config()`.
         weights: Returns the value of a parameter by its name, for parameters on the meta device.
+        sample: Inputs of the model as in training: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+            A training step with them is dry-run before memory is taken, and refused if it does not fit, with settings
+            that suffice. Without it, the first step finds out. Ignored with several processes.
+        loss: Returns the loss from the model's output, for the dry run. Default: its attribute `loss`, or the output.
 
     Returns:
         The engine, to be called in place of the model, and the optimizer (`engine.optimizer`).
 
     Raises:
-        BudgetError: The model data exceeds the budgets.
+        BudgetError: The model data, or a training step with `sample`, exceeds the budgets.
         ConfigError: An option is invalid, or the processes differ in model, options or versions.
         DeviceError: The compute device is not available.
         ModelError: A parameter or buffer cannot be managed.
     """
     config = config if config is not None else Config()
     world = World.find(config.find_device())
+    if sample is not None and world is None:
+        _rehearse(model, config, sample, loss)
     try:
-        engine = Engine(model, config, weights, world=world)
+        engine = Engine(model, config, weights, world=world, explain_refusal=None if world else explain_refusal)
     except BaseException as error:
         if world is not None:
             world.abort(error)
         raise
     return engine, engine.optimizer
+
+
+def _rehearse(model: Model, config: Config, sample: Sample, loss: Callable[[Any], torch.Tensor] | None) -> None:
+    """Dry-run a training step. Raises BudgetError with sufficient settings if it does not fit."""
+    from patrickstar._dry_run.remedies import Rehearsal, Trial
+    from patrickstar._dry_run.simulation import copy_to_meta
+
+    kwargs = dict(sample) if isinstance(sample, Mapping) else {}
+    args = () if kwargs else (sample,) if isinstance(sample, torch.Tensor) else tuple(sample)
+    build = (lambda: copy_to_meta(model)) if isinstance(model, nn.Module) else model
+    try:
+        rehearsal = Rehearsal(Engine, build, config.find_device(), loss)
+        trial = Trial(config, args, kwargs)
+        rehearsal.run(trial)
+    except BudgetError as error:
+        raise _refusal(rehearsal, trial, error) from None
+    except (ModelError, RuntimeError, NotImplementedError) as error:
+        warnings.warn(f"the sample was not dry-run, so the first step finds out what fits: {error}", stacklevel=3)
+
+
+def _refusal(rehearsal: "Rehearsal", trial: Any, error: BudgetError) -> BudgetError:
+    from patrickstar._dry_run.remedies import refusal, remedies
+
+    device, host = rehearsal.budgets(trial.config)
+    return refusal(error, list(remedies(rehearsal, trial, device, host)))
+
+
+def explain_refusal(core: EngineCore, inputs: tuple[Any, Any], error: BudgetError) -> BudgetError:
+    """Return the error of a first step that did not fit, with settings that suffice, as far as dry runs find any."""
+    from patrickstar._dry_run.remedies import Rehearsal, Trial
+    from patrickstar._dry_run.simulation import copy_to_meta
+
+    args, kwargs = inputs
+    rehearsal = Rehearsal(Engine, lambda: copy_to_meta(core.module), core.device)
+    budgets = {"device_memory": core.device_budget_bytes, "host_memory": core.host_budget_bytes}
+    try:
+        return _refusal(rehearsal, Trial(core.config.model_copy(update=budgets), args, kwargs), error)
+    except PatrickStarError as failed:
+        error.add_note(f"No dry run could find settings that suffice: {failed}")
+        return error

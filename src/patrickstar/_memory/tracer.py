@@ -117,6 +117,11 @@ class Tracer:
         """True in a resident iteration."""
         return self.mode is Mode.RESIDENT
 
+    @property
+    def tracing(self) -> bool:
+        """True in an iteration that is being traced."""
+        return self.mode is Mode.TRACE
+
     def _fits_resident(self, trace: Trace) -> bool:
         """Return whether the parameters of an iteration fit on the device for its whole length."""
         if not trace.checked or self.meter.counts_freed or self.manager.evict_everything:

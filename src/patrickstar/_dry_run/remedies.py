@@ -1,0 +1,222 @@
+"""Settings with which a refused training step would run, each verified by dry runs before it is named."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from patrickstar._dry_run.op_benchmark import OpBenchmark
+from patrickstar._dry_run.simulation import EngineFactory, forward_backward_step, on_meta, roofline, simulate
+from patrickstar._layout.byte_size import format_size
+from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.vm_pool import round_up
+from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
+from patrickstar._step.tier_planning import budgets
+from patrickstar.config import Config, Disk
+from patrickstar.errors import BudgetError
+
+RATE = 1e10
+"""Bytes per second of all channels."""
+GRAIN_BYTES = 1 << 20
+"""Budgets are named in whole MiB."""
+PRECISION = 16
+"""A named budget exceeds one that was refused by at most 1 / PRECISION of itself."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A training step that a dry run tries: a configuration, the inputs of the model, and what is changed in it."""
+
+    config: Config
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    checkpointing: bool = False
+
+
+class Rehearsal:
+    """Dry runs of one model's step on this machine; only memory is predicted.
+
+    Args:
+        make_engine: `Engine`.
+        model: Builds the model on the meta device.
+        loss: Returns the loss from the model's output. Default: its attribute `loss`, the output itself if it is a
+            scalar, or the sum of its floating-point tensors.
+    """
+
+    def __init__(
+        self,
+        make_engine: EngineFactory,
+        model: Callable[[], nn.Module],
+        device: torch.device,
+        loss: Callable[[Any], torch.Tensor] | None = None,
+    ) -> None:
+        self._make_engine, self._model, self._loss = make_engine, model, loss or default_loss
+        self._hardware = Hardware(device)
+        self.device_bytes, self.host_bytes = self._hardware.device_bytes(), self._hardware.host_bytes()
+        # The rates do not matter: nothing is timed.
+        self._machine = Machine(
+            name="here",
+            source="memory only",
+            gpu=Gpu(count=1, memory=self.device_bytes, matmul_tflops=1.0, memory_bandwidth=RATE)
+            if self._hardware.has_gpu
+            else None,
+            host=Host(memory=self.host_bytes, memory_bandwidth=RATE, cores=1, matmul_tflops=1.0),
+            links=Links(h2d=RATE, d2h=RATE),
+            disk=DiskDrive(capacity=1 << 60, read=RATE, write=RATE),
+        )
+        self._costs = OpBenchmark(self._hardware.device, RATE, roofline(self._machine), timed=False)
+
+    @property
+    def checkpointing(self) -> str | None:
+        """Method that enables the model's activation checkpointing, if it has one and it is not enabled."""
+        with self._random_state():
+            return enable_checkpointing(on_meta(self._model))
+
+    def run(self, trial: Trial) -> None:
+        """Dry-run a step. Raises BudgetError if it does not fit."""
+
+        def build() -> nn.Module:
+            model = on_meta(self._model)
+            if trial.checkpointing:
+                enable_checkpointing(model)
+            return model
+
+        step = forward_backward_step(self._loss, trial.args, trial.kwargs)
+        library_bytes = self._hardware.library_bytes(trial.config.compute_dtype)
+        with self._random_state():
+            simulate(
+                self._make_engine, build, trial.config, step, self._machine, self._costs, library_bytes=library_bytes
+            )
+
+    def _random_state(self) -> AbstractContextManager[None]:
+        """Restore the random state afterwards."""
+        return torch.random.fork_rng(devices=[self._hardware.device] if self._hardware.has_gpu else [])
+
+    def budgets(self, config: Config) -> tuple[int, int]:
+        """Return the device and host budgets of a configuration on this machine."""
+        return budgets(config, self._hardware)
+
+    def fits(self, trial: Trial) -> bool:
+        return self._shortage(trial) is None
+
+    def _shortage(self, trial: Trial) -> int | None:
+        """Return the bytes that a trial lacks as far as known, None if it fits."""
+        try:
+            self.run(trial)
+        except BudgetError as error:
+            return max(error.short_bytes or 0, GRAIN_BYTES)
+        return None
+
+    def sufficient_budget(self, trial: Trial, option: str, refused_bytes: int) -> int | None:
+        """Return a budget for `option` with which the trial fits, near the smallest; None if the machine has not it.
+
+        A shortage covers one moment, and automatic chunks grow with the budget, so the search goes on until a dry run
+        fits.
+        """
+        limit = self.device_bytes if option == "device_memory" else self.host_bytes
+        low, step = refused_bytes, 1
+        while True:
+            candidate = round_up(low + step, GRAIN_BYTES)
+            if candidate > limit:
+                return None
+            shortage = self._shortage(_with(trial, option, candidate))
+            if shortage is None:
+                break
+            low, step = candidate, max(2 * step, shortage)
+        while candidate - low > max(GRAIN_BYTES, candidate // PRECISION):
+            middle = round_up((low + candidate) // 2, GRAIN_BYTES)
+            if middle >= candidate:
+                break
+            if self.fits(_with(trial, option, middle)):
+                candidate = middle
+            else:
+                low = middle
+        return candidate
+
+
+def _with(trial: Trial, option: str, value: Any) -> Trial:
+    return replace(trial, config=trial.config.model_copy(update={option: value}))
+
+
+def enable_checkpointing(model: nn.Module) -> str | None:
+    """Enable activation checkpointing of a model of transformers.
+
+    Returns:
+        The name of the method; None if the model does not support checkpointing, or has enabled it already.
+    """
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    name = next((name for name in names if hasattr(model, name)), None)
+    if name is None or any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return None
+    enable: Any = getattr(model, name)
+    try:
+        enable({"use_reentrant": False})
+    except ValueError:  # this architecture does not support it
+        return None
+    return name
+
+
+def remedies(rehearsal: Rehearsal, trial: Trial, device_bytes: int, host_bytes: int) -> Iterator[str]:
+    """Yield settings that suffice alone for a refused trial, whose budgets are given, each verified by a dry run."""
+    device = rehearsal.sufficient_budget(trial, "device_memory", device_bytes)
+    if device is not None:
+        yield f"device_memory='{device >> 20}MiB'"
+    host = rehearsal.sufficient_budget(trial, "host_memory", host_bytes) if _host_may_help(rehearsal, trial) else None
+    if host is not None:
+        yield f"host_memory='{host >> 20}MiB'"
+    if trial.config.disk is None and rehearsal.fits(_with(trial, "disk", Disk("."))):
+        yield "disk=ps.Disk(directory)"
+    method = rehearsal.checkpointing
+    if method is not None and rehearsal.fits(replace(trial, checkpointing=True)):
+        yield f"activation checkpointing (model.{method}())"
+    if not trial.config.activation_offload and rehearsal.fits(_with(trial, "activation_offload", True)):
+        yield "activation_offload=True"
+    rows = batch_of(trial)
+    smaller = rows // 2 if rows is not None else 0
+    while smaller:
+        if rehearsal.fits(with_batch(trial, smaller)):
+            yield f"a batch of {smaller} in place of {rows}"
+            break
+        smaller //= 2
+
+
+def _host_may_help(rehearsal: Rehearsal, trial: Trial) -> bool:
+    return rehearsal.fits(_with(trial, "host_memory", rehearsal.host_bytes))
+
+
+def default_loss(out: Any) -> torch.Tensor:
+    """Return a loss of a model's output: its own, the output if it is a scalar, or the sum of its tensors."""
+    loss = getattr(out, "loss", out)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss
+    leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return torch.stack([leaf.sum() for leaf in leaves]).sum()
+
+
+def batch_of(trial: Trial) -> int | None:
+    """Return the first dimension that all input tensors share, None without one."""
+    tensors = [leaf for leaf in pytree.tree_leaves((trial.args, trial.kwargs)) if isinstance(leaf, torch.Tensor)]
+    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def with_batch(trial: Trial, rows: int) -> Trial:
+    """Return the trial with the first `rows` rows of its inputs."""
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:rows], (trial.args, trial.kwargs))
+    return replace(trial, args=args, kwargs=kwargs)
+
+
+def refusal(error: BudgetError, settings: list[str]) -> BudgetError:
+    """Return the error of a refused step, with the settings that suffice."""
+    if not settings:
+        advice = "No single setting on this machine was found to suffice: change the model, or several settings"
+    else:
+        advice = f"Each of these alone is enough, verified by dry runs: {'; '.join(settings)}"
+    short = f" ({format_size(error.short_bytes)} are missing at one moment)" if error.short_bytes else ""
+    return BudgetError(
+        f"this training step does not fit{short}. {advice}. The dry run was refused because {error}", error.short_bytes
+    )

@@ -1,0 +1,119 @@
+"""What does not fit is refused with settings that suffice: followed once, the step runs."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import patrickstar as ps
+from patrickstar.errors import BudgetError
+
+IDS = torch.randint(0, 2048, (4, 64), generator=torch.Generator().manual_seed(0))
+SAMPLE = {"input_ids": IDS, "labels": IDS}
+ROOM = 200 << 20
+
+
+def gpt():
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(n_layer=3, n_embd=128, n_head=2, vocab_size=2048, use_cache=False, **ends)
+    return GPT2LMHeadModel(config).train()
+
+
+def options(**more):
+    return ps.Config(device="cpu", precision="fp32", **{"device_memory": 4 << 20, "host_memory": ROOM} | more)
+
+
+def train(build, config, sample=SAMPLE, *, steps=3, before=None):
+    torch.manual_seed(0)
+    engine, optimizer = ps.initialize(build, config, sample=before)
+    try:
+        for _ in range(steps):
+            engine.backward(engine(**sample).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return engine.state_dict()
+    finally:
+        engine.close(keep=False)
+
+
+def follow(setting, less, tmp_path):
+    """Train as one named setting says."""
+    build, config, sample = gpt, options(**less), SAMPLE
+    if match := re.fullmatch(r"(device_memory|host_memory)='(\d+MiB)'", setting):
+        config = options(**less | {match[1]: match[2]})
+    elif setting == "disk=ps.Disk(directory)":
+        config = options(**less, disk=tmp_path)
+    elif setting == "activation_offload=True":
+        config = options(**less, activation_offload=True)
+    elif match := re.fullmatch(r"a batch of (\d+) in place of 4", setting):
+        sample = {name: value[: int(match[1])] for name, value in SAMPLE.items()}
+    else:
+        assert setting == "activation checkpointing (model.activation_checkpointing_enable())"
+
+        def build():
+            model = gpt()
+            model.activation_checkpointing_enable({"use_reentrant": False})
+            return model
+
+    return train(build, config, sample)
+
+
+def settings_of(message):
+    named = re.search(r"Each of these alone is enough, verified by dry runs: (.*?)\. The dry run", message)
+    return named[1].split("; ")
+
+
+LESS = {
+    "device": {},
+    "activations": {"device_memory": 12 << 20},
+    "host": {"device_memory": 8 << 20, "host_memory": 13 << 20},
+}
+
+
+@pytest.mark.parametrize("less", LESS)
+def test_every_named_setting_suffices(less, tmp_path):
+    with pytest.raises(BudgetError, match="this training step does not fit") as refused:
+        train(gpt, options(**LESS[less]), before=SAMPLE)
+    settings = settings_of(str(refused.value))
+    assert settings[0].startswith("device_memory=")
+    for setting in settings:
+        follow(setting, LESS[less], tmp_path)
+
+
+def test_without_a_sample_the_first_step_names_them(tmp_path):
+    with pytest.raises(BudgetError, match="this training step does not fit") as refused:
+        train(gpt, options())
+    for setting in settings_of(str(refused.value)):
+        follow(setting, {}, tmp_path)
+
+
+def test_a_sample_that_fits_changes_nothing():
+    config = options(device_memory=100 << 20)
+    expected, found = train(gpt, config), train(gpt, config, before=SAMPLE)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("sample", [torch.zeros(2, 8), (torch.zeros(2, 8),), {"input": torch.zeros(2, 8)}])
+def test_samples_of_any_form_and_losses_outside_of_the_model(sample):
+    build = lambda: nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 4))  # noqa: E731
+    config = options(device_memory=10_000)
+    with pytest.raises(BudgetError, match="device_memory='1MiB'"):
+        ps.initialize(build, config, sample=sample)
+    engine, _ = ps.initialize(build, options(), sample=sample, loss=lambda out: out.square().mean())
+    engine.close()
+
+
+def test_a_model_that_cannot_run_on_meta_tensors_is_not_refused():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x) if float(x.sum()) >= 0 else x
+
+    with pytest.warns(UserWarning, match="the sample was not dry-run, so the first step finds out what fits"):
+        engine, _ = ps.initialize(Reads, options(), sample=torch.zeros(2, 8))
+    engine.close()
