@@ -95,10 +95,10 @@ def test_a_sample_that_fits_changes_nothing():
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-@pytest.mark.parametrize("sample", [torch.zeros(2, 8), (torch.zeros(2, 8),), {"input": torch.zeros(2, 8)}])
+@pytest.mark.parametrize("sample", [torch.zeros(99, 8), (torch.zeros(99, 8),), {"input": torch.zeros(99, 8)}])
 def test_samples_of_any_form_and_losses_outside_of_the_model(sample):
     build = lambda: nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 4))  # noqa: E731
-    config = options(device_memory=10_000)
+    config = options(device_memory=40_000)
     with pytest.raises(BudgetError, match="device_memory='1MiB'"):
         ps.initialize(build, config, sample=sample)
     engine, _ = ps.initialize(build, options(), sample=sample, loss=lambda out: out.square().mean())

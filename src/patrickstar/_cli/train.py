@@ -35,6 +35,7 @@ from patrickstar._dry_run.simulation import (
     simulate_on_this_machine,
 )
 from patrickstar._dry_run.traced_workload import traced_workloads
+from patrickstar._engine.initialize import check_model_data, explain_refusal
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.workload import Workloads
 from patrickstar.errors import ConfigError, TrainingError
@@ -69,6 +70,8 @@ def train(options: TrainOptions, console: Console) -> Summary:
         console, options = Console(quiet=True), replace(options, log=None, quiet=True)
     source = find_model(options.model, options.vocab_size)
     check_sequence(options.sequence, source)
+    if world is None:
+        check_model_data(_to_meta(source, options.activation_checkpointing), config)
     corpus = open_corpus(options.data)
     resume = ResumeOptions.of(options)
     with RunLog(options.log, 0 if resume.resumed is None else resume.step) as log:
@@ -82,7 +85,8 @@ def train(options: TrainOptions, console: Console) -> Summary:
         batches = BatchSampler(tokens, options.sequence, options.batch, options.seed, rank, processes)
         torch.manual_seed(options.seed)
         model, weights = source.open(options.activation_checkpointing)
-        engine = ps.Engine(model, config, weights, world=world)
+        explain = explain_refusal if world is None else None
+        engine = ps.Engine(model, config, weights, world=world, explain_refusal=explain)
         if rank:
             torch.manual_seed(options.seed + rank)  # dropout differs between ranks, as the data does
         try:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from patrickstar._dry_run.op_benchmark import OpBenchmark
-from patrickstar._dry_run.simulation import EngineFactory, forward_backward_step, on_meta, roofline, simulate
+from patrickstar._dry_run.op_tracer import TensorMeter
+from patrickstar._dry_run.simulated_hardware import META, SimulatedHardware
+from patrickstar._dry_run.simulation import (
+    EngineFactory,
+    SimulatedKernels,
+    forward_backward_step,
+    on_meta,
+    roofline,
+    simulate,
+)
 from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.vm_pool import round_up
@@ -95,6 +105,22 @@ class Rehearsal:
     def _random_state(self) -> AbstractContextManager[None]:
         """Restore the random state afterwards."""
         return torch.random.fork_rng(devices=[self._hardware.device] if self._hardware.has_gpu else [])
+
+    def check_model_data(self, config: Config) -> None:
+        """Refuse what needs no step to be refused: raise BudgetError if the model data does not fit the tiers."""
+        disk = self._machine.disk
+        if config.disk is not None:
+            disk = DiskDrive(
+                capacity=max(1, self._hardware.free_disk_bytes(Path(config.disk.directory))), read=RATE, write=RATE
+            )
+        hardware = SimulatedHardware(self._machine.model_copy(update={"disk": disk}), TensorMeter())
+        with self._random_state():
+            model = on_meta(self._model)
+            values = {name: torch.empty_like(param, device=META) for name, param in model.named_parameters()}
+            engine = self._make_engine(
+                model, config, values.__getitem__, kernels=SimulatedKernels(hardware), hardware=hardware
+            )
+        engine.close(keep=False)
 
     def budgets(self, config: Config) -> tuple[int, int]:
         """Return the device and host budgets of a configuration on this machine."""

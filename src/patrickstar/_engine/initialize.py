@@ -1,5 +1,6 @@
 """Creation of an engine, alone or in a process group; refusal of what does not fit, before memory is taken."""
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,12 @@ from patrickstar._engine.core import EngineCore
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.param_init import WeightSource
 from patrickstar.config import Config
-from patrickstar.errors import BudgetError, ModelError, PatrickStarError
+from patrickstar.errors import BudgetError, DiskError, ModelError, PatrickStarError
 
 if TYPE_CHECKING:
     from patrickstar._dry_run.remedies import Rehearsal
+
+_log = logging.getLogger(__name__)
 
 Model = nn.Module | Callable[[], nn.Module]
 Sample = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -36,7 +39,8 @@ def initialize(
     process must call it, and each stores a shard of the model data.
 
     Args:
-        model: Function that builds the module, or the module itself.
+        model: Function that builds the module, or the module itself. The function is also called on the meta device,
+            where it takes no memory, so that a model that does not fit is refused before it is built.
         config: Budgets, precision and optimizer. Default: `Config()`.
         weights: Returns the value of a parameter by its name, for parameters on the meta device.
         sample: Inputs of the model as in training: a tensor, a tuple of arguments, or a mapping of keyword arguments.
@@ -55,6 +59,8 @@ def initialize(
     """
     config = config if config is not None else Config()
     world = World.find(config.find_device())
+    if world is None and not isinstance(model, nn.Module) and weights is None:
+        check_model_data(model, config)
     if sample is not None and world is None:
         _rehearse(model, config, sample, loss)
     try:
@@ -64,6 +70,26 @@ def initialize(
             world.abort(error)
         raise
     return engine, engine.optimizer
+
+
+def check_model_data(model: Model, config: Config) -> None:
+    """Build a model on the meta device, without memory, and refuse what is certain not to fit.
+
+    A model that can't be built there is built in full before it is checked.
+
+    Raises:
+        BudgetError: The model data does not fit the tiers.
+    """
+    from patrickstar._dry_run.remedies import Rehearsal
+    from patrickstar._dry_run.simulation import copy_to_meta
+
+    build = (lambda: copy_to_meta(model)) if isinstance(model, nn.Module) else model
+    try:
+        Rehearsal(Engine, build, config.find_device()).check_model_data(config)
+    except (BudgetError, DiskError):
+        raise
+    except Exception as error:  # the model's own code, which may do anything
+        _log.info("the model can't be built on the meta device, so it is built before it is checked: %r", error)
 
 
 def _rehearse(model: Model, config: Config, sample: Sample, loss: Callable[[Any], torch.Tensor] | None) -> None:

@@ -22,8 +22,8 @@ class ModelState:
     def __init__(self, module: nn.Module, data: ModelData) -> None:
         self.module = module
         self.data = data
-        self.keep_values = True
-        """True if `release` preserves the parameters' values."""
+        self.keep_values = data.manager.device.type != "meta"
+        """True if `release` preserves the parameters' values. A dry run has none."""
         self.synchronized = False
         """With several processes: True if all of them have synchronized for `release`."""
         self.process = os.getpid()
