@@ -1,7 +1,9 @@
 """What does not fit is refused with settings that suffice: followed once, the step runs."""
 
+import random
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -117,3 +119,36 @@ def test_a_model_that_cannot_run_on_meta_tensors_is_not_refused():
     with pytest.warns(UserWarning, match="the sample was not dry-run, so the first step finds out what fits"):
         engine, _ = ps.initialize(Reads, options(), sample=torch.zeros(2, 8))
     engine.close()
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_built():
+    built = []
+
+    def build():
+        built.append(torch.empty(0).device.type)
+        return nn.Sequential(*(nn.Linear(1 << 15, 1 << 15) for _ in range(64)))
+
+    with pytest.raises(BudgetError, match="the model data of 962"):
+        ps.initialize(build, ps.Config(device="cpu", device_memory="1GiB", host_memory="1GiB"))
+    assert built == ["meta"]
+
+
+def test_checks_leave_random_states_alone():
+    def build():
+        width = random.choice([8, 16, 24, 32]) + int(np.random.randint(8))
+        return nn.Linear(8, width)
+
+    states = []
+    for sample in (None, torch.zeros(2, 8)):
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        engine, _ = ps.initialize(build, options(), sample=sample)
+        states.append(engine.state_dict())
+        engine.close()
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    expected = build().state_dict()
+    for state in states:
+        assert all(torch.equal(expected[name], state[name]) for name in expected)

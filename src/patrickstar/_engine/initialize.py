@@ -14,10 +14,10 @@ from patrickstar._engine.core import EngineCore
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.param_init import WeightSource
 from patrickstar.config import Config
-from patrickstar.errors import BudgetError, DiskError, ModelError, PatrickStarError
+from patrickstar.errors import BudgetError, DiskError, ModelError
 
 if TYPE_CHECKING:
-    from patrickstar._dry_run.remedies import Rehearsal
+    from patrickstar._dry_run.fit_check import FitCheck
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def initialize(
     if world is None and not isinstance(model, nn.Module) and weights is None:
         check_model_data(model, config)
     if sample is not None and world is None:
-        _rehearse(model, config, sample, loss)
+        _check_step(model, config, sample, loss)
     try:
         engine = Engine(model, config, weights, world=world, explain_refusal=None if world else explain_refusal)
     except BaseException as error:
@@ -80,53 +80,53 @@ def check_model_data(model: Model, config: Config) -> None:
     Raises:
         BudgetError: The model data does not fit the tiers.
     """
-    from patrickstar._dry_run.remedies import Rehearsal
+    from patrickstar._dry_run.fit_check import FitCheck
     from patrickstar._dry_run.simulation import copy_to_meta
 
     build = (lambda: copy_to_meta(model)) if isinstance(model, nn.Module) else model
     try:
-        Rehearsal(Engine, build, config.find_device()).check_model_data(config)
+        FitCheck(Engine, build, config.find_device()).check_model_data(config)
     except (BudgetError, DiskError):
         raise
     except Exception as error:  # the model's own code, which may do anything
         _log.info("the model can't be built on the meta device, so it is built before it is checked: %r", error)
 
 
-def _rehearse(model: Model, config: Config, sample: Sample, loss: Callable[[Any], torch.Tensor] | None) -> None:
+def _check_step(model: Model, config: Config, sample: Sample, loss: Callable[[Any], torch.Tensor] | None) -> None:
     """Dry-run a training step. Raises BudgetError with sufficient settings if it does not fit."""
-    from patrickstar._dry_run.remedies import Rehearsal, Trial
+    from patrickstar._dry_run.fit_check import FitCheck, Trial
     from patrickstar._dry_run.simulation import copy_to_meta
 
     kwargs = dict(sample) if isinstance(sample, Mapping) else {}
     args = () if kwargs else (sample,) if isinstance(sample, torch.Tensor) else tuple(sample)
     build = (lambda: copy_to_meta(model)) if isinstance(model, nn.Module) else model
     try:
-        rehearsal = Rehearsal(Engine, build, config.find_device(), loss)
+        check = FitCheck(Engine, build, config.find_device(), loss)
         trial = Trial(config, args, kwargs)
-        rehearsal.run(trial)
+        check.run(trial)
     except BudgetError as error:
-        raise _refusal(rehearsal, trial, error) from None
+        raise _refusal(check, trial, error) from None
     except (ModelError, RuntimeError, NotImplementedError) as error:
         warnings.warn(f"the sample was not dry-run, so the first step finds out what fits: {error}", stacklevel=3)
 
 
-def _refusal(rehearsal: "Rehearsal", trial: Any, error: BudgetError) -> BudgetError:
-    from patrickstar._dry_run.remedies import refusal, remedies
+def _refusal(check: "FitCheck", trial: Any, error: BudgetError) -> BudgetError:
+    from patrickstar._dry_run.fit_check import refusal, sufficient_settings
 
-    device, host = rehearsal.budgets(trial.config)
-    return refusal(error, list(remedies(rehearsal, trial, device, host)))
+    device, host = check.budgets(trial.config)
+    return refusal(error, list(sufficient_settings(check, trial, device, host)))
 
 
 def explain_refusal(core: EngineCore, inputs: tuple[Any, Any], error: BudgetError) -> BudgetError:
     """Return the error of a first step that did not fit, with settings that suffice, as far as dry runs find any."""
-    from patrickstar._dry_run.remedies import Rehearsal, Trial
+    from patrickstar._dry_run.fit_check import FitCheck, Trial
     from patrickstar._dry_run.simulation import copy_to_meta
 
     args, kwargs = inputs
-    rehearsal = Rehearsal(Engine, lambda: copy_to_meta(core.module), core.device)
+    check = FitCheck(Engine, lambda: copy_to_meta(core.module), core.device)
     budgets = {"device_memory": core.device_budget_bytes, "host_memory": core.host_budget_bytes}
     try:
-        return _refusal(rehearsal, Trial(core.config.model_copy(update=budgets), args, kwargs), error)
-    except PatrickStarError as failed:
+        return _refusal(check, Trial(core.config.model_copy(update=budgets), args, kwargs), error)
+    except Exception as failed:  # the dry run runs the model's code; its error must not replace this one
         error.add_note(f"No dry run could find settings that suffice: {failed}")
         return error

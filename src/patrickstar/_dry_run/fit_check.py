@@ -1,11 +1,13 @@
-"""Settings with which a refused training step would run, each verified by dry runs before it is named."""
+"""Check before training whether a step fits, and find settings with which a refused step would run."""
 
+import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -47,7 +49,7 @@ class Trial:
     checkpointing: bool = False
 
 
-class Rehearsal:
+class FitCheck:
     """Dry runs of one model's step on this machine; only memory is predicted.
 
     Args:
@@ -102,9 +104,16 @@ class Rehearsal:
                 self._make_engine, build, trial.config, step, self._machine, self._costs, library_bytes=library_bytes
             )
 
-    def _random_state(self) -> AbstractContextManager[None]:
-        """Restore the random state afterwards."""
-        return torch.random.fork_rng(devices=[self._hardware.device] if self._hardware.has_gpu else [])
+    @contextmanager
+    def _random_state(self) -> Iterator[None]:
+        """Restore the random states of PyTorch, Python and NumPy afterwards: the model's code may use any."""
+        python, numpy = random.getstate(), np.random.get_state()
+        try:
+            with torch.random.fork_rng(devices=[self._hardware.device] if self._hardware.has_gpu else []):
+                yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
     def check_model_data(self, config: Config) -> None:
         """Refuse what needs no step to be refused: raise BudgetError if the model data does not fit the tiers."""
@@ -186,32 +195,32 @@ def enable_checkpointing(model: nn.Module) -> str | None:
     return name
 
 
-def remedies(rehearsal: Rehearsal, trial: Trial, device_bytes: int, host_bytes: int) -> Iterator[str]:
+def sufficient_settings(check: FitCheck, trial: Trial, device_bytes: int, host_bytes: int) -> Iterator[str]:
     """Yield settings that suffice alone for a refused trial, whose budgets are given, each verified by a dry run."""
-    device = rehearsal.sufficient_budget(trial, "device_memory", device_bytes)
+    device = check.sufficient_budget(trial, "device_memory", device_bytes)
     if device is not None:
         yield f"device_memory='{device >> 20}MiB'"
-    host = rehearsal.sufficient_budget(trial, "host_memory", host_bytes) if _host_may_help(rehearsal, trial) else None
+    host = check.sufficient_budget(trial, "host_memory", host_bytes) if _host_may_help(check, trial) else None
     if host is not None:
         yield f"host_memory='{host >> 20}MiB'"
-    if trial.config.disk is None and rehearsal.fits(_with(trial, "disk", Disk("."))):
+    if trial.config.disk is None and check.fits(_with(trial, "disk", Disk("."))):
         yield "disk=ps.Disk(directory)"
-    method = rehearsal.checkpointing
-    if method is not None and rehearsal.fits(replace(trial, checkpointing=True)):
+    method = check.checkpointing
+    if method is not None and check.fits(replace(trial, checkpointing=True)):
         yield f"activation checkpointing (model.{method}())"
-    if not trial.config.activation_offload and rehearsal.fits(_with(trial, "activation_offload", True)):
+    if not trial.config.activation_offload and check.fits(_with(trial, "activation_offload", True)):
         yield "activation_offload=True"
     rows = batch_of(trial)
     smaller = rows // 2 if rows is not None else 0
     while smaller:
-        if rehearsal.fits(with_batch(trial, smaller)):
+        if check.fits(with_batch(trial, smaller)):
             yield f"a batch of {smaller} in place of {rows}"
             break
         smaller //= 2
 
 
-def _host_may_help(rehearsal: Rehearsal, trial: Trial) -> bool:
-    return rehearsal.fits(_with(trial, "host_memory", rehearsal.host_bytes))
+def _host_may_help(check: FitCheck, trial: Trial) -> bool:
+    return check.fits(_with(trial, "host_memory", check.host_bytes))
 
 
 def default_loss(out: Any) -> torch.Tensor:
