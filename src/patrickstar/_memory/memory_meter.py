@@ -78,6 +78,13 @@ class CudaMeter:
         """Do nothing."""
 
 
+def _trim_heap() -> None:
+    """Return the C library's freed memory to the system, if it supports that."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 class AllocatorMeter:
     """Meter that reads the counters of the allocator of CPU tensors. Chunks are not allocated there."""
 
@@ -108,6 +115,7 @@ class AllocatorMeter:
 
     def close(self) -> None:
         self._allocator.remove_limit(self)
+        _trim_heap()
 
 
 class _ProcessMeter:
@@ -116,9 +124,7 @@ class _ProcessMeter:
     counts_freed = True
 
     def reclaim(self) -> None:
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):
-            libc.malloc_trim(0)
+        _trim_heap()
 
     def limit(self, nbytes: int) -> None:
         """Do nothing: the heap has no limit."""
