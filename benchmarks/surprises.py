@@ -62,15 +62,11 @@ def options_of(draw: dict, directory: str | None, precision: str) -> ps.Config:
         precision=precision,
         device_memory=int(
             report.stats.device_peak_non_model_bytes * draw["non_model"]
-            + config_bytes(precision) * numel * draw["params"]
+            + ample.compute_dtype.itemsize * numel * draw["params"]
         ),
         host_memory=int(12 * numel * draw["host"]) + (1 << 26),
         disk=ps.Disk(directory) if draw["disk"] and directory is not None else None,
     )
-
-
-def config_bytes(precision: str) -> int:
-    return 4 if precision == "fp32" else 2
 
 
 def predict(draw: dict, config: ps.Config) -> str:

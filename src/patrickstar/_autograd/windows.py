@@ -9,7 +9,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.precision import tensors_in
+from patrickstar._params.precision import WITHOUT_TENSORS, tensors_in
 
 # [Note: backward windows]
 # An operator's parameters must be on the device again when its backward runs. Each node that the operator added to the
@@ -28,9 +28,6 @@ from patrickstar._params.precision import tensors_in
 # With activation checkpointing, a node's saved tensors are recomputed after its pre-hook has run, so the recomputed
 # operators access parameters while a window is open. If both do not fit, the window is suspended while the recomputed
 # operator runs, so that the device never has to hold more than one operator's chunks.
-
-
-_WITHOUT_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
 class GraphSnapshot(NamedTuple):
@@ -52,7 +49,7 @@ class GraphSnapshot(NamedTuple):
                 if isinstance(value, torch.Tensor):
                     if value.requires_grad:
                         operands.add(value.grad_fn)
-                elif type(value) not in _WITHOUT_TENSORS:
+                elif type(value) not in WITHOUT_TENSORS:
                     operands.update(tensor.grad_fn for tensor in tensors_in(value) if tensor.requires_grad)
         return cls(torch._C._autograd._get_sequence_nr(), operands)
 
@@ -62,7 +59,7 @@ class GraphSnapshot(NamedTuple):
 
     def added(self, nodes: Iterable[Any]) -> list[Any]:
         """Return those of `nodes` that were added since this snapshot."""
-        return [node for node in nodes if not (node in self.operands or node._sequence_nr() < self.number)]
+        return [node for node in nodes if not self.contains(node)]
 
     def added_nodes(self, output_nodes: list[Any]) -> Iterator[Any]:
         """Yield the nodes that were added since this snapshot and are reachable from `output_nodes`."""

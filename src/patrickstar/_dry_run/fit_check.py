@@ -1,24 +1,23 @@
 """Check before training whether a step fits, and find settings with which a refused step would run."""
 
-import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from patrickstar._dry_run.op_benchmark import OpBenchmark
 from patrickstar._dry_run.op_tracer import TensorMeter
-from patrickstar._dry_run.simulated_hardware import META, SimulatedHardware
+from patrickstar._dry_run.simulated_hardware import SimulatedHardware
 from patrickstar._dry_run.simulation import (
     EngineFactory,
     SimulatedKernels,
     forward_backward_step,
+    kept_random_state,
+    meta_model,
     on_meta,
     roofline,
     simulate,
@@ -85,7 +84,7 @@ class FitCheck:
     @property
     def checkpointing(self) -> str | None:
         """Method that enables the model's activation checkpointing, if it has one and it is not enabled."""
-        with self._random_state():
+        with kept_random_state(self._hardware.device):
             return enable_checkpointing(on_meta(self._model))
 
     def run(self, trial: Trial) -> None:
@@ -99,21 +98,10 @@ class FitCheck:
 
         step = forward_backward_step(self._loss, trial.args, trial.kwargs)
         library_bytes = self._hardware.library_bytes(trial.config.compute_dtype)
-        with self._random_state():
+        with kept_random_state(self._hardware.device):
             simulate(
                 self._make_engine, build, trial.config, step, self._machine, self._costs, library_bytes=library_bytes
             )
-
-    @contextmanager
-    def _random_state(self) -> Iterator[None]:
-        """Restore the random states of PyTorch, Python and NumPy afterwards: the model's code may use any."""
-        python, numpy = random.getstate(), np.random.get_state()
-        try:
-            with torch.random.fork_rng(devices=[self._hardware.device] if self._hardware.has_gpu else []):
-                yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
 
     def check_model_data(self, config: Config) -> None:
         """Refuse what needs no step to be refused: raise BudgetError if the model data does not fit the tiers."""
@@ -123,12 +111,9 @@ class FitCheck:
                 capacity=max(1, self._hardware.free_disk_bytes(Path(config.disk.directory))), read=RATE, write=RATE
             )
         hardware = SimulatedHardware(self._machine.model_copy(update={"disk": disk}), TensorMeter())
-        with self._random_state():
-            model = on_meta(self._model)
-            values = {name: torch.empty_like(param, device=META) for name, param in model.named_parameters()}
-            engine = self._make_engine(
-                model, config, values.__getitem__, kernels=SimulatedKernels(hardware), hardware=hardware
-            )
+        with kept_random_state(self._hardware.device):
+            model, weights = meta_model(self._model)
+            engine = self._make_engine(model, config, weights, kernels=SimulatedKernels(hardware), hardware=hardware)
         engine.close(keep=False)
 
     def budgets(self, config: Config) -> tuple[int, int]:

@@ -5,6 +5,7 @@ follow from the rates of a machine spec.
 """
 
 import copy
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -144,7 +146,7 @@ def simulate_on_this_machine(
 
     `machine` comes from `profile_machine`; by default the machine is profiled first. The random state is restored.
     """
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with kept_random_state(device):
         if machine is None:
             machine = profile_machine(device, config.disk.directory if config.disk is not None else None)
         library_bytes = Hardware(device).library_bytes(config.compute_dtype)
@@ -176,6 +178,25 @@ def on_meta(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
         return model
     with META:
         return model()
+
+
+def meta_model(model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, Callable[[str], torch.Tensor]]:
+    """Return a model on the meta device, and values of its parameters by name for an engine on simulated hardware."""
+    model = on_meta(model)
+    values = {name: torch.empty_like(param, device=META) for name, param in model.named_parameters()}
+    return model, values.__getitem__
+
+
+@contextmanager
+def kept_random_state(device: torch.device) -> Iterator[None]:
+    """Restore the random states of PyTorch, Python and NumPy afterwards: the model's code may use any."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
@@ -289,13 +310,10 @@ def simulate(
             )
 
     tracer = OpTracer(meter, costs if costs is not None else roofline(machine), advance)
-    model = on_meta(model)
-    values = {name: torch.empty_like(param, device=META) for name, param in model.named_parameters()}
+    model, weights = meta_model(model)
     meter.add_persistent(library_bytes)  # part of the baseline after calibration, hence added again below
     with trace_operators(tracer, "cpu" if machine.gpu is None else "cuda"):
-        engine = make_engine(
-            model, config, values.__getitem__, kernels=SimulatedKernels(hardware), hardware=hardware, **hooks
-        )
+        engine = make_engine(model, config, weights, kernels=SimulatedKernels(hardware), hardware=hardware, **hooks)
         meter.add_persistent(library_bytes)
         try:
             history: list[StepStats] = []

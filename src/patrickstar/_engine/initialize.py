@@ -80,28 +80,30 @@ def check_model_data(model: Model, config: Config) -> None:
     Raises:
         BudgetError: The model data does not fit the tiers.
     """
-    from patrickstar._dry_run.fit_check import FitCheck
-    from patrickstar._dry_run.simulation import copy_to_meta
-
-    build = (lambda: copy_to_meta(model)) if isinstance(model, nn.Module) else model
     try:
-        FitCheck(Engine, build, config.find_device()).check_model_data(config)
+        _fit_check(model, config.find_device()).check_model_data(config)
     except (BudgetError, DiskError):
         raise
     except Exception as error:  # the model's own code, which may do anything
         _log.info("the model can't be built on the meta device, so it is built before it is checked: %r", error)
 
 
+def _fit_check(model: Model, device: torch.device, loss: Callable[[Any], torch.Tensor] | None = None) -> "FitCheck":
+    # Imported on first use: the dry run would add to `import patrickstar`.
+    from patrickstar._dry_run.fit_check import FitCheck
+    from patrickstar._dry_run.simulation import copy_to_meta
+
+    return FitCheck(Engine, (lambda: copy_to_meta(model)) if isinstance(model, nn.Module) else model, device, loss)
+
+
 def _check_step(model: Model, config: Config, sample: Sample, loss: Callable[[Any], torch.Tensor] | None) -> None:
     """Dry-run a training step. Raises BudgetError with sufficient settings if it does not fit."""
-    from patrickstar._dry_run.fit_check import FitCheck, Trial
-    from patrickstar._dry_run.simulation import copy_to_meta
+    from patrickstar._dry_run.fit_check import Trial
 
     kwargs = dict(sample) if isinstance(sample, Mapping) else {}
     args = () if kwargs else (sample,) if isinstance(sample, torch.Tensor) else tuple(sample)
-    build = (lambda: copy_to_meta(model)) if isinstance(model, nn.Module) else model
     try:
-        check = FitCheck(Engine, build, config.find_device(), loss)
+        check = _fit_check(model, config.find_device(), loss)
         trial = Trial(config, args, kwargs)
         check.run(trial)
     except BudgetError as error:
@@ -119,11 +121,10 @@ def _refusal(check: "FitCheck", trial: Any, error: BudgetError) -> BudgetError:
 
 def explain_refusal(core: EngineCore, inputs: tuple[Any, Any], error: BudgetError) -> BudgetError:
     """Return the error of a first step that did not fit, with settings that suffice, as far as dry runs find any."""
-    from patrickstar._dry_run.fit_check import FitCheck, Trial
-    from patrickstar._dry_run.simulation import copy_to_meta
+    from patrickstar._dry_run.fit_check import Trial
 
     args, kwargs = inputs
-    check = FitCheck(Engine, lambda: copy_to_meta(core.module), core.device)
+    check = _fit_check(core.module, core.device)
     budgets = {"device_memory": core.device_budget_bytes, "host_memory": core.host_budget_bytes}
     try:
         return _refusal(check, Trial(core.config.model_copy(update=budgets), args, kwargs), error)

@@ -67,14 +67,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return tensors
 
 
-_WITHOUT_TENSORS = (str, int, float, bool, type, type(None), torch.dtype, torch.device)
+WITHOUT_TENSORS = (str, int, float, bool, type, type(None), torch.dtype, torch.device)
 
 
 def _collect(value: Any, tensors: list[torch.Tensor], seen: set[int]) -> None:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return
-    if isinstance(value, _WITHOUT_TENSORS) or id(value) in seen:
+    if isinstance(value, WITHOUT_TENSORS) or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, (list, tuple, set)):
