@@ -17,6 +17,7 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar._checkpoint.direct_writer import DirectWriter
 from patrickstar._distributed.process_group import World
+from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._engine.engine import Engine
 from patrickstar.errors import CheckpointError, TrainingError
 
@@ -54,7 +55,7 @@ def build_of(seed):
 def make(build, config, world, seed, **hooks):
     torch.manual_seed(seed)
     engine = Engine(build, config, poison=True, world=world, meter=testing.NoMeter(), **hooks)
-    torch.manual_seed(100 * seed + (0 if world is None else world.rank))
+    torch.manual_seed(100 * seed + world.rank)
     return engine
 
 
@@ -88,8 +89,8 @@ def resume(folder: str, seeds: list[int], same: bool) -> None:
     if not alone:
         dist.init_process_group("gloo")
     for seed in seeds:
-        world = None if alone else World(CPU)
-        rank = 0 if world is None else world.rank
+        world = SINGLE_PROCESS if alone else World(CPU)
+        rank = world.rank
         build, config = build_of(seed)
         # Chunk size and state of the random number generator differ from those of the saved run.
         config = config.model_copy(update={"chunk_size": random.Random(seed + 7).choice([64, 256, 700, "auto"])})

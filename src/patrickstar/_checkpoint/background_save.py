@@ -2,7 +2,7 @@
 
 import warnings
 
-from patrickstar._distributed.process_group import World, explain_peer_failure
+from patrickstar._distributed.process_group import Processes, explain_peer_failure
 from patrickstar._params.model_data import ModelData
 from patrickstar.errors import CheckpointError
 
@@ -13,7 +13,7 @@ class BackgroundSave:
     reserved_bytes: host memory reserved for the save.
     """
 
-    def __init__(self, data: ModelData, world: World | None) -> None:
+    def __init__(self, data: ModelData, world: Processes) -> None:
         self.data, self.world = data, world
         self.reserved_bytes = 0
 

@@ -57,10 +57,10 @@ class HFExport:
 
         On failure no files remain. See [Note: export from several processes].
         """
-        world = None if self._state.data.comm is None else self._state.data.comm.world
+        world = self._state.data.world
         items = (self._items[entry.name] for shard in self._shards.values() for entry in shard)
         values = (piece for item in items for piece in _values(self._state, item))
-        is_writer = world is None or world.rank == 0
+        is_writer = world.rank == 0
         partial, failure = None, None
         try:
             if is_writer:
@@ -69,17 +69,17 @@ class HFExport:
                     write_model_folder(partial.path, self._shards, values, self._texts)
                 except CheckpointError as error:
                     failure = error
-            if world is not None:
+            if world.size > 1:
                 for _ in values:
                     pass
-                failure = world.agree_on_error(failure, CheckpointError)
+            failure = world.agree_on_error(failure, CheckpointError)
             if partial is not None and failure is None:
                 try:
                     partial.rename_into_place()
                     partial = None
                 except CheckpointError as error:
                     failure = error
-            return failure if world is None else world.agree_on_error(failure, CheckpointError)
+            return world.agree_on_error(failure, CheckpointError)
         finally:
             if partial is not None:
                 partial.abandon()

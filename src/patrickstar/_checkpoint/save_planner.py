@@ -94,7 +94,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
 def param_shards(data: ModelData, order: Sequence[int]) -> list[TensorShard]:
     """Return this process's shards of parameters and optimizer states, chunk by chunk, frozen parameters first."""
     shards = []
-    is_first_rank = data.comm is None or data.comm.world.rank == 0
+    is_first_rank = data.world.rank == 0
     order = sorted(order, key=lambda index: data.by_chunk[index][0].schema.trained)
     for index in order:
         # Chunk list by chunk list, so that the file has the same order as memory.

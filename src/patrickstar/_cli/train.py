@@ -65,27 +65,27 @@ def train(options: TrainOptions, console: Console) -> Summary:
     """
     config = _config(options)
     world = World.find(config.find_device())
-    rank, processes = (0, 1) if world is None else (world.rank, world.size)
+    rank, alone = world.rank, world.size == 1
     if rank:  # only rank 0 prints and logs
         console, options = Console(quiet=True), replace(options, log=None, quiet=True)
     source = find_model(options.model, options.vocab_size)
     check_sequence(options.sequence, source)
-    if world is None:
+    if alone:
         check_model_data(_to_meta(source, options.activation_checkpointing), config)
     corpus = open_corpus(options.data)
     resume = ResumeOptions.of(options)
     with RunLog(options.log, 0 if resume.resumed is None else resume.step) as log:
         if not options.quiet:
             _print_header(console, source, corpus)
-        if world is not None and rank:
+        if rank:
             world.all_gather_object(None)  # wait until rank 0 has cached tokenizer and tokens
         tokens = load_tokens(corpus, source.vocabulary)
-        if world is not None and not rank:
+        if not rank:
             world.all_gather_object(None)
-        batches = BatchSampler(tokens, options.sequence, options.batch, options.seed, rank, processes)
+        batches = BatchSampler(tokens, options.sequence, options.batch, options.seed, rank, world.size)
         torch.manual_seed(options.seed)
         model, weights = source.open(options.activation_checkpointing)
-        explain = explain_refusal if world is None else None
+        explain = explain_refusal if alone else None
         engine = ps.Engine(model, config, weights, world=world, explain_refusal=explain)
         if rank:
             torch.manual_seed(options.seed + rank)  # dropout differs between ranks, as the data does
@@ -287,7 +287,7 @@ def _step(
 
 
 def _processes(engine: ps.Engine) -> int:
-    return 1 if engine.world is None else engine.world.size
+    return engine.world.size
 
 
 def _summary(options: TrainOptions, engine: ps.Engine, records: list[StepRecord], interrupted: bool) -> Summary:

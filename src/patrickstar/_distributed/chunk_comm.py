@@ -68,14 +68,17 @@ class ChunkComm:
         """Bounds of the owners' shards, by chunk index."""
         self.counters = TransferCounters()
         """Counters of sent bytes; shared with the chunk manager."""
-        self.owner: ShardOwner | None = None
-        self.number = coordinator.join(self)
-        self.world.users += 1
         self._pending: dict[int, PendingReduction] = {}
         """Requested reductions that have not started, by chunk index."""
         self._left = False
         self._gather_target: Chunk | None = None
         self._gathering: Transfer | None = None
+
+    def attach(self, owner: ShardOwner) -> None:
+        """Join the coordination steps; requests of other processes read and write the shards of `owner`."""
+        self._owner = owner
+        self.number = self.coordinator.join(self)
+        self.world.users += 1
 
     @property
     def serving(self) -> bool:
@@ -140,9 +143,8 @@ class ChunkComm:
     # Execution of agreements
 
     def start_reduction(self, index: int, ranks: tuple[int, ...]) -> None:
-        assert self.owner is not None
         own = self._unmark_ready(index)
-        whole, target, chunk = self.owner.begin_reduction(index, ranks)
+        whole, target, chunk = self._owner.begin_reduction(index, ranks)
         with profiler_range("reduce-scatter", chunk):
             transfer = self.collectives.reduce_scatter(whole, target, self.shard_bounds[index], ranks)
         chunk.h2d_transfer = transfer
@@ -152,9 +154,8 @@ class ChunkComm:
             self.counters.reduced_bytes += (whole.numel() - target.numel()) * target.dtype.itemsize
 
     def start_gather(self, index: int, ranks: tuple[int, ...]) -> None:
-        assert self.owner is not None
         me, shard_bounds = self.world.rank, self.shard_bounds[index]
-        own = self.owner.parameters(index)
+        own = self._owner.parameters(index)
         whole = None
         if me in ranks:
             assert self._gather_target is not None

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from patrickstar._distributed.single_process import SINGLE_PROCESS, SingleProcess
 from patrickstar.errors import ConfigError, PeerError
 
 _Error = TypeVar("_Error", bound=Exception)
@@ -55,18 +56,18 @@ class World:
         self._prefix = f"{self.all_gather_object(number)[0]}/"
 
     @classmethod
-    def find(cls, device: torch.device) -> "World | None":
-        """Return the world that torchrun or the script has set up; None for a single process.
+    def find(cls, device: torch.device) -> "Processes":
+        """Return the world that torchrun or the script has set up, or a single process.
 
         Raises ConfigError if torch.distributed and the environment disagree on the number of processes, or if the
         process group can't be initialised.
         """
         world_size = os.environ.get("WORLD_SIZE")
         if not dist.is_available() or (not dist.is_initialized() and (world_size is None or "RANK" not in os.environ)):
-            return None
+            return SINGLE_PROCESS
         if not dist.is_initialized():
             if world_size == "1":
-                return None
+                return SINGLE_PROCESS
             try:
                 dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
             except (RuntimeError, ValueError, dist.DistError) as error:
@@ -82,7 +83,7 @@ class World:
                 f"all of them with one torchrun, and leave world_size out of init_process_group"
             )
         if size == 1:
-            return None
+            return SINGLE_PROCESS
         default_group = dist.group.WORLD
         assert default_group is not None
         world = _worlds.get(default_group)
@@ -99,7 +100,7 @@ class World:
         return self._checkpoints
 
     @property
-    def local_ranks(self) -> list[int]:
+    def local_ranks(self) -> Sequence[int]:
         """Ranks of the processes on this machine."""
         host = self.members[self.rank]["host"]
         return [rank for rank, member in enumerate(self.members) if member["host"] == host]
@@ -231,13 +232,17 @@ class World:
                     dist.destroy_process_group(group)
 
 
+Processes = World | SingleProcess
+"""The processes that share a model: several, or only this one."""
+
+
 @contextmanager
-def explain_peer_failure(world: "World | None") -> Iterator[None]:
+def explain_peer_failure(world: "Processes") -> Iterator[None]:
     """Replace PyTorch's error for a lost process by one that names the process."""
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
-        if world is None:
+        if isinstance(world, SingleProcess):
             raise
         raise world.explain_failure(error) from error
 

@@ -49,7 +49,7 @@ class Checkpoints:
             are kept. Without `wait` always True; the warning is then issued in a later step.
         """
         engine.finish_saving()  # an unfinished checkpoint has not taken its name yet
-        deletes = engine.world is None or engine.world.rank == 0
+        deletes = engine.world.rank == 0
         with engine._core.internal_computation():
             done = self._delete_old if deletes else None
             engine._checkpoint.start_save(free_name(self.directory, step), state or {}, done)
@@ -68,7 +68,7 @@ class Checkpoints:
         Raises:
             CheckpointError: The checkpoint is damaged or does not fit the engine. Nothing has been changed.
         """
-        newest = engine._checkpoint.broadcast(None if (path := self.newest()) is None else str(path))
+        newest = engine.world.all_gather_object(None if (path := self.newest()) is None else str(path))[0]
         return None if newest is None else engine.load(newest, state)
 
     def _delete_old(self) -> None:

@@ -14,13 +14,13 @@ from patrickstar._autograd.activation_offload import ActivationOffload
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._autograd.module_hooks import ModuleHooks
 from patrickstar._checkpoint.background_save import BackgroundSave
-from patrickstar._distributed.process_group import World
-from patrickstar._engine.distributed_init import broadcast_buffers, create_sharded_data, negotiate_layout
+from patrickstar._distributed.process_group import Processes
+from patrickstar._distributed.single_process import SINGLE_PROCESS
+from patrickstar._engine.distributed_init import broadcast_buffers, chunk_comm, negotiate_layout
 from patrickstar._engine.model_structure import ModelStructure
 from patrickstar._engine.param_init import (
     WeightSource,
     check_model,
-    make_layout,
     move_params,
     param_specs,
     params_used_together,
@@ -77,7 +77,7 @@ class EngineCore:
         prefetch_policy: type[PrefetchPolicy] | None = None,
         page_bytes: int = PAGE_BYTES,
         hardware: Hardware | None = None,
-        world: World | None = None,
+        world: Processes = SINGLE_PROCESS,
         explain_refusal: "Callable[[EngineCore, tuple[Any, Any], BudgetError], BudgetError] | None" = None,
     ) -> None:
         import_compiler()
@@ -93,21 +93,19 @@ class EngineCore:
         # Before the budgets are computed: memory that libraries load is no longer free then. A meter that measures
         # nothing measures no workspaces either.
         library_bytes = min(hardware.library_bytes(config.compute_dtype), meter.now(0))
-        local_processes = 1 if world is None else len(world.local_ranks)
-        memory = budgets(config, hardware, local_processes, several=world is not None)
+        local_processes = len(world.local_ranks)
+        memory = budgets(config, hardware, local_processes, several=world.size > 1)
         self.device_budget_bytes, self.host_budget_bytes = memory
         chunk_budget_bytes = max(0, self.device_budget_bytes - library_bytes)
         self.module = model if isinstance(model, nn.Module) else model()
         check_model(self.module, self.device)
         params = param_specs(self.module, config)
-        if world is None:
-            self.layout: Layout = make_layout(params, config, chunk_budget_bytes)
-        else:
-            self.layout = negotiate_layout(world, self.module, params, config, chunk_budget_bytes)
+        self.layout: Layout = negotiate_layout(world, self.module, params, config, chunk_budget_bytes)
         param_sets = params_used_together(self.module)
         plan = plan_tiers(config, self.layout, param_sets, memory, hardware, page_bytes, local_processes, library_bytes)
         # With a GPU the host arena is page-locked as a whole, so its initial size is only what is certain to be used.
         arena_bytes = self.layout.model_data_bytes + plan.staging_bytes
+        comm = chunk_comm(world, self.device, self.layout)
         self.manager = ChunkManager(
             self.device,
             *memory,
@@ -115,15 +113,16 @@ class EngineCore:
             disk=plan.disk,
             arena_bytes=arena_bytes if hardware.has_gpu else None,
             hardware=hardware,
+            comm=comm,
+            evict_everything=evict_everything,
         )
-        self.manager.evict_everything = evict_everything
         self.manager.device_tier.non_model_bytes = library_bytes
-        self.tracer = Tracer(
-            self.manager, meter, prefetch_policy or (AggressivePrefetch if world is not None else None)
+        self.tracer = Tracer(self.manager, meter, prefetch_policy or (None if comm is None else AggressivePrefetch))
+        self.data = (
+            ModelData(self.manager, self.tracer, world)
+            if comm is None
+            else ShardedModelData(self.manager, self.tracer, comm, reduce_in_fp32=config.reduce_dtype == "fp32")
         )
-        self.data = ModelData(self.manager, self.tracer)
-        if world is not None:
-            self.data = create_sharded_data(world, self.layout, self.manager, self.tracer, config)
         self.scaler = LossScaler(config.precision == "fp16")
         self.kernels = kernels if kernels is not None else Kernels.best(self.device)
         self.gradients = Gradients(self.data, self.scaler, self.kernels)
@@ -144,7 +143,7 @@ class EngineCore:
             self.interceptor.close()
             self.model_state.release()
             raise
-        if world is not None:
+        if world.size > 1:
             broadcast_buffers(world, self.module)
         self._move_buffers()
         self.tracer.calibrate()
@@ -205,7 +204,7 @@ class EngineCore:
         if self.release.alive:
             self.background_save.wait()
         self.model_state.keep_values = keep
-        if self.release.alive and self.world is not None and keep:
+        if self.release.alive and self.world.size > 1 and keep:
             with self.close_on_data_loss():
                 self.complete()
                 self.data.synchronize_processes(Request.CLOSE)

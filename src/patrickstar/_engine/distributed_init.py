@@ -8,17 +8,15 @@ from torch import nn
 
 from patrickstar._distributed.chunk_comm import ChunkComm
 from patrickstar._distributed.coordinator import Coordinator
-from patrickstar._distributed.process_group import World
+from patrickstar._distributed.process_group import Processes
+from patrickstar._distributed.single_process import SingleProcess
 from patrickstar._engine.param_init import make_layout
 from patrickstar._layout.chunk_mapping import Layout, ParamSpec
-from patrickstar._memory.chunk_manager import ChunkManager
-from patrickstar._memory.tracer import Tracer
-from patrickstar._params.sharded_model_data import ShardedModelData
 from patrickstar.config import Config
 
 
 def negotiate_layout(
-    world: World, module: nn.Module, params: Sequence[ParamSpec], config: Config, device_budget_bytes: int
+    world: Processes, module: nn.Module, params: Sequence[ParamSpec], config: Config, device_budget_bytes: int
 ) -> Layout:
     """Return the common layout of all processes, with chunks that suit the smallest device.
 
@@ -46,7 +44,7 @@ def negotiate_layout(
     return make_layout(list(params), config, budget_bytes, world.size, world.rank)
 
 
-def broadcast_buffers(world: World, module: nn.Module) -> None:
+def broadcast_buffers(world: Processes, module: nn.Module) -> None:
     """Broadcast the buffers of rank 0. Parameters need no broadcast: each shard has one owner."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
@@ -58,14 +56,8 @@ def broadcast_buffers(world: World, module: nn.Module) -> None:
                 owner._buffers[name] = value.to(buffer.device)
 
 
-def create_sharded_data(
-    world: World, layout: Layout, manager: ChunkManager, tracer: Tracer, config: Config
-) -> ShardedModelData:
-    comm = ChunkComm(
-        Coordinator.of(world, manager.device), {chunk.index: chunk.shard_bounds for chunk in layout.chunks}
-    )
-    comm.counters = manager.counters
-    manager.io_dispatch.comm = comm
-    data = ShardedModelData(manager, tracer, comm, reduce_in_fp32=config.reduce_dtype == "fp32")
-    comm.owner = data
-    return data
+def chunk_comm(world: Processes, device: torch.device, layout: Layout) -> ChunkComm | None:
+    """Return the communication of a new engine with the other processes, if there are any."""
+    if isinstance(world, SingleProcess):
+        return None
+    return ChunkComm(Coordinator.of(world, device), {chunk.index: chunk.shard_bounds for chunk in layout.chunks})

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from patrickstar._checkpoint.hf_export import HFExport
-from patrickstar._distributed.process_group import World
+from patrickstar._distributed.process_group import Processes
+from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.inspection import Inspection, inspect
@@ -33,8 +34,8 @@ class Engine:
     """Model whose parameters, gradients and optimizer states are stored in chunks under memory budgets.
 
     Call the engine like the model, then `backward(loss)` and `optimizer.step()`. Create it with `initialize`, which
-    documents `model`, `config`, `weights` and the errors. `world` is the group of processes that share the model, None
-    for a single process; further keyword arguments replace internal parts for tests and dry runs, see `EngineCore`.
+    documents `model`, `config`, `weights` and the errors. `world` is the group of processes that share the model;
+    further keyword arguments replace internal parts for tests and dry runs, see `EngineCore`.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Engine:
         config: Config,
         weights: WeightSource | None = None,
         *,
-        world: World | None = None,
+        world: Processes = SINGLE_PROCESS,
         **overrides: Any,
     ) -> None:
         self._core = EngineCore(model, config, weights, world=world, **overrides)
@@ -71,8 +72,8 @@ class Engine:
         return self._core.device
 
     @property
-    def world(self) -> World | None:
-        """Processes that share the model; None for a single process."""
+    def world(self) -> Processes:
+        """Processes that share the model, with `rank` and `size`."""
         return self._core.world
 
     @property
@@ -184,7 +185,7 @@ class Engine:
             )
         self._core.interceptor.abandon()
         # Gradients of several processes are complete only after all processes have synchronized, at the step.
-        groups = self.optimizer.group_by_managed_param() if update and self.world is None else None
+        groups = self.optimizer.group_by_managed_param() if update and self.world.size == 1 else None
         self._core.interceptor.backward_depth += 1
         self._core.data.begin_backward(accumulate)
         if groups is not None:
@@ -245,8 +246,6 @@ class Engine:
         """Return the mean of `value`, a number or one-element tensor, over all processes: an fp64 sum in rank order."""
         self._core.check_open()
         value = float(value)  # raises before other processes are waited for
-        if self.world is None:
-            return value
         with self._core.close_on_data_loss():
             self._core.data.synchronize_processes(Request.AVERAGE)
             gathered = self.world.all_gather(torch.tensor([value], dtype=torch.float64, device="cpu"))
@@ -269,7 +268,7 @@ class Engine:
         """
         from patrickstar._dry_run.simulation import dry_run_engine, forward_backward_step
 
-        if self.world is not None:
+        if self.world.size > 1:
             raise ConfigError("engine.plan simulates a single process; for several use patrickstar plan --gpus")
         return dry_run_engine(self, forward_backward_step(loss, args, kwargs))
 

@@ -83,12 +83,12 @@ class EngineCheckpoint:
                 pieces = self._shards(state, frozen)
             except Exception as caught:  # a user's state_dict may raise anything; all processes have to learn of it
                 error = caught
-            error = self._agree_on_error(error)
+            error = core.world.agree_on_error(error, CheckpointError)
             if error is None:
                 pieces = self._with_rank_buffers(pieces)
                 page_bytes = self._reserve_pages()
-                target = Path(self.broadcast(str(target.absolute())))
-                group = None if core.world is None else core.world.checkpoints
+                target = Path(core.world.all_gather_object(str(target.absolute()))[0])
+                group = core.world.checkpoints
                 data.saving = saving = AsyncSave(target, pieces, data, group, page_bytes=page_bytes, done=done)
                 saving.copy_volatile()
         if error is not None:
@@ -106,14 +106,14 @@ class EngineCheckpoint:
         while not manager.free_host(page_bytes * PAGES) and page_bytes > BLOCK_BYTES:
             page_bytes = max(1, page_bytes // 2 // BLOCK_BYTES) * BLOCK_BYTES
         core.data.update_param_views()
-        agreed: int = min(self._all_gather(page_bytes))
+        agreed: int = min(core.world.all_gather_object(page_bytes))
         self.core.background_save.reserved_bytes = agreed * PAGES if manager.host_tier.has_room(agreed * PAGES) else 0
         manager.host_tier.reserve(self.core.background_save.reserved_bytes, "a checkpoint being written")
         return agreed
 
     def _shards(self, state: Mapping[str, Any], frozen: bool) -> list[TensorShard]:
         """Return everything that this process writes, beginning with state that may change at any time."""
-        core, (rank, _) = self.core, self._rank_and_size
+        core, rank = self.core, self.core.world.rank
         own = RankMetadata(
             random=random_states(core.device), user={name: _state_of(value) for name, value in state.items()}
         )
@@ -159,7 +159,7 @@ class EngineCheckpoint:
     def _with_rank_buffers(self, pieces: list[TensorShard]) -> list[TensorShard]:
         """Add the buffers of this process that differ from those of rank 0."""
         world = self.core.world
-        if world is None:
+        if world.size == 1:
             return pieces
         buffers = self._buffers()
         sums = {name: _checksum(value) for name, value in buffers.items()}
@@ -189,11 +189,11 @@ class EngineCheckpoint:
                     raise CheckpointError(f"{folder} has no state {missing[0]!r}; it has {sorted(own.user)}")
             except PatrickStarError as caught:
                 error = caught
-            error = self._agree_on_error(error)
+            error = core.world.agree_on_error(error, CheckpointError)
             if error is None:
                 assert reader is not None
                 core.gradients.drop()
-                group: dist.ProcessGroup | None = None if core.world is None else core.world.checkpoints
+                group: dist.ProcessGroup | None = core.world.checkpoints
                 try:
                     with explain_peer_failure(self.core.world):
                         dcp_calls.load(reader, ShardLoadPlanner(data, self._targets(reader)), group)
@@ -210,7 +210,7 @@ class EngineCheckpoint:
 
     def _rank_metadata(self, reader: CheckpointReader) -> RankMetadata:
         """Return the metadata of this rank, or of rank 0 if the number of processes differs."""
-        rank, size = self._rank_and_size
+        rank, size = self.core.world.rank, self.core.world.size
         before = reader.manifest.processes
         own = read_rank(reader, rank if before == size else 0)
         if before != size and rank:
@@ -272,7 +272,7 @@ class EngineCheckpoint:
 
         The names are those of this rank, or of rank 0 if both had the same values or the number of processes differs.
         """
-        rank, size = self._rank_and_size
+        rank, size = self.core.world.rank, self.core.world.size
         rank = rank if reader.manifest.processes == size else 0
         targets = {}
         for name, value in self._buffers().items():
@@ -299,22 +299,6 @@ class EngineCheckpoint:
             core.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
     # Collective operations
-
-    @property
-    def _rank_and_size(self) -> tuple[int, int]:
-        world = self.core.world
-        return (0, 1) if world is None else (world.rank, world.size)
-
-    def _agree_on_error(self, error: Exception | None) -> Exception | None:
-        """Return an error if any process has one."""
-        return error if self.core.world is None else self.core.world.agree_on_error(error, CheckpointError)
-
-    def broadcast(self, value: Any) -> Any:
-        """Return the value of rank 0."""
-        return self._all_gather(value)[0]
-
-    def _all_gather(self, value: Any) -> list[Any]:
-        return [value] if self.core.world is None else self.core.world.all_gather_object(value)
 
 
 def _kind_of(optimizer: Optimizer) -> str:

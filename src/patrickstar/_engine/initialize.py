@@ -59,15 +59,16 @@ def initialize(
     """
     config = config if config is not None else Config()
     world = World.find(config.find_device())
-    if world is None and not isinstance(model, nn.Module) and weights is None:
+    if world.size == 1 and not isinstance(model, nn.Module) and weights is None:
         check_model_data(model, config)
-    if sample is not None and world is None:
+    if sample is not None and world.size == 1:
         _check_step(model, config, sample, loss)
     try:
-        engine = Engine(model, config, weights, world=world, explain_refusal=None if world else explain_refusal)
+        engine = Engine(
+            model, config, weights, world=world, explain_refusal=explain_refusal if world.size == 1 else None
+        )
     except BaseException as error:
-        if world is not None:
-            world.abort(error)
+        world.abort(error)
         raise
     return engine, engine.optimizer
 

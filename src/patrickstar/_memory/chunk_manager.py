@@ -13,7 +13,7 @@ from patrickstar._memory.disk_tier import STAGES, DiskTier
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock
 from patrickstar._memory.host_tier import HostTier
-from patrickstar._memory.io_dispatch import IODispatch
+from patrickstar._memory.io_dispatch import IODispatch, PeerTransfers
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.prefetch import PrefetchPolicy
@@ -35,6 +35,8 @@ class ChunkManager(DeviceEviction):
         disk: DiskTier | None = None,
         arena_bytes: int | None = None,
         hardware: Hardware | None = None,
+        comm: PeerTransfers | None = None,
+        evict_everything: bool = False,
     ) -> None:
         self.device = device
         hardware = hardware if hardware is not None else Hardware(device)
@@ -46,7 +48,7 @@ class ChunkManager(DeviceEviction):
             page = host_tier.view(host_tier.allocate_block(disk.page_bytes), torch.uint8)
             # Staging buffers that the worker threads allocate themselves.
             host_tier.other_bytes += STAGES * disk.page_bytes
-        super().__init__(device_tier, host_tier, IODispatch(hardware, disk, page))
+        super().__init__(device_tier, host_tier, IODispatch(hardware, disk, page, comm), evict_everything)
         self.prefetch_policy: PrefetchPolicy | None = None
         """Set while a planned iteration follows its trace."""
 

@@ -26,7 +26,9 @@ _log = logging.getLogger(__name__)
 class DeviceEviction:
     """Chunks of one engine and their eviction from the device: the part of `ChunkManager` that frees device memory."""
 
-    def __init__(self, device_tier: DeviceTier, host_tier: HostTier, io_dispatch: IODispatch) -> None:
+    def __init__(
+        self, device_tier: DeviceTier, host_tier: HostTier, io_dispatch: IODispatch, evict_everything: bool
+    ) -> None:
         self.hardware = io_dispatch.hardware
         self.device_tier = device_tier
         self.host_tier = host_tier
@@ -36,7 +38,7 @@ class DeviceEviction:
         self.param16: dict[int, Chunk] = {}
         """Chunks of the `param16` list by index: operators read these."""
         self.eviction_policy: EvictionPolicy = ListOrder()
-        self.evict_everything = False
+        self.evict_everything = evict_everything
         self.now = 0
         self._fetch_queue: deque[Chunk] = deque()
         """Prefetches that start once the evictions before them have freed enough memory."""

@@ -18,6 +18,8 @@ from patrickstar.errors import DiskError, MoveError, TrainingError
 class PeerTransfers(Protocol):
     """Transfers of sharded chunks between the processes of the group."""
 
+    counters: TransferCounters
+
     @property
     def serving(self) -> bool:
         """True while this process serves requests of other ranks, and so must not wait for them."""
@@ -32,15 +34,17 @@ class PeerTransfers(Protocol):
 class IODispatch:
     """Starts transfers and waits for them. After an error of a disk or worker thread it starts no more."""
 
-    def __init__(self, hardware: Hardware, disk: DiskTier | None, page: torch.Tensor) -> None:
+    def __init__(
+        self, hardware: Hardware, disk: DiskTier | None, page: torch.Tensor, comm: PeerTransfers | None
+    ) -> None:
         self.hardware = hardware
         self.disk = disk
         self.copies = hardware.copies()
-        self.counters = TransferCounters()
+        self.counters = TransferCounters() if comm is None else comm.counters
         self.failed: BaseException | None = None
         """First disk or worker error: chunk contents are unreliable from then on."""
-        self.comm: PeerTransfers | None = None
-        """Set if several processes share chunks."""
+        self.comm = comm
+        """Transfers to other processes, if several share chunks."""
         self.salvaging = False
         """True while the engine closes and reads the data that is still readable."""
         self._page = page

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from patrickstar._distributed.chunk_comm import ChunkComm
+from patrickstar._distributed.process_group import Processes
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._layout.schema import GRAD32, PARAM16, PARAM32
 from patrickstar._memory.chunk import Chunk
@@ -17,6 +18,7 @@ from patrickstar._memory.tracer import Tracer
 from patrickstar._params.local_shards import LocalShards, follow_rounded
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.residency import Residency
+from patrickstar._params.shard_collectives import add_over_ranks, share_optimizer_extra
 from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.placement import Tier, embedding_runs_on_host
 from patrickstar._schedule.tensor_state import TensorState
@@ -49,9 +51,10 @@ class SaveInProgress(Protocol):
 class ModelData(LocalShards):
     """The managed parameters of one engine."""
 
-    def __init__(self, manager: ChunkManager, tracer: Tracer) -> None:
+    def __init__(self, manager: ChunkManager, tracer: Tracer, world: Processes) -> None:
         super().__init__(manager)
         self.tracer = tracer
+        self.world = world
         self.managed_params: list[ManagedParam] = []
         self.comm: ChunkComm | None = None
         """Chunk communication with the other ranks; None with one process."""
@@ -161,6 +164,7 @@ class ModelData(LocalShards):
 
     def share_optimizer_memory(self) -> None:
         """Copy `optimizer_extra` of parameters from the processes that own a shard of them to all others."""
+        share_optimizer_extra(self.managed_params, self.world)
 
     def has_gradient(self, managed: ManagedParam) -> bool:
         """Return whether a parameter has a gradient for the next step on any rank, as of the last synchronization."""
@@ -174,7 +178,10 @@ class ModelData(LocalShards):
 
     def all_sums(self, sums: dict[ManagedParam, float], not_finite: int) -> tuple[tuple[float, ...], int]:
         """Return the squared gradient sums over all ranks, in creation order, and the count of non-finite elements."""
-        return tuple(sums[managed] for managed in self.managed_params if managed in sums), not_finite
+        values = [*(sums.get(managed, 0.0) for managed in self.managed_params), float(not_finite)]
+        *squares, non_finite_total = add_over_ranks(values, self.world)
+        with_gradient = zip(self.managed_params, squares, strict=True)
+        return tuple(square for managed, square in with_gradient if self.has_gradient(managed)), int(non_finite_total)
 
     def progress(self) -> None:
         """Start reductions that are ready; called between two operators of a backward."""

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from patrickstar._distributed.process_group import World
+from patrickstar._distributed.process_group import Processes, World
 from patrickstar._params.managed_param import ManagedParam
 
 
-def share_optimizer_extra(managed_params: Sequence[ManagedParam], world: World) -> None:
+def share_optimizer_extra(managed_params: Sequence[ManagedParam], world: Processes) -> None:
     """Copy `optimizer_extra` of each parameter from the lowest rank that owns a shard of it to ranks without one."""
     own = {
         managed.name: _to_json(managed.optimizer_extra)
@@ -52,7 +52,7 @@ def gather_shards(managed: ManagedParam, flat: torch.Tensor, world: World, shard
             world.broadcast(flat[max(first, begin) - begin : min(last, end) - begin], rank)
 
 
-def add_over_ranks(values: Sequence[float], world: World) -> list[float]:
+def add_over_ranks(values: Sequence[float], world: Processes) -> list[float]:
     """Return the element-wise sums over all ranks in fp64, added in rank order."""
     row = torch.tensor(values, dtype=torch.float64, device="cpu")
     rows = world.all_gather(row)

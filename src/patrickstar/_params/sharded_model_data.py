@@ -16,7 +16,7 @@ from patrickstar._params.grad_accumulation import GradAccumulation
 from patrickstar._params.local_shards import follow_rounded
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
-from patrickstar._params.shard_collectives import add_over_ranks, gather_shards, share_optimizer_extra
+from patrickstar._params.shard_collectives import gather_shards
 from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.placement import Tier
 from patrickstar.errors import BudgetError, TrainingError
@@ -36,8 +36,9 @@ class ShardedModelData(ModelData):
     """The managed parameters of one rank, which owns a shard of each chunk."""
 
     def __init__(self, manager: ChunkManager, tracer: Tracer, comm: ChunkComm, *, reduce_in_fp32: bool = False) -> None:
-        super().__init__(manager, tracer)
+        super().__init__(manager, tracer, comm.world)
         self.comm: ChunkComm = comm
+        comm.attach(self)
         self.reduces_in_fp32 = reduce_in_fp32
         """True if gradients are sent, and their sums stored, in fp32."""
         self.accumulates_locally = False
@@ -352,18 +353,8 @@ class ShardedModelData(ModelData):
         self.manager.drop_gathered(self.by_chunk if indices is None else indices)
         self.update_param_views()
 
-    def share_optimizer_memory(self) -> None:
-        share_optimizer_extra(self.managed_params, self.comm.world)
-
     def has_gradient(self, managed: ManagedParam) -> bool:
         return managed.state.ready
 
     def gather_parts(self, managed: ManagedParam, flat: torch.Tensor) -> None:
         gather_shards(managed, flat, self.comm.world, self.comm.shard_bounds[managed.chunk.index])
-
-    def all_sums(self, sums: dict[ManagedParam, float], not_finite: int) -> tuple[tuple[float, ...], int]:
-        """Add the statistics of all shards, in rank order. See `ModelData.all_sums`."""
-        values = [*(sums.get(managed, 0.0) for managed in self.managed_params), float(not_finite)]
-        *squares, non_finite_total = add_over_ranks(values, self.comm.world)
-        with_gradient = zip(self.managed_params, squares, strict=True)
-        return tuple(square for managed, square in with_gradient if managed.state.ready), int(non_finite_total)

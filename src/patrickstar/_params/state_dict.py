@@ -67,7 +67,7 @@ class ModelState:
 
         Elements on disk are yielded page by page. With several processes the whole parameter is all-gathered.
         """
-        if managed.row_major and self.data.comm is None:
+        if managed.row_major and self.data.world.size == 1:
             for _, part in self.data.parts(managed, managed.full_kind) if managed.numel else ():
                 yield part
         else:
@@ -149,21 +149,20 @@ class ModelState:
             for kind in (PARAM16, SHARD16, PARAM32):
                 if (kind, index) in manager.chunks:
                     manager.remove(manager[kind, index])
-        if self.synchronized and self.data.comm is not None:
+        if self.synchronized:
             lost = self._lost_on_any_rank(lost)
         return lost
 
     def _lost_on_any_rank(self, lost: list[str]) -> list[str]:
         """Return the parameters that any rank has lost, after filling them with NaN on this rank too."""
-        assert self.data.comm is not None
-        names = set().union(*self.data.comm.world.all_gather_object(lost))
+        names = set().union(*self.data.world.all_gather_object(lost))
         for managed in self.data.managed_params:
             if managed.name in names and managed.name not in lost:
                 managed.param.data = self.data.placeholder(managed.chunk.dtype).expand(managed.shape)
         return [managed.name for managed in self.data.managed_params if managed.name in names]
 
     def _try_read(self, managed: ManagedParam) -> torch.Tensor | None:
-        if self.data.comm is not None and not self.synchronized:
+        if self.data.world.size > 1 and not self.synchronized:
             return None
         try:
             return self.full_precision(managed)

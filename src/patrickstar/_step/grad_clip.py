@@ -23,7 +23,7 @@ class Gradients:
     @property
     def scales(self) -> tuple[float, ...]:
         """Factors that the update multiplies gradients by, in this order; each product is rounded."""
-        average = (1.0 / self.data.comm.world.size,) if self.data.comm is not None else ()
+        average = (1.0 / self.data.world.size,) if self.data.world.size > 1 else ()
         unscale = (1.0 / self.scaler.scale,) if self.scaler.enabled else ()
         return (*average, *unscale, *self._clips)
 

@@ -99,7 +99,7 @@ def save_weights(engine: Engine, folder: Path, hidden: str = ".weights") -> None
     Weights are written to a subfolder first. Raises CheckpointError if it cannot be written.
     """
     staging = folder / hidden
-    is_writer = engine.world is None or engine.world.rank == 0
+    is_writer = engine.world.rank == 0
     if is_writer:
         folder.mkdir(parents=True, exist_ok=True)
         if staging.is_dir():

@@ -197,7 +197,7 @@ class Trainer(transformers.Trainer):
 
         A process in one of accelerate's collectives cannot serve requests for its shards of parameters.
         """
-        if self._managed is not None and self._managed.engine.world is not None:
+        if self._managed is not None and self._managed.engine.world.size > 1:
             self._managed.engine.average(0.0)
 
     # Saving
