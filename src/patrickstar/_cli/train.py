@@ -35,7 +35,7 @@ from patrickstar._dry_run.simulation import (
     simulate_on_this_machine,
 )
 from patrickstar._dry_run.traced_workload import traced_workloads
-from patrickstar._engine.initialize import check_model_data, explain_refusal
+from patrickstar._engine.initialize import check_model_data, create_engine
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.workload import Workloads
 from patrickstar.errors import ConfigError, TrainingError
@@ -70,8 +70,9 @@ def train(options: TrainOptions, console: Console) -> Summary:
         console, options = Console(quiet=True), replace(options, log=None, quiet=True)
     source = find_model(options.model, options.vocab_size)
     check_sequence(options.sequence, source)
+    on_disk = None
     if alone:
-        check_model_data(_to_meta(source, options.activation_checkpointing), config)
+        on_disk = check_model_data(_to_meta(source, options.activation_checkpointing), config)
     corpus = open_corpus(options.data)
     resume = ResumeOptions.of(options)
     with RunLog(options.log, 0 if resume.resumed is None else resume.step) as log:
@@ -85,8 +86,7 @@ def train(options: TrainOptions, console: Console) -> Summary:
         batches = BatchSampler(tokens, options.sequence, options.batch, options.seed, rank, world.size)
         torch.manual_seed(options.seed)
         model, weights = source.open(options.activation_checkpointing)
-        explain = explain_refusal if alone else None
-        engine = ps.Engine(model, config, weights, world=world, explain_refusal=explain)
+        engine = create_engine(model, config, weights, world, on_disk)
         if rank:
             torch.manual_seed(options.seed + rank)  # dropout differs between ranks, as the data does
         try:

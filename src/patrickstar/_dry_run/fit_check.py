@@ -103,8 +103,12 @@ class FitCheck:
                 self._make_engine, build, trial.config, step, self._machine, self._costs, library_bytes=library_bytes
             )
 
-    def check_model_data(self, config: Config) -> None:
-        """Refuse what needs no step to be refused: raise BudgetError if the model data does not fit the tiers."""
+    def check_model_data(self, config: Config) -> bool:
+        """Refuse what needs no step to be refused: raise BudgetError if the model data does not fit the tiers.
+
+        Returns:
+            Whether part of the model data will be on disk.
+        """
         disk = self._machine.disk
         if config.disk is not None:
             disk = DiskDrive(
@@ -114,7 +118,9 @@ class FitCheck:
         with kept_random_state(self._hardware.device):
             model, weights = meta_model(self._model)
             engine = self._make_engine(model, config, weights, kernels=SimulatedKernels(hardware), hardware=hardware)
+        uses_disk = engine._core.manager.disk_tier is not None
         engine.close(keep=False)
+        return uses_disk
 
     def budgets(self, config: Config) -> tuple[int, int]:
         """Return the device and host budgets of a configuration on this machine."""

@@ -183,6 +183,9 @@ def on_meta(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
 def meta_model(model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, Callable[[str], torch.Tensor]]:
     """Return a model on the meta device, and values of its parameters by name for an engine on simulated hardware."""
     model = on_meta(model)
+    for name, param in model.named_parameters():
+        if not param.is_meta:
+            raise ModelError(f"parameter {name!r} was not created on the meta device: the function has to build it")
     values = {name: torch.empty_like(param, device=META) for name, param in model.named_parameters()}
     return model, values.__getitem__
 

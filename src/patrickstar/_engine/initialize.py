@@ -2,17 +2,23 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from patrickstar._distributed.process_group import World
+from patrickstar._distributed.process_group import Processes, World
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.param_init import WeightSource
+from patrickstar._memory.cpu_allocator import cpu_allocator
+from patrickstar._memory.file_backed_tensors import FileBackedTensors
+from patrickstar._memory.hardware import Hardware
+from patrickstar._step.tier_planning import budgets
 from patrickstar.config import Config
 from patrickstar.errors import BudgetError, DiskError, ModelError
 
@@ -59,34 +65,72 @@ def initialize(
     """
     config = config if config is not None else Config()
     world = World.find(config.find_device())
+    on_disk = None
     if world.size == 1 and not isinstance(model, nn.Module) and weights is None:
-        check_model_data(model, config)
+        on_disk = check_model_data(model, config)
     if sample is not None and world.size == 1:
         _check_step(model, config, sample, loss)
-    try:
-        engine = Engine(
-            model, config, weights, world=world, explain_refusal=explain_refusal if world.size == 1 else None
-        )
-    except BaseException as error:
-        world.abort(error)
-        raise
+    engine = create_engine(model, config, weights, world, on_disk)
     return engine, engine.optimizer
 
 
-def check_model_data(model: Model, config: Config) -> None:
+def create_engine(
+    model: Model, config: Config, weights: WeightSource | None, world: Processes, on_disk: bool | None = None
+) -> Engine:
+    """Create an engine. `on_disk`: what `check_model_data` returned; a model that will be on disk is built on disk."""
+    explain = explain_refusal if world.size == 1 else None
+    try:
+        if config.disk is None or on_disk is False or isinstance(model, nn.Module) or weights is not None:
+            return Engine(model, config, weights, world=world, explain_refusal=explain)
+        with _built_on_disk(model, config, world) as build:
+            return Engine(build, config, world=world, explain_refusal=explain)
+    except BaseException as error:
+        world.abort(error)
+        raise
+
+
+@contextmanager
+def _built_on_disk(
+    model: Callable[[], nn.Module], config: Config, world: Processes
+) -> Iterator[Callable[[], nn.Module]]:
+    """Return a function that builds the model within the budgets. See [Note: building a model larger than memory]."""
+    assert config.disk is not None
+    allocator, hardware = cpu_allocator(), Hardware(config.find_device())
+    if allocator is None:
+        yield model
+        return
+    device_bytes, host_bytes = budgets(config, hardware, len(world.local_ranks), several=world.size > 1)
+    ram_bytes = host_bytes if hardware.has_gpu else device_bytes + host_bytes
+    with FileBackedTensors(allocator, Path(config.disk.directory), ram_bytes) as tensors:
+
+        def build() -> nn.Module:
+            module = model()
+            tensors.stop_allocating()
+            # From now on the budgets are for chunks, and one parameter at a time is moved into its chunk.
+            tensors.limit_bytes = max((param.nbytes for param in module.parameters()), default=0)
+            return module
+
+        yield build
+
+
+def check_model_data(model: Model, config: Config) -> bool | None:
     """Build a model on the meta device, without memory, and refuse what is certain not to fit.
 
     A model that can't be built there is built in full before it is checked.
+
+    Returns:
+        Whether part of the model data will be on disk; None if the model can't be built on the meta device.
 
     Raises:
         BudgetError: The model data does not fit the tiers.
     """
     try:
-        _fit_check(model, config.find_device()).check_model_data(config)
+        return _fit_check(model, config.find_device()).check_model_data(config)
     except (BudgetError, DiskError):
         raise
     except Exception as error:  # the model's own code, which may do anything
         _log.info("the model can't be built on the meta device, so it is built before it is checked: %r", error)
+        return None
 
 
 def _fit_check(model: Model, device: torch.device, loss: Callable[[Any], torch.Tensor] | None = None) -> "FitCheck":

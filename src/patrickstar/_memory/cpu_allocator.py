@@ -61,6 +61,26 @@ class CpuAllocator:
     def reset_peak(self) -> None:
         self._library.patrickstar_reset_peak()
 
+    # Large tensors in a file
+
+    def open_file(self, descriptor: int) -> None:
+        """Map large tensors that are allocated from now on from an empty file, as far as its disk has space."""
+        self._library.patrickstar_open_file(descriptor)
+
+    def stop_file(self) -> None:
+        """Allocate new tensors in memory again."""
+        self._library.patrickstar_stop_file()
+
+    def drop_file_pages(self) -> None:
+        """Drop the file's pages from this process's memory; accesses map them again."""
+        self._library.patrickstar_drop_file_pages()
+
+    def close_file(self) -> None:
+        """Forget the file before its descriptor is closed; tensors in it stay usable."""
+        self._library.patrickstar_close_file()
+
+    # Cached memory
+
     def set_limit(self, owner: object, nbytes: int) -> None:
         """Keep live and cached bytes within `nbytes`, as far as freeing the cache can, while `owner` is alive."""
         if self._limits.get(owner) != nbytes:

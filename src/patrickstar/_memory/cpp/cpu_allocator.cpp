@@ -4,10 +4,14 @@
 // Every block begins with a header that holds its size, so a free needs no lookup. Small blocks come from PyTorch's own
 // allocator. Large blocks are mapped one by one, and freed ones are cached for reuse, because the system zeroes every
 // page that it maps. The cache is trimmed before live and cached bytes would exceed the limit together.
+//
+// While a model is built that is larger than memory, large blocks are mappings of a file instead. Their pages can be
+// dropped from memory at any time, since the next access reads them back.
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
 
@@ -28,6 +32,7 @@ constexpr size_t kWaste = 8;                // a cached block may be larger than
 struct Header {
   size_t nbytes;  // of the tensor
   size_t mapped;  // of the mapping, 0 if the block is not mapped
+  bool in_file;
 };
 static_assert(sizeof(Header) <= kHeaderBytes);
 
@@ -99,12 +104,87 @@ BlockCache& cache() {
   return *made;
 }
 
+// Blocks that are mappings of a file. The caller opens the file and closes it.
+class FileBlocks {
+ public:
+  std::mutex mutex;
+
+  void open(int fd) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    fd_ = fd;
+    end_ = 0;
+    growing_ = true;
+  }
+
+  // Map no further blocks.
+  void stop() {
+    const std::lock_guard<std::mutex> guard(mutex);
+    growing_ = false;
+  }
+
+  // Forget the file; its blocks stay usable until they are freed.
+  void close() {
+    const std::lock_guard<std::mutex> guard(mutex);
+    growing_ = false;
+    fd_ = -1;
+    blocks_.clear();
+  }
+
+  // Return nullptr if no file is open, or the disk has no space for the block.
+  void* take(size_t size) {
+    if (!growing_.load(std::memory_order_relaxed)) return nullptr;
+    const std::lock_guard<std::mutex> guard(mutex);
+    // Without reserved space, a full disk would end the process when a page is written back.
+    if (!growing_ || posix_fallocate(fd_, end_, static_cast<off_t>(size)) != 0) return nullptr;
+    void* block = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, end_);
+    if (block == MAP_FAILED) return nullptr;
+    blocks_[block] = {size, end_};
+    end_ += static_cast<off_t>(size);
+    return block;
+  }
+
+  void give(void* block, size_t size) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    munmap(block, size);
+    const auto known = blocks_.find(block);
+    if (known != blocks_.end()) {
+      // Where holes can't be punched, the space is freed with the file.
+      (void)fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, known->second.offset, known->second.size);
+      blocks_.erase(known);
+    }
+  }
+
+  // Drop the pages of all blocks from this process's memory.
+  void drop() {
+    const std::lock_guard<std::mutex> guard(mutex);
+    for (const auto& [address, block] : blocks_) madvise(address, block.size, MADV_DONTNEED);
+  }
+
+ private:
+  struct Block {
+    size_t size;
+    off_t offset;
+  };
+  std::map<void*, Block> blocks_;
+  int fd_ = -1;
+  off_t end_ = 0;
+  std::atomic<bool> growing_{false};
+};
+
+FileBlocks& file_blocks() {
+  static FileBlocks* const made = new FileBlocks();
+  return *made;
+}
+
 void* allocate_block(size_t nbytes) {
   size_t mapped = 0;
+  bool in_file = false;
   void* block = nullptr;
   if (nbytes >= kMappedBytes && nbytes <= std::numeric_limits<size_t>::max() / 2) {
     mapped = (nbytes + kHeaderBytes + kPageBytes - 1) / kPageBytes * kPageBytes;
-    block = cache().take(mapped);
+    block = file_blocks().take(mapped);
+    in_file = block != nullptr;
+    if (block == nullptr) block = cache().take(mapped);
     if (block == nullptr) {
       block = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (block == MAP_FAILED) block = nullptr;
@@ -119,7 +199,7 @@ void* allocate_block(size_t nbytes) {
         " bytes.");
     block = c10::alloc_cpu(nbytes + kHeaderBytes);  // raises PyTorch's error if memory is exhausted
   }
-  *static_cast<Header*>(block) = Header{nbytes, mapped};
+  *static_cast<Header*>(block) = Header{nbytes, mapped, in_file};
   void* data = static_cast<char*>(block) + kHeaderBytes;
   count(static_cast<int64_t>(nbytes));
   c10::profiledCPUMemoryReporter().New(data, nbytes);
@@ -132,7 +212,9 @@ void free_block(void* data) {
   void* block = static_cast<char*>(data) - kHeaderBytes;
   const Header header = *static_cast<Header*>(block);
   count(-static_cast<int64_t>(header.nbytes));
-  if (header.mapped != 0) {
+  if (header.in_file) {
+    file_blocks().give(block, header.mapped);
+  } else if (header.mapped != 0) {
     cache().give(block, header.mapped);
   } else {
     c10::free_cpu(block);
@@ -167,7 +249,9 @@ int patrickstar_install() {
     installed = new CountingAllocator();
     c10::SetCPUAllocator(installed, 1);
     pthread_atfork(
-        [] { cache().mutex.lock(); }, [] { cache().mutex.unlock(); }, [] { cache().mutex.unlock(); });
+        [] { file_blocks().mutex.lock(), cache().mutex.lock(); },
+        [] { cache().mutex.unlock(), file_blocks().mutex.unlock(); },
+        [] { cache().mutex.unlock(), file_blocks().mutex.unlock(); });
   }
   return c10::GetCPUAllocator() == installed ? 1 : 0;
 }
@@ -186,6 +270,23 @@ void patrickstar_reset_peak() {
 
 int64_t patrickstar_cached_bytes() {
   return cache().cached();
+}
+
+// Map new large blocks from this file, which must be empty. Only one file is used at a time.
+void patrickstar_open_file(int fd) {
+  file_blocks().open(fd);
+}
+
+void patrickstar_stop_file() {
+  file_blocks().stop();
+}
+
+void patrickstar_drop_file_pages() {
+  file_blocks().drop();
+}
+
+void patrickstar_close_file() {
+  file_blocks().close();
 }
 
 void patrickstar_set_limit(int64_t nbytes) {

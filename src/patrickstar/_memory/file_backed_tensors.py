@@ -1,0 +1,84 @@
+"""CPU tensors in a file: a model larger than memory is built there before its parameters move into chunks."""
+
+import os
+import tempfile
+import threading
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from patrickstar._memory.cpu_allocator import CpuAllocator
+from patrickstar.errors import DiskError
+
+CHECK_S = 0.005
+"""Seconds between two checks of the resident pages; a core writes a few MiB in this time."""
+
+# [Note: building a model larger than memory]
+# The model's own code allocates and initialises its parameters, in any order and more than once (transformers
+# initialises the modules in their constructors, and again when the model is complete). So each parameter must be
+# readable and writable at every moment until the model is complete, also by other threads and by native code. Large
+# tensors are therefore mapped from an unnamed file: a thread drops their pages from memory when there are too many, and
+# the kernel reads them back at the next access. The arithmetic is not involved, so the values are those of a plain
+# construction. Afterwards the parameters move into chunks one by one, and each leaves the file.
+#
+# The disk space of a tensor is reserved when it is allocated. If there is none left, or the file system can't reserve
+# space, tensors are allocated in memory as usual.
+
+
+class FileBackedTensors:
+    """While the context is entered, large new CPU tensors are in a file, with at most `limit_bytes` of it in memory.
+
+    Only one context of a process may be entered at a time. Tensors that outlive the context stay usable, and the disk
+    space is freed with the last of them.
+
+    Raises:
+        DiskError: The directory can't be written.
+    """
+
+    def __init__(self, allocator: CpuAllocator, directory: Path, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.peak_bytes = 0
+        """Largest resident size that a check has seen, in bytes."""
+        self._allocator = allocator
+        try:
+            self._file = tempfile.TemporaryFile(prefix="patrickstar-", suffix=".tensors", dir=directory)  # noqa: SIM115
+        except OSError as error:
+            raise DiskError(
+                f"a model larger than memory can't be built in {directory}: {error.strerror}; use another directory"
+            ) from error
+        self._process = psutil.Process()
+        self._ended = threading.Event()
+
+    def __enter__(self) -> "FileBackedTensors":
+        self._before_bytes = self._process.memory_info().shared
+        self._allocator.open_file(self._file.fileno())
+        self._watcher = threading.Thread(target=self._watch, name="patrickstar-pages", daemon=True)
+        self._watcher.start()
+        return self
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the file on the disk."""
+        return os.fstat(self._file.fileno()).st_blocks * 512
+
+    def stop_allocating(self) -> None:
+        """Allocate new tensors in memory again; those in the file stay there."""
+        self._allocator.stop_file()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._watcher.join()
+        self._allocator.close_file()
+        self._file.close()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(CHECK_S):
+            resident_bytes = self._process.memory_info().shared - self._before_bytes
+            self.peak_bytes = max(self.peak_bytes, resident_bytes)
+            if resident_bytes > self.limit_bytes:
+                self._allocator.drop_file_pages()
+                # Clean pages leave the page cache, which would otherwise grow to the size of the file.
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

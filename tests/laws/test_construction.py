@@ -1,0 +1,208 @@
+"""Law: a model that is built on disk has the bits of a plain construction, whatever its code does with tensors."""
+
+import copy
+import threading
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import patrickstar as ps
+from patrickstar._memory.cpu_allocator import cpu_allocator
+from patrickstar._memory.file_backed_tensors import FileBackedTensors
+
+WIDTH = 1024
+TINY = {"device_memory": "16MiB", "host_memory": "64MiB"}
+
+
+class Layers(nn.Module):
+    """Layers initialised in their constructors, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12))
+        self.register_buffer("table", torch.randn(300, 300))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x * self.table[0, 0]).sum()
+
+
+class InitialisedTwice(Layers):
+    """Initialises all layers again, in reverse, and scales some of them in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in reversed(self.layers):
+            nn.init.normal_(layer.weight, std=0.02)
+        with torch.no_grad():
+            for layer in self.layers[::2]:
+                layer.weight.div_(3.0)
+            self.layers[3].weight.data[10:20] = 1.5
+
+
+class Copies(Layers):
+    """Clones one layer, shares the weight of another, and freezes a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[5] = copy.deepcopy(self.layers[1])
+        self.layers[7].weight = self.layers[2].weight
+        self.layers[9].weight.requires_grad_(False)
+
+
+class OtherReaders(Layers):
+    """Writes through NumPy, and from another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if self.layers[0].weight.is_meta:
+            return
+        array = self.layers[0].weight.detach().numpy()
+        thread = threading.Thread(target=lambda: np.multiply(array, 0.5, out=array))
+        thread.start()
+        thread.join()
+        self.layers[1].weight.data.copy_(torch.from_numpy(array))
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=640, n_head=4, vocab_size=4096, use_cache=False))
+
+
+def llama() -> nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=640,
+            intermediate_size=1024,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=4096,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def in_half_precision() -> nn.Module:
+    return Copies().bfloat16()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "build", [Layers, InitialisedTwice, Copies, OtherReaders, gpt2, llama, in_half_precision], ids=lambda b: b.__name__
+)
+def test_bits_of_a_plain_construction(build, precision, tmp_path, monkeypatch):
+    # Every page is dropped at every check, so that each access after a pause reads the file.
+    contexts = []
+    enter = FileBackedTensors.__enter__
+
+    def enter_without_memory(self: FileBackedTensors) -> FileBackedTensors:
+        self.limit_bytes = -1
+        contexts.append(self)
+        return enter(self)
+
+    monkeypatch.setattr(FileBackedTensors, "__enter__", enter_without_memory)
+    torch.manual_seed(5)
+    plain = build()
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    engine, _ = ps.initialize(build, ps.Config(device="cpu", precision=precision, disk=ps.Disk(str(tmp_path)), **TINY))
+    assert torch.equal(torch.rand(3), drawn), "the random state after the construction differs"
+    assert len(contexts) == 1, "the model was not built on disk"
+    state = engine.state_dict()
+    assert state.keys() == plain.state_dict().keys()
+    for name, expected in plain.state_dict().items():
+        frozen = name in dict(plain.named_parameters()) and not plain.get_parameter(name).requires_grad
+        dtype = state[name].dtype if frozen else expected.dtype
+        assert torch.equal(state[name].to(dtype), expected.to(dtype)), name
+    engine.close(keep=False)
+
+
+def test_a_model_in_memory_is_not_built_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(FileBackedTensors, "__enter__", lambda self: pytest.fail("built on disk"))
+    config = ps.Config(device="cpu", device_memory="400MiB", host_memory="400MiB", disk=ps.Disk(str(tmp_path)))
+    engine, _ = ps.initialize(Layers, config)
+    engine.close(keep=False)
+
+
+def test_a_function_that_returns_an_existing_model(tmp_path):
+    model = Layers()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    config = ps.Config(device="cpu", precision="fp32", disk=ps.Disk(str(tmp_path)), **TINY)
+    engine, _ = ps.initialize(lambda: model, config)
+    state = engine.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    engine.close(keep=False)
+
+
+def test_a_constructor_that_fails_leaves_nothing(tmp_path):
+    class Fails(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            if not self.table.is_meta:
+                raise ValueError("no such layer")
+
+    before = threading.active_count()
+    config = ps.Config(device="cpu", disk=ps.Disk(str(tmp_path)), **TINY)
+    with pytest.raises(ValueError, match="no such layer"):
+        ps.initialize(Fails, config)
+    assert threading.active_count() == before
+    assert not list(tmp_path.iterdir())
+    engine, _ = ps.initialize(Layers, config)
+    engine.close(keep=False)
+
+
+# The file
+
+
+def file_bytes() -> int:
+    return int(psutil.Process().memory_info().shared)
+
+
+def test_pages_leave_memory_and_come_back(tmp_path):
+    allocator = cpu_allocator()
+    assert allocator is not None
+    nbytes, before = 64 << 20, file_bytes()
+    with FileBackedTensors(allocator, tmp_path, limit_bytes=1 << 40):
+        values = torch.randn(nbytes // 4)
+        total = values.double().sum()
+        assert file_bytes() - before >= nbytes
+        allocator.drop_file_pages()
+        assert file_bytes() - before < nbytes // 4
+        assert values.double().sum() == total
+    allocator.drop_file_pages()  # the context has ended, and the tensor stays in memory
+    assert values.double().sum() == total
+    other = torch.randn(nbytes // 4)
+    assert file_bytes() - before < nbytes + (nbytes // 4), "a tensor was allocated in the file after the context"
+    del values, other
+    assert file_bytes() - before < nbytes // 4
+
+
+def test_freed_tensors_leave_the_disk(tmp_path):
+    allocator = cpu_allocator()
+    assert allocator is not None
+    with FileBackedTensors(allocator, tmp_path, limit_bytes=0) as tensors:
+        for _ in range(4):
+            torch.ones(4 << 20)
+        assert tensors.disk_bytes < 1 << 20
+        kept = torch.ones(4 << 20)
+        assert tensors.disk_bytes >= 16 << 20
+    assert kept.sum() == 4 << 20
+
+
+def test_without_disk_space_tensors_are_in_memory(tmp_path):
+    allocator = cpu_allocator()
+    assert allocator is not None
+    path = tmp_path / "read-only"
+    path.touch()
+    with path.open("rb") as file:
+        allocator.open_file(file.fileno())
+        try:
+            values = torch.ones(1 << 20)
+        finally:
+            allocator.close_file()
+    assert values.sum() == 1 << 20
