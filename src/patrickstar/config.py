@@ -59,6 +59,9 @@ class Config(Options):
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Compute dtype; master parameters are fp32. Default "bf16"; "fp16" uses dynamic loss scaling. A model that mixes
     dtypes keeps them."""
+    keep_fp32: tuple[str, ...] = ()
+    """Parameters that operators read in fp32 beside a 16-bit `precision`: parts of dotted names such as "lm_head" or
+    "router.*.weight". Default (): only those that a model of transformers names itself, such as its routers'."""
     optimizer: Optimizer = AdamW()
     """Optimizer: one of this package, or an element-wise class of `torch.optim`, alone or as a `functools.partial`
     with its options. Default `AdamW()`."""

@@ -13,16 +13,22 @@ class BudgetError(PatrickStarError):
     """The memory budget of a tier is too small.
 
     Args:
-        message: Description of the failure.
+        reason: Description of the failure.
         short_bytes: Number of missing bytes, or None if unknown.
+        advice: What to try, a sentence without its period; the message ends with it.
 
     Attributes:
-        short_bytes: As passed.
+        reason, short_bytes: As passed.
+        parameter: Name of a parameter that the refused operator reads, or None.
+        module: Description of the module that ran, if a dry run was refused, or None.
     """
 
-    def __init__(self, message: str, short_bytes: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, reason: str, short_bytes: int | None = None, advice: str = "") -> None:
+        super().__init__(f"{reason}. {advice}" if advice else reason)
+        self.reason = reason
         self.short_bytes = short_bytes
+        self.parameter: str | None = None
+        self.module: str | None = None
 
 
 class ModelError(PatrickStarError):

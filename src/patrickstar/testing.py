@@ -146,7 +146,7 @@ class ReferenceTrainer:
         self.unscaled = False
         self.versions: dict[nn.Parameter, int] = {}
         self.masters: dict[nn.Parameter, torch.Tensor] = {}
-        dtypes = compute_dtypes(self.module, config.compute_dtype)
+        dtypes = compute_dtypes(self.module, config.compute_dtype, config.keep_fp32)
         for name, param in self.module.named_parameters():
             value = param.data.to(self.device)
             param.data = value.to(dtypes[name])

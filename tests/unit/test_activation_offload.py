@@ -88,6 +88,6 @@ def test_copies_that_have_changed_places_come_back_whole():
 def test_a_host_budget_that_is_too_small_is_an_error_in_bytes():
     whole = Engine(build, config(), meter=testing.NoMeter()).layout.model_data_bytes
     engine = Engine(build, config(host_memory=whole + 1000), meter=testing.NoMeter())
-    with pytest.raises(BudgetError, match=r"activation needs \d+ bytes on the host.*raise host_memory by at least"):
+    with pytest.raises(BudgetError, match=r"activation needs \d+ bytes on the host.*Raise host_memory by at least"):
         engine(*batches(1)[0])
     engine.close()

@@ -117,7 +117,7 @@ def test_errors_state_the_missing_bytes_and_nothing_is_counted():
     host = tier(4096)
     chunk = chunk_on(host, 16)
     with pytest.raises(
-        BudgetError, match=r"pages needs 4096 bytes on the host.*raise host_memory by at least 2048 "
+        BudgetError, match=r"pages needs 4096 bytes on the host.*Raise host_memory by at least 2048 "
     ) as caught:
         host.allocate_block(4000, "pages")
     assert caught.value.short_bytes == 2048

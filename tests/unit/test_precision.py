@@ -14,7 +14,7 @@ from sampling import draws
 from torch import nn
 
 from patrickstar._params.precision import LossScaler, cast_inputs, clip_coefficient, compute_dtypes, tensors_in
-from patrickstar.errors import ModelError
+from patrickstar.errors import ConfigError, ModelError
 
 quick = settings(derandomize=True, deadline=None, max_examples=draws(200))
 
@@ -223,6 +223,32 @@ def test_a_complex_parameter_is_refused_by_name():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64))
     with pytest.raises(ModelError, match=r"'1\.weight' is complex"):
         compute_dtypes(model, BF16)
+
+
+def test_parameters_kept_in_fp32():
+    model = nn.ModuleDict({"body": nn.Linear(2, 2), "router": nn.ModuleDict({"gate": nn.Linear(2, 2)})})
+    names = [name for name, _ in model.named_parameters()]
+
+    def kept(*patterns, compute=BF16):
+        return [name for name, dtype in compute_dtypes(model, compute, patterns).items() if dtype == FP32]
+
+    assert kept() == []
+    assert kept("router") == kept("gate") == kept("router.gate") == ["router.gate.weight", "router.gate.bias"]
+    assert kept("gate.weight") == kept("router.*.weight") == ["router.gate.weight"]
+    assert kept("weight") == ["body.weight", "router.gate.weight"]
+    assert kept("body.*") == ["body.weight", "body.bias"]
+    assert kept("*") == kept("body", "router") == names
+    for missing in ("gat", "weigh", "gate.body", "x"):
+        with pytest.raises(ConfigError, match=f"no parameter of the model has '{missing}'"):
+            kept(missing)
+
+
+def test_parameters_that_transformers_keeps_in_fp32():
+    model = nn.ModuleDict({"wo": nn.Linear(2, 2), "gate": nn.Linear(2, 2), "wi": nn.Linear(2, 2)})
+    model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict = {"wo"}, {"gate"}
+    for compute, kept in ((BF16, {"gate"}), (FP16, {"gate", "wo"}), (FP32, {"gate", "wo", "wi"})):
+        dtypes = compute_dtypes(model, compute)
+        assert {name.partition(".")[0] for name, dtype in dtypes.items() if dtype == FP32} == kept
 
 
 # Loss scaling

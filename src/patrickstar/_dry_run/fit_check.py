@@ -79,6 +79,8 @@ class FitCheck:
             links=Links(h2d=RATE, d2h=RATE),
             disk=DiskDrive(capacity=1 << 60, read=RATE, write=RATE),
         )
+        self.peak: str | None = None
+        """Bytes and module of the peak of non-model data in the last dry run that fit."""
         self._costs = OpBenchmark(self._hardware.device, RATE, roofline(self._machine), timed=False)
 
     @property
@@ -99,9 +101,11 @@ class FitCheck:
         step = forward_backward_step(self._loss, trial.args, trial.kwargs)
         library_bytes = self._hardware.library_bytes(trial.config.compute_dtype)
         with kept_random_state(self._hardware.device):
-            simulate(
+            report = simulate(
                 self._make_engine, build, trial.config, step, self._machine, self._costs, library_bytes=library_bytes
             )
+        where = f", in {report.peak_module}" if report.peak_module else ""
+        self.peak = f"{format_size(report.stats.device_peak_non_model_bytes)}{where}"
 
     def check_model_data(self, config: Config) -> bool:
         """Refuse what needs no step to be refused: raise BudgetError if the model data does not fit the tiers.
@@ -186,9 +190,21 @@ def enable_checkpointing(model: nn.Module) -> str | None:
     return name
 
 
-def sufficient_settings(check: FitCheck, trial: Trial, device_bytes: int, host_bytes: int) -> Iterator[str]:
-    """Yield settings that suffice alone for a refused trial, whose budgets are given, each verified by a dry run."""
+def sufficient_settings(
+    check: FitCheck, trial: Trial, device_bytes: int, host_bytes: int
+) -> tuple[list[str], str | None]:
+    """Find settings that suffice alone for a refused trial, whose budgets are given.
+
+    Returns:
+        The settings, each verified by a dry run, and the peak of non-model data with enough device memory, if that is
+        one of them.
+    """
     device = check.sufficient_budget(trial, "device_memory", device_bytes)
+    peak = check.peak if device is not None else None
+    return list(_settings(check, trial, device, host_bytes)), peak
+
+
+def _settings(check: FitCheck, trial: Trial, device: int | None, host_bytes: int) -> Iterator[str]:
     if device is not None:
         yield f"device_memory='{device >> 20}MiB'"
     host = check.sufficient_budget(trial, "host_memory", host_bytes) if _host_may_help(check, trial) else None
@@ -236,13 +252,16 @@ def with_batch(trial: Trial, rows: int) -> Trial:
     return replace(trial, args=args, kwargs=kwargs)
 
 
-def refusal(error: BudgetError, settings: list[str]) -> BudgetError:
-    """Return the error of a refused step, with the settings that suffice."""
+def refusal(error: BudgetError, settings: list[str], peak: str | None = None) -> BudgetError:
+    """Return the error of a refused step, with the settings that suffice, and where memory would be largest."""
     if not settings:
         advice = "No single setting on this machine was found to suffice: change the model, or several settings"
     else:
         advice = f"Each of these alone is enough, verified by dry runs: {'; '.join(settings)}"
-    short = f" ({format_size(error.short_bytes)} are missing at one moment)" if error.short_bytes else ""
+    at_peak = f". With enough device memory, non-model data peaks at {peak}" if peak else ""
+    where = f", in {error.module}" if error.module else ""
+    short = f": {format_size(error.short_bytes)} are missing at one moment{where}" if error.short_bytes else where
     return BudgetError(
-        f"this training step does not fit{short}. {advice}. The dry run was refused because {error}", error.short_bytes
+        f"this training step does not fit{short}. {advice}. The dry run was refused because {error.reason}{at_peak}",
+        error.short_bytes,
     )

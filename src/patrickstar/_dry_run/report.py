@@ -47,6 +47,8 @@ class DryRunReport:
     device_budget_bytes: int
     host_budget_bytes: int
     disk_capacity_bytes: int
+    peak_module: str | None
+    """Module that runs when non-model data is largest; None outside of all modules."""
     estimated: tuple[str, ...] = ()
     """Operators that could not be measured in isolation; their cost is a roofline estimate."""
 
@@ -86,6 +88,7 @@ class DryRunReport:
                 f"model data {format_size(stats.device_peak_model_bytes)}, non-model data "
                 f"{format_size(stats.device_peak_non_model_bytes)} (peaks, not necessarily at the same time)",
             ),
+            ("peak", f"non-model data is largest in {self.peak_module or 'the code outside of all modules'}"),
             ("moved", f"{format_size(stats.h2d_bytes)} to the device, {format_size(stats.d2h_bytes)} to the host"),
         ]
         if stats.disk_bytes:

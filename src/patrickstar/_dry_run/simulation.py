@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from patrickstar._dry_run.machine_profile import profile_machine
+from patrickstar._dry_run.module_trace import ModuleTrace
 from patrickstar._dry_run.op_benchmark import OpBenchmark
 from patrickstar._dry_run.op_tracer import (
     DEVICE_GRAIN_BYTES,
@@ -43,7 +43,7 @@ from patrickstar._memory.hardware import Hardware
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._step.stats import StepStats
 from patrickstar.config import Config
-from patrickstar.errors import ModelError, PatrickStarError
+from patrickstar.errors import ModelError
 
 MIN_STEPS, MAX_STEPS = 3, 8
 """At least a warm-up step, a planned step and one that starts from the end state of a planned step; then until a step
@@ -243,36 +243,6 @@ def _memory_sample(manager: ChunkManager, non_model_bytes: int, at_s: float) -> 
     )
 
 
-@contextmanager
-def _name_failing_module(model: nn.Module) -> Iterator[None]:
-    """Raise ModelError naming the module whose forward fails on meta tensors."""
-    names = {module: name for name, module in model.named_modules()}
-    stack: list[nn.Module] = []
-
-    def before_forward(module: nn.Module, args: Any) -> None:
-        stack.append(module)
-
-    def after_forward(module: nn.Module, args: Any, out: Any) -> None:
-        stack.pop()
-
-    hooks = register_module_forward_pre_hook(before_forward), register_module_forward_hook(after_forward)
-    try:
-        yield
-    except PatrickStarError:
-        raise
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        source = "the code outside of all modules"
-        if stack:
-            source = f"module {names.get(stack[-1], '?')!r} ({type(stack[-1]).__name__})"
-        raise ModelError(
-            f"{source} cannot run on meta tensors: {error}. Train without a dry run: the first step then traces the "
-            f"model"
-        ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def simulate(
     make_engine: EngineFactory,
     model: nn.Module | Callable[[], nn.Module],
@@ -303,14 +273,15 @@ def simulate(
     meter = TensorMeter(DEVICE_GRAIN_BYTES) if machine.gpu is not None else TensorMeter(allocator=cpu_allocator())
     hardware = SimulatedHardware(machine, meter, library_bytes)
     engine: Any = None
+    modules: ModuleTrace
     timeline: list[MemorySample] = []
 
     def advance(seconds: float) -> None:
         hardware.compute(seconds)
         if engine is not None:
-            timeline.append(
-                _memory_sample(engine._core.manager, meter.now(0) + tracer.scratch_bytes, hardware.clock.now)
-            )
+            non_model_bytes = meter.now(0) + tracer.scratch_bytes
+            modules.note_operator(non_model_bytes)
+            timeline.append(_memory_sample(engine._core.manager, non_model_bytes, hardware.clock.now))
 
     tracer = OpTracer(meter, costs if costs is not None else roofline(machine), advance)
     model, weights = meta_model(model)
@@ -318,6 +289,7 @@ def simulate(
     with trace_operators(tracer, "cpu" if machine.gpu is None else "cuda"):
         engine = make_engine(model, config, weights, kernels=SimulatedKernels(hardware), hardware=hardware, **hooks)
         meter.add_persistent(library_bytes)
+        modules = ModuleTrace(engine.module)
         try:
             history: list[StepStats] = []
             while not _enough_steps(history, steps):
@@ -325,7 +297,7 @@ def simulate(
                 timeline.clear()
                 real_start_s = time.perf_counter()
                 before = [(channel.busy_s, channel.nbytes) for channel in hardware.channels]
-                with _name_failing_module(engine.module):
+                with modules.watch():
                     step(engine)
                 history.append(engine.stats.last)
             channels = tuple(
@@ -346,6 +318,7 @@ def simulate(
                 engine.device_budget_bytes,
                 engine.host_budget_bytes,
                 _disk_bytes(engine, machine),
+                modules.peak_module,
             )
         finally:
             engine.close(keep=False)

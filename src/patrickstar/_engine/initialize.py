@@ -161,7 +161,7 @@ def _refusal(check: "FitCheck", trial: Any, error: BudgetError) -> BudgetError:
     from patrickstar._dry_run.fit_check import refusal, sufficient_settings
 
     device, host = check.budgets(trial.config)
-    return refusal(error, list(sufficient_settings(check, trial, device, host)))
+    return refusal(error, *sufficient_settings(check, trial, device, host))
 
 
 def explain_refusal(core: EngineCore, inputs: tuple[Any, Any], error: BudgetError) -> BudgetError:

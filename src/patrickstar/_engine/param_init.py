@@ -79,7 +79,7 @@ def lookup_weights(module: nn.Module) -> set[str]:
 
 def param_specs(module: nn.Module, config: Config) -> list[ParamSpec]:
     """Describe the parameters for the layout, in creation order. Embeddings get chunks that may stay on the host."""
-    dtypes = compute_dtypes(module, config.compute_dtype)
+    dtypes = compute_dtypes(module, config.compute_dtype, config.keep_fp32)
     embeddings, states = lookup_weights(module), config.optimizer.states
     return [
         ParamSpec(

@@ -260,7 +260,8 @@ class DeviceEviction:
         in_use = f" (in use: {', '.join(map(repr, pinned))})" if pinned else ""
         raise BudgetError(
             f"{cause}: the budget of {device.budget_bytes} bytes holds {device.non_model_bytes} bytes of non-model "
-            f"data and {device.used} bytes of chunks{in_use}. Raise {option} by at least {short} bytes "
-            f"({format_size(short)}), use activation checkpointing, or use a smaller batch",
+            f"data and {device.used} bytes of chunks{in_use}",
             short,
+            f"Raise {option} by at least {short} bytes ({format_size(short)}), use activation checkpointing, or use a "
+            f"smaller batch",
         )

@@ -75,9 +75,9 @@ class HostTier:
         if not self.has_room(nbytes):
             short = self._short_bytes(nbytes)
             raise BudgetError(
-                f"{description} needs {nbytes} bytes on the host, where {self.usage_summary()}; raise host_memory by "
-                f"at least {short} bytes ({format_size(short)})",
+                f"{description} needs {nbytes} bytes on the host, where {self.usage_summary()}",
                 short,
+                f"Raise host_memory by at least {short} bytes ({format_size(short)})",
             )
 
     def _droppable(self) -> list[Chunk]:

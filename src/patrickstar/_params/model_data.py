@@ -89,7 +89,11 @@ class ModelData(LocalShards):
         self.tracer.begin_moment(tuple(chunk.index for chunk in chunks), belongs)
         if not (at_rest := self.manager.at_rest(chunks)):
             with profiler_range("access", profiled_names(managed_params)):
-                self.fetch(chunks, gently=gently)
+                try:
+                    self.fetch(chunks, gently=gently)
+                except BudgetError as error:
+                    error.parameter = managed_params[0].name
+                    raise
         self.tracer.transfers_done()
         self.pin(managed_params)
         self.residency.hold(chunks)

@@ -3,22 +3,33 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
-from patrickstar.errors import ModelError
+from patrickstar.errors import ConfigError, ModelError
 
 
-def compute_dtypes(module: nn.Module, compute: torch.dtype) -> dict[str, torch.dtype]:
+def compute_dtypes(module: nn.Module, compute: torch.dtype, keep_fp32: Sequence[str] = ()) -> dict[str, torch.dtype]:
     """Return the compute dtype of each parameter by name.
 
-    If all floating-point parameters share one dtype, they are cast to `compute`. If the model mixes dtypes, each
-    parameter keeps its own. A norm with running statistics keeps its parameters in the dtype of these statistics,
-    since PyTorch supports no other combination. Raises ModelError for a complex parameter.
+    If all floating-point parameters share one dtype, they are cast to `compute`, except those that match a pattern of
+    `keep_fp32` or of the model's own (`fp32_patterns`). If the model mixes dtypes, each of the others keeps its own. A
+    norm with running statistics keeps its parameters in the dtype of these statistics, since PyTorch supports no other
+    combination.
+
+    Raises:
+        ConfigError: A pattern of `keep_fp32` matches no parameter.
+        ModelError: A parameter is complex.
     """
+    names = [name for name, _ in module.named_parameters()]
+    for pattern in keep_fp32:
+        if not any(matches(name, pattern) for name in names):
+            raise ConfigError(f"keep_fp32: no parameter of the model has {pattern!r} in its name, as in {names[0]!r}")
+    patterns = (*keep_fp32, *fp32_patterns(module, compute))
     floating = {p.dtype for p in module.parameters() if p.is_floating_point()}
     dtypes = {}
     for name, param in module.named_parameters():
@@ -26,12 +37,35 @@ def compute_dtypes(module: nn.Module, compute: torch.dtype) -> dict[str, torch.d
             raise ModelError(f"parameter {name!r} is complex ({param.dtype}); chunks support real dtypes only")
         keeps_dtype = len(floating) > 1 or not param.is_floating_point()
         dtypes[name] = param.dtype if keeps_dtype else compute
+        if param.is_floating_point() and any(matches(name, pattern) for pattern in patterns):
+            dtypes[name] = torch.float32
     for prefix, child in module.named_modules():
         if isinstance(child, nn.modules.batchnorm._NormBase) and child.running_mean is not None:
             for name, _ in child.named_parameters(prefix=prefix, recurse=False):
                 if name in dtypes:
                     dtypes[name] = child.running_mean.dtype
     return dtypes
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether consecutive parts of a parameter's dotted name match a pattern such as "router.*.weight"."""
+    return fnmatchcase(f".{name}.", f"*.{pattern}.*")
+
+
+def fp32_patterns(module: nn.Module, compute: torch.dtype) -> tuple[str, ...]:
+    """Return patterns of the parameters that a model of transformers computes with in fp32 for this dtype.
+
+    transformers keeps `_keep_in_fp32_modules_strict` in fp32 beside either 16-bit dtype and `_keep_in_fp32_modules`
+    beside fp16. A router with a `router_dtype` casts its own classifier in its forward.
+    """
+    if compute not in (torch.float16, torch.bfloat16):
+        return ()
+    patterns = {*(getattr(module, "_keep_in_fp32_modules_strict", None) or ())}
+    if compute == torch.float16:
+        patterns |= {*(getattr(module, "_keep_in_fp32_modules", None) or ())}
+    if getattr(getattr(module, "config", None), "router_dtype", None) == "float32":
+        patterns.add("router.classifier")
+    return tuple(sorted(patterns))
 
 
 def cast_inputs(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
