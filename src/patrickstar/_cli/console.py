@@ -125,6 +125,11 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ),
         ("device peak", _peaks(stats.device_peak_model_bytes, stats.device_peak_non_model_bytes)),
         ("host peak", _peaks(stats.host_peak_model_bytes, stats.host_peak_non_model_bytes)),
+        *(
+            [("process", f"{format_size(stats.library_resident_peak_bytes)} for libraries, beside the budgets")]
+            if stats.library_resident_peak_bytes
+            else []
+        ),
         ("evictions", str(stats.evictions)),
         ("stalled", f"{stats.stall_s:.2f} s waiting for transfers"),
     ]

@@ -16,7 +16,7 @@ from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.cuda_device import FREE_PERCENT, NCCL_BYTES, OUTSIDE_BYTES, CudaDevice, default_budget
-from patrickstar._memory.memory_meter import default_meter, installed_bytes
+from patrickstar._memory.memory_meter import default_meter, installed_bytes, library_resident_bytes
 from patrickstar._perf_model.workload import STATE_BYTES, UPDATE_BYTES
 
 TRIAL_NUMEL = 16_000_000
@@ -49,6 +49,7 @@ def examine(trial_numel: int = TRIAL_NUMEL, disk: Path | None = None) -> list[Fi
         Finding("memory", f"{format_size(installed_bytes(torch.device('cpu')))} available now"),
         *_gpus(),
         Finding("non-model data", f"measured by: {default_meter(torch.device('cpu')).source}"),
+        Finding("libraries", f"{format_size(library_resident_bytes(0))} of this process's memory, beside all budgets"),
         kernel,
         _triton(),
         *_speed(backend, trial_numel),

@@ -35,7 +35,7 @@ from patrickstar._dry_run.simulation import (
     simulate_on_this_machine,
 )
 from patrickstar._dry_run.traced_workload import traced_workloads
-from patrickstar._engine.initialize import check_model_data, create_engine
+from patrickstar._engine.initialize import check_model_data, check_step, create_engine
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.workload import Workloads
 from patrickstar.errors import ConfigError, TrainingError
@@ -72,7 +72,9 @@ def train(options: TrainOptions, console: Console) -> Summary:
     check_sequence(options.sequence, source)
     on_disk = None
     if alone:
-        on_disk = check_model_data(_to_meta(source, options.activation_checkpointing), config)
+        build = _to_meta(source, options.activation_checkpointing)
+        on_disk = check_model_data(build, config)
+        check_step(build, config, dict.fromkeys(("input_ids", "labels"), _sample(options)))
     corpus = open_corpus(options.data)
     resume = ResumeOptions.of(options)
     with RunLog(options.log, 0 if resume.resumed is None else resume.step) as log:
@@ -131,7 +133,7 @@ def dry_run_training(options: TrainOptions, console: Console, machine: str | Non
     config = _config(options)
     source = find_model(options.model, options.vocab_size)
     check_sequence(options.sequence, source)
-    ids = torch.zeros(options.batch, options.sequence, dtype=torch.int64, device="cpu")
+    ids = _sample(options)
 
     def step(engine: ps.Engine) -> None:
         for _ in range(options.accumulation):
@@ -159,6 +161,11 @@ def language_model_workloads(source: ModelSource, sequence: int, machine: Machin
 
     build = partial(_to_meta, source)
     return traced_workloads(ps.Engine, build, step_of, lambda batch: batch * sequence, machine)
+
+
+def _sample(options: TrainOptions) -> torch.Tensor:
+    """Return token ids of the shape of a batch."""
+    return torch.zeros(options.batch, options.sequence, dtype=torch.int64, device="cpu")
 
 
 def _to_meta(source: ModelSource, checkpointing: bool) -> Callable[[], nn.Module]:

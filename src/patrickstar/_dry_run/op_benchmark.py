@@ -24,11 +24,13 @@ class OpBenchmark:
     def __init__(self, device: torch.device, memory_bandwidth: float, fallback: OpCosts, *, timed: bool = True) -> None:
         self.device = device
         self.timed = timed
-        """False to measure memory only: each operator then runs twice, and its time follows from its traffic."""
+        """False to measure memory only: the time of an operator then follows from its traffic."""
         self.memory_bandwidth = memory_bandwidth
         self.fallback = fallback
         """Cost model for operators that cannot run in isolation."""
         self.meter: Meter = default_meter(device)
+        self._libraries_allocate = device.type != "cpu" or self.meter.counts_freed
+        """True if a first run may allocate memory that libraries keep. The allocator of CPU tensors counts no such."""
         self.known: dict[Any, OpCost] = {}
         self.estimated: set[str] = set()
         """Names of operators that could not run in isolation."""
@@ -44,12 +46,18 @@ class OpBenchmark:
         with torch.no_grad(), _disable_current_modes():
             try:
                 args, kwargs = pytree.tree_unflatten([self._materialize(leaf) for leaf in leaves], structure)
-                first_bytes, retained_bytes, _ = self._measure_memory(lambda: func(*args, **kwargs), (args, kwargs))
-                scratch_bytes, _, results = self._measure_memory(lambda: func(*args, **kwargs), (args, kwargs))
+
+                def run() -> Any:
+                    return func(*args, **kwargs)
+
+                first_bytes, retained_bytes, results = self._measure_memory(run, (args, kwargs))
+                scratch_bytes = first_bytes
+                if self._libraries_allocate:
+                    scratch_bytes, _, results = self._measure_memory(run, (args, kwargs))
                 # Repeated runs find all operands in the cache. In a training step gigabytes pass between two accesses
                 # of a tensor, so memory bandwidth is the lower bound.
                 memory_s = touched_bytes(*call) / self.memory_bandwidth
-                seconds = max(self._time(lambda: func(*args, **kwargs)), memory_s) if self.timed else memory_s
+                seconds = max(self._time(run), memory_s) if self.timed else memory_s
                 return OpCost(seconds, scratch_bytes, first_bytes, retained_bytes, results)
             except (RuntimeError, NotImplementedError, IndexError, TypeError):
                 self.estimated.add(str(func))
@@ -84,7 +92,7 @@ class OpBenchmark:
             return leaf
         extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
         numel = extent if leaf.numel() else 0
-        if leaf.dtype.is_floating_point:
+        if leaf.dtype.is_floating_point and self.timed:  # zeros would be fast and easy on the caches
             memory = torch.empty(numel, dtype=leaf.dtype, device=self.device).uniform_(-1.0, 1.0)
         else:
             memory = torch.zeros(numel, dtype=leaf.dtype, device=self.device)

@@ -214,6 +214,9 @@ class SimulatedHardware(Hardware):
     def channels(self) -> tuple[SimulatedChannel, ...]:
         return self.up, self.down, self.read, self.write, self.update
 
+    def library_resident_bytes(self, chunk_bytes: int) -> int:
+        return 0
+
     def seconds(self) -> float:
         return self.clock.now
 

@@ -69,7 +69,7 @@ def initialize(
     if world.size == 1 and not isinstance(model, nn.Module) and weights is None:
         on_disk = check_model_data(model, config)
     if sample is not None and world.size == 1:
-        _check_step(model, config, sample, loss)
+        check_step(model, config, sample, loss)
     engine = create_engine(model, config, weights, world, on_disk)
     return engine, engine.optimizer
 
@@ -141,7 +141,7 @@ def _fit_check(model: Model, device: torch.device, loss: Callable[[Any], torch.T
     return FitCheck(Engine, (lambda: copy_to_meta(model)) if isinstance(model, nn.Module) else model, device, loss)
 
 
-def _check_step(model: Model, config: Config, sample: Sample, loss: Callable[[Any], torch.Tensor] | None) -> None:
+def check_step(model: Model, config: Config, sample: Sample, loss: Callable[[Any], torch.Tensor] | None = None) -> None:
     """Dry-run a training step. Raises BudgetError with sufficient settings if it does not fit."""
     from patrickstar._dry_run.fit_check import Trial
 

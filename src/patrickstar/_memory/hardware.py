@@ -12,7 +12,7 @@ from patrickstar._memory.cuda_device import AllocatorStats, CudaDevice, default_
 from patrickstar._memory.direct_io import free_bytes
 from patrickstar._memory.disk_tier import DiskTier
 from patrickstar._memory.host_arena import HostArena
-from patrickstar._memory.memory_meter import Meter, default_meter, installed_bytes
+from patrickstar._memory.memory_meter import Meter, default_meter, installed_bytes, library_resident_bytes
 from patrickstar._memory.swap_file import SwapFile
 from patrickstar._memory.vm_pool import PagePool, can_move_pages
 from patrickstar._memory.workspaces import library_bytes
@@ -50,6 +50,10 @@ class Hardware:
     def allocator_report(self) -> str:
         """Return the device allocator's statistics as a sentence for an error message; empty on a CPU."""
         return str(self.allocator_stats()) if self.cuda is not None else ""
+
+    def library_resident_bytes(self, chunk_bytes: int) -> int:
+        """Return the process's resident memory beside tensors and chunks, which no budget counts."""
+        return library_resident_bytes(chunk_bytes)
 
     def seconds(self) -> float:
         return time.perf_counter()

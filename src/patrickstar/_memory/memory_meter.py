@@ -11,10 +11,11 @@ import torch
 
 from patrickstar._memory.cpu_allocator import CpuAllocator, cpu_allocator
 from patrickstar._memory.cuda_device import CudaDevice
-from patrickstar._memory.vm_pool import can_move_pages
+from patrickstar._memory.vm_pool import SYSTEM_PAGE, can_move_pages
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = b"5"
+_STATM = Path("/proc/self/statm")
 
 
 class Meter(Protocol):
@@ -192,6 +193,18 @@ class SampledMeter(_ProcessMeter):
 
     def restart(self) -> None:
         """Do nothing: a sample has no peak."""
+
+
+def library_resident_bytes(chunk_bytes: int) -> int:
+    """Return the process's resident memory beside CPU tensors and chunks; 0 if tensors are not counted.
+
+    It holds the code and data of libraries, their caches (such as oneDNN's primitives for each shape), Python objects
+    and what the heap keeps of freed memory. It belongs to the machine's memory, and to no budget.
+    """
+    if not cpu_allocator.cache_info().currsize or (allocator := cpu_allocator()) is None:
+        return 0
+    resident_pages = int(_STATM.read_bytes().split()[1])
+    return max(0, resident_pages * SYSTEM_PAGE - allocator.live_bytes - allocator.cached_bytes - chunk_bytes)
 
 
 def default_meter(device: torch.device) -> Meter:

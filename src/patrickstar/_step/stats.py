@@ -30,6 +30,9 @@ class StepStats:
     """Peak of the chunks on the host."""
     host_peak_non_model_bytes: int = 0
     """Peak of other managed memory on the host: staging buffers, offloaded activations."""
+    library_resident_peak_bytes: int = 0
+    """Resident memory of the process beside tensors and chunks, at the end of the step: libraries and their caches,
+    Python, the heap's own. No budget counts it. 0 with a GPU."""
     disk_bytes: int = 0
     """Bytes of the swap file that are allocated to chunks."""
     h2d_bytes: int = 0
@@ -100,6 +103,7 @@ class Stats:
             device_peak_non_model_bytes=non_model_peak,
             host_peak_model_bytes=manager.host_tier.peak,
             host_peak_non_model_bytes=manager.host_tier.other_peak,
+            library_resident_peak_bytes=manager.hardware.library_resident_bytes(manager.resident_bytes),
             disk_bytes=manager.disk_tier.file.used_bytes if manager.disk_tier is not None else 0,
             **asdict(moved),
             reserved_bytes=allocator.reserved_bytes,
