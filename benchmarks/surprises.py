@@ -2,18 +2,20 @@
 
 python benchmarks/surprises.py [--draws 200] [--seed 0] [--directory DIR] [--precision bf16]
 Each draw is dry-run in one process and trained for three steps in another, regardless of the prediction. With a
-directory, half of the draws have a disk.
+directory, half of the draws have a disk. Draws run side by side, one per core: only memory matters.
 """
 
 import argparse
 import json
-import multiprocessing
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from foresight import RAM, build, step_of
+from fresh_processes import in_fresh_processes
 from report import publish
 
 import patrickstar as ps
@@ -94,6 +96,12 @@ def train_draw(draw: dict, config: ps.Config) -> str:
     return outcome(train, config)
 
 
+def compare(draw: dict, apply: Callable[..., Any], directory: str | None, precision: str) -> tuple[str, str]:
+    """Return what was predicted and what happened."""
+    config = apply(options_of, draw, directory, precision)
+    return apply(predict, draw, config), apply(train_draw, draw, config)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=200)
@@ -102,16 +110,13 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     options = parser.parse_args()
     counts: Counter[tuple[bool, bool]] = Counter()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["foresight"])
-    # A process for each run: a dry run in the same process would already have initialized libraries.
-    with context.Pool(1, maxtasksperchild=1) as pool:
-        for draw in draws(options.draws, options.seed):
-            config = pool.apply(options_of, (draw, options.directory, options.precision))
-            predicted, actual = pool.apply(predict, (draw, config)), pool.apply(train_draw, (draw, config))
-            counts[not predicted, not actual] += 1
-            if bool(predicted) != bool(actual):
-                print(json.dumps({"draw": draw, "predicted": predicted, "actual": actual}), flush=True)
+    for draw, (predicted, actual) in in_fresh_processes(
+        partial(compare, directory=options.directory, precision=options.precision),
+        draws(options.draws, options.seed),
+    ):
+        counts[not predicted, not actual] += 1
+        if bool(predicted) != bool(actual):
+            print(json.dumps({"draw": draw, "predicted": predicted, "actual": actual}), flush=True)
     disks = "half of them with a disk tier" if options.directory else "none with a disk"
     publish(
         "surprises",
