@@ -35,7 +35,7 @@ from patrickstar._dry_run.simulation import (
     simulate_on_this_machine,
 )
 from patrickstar._dry_run.traced_workload import traced_workloads
-from patrickstar._engine.initialize import check_model_data, check_step, create_engine
+from patrickstar._engine.initialize import check_fit, create_engine
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.workload import Workloads
 from patrickstar.errors import ConfigError, TrainingError
@@ -73,8 +73,7 @@ def train(options: TrainOptions, console: Console) -> Summary:
     on_disk = None
     if alone:
         build = _to_meta(source, options.activation_checkpointing)
-        on_disk = check_model_data(build, config)
-        check_step(build, config, dict.fromkeys(("input_ids", "labels"), _sample(options)))
+        on_disk = check_fit(build, config, dict.fromkeys(("input_ids", "labels"), _sample(options)))
     corpus = open_corpus(options.data)
     resume = ResumeOptions.of(options)
     with RunLog(options.log, 0 if resume.resumed is None else resume.step) as log:

@@ -130,6 +130,12 @@ class FitCheck:
         """Return the device and host budgets of a configuration on this machine."""
         return budgets(config, self._hardware)
 
+    def machine_may_suffice(self, config: Config, error: BudgetError) -> bool:
+        """Return whether this machine has the bytes that refused model data lacks."""
+        device, host = self.budgets(config)
+        short = error.short_bytes or 0
+        return device + short <= self.device_bytes or host + short <= self.host_bytes
+
     def fits(self, trial: Trial) -> bool:
         return self._shortage(trial) is None
 

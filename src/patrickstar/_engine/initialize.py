@@ -20,7 +20,7 @@ from patrickstar._memory.file_backed_tensors import FileBackedTensors
 from patrickstar._memory.hardware import Hardware
 from patrickstar._step.tier_planning import budgets
 from patrickstar.config import Config
-from patrickstar.errors import BudgetError, DiskError, ModelError
+from patrickstar.errors import BudgetError, DiskError
 
 if TYPE_CHECKING:
     from patrickstar._dry_run.fit_check import FitCheck
@@ -66,10 +66,8 @@ def initialize(
     config = config if config is not None else Config()
     world = World.find(config.find_device())
     on_disk = None
-    if world.size == 1 and not isinstance(model, nn.Module) and weights is None:
-        on_disk = check_model_data(model, config)
-    if sample is not None and world.size == 1:
-        check_step(model, config, sample, loss)
+    if world.size == 1 and (sample is not None or (not isinstance(model, nn.Module) and weights is None)):
+        on_disk = check_fit(model, config, sample, loss)
     engine = create_engine(model, config, weights, world, on_disk)
     return engine, engine.optimizer
 
@@ -77,7 +75,7 @@ def initialize(
 def create_engine(
     model: Model, config: Config, weights: WeightSource | None, world: Processes, on_disk: bool | None = None
 ) -> Engine:
-    """Create an engine. `on_disk`: what `check_model_data` returned; a model that will be on disk is built on disk."""
+    """Create an engine. `on_disk`: what `check_fit` returned; a model that will be on disk is built on disk."""
     explain = explain_refusal if world.size == 1 else None
     try:
         if config.disk is None or on_disk is False or isinstance(model, nn.Module) or weights is not None:
@@ -113,24 +111,46 @@ def _built_on_disk(
         yield build
 
 
-def check_model_data(model: Model, config: Config) -> bool | None:
-    """Build a model on the meta device, without memory, and refuse what is certain not to fit.
+def check_fit(
+    model: Model, config: Config, sample: Sample | None = None, loss: Callable[[Any], torch.Tensor] | None = None
+) -> bool | None:
+    """Refuse what does not fit, before memory is taken: the model data, and a dry run of a step with the sample.
 
-    A model that can't be built there is built in full before it is checked.
+    The model is built on the meta device, without memory. A model that can't be built there is built in full before
+    its model data is checked.
 
     Returns:
         Whether part of the model data will be on disk; None if the model can't be built on the meta device.
 
     Raises:
-        BudgetError: The model data does not fit the tiers.
+        BudgetError: The model data or the step exceeds the budgets. With a sample it names settings that suffice.
     """
+    from patrickstar._dry_run.fit_check import Trial
+
+    check = _fit_check(model, config.find_device(), loss)
+    trial = None
+    if sample is not None:
+        kwargs = dict(sample) if isinstance(sample, Mapping) else {}
+        trial = Trial(
+            config, () if kwargs else (sample,) if isinstance(sample, torch.Tensor) else tuple(sample), kwargs
+        )
     try:
-        return _fit_check(model, config.find_device()).check_model_data(config)
-    except (BudgetError, DiskError):
+        on_disk = check.check_model_data(config)
+        if trial is not None:
+            check.run(trial)
+    except DiskError:
         raise
+    except BudgetError as error:
+        if trial is None or not check.machine_may_suffice(config, error):
+            raise
+        raise _refusal(check, trial, error) from None
     except Exception as error:  # the model's own code, which may do anything
-        _log.info("the model can't be built on the meta device, so it is built before it is checked: %r", error)
+        reason = "the dry run can't run the model's code, so the first step finds out what fits"
+        if trial is not None:
+            warnings.warn(f"{reason}: {error}", stacklevel=3)
+        _log.info("%s: %r", reason, error)
         return None
+    return on_disk
 
 
 def _fit_check(model: Model, device: torch.device, loss: Callable[[Any], torch.Tensor] | None = None) -> "FitCheck":
@@ -139,22 +159,6 @@ def _fit_check(model: Model, device: torch.device, loss: Callable[[Any], torch.T
     from patrickstar._dry_run.simulation import copy_to_meta
 
     return FitCheck(Engine, (lambda: copy_to_meta(model)) if isinstance(model, nn.Module) else model, device, loss)
-
-
-def check_step(model: Model, config: Config, sample: Sample, loss: Callable[[Any], torch.Tensor] | None = None) -> None:
-    """Dry-run a training step. Raises BudgetError with sufficient settings if it does not fit."""
-    from patrickstar._dry_run.fit_check import Trial
-
-    kwargs = dict(sample) if isinstance(sample, Mapping) else {}
-    args = () if kwargs else (sample,) if isinstance(sample, torch.Tensor) else tuple(sample)
-    try:
-        check = _fit_check(model, config.find_device(), loss)
-        trial = Trial(config, args, kwargs)
-        check.run(trial)
-    except BudgetError as error:
-        raise _refusal(check, trial, error) from None
-    except (ModelError, RuntimeError, NotImplementedError) as error:
-        warnings.warn(f"the sample was not dry-run, so the first step finds out what fits: {error}", stacklevel=3)
 
 
 def _refusal(check: "FitCheck", trial: Any, error: BudgetError) -> BudgetError:

@@ -1,0 +1,159 @@
+"""Follow every setting that a refusal names, over random models, batches and budgets: each has to run.
+
+python benchmarks/refusals.py [--refused 200] [--seed 0] --directory DIR
+Draws are made until so many are refused. Each refusal, and each run of a named setting, is a process of its own.
+"""
+
+import argparse
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from foresight import RAM, build, step_of
+from fresh_processes import in_fresh_processes
+from report import publish
+
+import patrickstar as ps
+from patrickstar import Engine
+from patrickstar._dry_run.simulation import simulate
+from patrickstar.errors import BudgetError
+
+STEPS = 3
+NAMED = re.compile(r"Each of these alone is enough, verified by dry runs: (.*?)\. The dry run was refused")
+
+
+def draws(seed: int) -> Iterator[dict]:
+    chosen = random.Random(seed)
+    for number in count():
+        yield {
+            "number": number,
+            "layers": chosen.randint(1, 4),
+            "hidden": chosen.choice([64, 128, 192, 256]),
+            "vocab": chosen.choice([512, 2048, 8192]),
+            "batch": chosen.choice([1, 2, 3, 4, 8]),
+            "sequence": chosen.choice([64, 128, 256]),
+            "checkpointing": chosen.random() < 0.3,
+            "device": chosen.uniform(0.02, 0.9),
+            "host": chosen.uniform(0.3, 1.5),
+            "disk": chosen.random() < 0.3,
+        }
+
+
+def sampled(draw: dict) -> bool:
+    """Return whether a sample is given; without one the first step is refused."""
+    return bool(draw["number"] % 2 == 0)
+
+
+def configured(draw: dict, directory: str) -> ps.Config:
+    """Return budgets that are parts of what the model needs without any limit."""
+    ample = ps.Config(device="cpu", device_memory="16GiB", host_memory="16GiB", precision="fp32")
+    report = simulate(Engine, lambda: build(draw), ample, step_of(draw), RAM)
+    numel = sum(param.numel() for param in build(draw).parameters())
+    # Without a sample, the model data alone should not be refused.
+    host = draw["host"] if sampled(draw) else max(1.1, draw["host"])
+    return ample.model_copy(
+        update={
+            "device_memory": int((report.stats.device_peak_non_model_bytes + 4 * numel) * draw["device"]),
+            "host_memory": int(12 * numel * host) + (1 << 20),
+            "disk": ps.Disk(directory=directory) if draw["disk"] else None,
+        }
+    )
+
+
+def train(draw: dict, config: ps.Config, checkpointing: bool = False, sampled: bool = True) -> str:
+    """Return the message of the refusal, empty if the model trains."""
+    ids = torch.zeros(draw["batch"], draw["sequence"], dtype=torch.int64)
+
+    def make() -> torch.nn.Module:
+        model = build(draw)
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    try:
+        sample = {"input_ids": ids, "labels": ids} if sampled else None
+        engine, _ = ps.initialize(make, config, sample=sample)
+    except BudgetError as error:
+        return str(error)
+    step = step_of(draw)
+    try:
+        for _ in range(STEPS):
+            step(engine)
+    except BudgetError as error:
+        return str(error)
+    finally:
+        engine.close(keep=False)
+    return ""
+
+
+def follow(setting: str, draw: dict, config: ps.Config, directory: str, apply: Callable[..., str]) -> str:
+    """Train in a fresh process as one named setting says; return the message of a refusal."""
+    changed: dict[str, Any] = {}
+    if found := re.fullmatch(r"(device_memory|host_memory)='(\d+MiB)'", setting):
+        changed = {found[1]: int(found[2].removesuffix("MiB")) << 20}
+    elif setting == "disk=ps.Disk(directory)":
+        changed = {"disk": ps.Disk(directory=directory)}
+    elif setting == "activation_offload=True":
+        changed = {"activation_offload": True}
+    elif found := re.fullmatch(r"a batch of (\d+) in place of \d+", setting):
+        draw = draw | {"batch": int(found[1])}
+    else:
+        assert setting.startswith("activation checkpointing"), setting
+    return apply(train, draw, config.model_copy(update=changed), setting.startswith("activation checkpointing"), False)
+
+
+def try_draw(draw: dict, apply: Callable[..., Any], directory: str) -> tuple[str, dict[str, str]]:
+    """Return the refusal, empty if there is none, and the outcome of each named setting."""
+    config = apply(configured, draw, directory)
+    refusal = apply(train, draw, config, False, sampled(draw))
+    found = NAMED.search(refusal)
+    named = found[1].split("; ") if found else []
+    return refusal, {setting: follow(setting, draw, config, directory, apply) for setting in named}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--refused", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", required=True)
+    options = parser.parse_args()
+    refused, early, advised, without_batch = 0, 0, 0, 0
+    tried, ran = Counter[str](), Counter[str]()
+    results = in_fresh_processes(partial(try_draw, directory=options.directory), draws(options.seed))
+    for draw, (refusal, outcomes) in results:
+        if "activations and accumulated gradients not counted" in refusal:
+            without_batch += 1
+            continue
+        refused += bool(refusal)
+        early += bool(refusal) and sampled(draw)
+        advised += bool(outcomes)
+        for setting, failure in outcomes.items():
+            lever = "smaller batch" if setting.startswith("a batch") else re.split(r"[=(]", setting)[0].strip()
+            tried[lever] += 1
+            ran[lever] += not failure
+            if failure:
+                print(json.dumps({"draw": draw, "setting": setting, "failure": failure}), flush=True)
+        if refusal and not outcomes:
+            print(json.dumps({"draw": draw, "without a setting": refusal}), flush=True)
+        if refused == options.refused:
+            break
+    publish(
+        "refusals",
+        "cpu",
+        f"{refused} random GPTs, batches and budgets that were refused (seed {options.seed}, fp32): {early} before "
+        f"training, by a sample batch, the others in the first step. {advised} refusals named settings that suffice "
+        f"alone; each was followed once, in a fresh process, for {STEPS} steps. {without_batch} more were refused "
+        f"before a batch was known; these refusals say that activations are not counted.",
+        ["setting", "named", "ran"],
+        [[lever, str(tried[lever]), str(ran[lever])] for lever in sorted(tried)],
+    )
+
+
+if __name__ == "__main__":
+    main()
