@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -28,9 +27,13 @@ STEPS = 3
 NAMED = re.compile(r"Each of these alone is enough, verified by dry runs: (.*?)\. The dry run was refused")
 
 
-def draws(seed: int) -> Iterator[dict]:
+MOST_DRAWS = 20
+"""Draws per refusal, at most."""
+
+
+def draws(count: int, seed: int) -> Iterator[dict]:
     chosen = random.Random(seed)
-    for number in count():
+    for number in range(count):
         yield {
             "number": number,
             "layers": chosen.randint(1, 4),
@@ -123,15 +126,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", required=True)
     options = parser.parse_args()
-    refused, early, advised, without_batch = 0, 0, 0, 0
+    refused, beforehand, advised, without_batch = 0, 0, 0, 0
     tried, ran = Counter[str](), Counter[str]()
-    results = in_fresh_processes(partial(try_draw, directory=options.directory), draws(options.seed))
+    candidates = draws(MOST_DRAWS * options.refused, options.seed)
+    results = in_fresh_processes(partial(try_draw, directory=options.directory), candidates)
     for draw, (refusal, outcomes) in results:
         if "activations and accumulated gradients not counted" in refusal:
             without_batch += 1
             continue
         refused += bool(refusal)
-        early += bool(refusal) and sampled(draw)
+        beforehand += bool(refusal) and sampled(draw)
         advised += bool(outcomes)
         for setting, failure in outcomes.items():
             lever = "smaller batch" if setting.startswith("a batch") else re.split(r"[=(]", setting)[0].strip()
@@ -146,10 +150,10 @@ def main() -> None:
     publish(
         "refusals",
         "cpu",
-        f"{refused} random GPTs, batches and budgets that were refused (seed {options.seed}, fp32): {early} before "
-        f"training, by a sample batch, the others in the first step. {advised} refusals named settings that suffice "
-        f"alone; each was followed once, in a fresh process, for {STEPS} steps. {without_batch} more were refused "
-        f"before a batch was known; these refusals say that activations are not counted.",
+        f"{refused} random GPTs, batches and budgets that were refused (seed {options.seed}, fp32): {beforehand} "
+        f"before training, by a sample batch, the others in the first step. {advised} refusals named settings that "
+        f"suffice alone; each was followed once, in a fresh process, for {STEPS} steps. {without_batch} more were "
+        f"refused before a batch was known; these refusals say that activations are not counted.",
         ["setting", "named", "ran"],
         [[lever, str(tried[lever]), str(ran[lever])] for lever in sorted(tried)],
     )

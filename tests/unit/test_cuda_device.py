@@ -201,6 +201,7 @@ def test_allocator_retries_warn_once(fake_cuda: FakeCuda):
         disk_tier=None,
         hardware=hardware,
         device=SECOND,
+        resident_bytes=0,
     )
     nothing.budget_bytes = 5000
     fake_cuda.retries = 4

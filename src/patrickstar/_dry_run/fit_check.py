@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from patrickstar._dry_run.op_benchmark import OpBenchmark
 from patrickstar._dry_run.op_tracer import TensorMeter
+from patrickstar._dry_run.report import DryRunReport
 from patrickstar._dry_run.simulated_hardware import SimulatedHardware
 from patrickstar._dry_run.simulation import (
     EngineFactory,
@@ -35,7 +36,7 @@ RATE = 1e10
 GRAIN_BYTES = 1 << 20
 """Budgets are named in whole MiB."""
 PRECISION = 16
-"""A named budget exceeds one that was refused by at most 1 / PRECISION of itself."""
+"""Each budget that is tried is larger than the one before by 1 / PRECISION."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class FitCheck:
             disk=DiskDrive(capacity=1 << 60, read=RATE, write=RATE),
         )
         self.peak: str | None = None
-        """Bytes and module of the peak of non-model data in the last dry run that fit."""
+        """Bytes and module of the peak of non-model data with enough device memory, once known."""
         self._costs = OpBenchmark(self._hardware.device, RATE, roofline(self._machine), timed=False)
 
     @property
@@ -89,7 +90,7 @@ class FitCheck:
         with kept_random_state(self._hardware.device):
             return enable_checkpointing(on_meta(self._model))
 
-    def run(self, trial: Trial) -> None:
+    def run(self, trial: Trial) -> DryRunReport:
         """Dry-run a step. Raises BudgetError if it does not fit."""
 
         def build() -> nn.Module:
@@ -101,11 +102,9 @@ class FitCheck:
         step = forward_backward_step(self._loss, trial.args, trial.kwargs)
         library_bytes = self._hardware.library_bytes(trial.config.compute_dtype)
         with kept_random_state(self._hardware.device):
-            report = simulate(
+            return simulate(
                 self._make_engine, build, trial.config, step, self._machine, self._costs, library_bytes=library_bytes
             )
-        where = f", in {report.peak_module}" if report.peak_module else ""
-        self.peak = f"{format_size(report.stats.device_peak_non_model_bytes)}{where}"
 
     def check_model_data(self, config: Config) -> bool:
         """Refuse what needs no step to be refused: raise BudgetError if the model data does not fit the tiers.
@@ -137,41 +136,34 @@ class FitCheck:
         return device + short <= self.device_bytes or host + short <= self.host_bytes
 
     def fits(self, trial: Trial) -> bool:
-        return self._shortage(trial) is None
+        return self._try(trial) is not None
 
-    def _shortage(self, trial: Trial) -> int | None:
-        """Return the bytes that a trial lacks as far as known, None if it fits."""
+    def _try(self, trial: Trial) -> DryRunReport | None:
         try:
-            self.run(trial)
-        except BudgetError as error:
-            return max(error.short_bytes or 0, GRAIN_BYTES)
-        return None
+            return self.run(trial)
+        except BudgetError:
+            return None
 
     def sufficient_budget(self, trial: Trial, option: str, refused_bytes: int) -> int | None:
-        """Return a budget for `option` with which the trial fits, near the smallest; None if the machine has not it.
+        """Return a budget for `option` with which the trial fits; None if the machine has not it.
 
-        A shortage covers one moment, and automatic chunks grow with the budget, so the search goes on until a dry run
-        fits.
+        A dry run with all of the machine's memory shows what a step uses. Less may do, if chunks are smaller then; the
+        search stops at the first budget that fits.
         """
-        limit = self.device_bytes if option == "device_memory" else self.host_bytes
-        low, step = refused_bytes, 1
-        while True:
-            candidate = round_up(low + step, GRAIN_BYTES)
-            if candidate > limit:
-                return None
-            shortage = self._shortage(_with(trial, option, candidate))
-            if shortage is None:
-                break
-            low, step = candidate, max(2 * step, shortage)
-        while candidate - low > max(GRAIN_BYTES, candidate // PRECISION):
-            middle = round_up((low + candidate) // 2, GRAIN_BYTES)
-            if middle >= candidate:
-                break
-            if self.fits(_with(trial, option, middle)):
-                candidate = middle
-            else:
-                low = middle
-        return candidate
+        device = option == "device_memory"
+        limit = self.device_bytes if device else self.host_bytes
+        ample = self._try(_with(trial, option, limit))
+        if ample is None:
+            return None
+        if device:
+            self.peak = ample.peak
+        used = ample.least_device_bytes if device else max(sample.host_bytes for sample in ample.timeline)
+        candidate = round_up(max(refused_bytes + 1, used), GRAIN_BYTES)
+        while candidate < limit:
+            if self.fits(_with(trial, option, candidate)):
+                return candidate
+            candidate = round_up(candidate + candidate // PRECISION, GRAIN_BYTES)
+        return None
 
 
 def _with(trial: Trial, option: str, value: Any) -> Trial:
@@ -196,24 +188,12 @@ def enable_checkpointing(model: nn.Module) -> str | None:
     return name
 
 
-def sufficient_settings(
-    check: FitCheck, trial: Trial, device_bytes: int, host_bytes: int
-) -> tuple[list[str], str | None]:
-    """Find settings that suffice alone for a refused trial, whose budgets are given.
-
-    Returns:
-        The settings, each verified by a dry run, and the peak of non-model data with enough device memory, if that is
-        one of them.
-    """
+def sufficient_settings(check: FitCheck, trial: Trial, device_bytes: int, host_bytes: int) -> Iterator[str]:
+    """Yield settings that suffice alone for a refused trial, whose budgets are given, each verified by a dry run."""
     device = check.sufficient_budget(trial, "device_memory", device_bytes)
-    peak = check.peak if device is not None else None
-    return list(_settings(check, trial, device, host_bytes)), peak
-
-
-def _settings(check: FitCheck, trial: Trial, device: int | None, host_bytes: int) -> Iterator[str]:
     if device is not None:
         yield f"device_memory='{device >> 20}MiB'"
-    host = check.sufficient_budget(trial, "host_memory", host_bytes) if _host_may_help(check, trial) else None
+    host = check.sufficient_budget(trial, "host_memory", host_bytes)
     if host is not None:
         yield f"host_memory='{host >> 20}MiB'"
     if trial.config.disk is None and check.fits(_with(trial, "disk", Disk("."))):
@@ -230,10 +210,6 @@ def _settings(check: FitCheck, trial: Trial, device: int | None, host_bytes: int
             yield f"a batch of {smaller} in place of {rows}"
             break
         smaller //= 2
-
-
-def _host_may_help(check: FitCheck, trial: Trial) -> bool:
-    return check.fits(_with(trial, "host_memory", check.host_bytes))
 
 
 def default_loss(out: Any) -> torch.Tensor:

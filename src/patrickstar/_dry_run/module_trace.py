@@ -24,6 +24,8 @@ class ModuleTrace:
         self._failed: tuple[int, str] | None = None
         """Identity of the last exception that left a module, and its innermost module; the exception itself would keep
         the tensors of its frames alive."""
+        self._outer: BaseException | None = None
+        """Exception that was being handled before."""
         self._node: Any = None
         """Autograd node of the last operator, None in a forward."""
         self._peak_bytes = -1
@@ -46,7 +48,7 @@ class ModuleTrace:
         )
         self._stack.clear()
         self._nodes.clear()
-        self._failed = None
+        self._failed, self._outer = None, sys.exception()
         self._node, self._peak_bytes, self.peak_module = None, -1, None
         try:
             yield
@@ -64,6 +66,7 @@ class ModuleTrace:
                 f"the model"
             ) from error
         finally:
+            self._outer = None
             for hook in hooks:
                 hook.remove()
 
@@ -72,6 +75,8 @@ class ModuleTrace:
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         error = sys.exception()
+        if error is self._outer:
+            error = None
         if isinstance(error, BudgetError):
             error.module = error.module or self._running(error.parameter)
         elif error is not None and (self._failed is None or self._failed[0] != id(error)):

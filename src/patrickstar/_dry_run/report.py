@@ -47,6 +47,9 @@ class DryRunReport:
     device_budget_bytes: int
     host_budget_bytes: int
     disk_capacity_bytes: int
+    least_device_bytes: int
+    """Largest sum of an operator's chunks and non-model data: with a smaller device budget the step does not fit,
+    unless chunks are smaller."""
     peak_module: str | None
     """Module that runs when non-model data is largest; None outside of all modules."""
     estimated: tuple[str, ...] = ()
@@ -88,7 +91,7 @@ class DryRunReport:
                 f"model data {format_size(stats.device_peak_model_bytes)}, non-model data "
                 f"{format_size(stats.device_peak_non_model_bytes)} (peaks, not necessarily at the same time)",
             ),
-            ("peak", f"non-model data is largest in {self.peak_module or 'the code outside of all modules'}"),
+            ("peak", f"non-model data: {self.peak}"),
             ("moved", f"{format_size(stats.h2d_bytes)} to the device, {format_size(stats.d2h_bytes)} to the host"),
         ]
         if stats.disk_bytes:
@@ -98,6 +101,12 @@ class DryRunReport:
             names = ", ".join(self.estimated)
             pairs.append(("estimated", f"from operation and byte counts (not measurable in isolation): {names}"))
         return pairs
+
+    @property
+    def peak(self) -> str:
+        """Peak of non-model data, with its module."""
+        where = f", in {self.peak_module}" if self.peak_module else ""
+        return f"{format_size(self.stats.device_peak_non_model_bytes)}{where}"
 
     @property
     def bound_s(self) -> float:

@@ -41,6 +41,7 @@ from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.cpu_allocator import cpu_allocator
 from patrickstar._memory.hardware import Hardware
 from patrickstar._perf_model.machine_spec import Machine
+from patrickstar._schedule.trace import Trace
 from patrickstar._step.stats import StepStats
 from patrickstar.config import Config
 from patrickstar.errors import ModelError
@@ -232,6 +233,13 @@ def _transfers(stats: StepStats) -> tuple[int, ...]:
     return stats.h2d_bytes, stats.d2h_bytes, stats.disk_read_bytes, stats.disk_write_bytes
 
 
+def _least_device_bytes(manager: ChunkManager, trace: Trace) -> int:
+    return max(
+        moment.non_model_bytes + sum(manager.param16[index].nbytes for index in moment.chunks)
+        for moment in trace.moments
+    )
+
+
 def _memory_sample(manager: ChunkManager, non_model_bytes: int, at_s: float) -> MemorySample:
     host, disk = manager.host_tier, manager.disk_tier
     return MemorySample(
@@ -318,6 +326,7 @@ def simulate(
                 engine.device_budget_bytes,
                 engine.host_budget_bytes,
                 _disk_bytes(engine, machine),
+                _least_device_bytes(engine._core.manager, engine._core.tracer.trace),
                 modules.peak_module,
             )
         finally:

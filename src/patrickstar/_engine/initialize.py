@@ -165,7 +165,8 @@ def _refusal(check: "FitCheck", trial: Any, error: BudgetError) -> BudgetError:
     from patrickstar._dry_run.fit_check import refusal, sufficient_settings
 
     device, host = check.budgets(trial.config)
-    return refusal(error, *sufficient_settings(check, trial, device, host))
+    settings = list(sufficient_settings(check, trial, device, host))
+    return refusal(error, settings, check.peak)
 
 
 def explain_refusal(core: EngineCore, inputs: tuple[Any, Any], error: BudgetError) -> BudgetError:
@@ -175,8 +176,13 @@ def explain_refusal(core: EngineCore, inputs: tuple[Any, Any], error: BudgetErro
     args, kwargs = inputs
     check = _fit_check(core.module, core.device)
     budgets = {"device_memory": core.device_budget_bytes, "host_memory": core.host_budget_bytes}
+    trial = Trial(core.config.model_copy(update=budgets), args, kwargs)
     try:
-        return _refusal(check, Trial(core.config.model_copy(update=budgets), args, kwargs), error)
+        try:
+            check.run(trial)
+        except BudgetError as predicted:
+            error.module = predicted.module
+        return _refusal(check, trial, error)
     except Exception as failed:  # the dry run runs the model's code; its error must not replace this one
         error.add_note(f"No dry run could find settings that suffice: {failed}")
         return error
