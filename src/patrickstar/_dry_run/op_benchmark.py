@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from patrickstar._dry_run.machine_profile import elapsed_s
 from patrickstar._dry_run.op_tracer import OpCost, OpCosts, tensors_of, touched_bytes
-from patrickstar._memory.memory_meter import Meter, default_meter
+from patrickstar._memory.memory_meter import Meter, default_meter, installed_bytes
 
 MIN_RUNS = 3
 MAX_RUNS = 100
@@ -33,7 +33,7 @@ class OpBenchmark:
         """True if a first run may allocate memory that libraries keep. The allocator of CPU tensors counts no such."""
         self.known: dict[Any, OpCost] = {}
         self.estimated: set[str] = set()
-        """Names of operators that could not run in isolation."""
+        """Names of operators that could not run in isolation, or whose tensors the machine can't hold."""
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost:
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -43,6 +43,9 @@ class OpBenchmark:
         return self.known[key]
 
     def _measure(self, func: Any, leaves: list[Any], structure: Any, call: tuple[Any, Any, Any]) -> OpCost:
+        if touched_bytes(*call) > installed_bytes(self.device):
+            self.estimated.add(str(func))
+            return self.fallback(func, *call)
         with torch.no_grad(), _disable_current_modes():
             try:
                 args, kwargs = pytree.tree_unflatten([self._materialize(leaf) for leaf in leaves], structure)

@@ -69,10 +69,10 @@ def check_budgets(
             f"a disk with {disk} bytes ({format_size(disk)}) free and at least this capacity": disk - budgets.disk,
         }
         raise BudgetError(
-            f"{given} with a disk of {budgets.disk} bytes ({format_size(budgets.disk)}); {needs}. Required, "
-            f"activations and accumulated gradients not counted: "
-            f"{'; '.join(option for option, nbytes in shortage.items() if nbytes > 0)}",
+            f"{given} with a disk of {budgets.disk} bytes ({format_size(budgets.disk)}); {needs}",
             max(shortage.values()),
+            "Required, activations and accumulated gradients not counted: "
+            + "; ".join(option for option, nbytes in shortage.items() if nbytes > 0),
         )
     ample = 2 * total + working_set
     device = smallest_accepted(lambda nbytes: accepts(device=nbytes), ample)
@@ -80,9 +80,10 @@ def check_budgets(
     host = smallest_accepted(lambda nbytes: accepts(device=min_device, host=nbytes), ample)
     device, min_device = device + library_bytes, min_device + library_bytes
     raise BudgetError(
-        f"{given}; {needs}. The smallest budgets that work, activations and accumulated gradients not counted: "
+        f"{given}; {needs}",
+        device - given_device,
+        f"The smallest budgets that work, activations and accumulated gradients not counted: "
         f"device_memory={device} bytes ({format_size(device)}) with this host_memory, or "
         f"device_memory={min_device} with host_memory={host} bytes ({format_size(host)}). With less, add a disk: "
         f"ps.Config(disk=ps.Disk(directory))",
-        device - given_device,
     )
