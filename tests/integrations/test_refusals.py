@@ -109,6 +109,28 @@ def test_samples_of_any_form_and_losses_outside_of_the_model(sample):
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("layers", "vocabulary", "sequence", "device_bytes"), [(1, 2048, 256, 16_971_791), (3, 512, 64, 2_520_675)]
+)
+def test_a_peak_inside_an_operator_refuses_the_first_step(layers, vocabulary, sequence, device_bytes):
+    # Activations, alone or beside the operator's chunks, exceed the budget at a moment when no chunk is fetched.
+    more = {"bos_token_id": 0, "eos_token_id": 0, "activation_function": "gelu_pytorch_tanh", "use_cache": False}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(n_layer=layers, n_embd=128, n_head=2, vocab_size=vocabulary, **more, **dropout)
+
+    def build():
+        model = GPT2LMHeadModel(config).train()
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    ids = torch.zeros(4 if layers == 1 else 2, sequence, dtype=torch.int64)
+    host_bytes = int(12 * sum(param.numel() for param in build().parameters()) * 1.4)
+    engine, _ = ps.initialize(build, options(device_memory=device_bytes, host_memory=host_bytes))
+    with pytest.raises(BudgetError, match=r"this training step does not fit.*Each of these alone is enough"):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.close(keep=False)
+
+
 def test_a_model_that_cannot_run_on_meta_tensors_is_not_refused():
     class Reads(nn.Module):
         def __init__(self):

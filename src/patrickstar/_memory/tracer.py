@@ -301,10 +301,11 @@ class Tracer:
         if self.trace.moments:
             last = self.trace.moments[-1]
             last.non_model_bytes = max(last.non_model_bytes, peak)
-            if peak > self.manager.device_tier.budget_bytes:
+            accessed_bytes = sum(self.manager.param16[index].nbytes for index in last.chunks)
+            if peak + accessed_bytes > self.manager.device_tier.budget_bytes:
                 # No eviction would have helped: the step is refused now, not when its trace is followed.
                 self.manager.device_tier.non_model_bytes = peak
-                self.manager.make_room(0, protect=())
+                self.manager.make_room(accessed_bytes, protect=())
 
     def _check_peak(self) -> None:
         """Raise the trace to a second iteration's needs: libraries hold from its start what they kept in the first."""
