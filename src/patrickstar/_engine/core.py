@@ -55,6 +55,9 @@ from patrickstar._step.tier_planning import budgets, plan_tiers
 from patrickstar.config import Config
 from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, TrainingError
 
+FlatInputs = tuple[list[Any], pytree.TreeSpec]
+"""Flattened arguments and keyword arguments of a forward, tensors on the meta device."""
+
 
 class EngineCore:
     """Parts of one engine and the operations that involve several of them.
@@ -78,12 +81,12 @@ class EngineCore:
         page_bytes: int = PAGE_BYTES,
         hardware: Hardware | None = None,
         world: Processes = SINGLE_PROCESS,
-        explain_refusal: "Callable[[EngineCore, tuple[Any, Any], BudgetError], BudgetError] | None" = None,
+        explain_refusal: "Callable[[EngineCore, FlatInputs, BudgetError], BudgetError] | None" = None,
     ) -> None:
         import_compiler()
         self._explain_refusal = explain_refusal
-        self._inputs: tuple[Any, Any] | None = None
-        """Inputs of the last forward of an iteration that is being traced, to explain its refusal."""
+        self._inputs: FlatInputs | None = None
+        """Inputs, on the meta device, of the last forward of an unconfirmed iteration, to explain its refusal."""
         self.config = config
         self.world = world
         hardware = hardware if hardware is not None else Hardware(config.find_device())
@@ -161,7 +164,10 @@ class EngineCore:
     def begin_iteration(self, key: Hashable, inputs: tuple[Any, Any]) -> None:
         """Open an iteration of this kind, unless one is open, before a forward with these args and kwargs."""
         self.data.residency.begin_iteration(key)
-        self._inputs = inputs if self.tracer.tracing else None
+        self._inputs = None
+        if self._explain_refusal is not None and self.tracer.unconfirmed:
+            leaves, structure = pytree.tree_flatten(inputs)
+            self._inputs = [_on_meta(leaf) for leaf in leaves], structure
 
     @handle_sigint
     def step(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
@@ -291,7 +297,7 @@ class EngineCore:
             self.data.update_param_views()
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self.data.finish_backward_gradients()
-            inputs, self._inputs = self._inputs if self.tracer.tracing else None, None
+            inputs, self._inputs = self._inputs, None
             self.tracer.discard_iteration()
             if isinstance(error, BudgetError) and inputs is not None and self._explain_refusal is not None:
                 raise self._explain_refusal(self, inputs, error) from error
@@ -315,3 +321,10 @@ class EngineCore:
                 f"{os.getpid()}, its child made by fork(), has no access to it: use the engine in the process that "
                 f"created it, and pass copies to the child (engine.state_dict())"
             )
+
+
+def _on_meta(leaf: Any) -> Any:
+    """Return a tensor's shape and dtype as a meta tensor, which keeps neither memory nor a graph alive."""
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+        return torch.empty_like(leaf, device="meta", requires_grad=False)
+    return leaf

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from patrickstar._distributed.process_group import Processes, World
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
-from patrickstar._engine.core import EngineCore
+from patrickstar._engine.core import EngineCore, FlatInputs
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.param_init import WeightSource
 from patrickstar._memory.cpu_allocator import cpu_allocator
@@ -169,15 +170,15 @@ def _refusal(check: "FitCheck", trial: Any, error: BudgetError) -> BudgetError:
     return refusal(error, settings, check.peak)
 
 
-def explain_refusal(core: EngineCore, inputs: tuple[Any, Any], error: BudgetError) -> BudgetError:
+def explain_refusal(core: EngineCore, inputs: FlatInputs, error: BudgetError) -> BudgetError:
     """Return the error of a first step that did not fit, with settings that suffice, as far as dry runs find any."""
     from patrickstar._dry_run.fit_check import Trial
 
-    args, kwargs = inputs
-    check = _fit_check(core.module, core.device)
     budgets = {"device_memory": core.device_budget_bytes, "host_memory": core.host_budget_bytes}
-    trial = Trial(core.config.model_copy(update=budgets), args, kwargs)
     try:
+        args, kwargs = pytree.tree_unflatten(*inputs)
+        check = _fit_check(core.module, core.device)
+        trial = Trial(core.config.model_copy(update=budgets), args, kwargs)
         try:
             check.run(trial)
         except BudgetError as predicted:

@@ -118,9 +118,9 @@ class Tracer:
         return self.mode is Mode.RESIDENT
 
     @property
-    def tracing(self) -> bool:
-        """True in an iteration that is being traced."""
-        return self.mode is Mode.TRACE
+    def unconfirmed(self) -> bool:
+        """True in an iteration that is being traced, or follows its trace for the first time."""
+        return self.mode is Mode.TRACE or self._checking
 
     def _fits_resident(self, trace: Trace) -> bool:
         """Return whether the parameters of an iteration fit on the device for its whole length."""
