@@ -167,7 +167,7 @@ def test_pages_leave_memory_and_come_back(tmp_path):
     allocator = cpu_allocator()
     assert allocator is not None
     nbytes, before = 64 << 20, file_bytes()
-    with FileBackedTensors(allocator, tmp_path, limit_bytes=1 << 40):
+    with FileBackedTensors(allocator, tmp_path, 1 << 40, limit_bytes=1 << 40):
         values = torch.randn(nbytes // 4)
         total = values.double().sum()
         assert file_bytes() - before >= nbytes
@@ -185,7 +185,7 @@ def test_pages_leave_memory_and_come_back(tmp_path):
 def test_freed_tensors_leave_the_disk(tmp_path):
     allocator = cpu_allocator()
     assert allocator is not None
-    with FileBackedTensors(allocator, tmp_path, limit_bytes=0) as tensors:
+    with FileBackedTensors(allocator, tmp_path, 1 << 40, limit_bytes=0) as tensors:
         for _ in range(4):
             torch.ones(4 << 20)
         assert tensors.disk_bytes < 1 << 20
@@ -200,9 +200,58 @@ def test_without_disk_space_tensors_are_in_memory(tmp_path):
     path = tmp_path / "read-only"
     path.touch()
     with path.open("rb") as file:
-        allocator.open_file(file.fileno())
+        assert allocator.open_file(file.fileno(), 1 << 40)
         try:
             values = torch.ones(1 << 20)
+            assert allocator.refused_bytes >= values.nbytes
         finally:
             allocator.close_file()
     assert values.sum() == 1 << 20
+
+
+def test_the_file_stays_within_its_capacity(tmp_path):
+    allocator = cpu_allocator()
+    assert allocator is not None
+    with (
+        pytest.warns(UserWarning, match=r"\d+ bytes \(4.00 MiB\) of the model were built in memory.*no space"),
+        FileBackedTensors(allocator, tmp_path, 10 << 20, limit_bytes=1 << 40) as tensors,
+    ):
+        kept = [torch.ones(1 << 20) for _ in range(3)]
+        assert tensors.disk_bytes <= 10 << 20
+        del kept[0]
+        kept.append(torch.ones(1 << 20))  # in the space of the first one
+        assert tensors.disk_bytes <= 10 << 20
+        tensors.stop_allocating()
+    assert all(values.sum() == 1 << 20 for values in kept)
+
+
+def test_one_file_at_a_time(tmp_path):
+    allocator = cpu_allocator()
+    assert allocator is not None
+    with FileBackedTensors(allocator, tmp_path, 1 << 40, limit_bytes=0) as outer:
+        with FileBackedTensors(allocator, tmp_path, 1 << 40, limit_bytes=0) as inner:
+            values = torch.ones(1 << 20)
+            inner.stop_allocating()
+            assert (inner.disk_bytes, outer.disk_bytes > 0) == (0, True)
+        more = torch.ones(1 << 20)
+        assert outer.disk_bytes >= values.nbytes + more.nbytes
+    assert values.sum() == more.sum() == 1 << 20
+
+
+def test_a_model_that_builds_another_on_disk(tmp_path):
+    config = ps.Config(device="cpu", precision="fp32", disk=ps.Disk(str(tmp_path)), **TINY)
+
+    class Outer(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            if not self.table.is_meta:
+                engine, _ = ps.initialize(Layers, config)
+                engine.close(keep=False)
+
+    torch.manual_seed(3)
+    plain = Outer()
+    torch.manual_seed(3)
+    engine, _ = ps.initialize(Outer, config)
+    state = engine.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    engine.close(keep=False)

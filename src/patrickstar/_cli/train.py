@@ -70,10 +70,10 @@ def train(options: TrainOptions, console: Console) -> Summary:
         console, options = Console(quiet=True), replace(options, log=None, quiet=True)
     source = find_model(options.model, options.vocab_size)
     check_sequence(options.sequence, source)
-    on_disk = None
+    swap_bytes = None
     if alone:
         build = _to_meta(source, options.activation_checkpointing)
-        on_disk = check_fit(build, config, dict.fromkeys(("input_ids", "labels"), _sample(options)))
+        swap_bytes = check_fit(build, config, dict.fromkeys(("input_ids", "labels"), _sample(options)))
     corpus = open_corpus(options.data)
     resume = ResumeOptions.of(options)
     with RunLog(options.log, 0 if resume.resumed is None else resume.step) as log:
@@ -87,7 +87,7 @@ def train(options: TrainOptions, console: Console) -> Summary:
         batches = BatchSampler(tokens, options.sequence, options.batch, options.seed, rank, world.size)
         torch.manual_seed(options.seed)
         model, weights = source.open(options.activation_checkpointing)
-        engine = create_engine(model, config, weights, world, on_disk)
+        engine = create_engine(model, config, weights, world, swap_bytes)
         if rank:
             torch.manual_seed(options.seed + rank)  # dropout differs between ranks, as the data does
         try:

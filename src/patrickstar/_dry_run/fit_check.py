@@ -106,11 +106,11 @@ class FitCheck:
                 self._make_engine, build, trial.config, step, self._machine, self._costs, library_bytes=library_bytes
             )
 
-    def check_model_data(self, config: Config) -> bool:
+    def check_model_data(self, config: Config) -> int:
         """Refuse what needs no step to be refused: raise BudgetError if the model data does not fit the tiers.
 
         Returns:
-            Whether part of the model data will be on disk.
+            Bytes of the swap file, 0 if all model data will be in memory.
         """
         disk = self._machine.disk
         if config.disk is not None:
@@ -121,9 +121,9 @@ class FitCheck:
         with kept_random_state(self._hardware.device):
             model, weights = meta_model(self._model)
             engine = self._make_engine(model, config, weights, kernels=SimulatedKernels(hardware), hardware=hardware)
-        uses_disk = engine._core.manager.disk_tier is not None
+        disk_tier = engine._core.manager.disk_tier
         engine.close(keep=False)
-        return uses_disk
+        return disk_tier.file.nbytes if disk_tier is not None else 0
 
     def budgets(self, config: Config) -> tuple[int, int]:
         """Return the device and host budgets of a configuration on this machine."""

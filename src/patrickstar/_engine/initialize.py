@@ -20,7 +20,7 @@ from patrickstar._memory.cpu_allocator import cpu_allocator
 from patrickstar._memory.file_backed_tensors import FileBackedTensors
 from patrickstar._memory.hardware import Hardware
 from patrickstar._step.tier_planning import budgets
-from patrickstar.config import Config
+from patrickstar.config import Config, Disk
 from patrickstar.errors import BudgetError, DiskError
 
 if TYPE_CHECKING:
@@ -66,22 +66,22 @@ def initialize(
     """
     config = config if config is not None else Config()
     world = World.find(config.find_device())
-    on_disk = None
+    swap_bytes = None
     if world.size == 1 and (sample is not None or (not isinstance(model, nn.Module) and weights is None)):
-        on_disk = check_fit(model, config, sample, loss)
-    engine = create_engine(model, config, weights, world, on_disk)
+        swap_bytes = check_fit(model, config, sample, loss)
+    engine = create_engine(model, config, weights, world, swap_bytes)
     return engine, engine.optimizer
 
 
 def create_engine(
-    model: Model, config: Config, weights: WeightSource | None, world: Processes, on_disk: bool | None = None
+    model: Model, config: Config, weights: WeightSource | None, world: Processes, swap_bytes: int | None = None
 ) -> Engine:
-    """Create an engine. `on_disk`: what `check_fit` returned; a model that will be on disk is built on disk."""
+    """Create an engine. `swap_bytes`: what `check_fit` returned; a model that will be on disk is built on disk."""
     explain = explain_refusal if world.size == 1 else None
     try:
-        if config.disk is None or on_disk is False or isinstance(model, nn.Module) or weights is not None:
+        if config.disk is None or swap_bytes == 0 or isinstance(model, nn.Module) or weights is not None:
             return Engine(model, config, weights, world=world, explain_refusal=explain)
-        with _built_on_disk(model, config, world) as build:
+        with _built_on_disk(model, config, config.disk, world, swap_bytes or 0) as build:
             return Engine(build, config, world=world, explain_refusal=explain)
     except BaseException as error:
         world.abort(error)
@@ -90,17 +90,19 @@ def create_engine(
 
 @contextmanager
 def _built_on_disk(
-    model: Callable[[], nn.Module], config: Config, world: Processes
+    model: Callable[[], nn.Module], config: Config, disk: Disk, world: Processes, swap_bytes: int
 ) -> Iterator[Callable[[], nn.Module]]:
     """Return a function that builds the model within the budgets. See [Note: building a model larger than memory]."""
-    assert config.disk is not None
     allocator, hardware = cpu_allocator(), Hardware(config.find_device())
     if allocator is None:
         yield model
         return
     device_bytes, host_bytes = budgets(config, hardware, len(world.local_ranks), several=world.size > 1)
+    # With a GPU only the host's chunks are in RAM.
     ram_bytes = host_bytes if hardware.has_gpu else device_bytes + host_bytes
-    with FileBackedTensors(allocator, Path(config.disk.directory), ram_bytes) as tensors:
+    directory, processes = Path(disk.directory), len(world.local_ranks)
+    capacity = int(disk.capacity) if disk.capacity is not None else hardware.free_disk_bytes(directory)
+    with FileBackedTensors(allocator, directory, max(0, capacity // processes - swap_bytes), ram_bytes) as tensors:
 
         def build() -> nn.Module:
             module = model()
@@ -114,14 +116,15 @@ def _built_on_disk(
 
 def check_fit(
     model: Model, config: Config, sample: Sample | None = None, loss: Callable[[Any], torch.Tensor] | None = None
-) -> bool | None:
+) -> int | None:
     """Refuse what does not fit, before memory is taken: the model data, and a dry run of a step with the sample.
 
     The model is built on the meta device, without memory. A model that can't be built there is built in full before
     its model data is checked.
 
     Returns:
-        Whether part of the model data will be on disk; None if the model can't be built on the meta device.
+        Bytes of the swap file, 0 if all model data will be in memory; None if the model can't be built on the meta
+        device.
 
     Raises:
         BudgetError: The model data or the step exceeds the budgets. With a sample it names settings that suffice.
@@ -136,7 +139,7 @@ def check_fit(
             config, () if kwargs else (sample,) if isinstance(sample, torch.Tensor) else tuple(sample), kwargs
         )
     try:
-        on_disk = check.check_model_data(config)
+        swap_bytes = check.check_model_data(config)
         if trial is not None:
             check.run(trial)
     except DiskError:
@@ -151,7 +154,7 @@ def check_fit(
             warnings.warn(f"{reason}: {error}", stacklevel=3)
         _log.info("%s: %r", reason, error)
         return None
-    return on_disk
+    return swap_bytes
 
 
 def _fit_check(model: Model, device: torch.device, loss: Callable[[Any], torch.Tensor] | None = None) -> "FitCheck":

@@ -32,8 +32,9 @@ class CpuAllocator:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        for name in ("live_bytes", "peak_bytes", "cached_bytes"):
+        for name in ("live_bytes", "peak_bytes", "cached_bytes", "refused_bytes"):
             getattr(library, f"patrickstar_{name}").restype = ctypes.c_int64
+        library.patrickstar_open_file.argtypes = [ctypes.c_int, ctypes.c_int64]
         library.patrickstar_set_limit.argtypes = [ctypes.c_int64]
         self._limits: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._live_bytes = library.patrickstar_live_bytes
@@ -63,9 +64,19 @@ class CpuAllocator:
 
     # Large tensors in a file
 
-    def open_file(self, descriptor: int) -> None:
-        """Map large tensors that are allocated from now on from an empty file, as far as its disk has space."""
-        self._library.patrickstar_open_file(descriptor)
+    def open_file(self, descriptor: int, capacity_bytes: int) -> bool:
+        """Map large tensors that are allocated from now on from an empty file, as far as it and its disk have space.
+
+        Returns:
+            False if another file is in use.
+        """
+        return bool(self._library.patrickstar_open_file(descriptor, capacity_bytes))
+
+    @property
+    def refused_bytes(self) -> int:
+        """Bytes of large tensors that the file had no space for; they are in memory."""
+        nbytes: int = self._library.patrickstar_refused_bytes()
+        return nbytes
 
     def stop_file(self) -> None:
         """Allocate new tensors in memory again."""

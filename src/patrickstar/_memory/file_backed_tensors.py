@@ -3,11 +3,13 @@
 import os
 import tempfile
 import threading
+import warnings
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 
+from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.cpu_allocator import CpuAllocator
 from patrickstar.errors import DiskError
 
@@ -22,25 +24,31 @@ CHECK_S = 0.005
 # the kernel reads them back at the next access. The arithmetic is not involved, so the values are those of a plain
 # construction. Afterwards the parameters move into chunks one by one, and each leaves the file.
 #
-# The disk space of a tensor is reserved when it is allocated. If there is none left, or the file system can't reserve
-# space, tensors are allocated in memory as usual.
+# The disk space of a tensor is reserved when it is allocated. If the file may not grow, the disk is full, or the file
+# system can't reserve space, tensors are allocated in memory as usual.
 
 
 class FileBackedTensors:
     """While the context is entered, large new CPU tensors are in a file, with at most `limit_bytes` of it in memory.
 
-    Only one context of a process may be entered at a time. Tensors that outlive the context stay usable, and the disk
-    space is freed with the last of them.
+    A process has one such context at a time; a second one, nested or in another thread, does nothing. Tensors that
+    outlive the context stay usable, and the disk space is freed with the last of them.
+
+    Args:
+        directory: Where the file is; it has no name.
+        capacity_bytes: Largest size of the file. Further tensors are in memory, and a warning says how many bytes.
+        limit_bytes: Resident size above which pages leave memory; it may be changed at any time.
 
     Raises:
         DiskError: The directory can't be written.
     """
 
-    def __init__(self, allocator: CpuAllocator, directory: Path, limit_bytes: int) -> None:
+    def __init__(self, allocator: CpuAllocator, directory: Path, capacity_bytes: int, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0
         """Largest resident size that a check has seen, in bytes."""
         self._allocator = allocator
+        self._directory, self._capacity_bytes = directory, capacity_bytes
         try:
             self._file = tempfile.TemporaryFile(prefix="patrickstar-", suffix=".tensors", dir=directory)  # noqa: SIM115
         except OSError as error:
@@ -49,12 +57,14 @@ class FileBackedTensors:
             ) from error
         self._process = psutil.Process()
         self._ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="patrickstar-pages", daemon=True)
+        self._active = False
 
     def __enter__(self) -> "FileBackedTensors":
         self._before_bytes = self._process.memory_info().shared
-        self._allocator.open_file(self._file.fileno())
-        self._watcher = threading.Thread(target=self._watch, name="patrickstar-pages", daemon=True)
-        self._watcher.start()
+        self._active = self._allocator.open_file(self._file.fileno(), self._capacity_bytes)
+        if self._active:
+            self._watcher.start()
         return self
 
     @property
@@ -64,14 +74,23 @@ class FileBackedTensors:
 
     def stop_allocating(self) -> None:
         """Allocate new tensors in memory again; those in the file stay there."""
+        if not self._active:
+            return
         self._allocator.stop_file()
+        if refused := self._allocator.refused_bytes:
+            warnings.warn(
+                f"{refused} bytes ({format_size(refused)}) of the model were built in memory, beyond the budgets: a "
+                f"file in {self._directory} had no space for them; free space there, or raise the disk's capacity",
+                stacklevel=2,
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ended.set()
-        self._watcher.join()
-        self._allocator.close_file()
+        if self._active:
+            self._ended.set()
+            self._watcher.join()
+            self._allocator.close_file()
         self._file.close()
 
     def _watch(self) -> None:

@@ -109,11 +109,17 @@ class FileBlocks {
  public:
   std::mutex mutex;
 
-  void open(int fd) {
+  // Return false if another file is open.
+  bool open(int fd, int64_t capacity) {
     const std::lock_guard<std::mutex> guard(mutex);
+    if (fd_ != -1) return false;
     fd_ = fd;
     end_ = 0;
+    free_ = capacity;
+    refused_ = 0;
+    blocks_.clear();
     growing_ = true;
+    return true;
   }
 
   // Map no further blocks.
@@ -130,17 +136,25 @@ class FileBlocks {
     blocks_.clear();
   }
 
-  // Return nullptr if no file is open, or the disk has no space for the block.
+  // Return nullptr if no file is open, or the file's capacity or the disk has no space for the block.
   void* take(size_t size) {
     if (!growing_.load(std::memory_order_relaxed)) return nullptr;
     const std::lock_guard<std::mutex> guard(mutex);
-    // Without reserved space, a full disk would end the process when a page is written back.
-    if (!growing_ || posix_fallocate(fd_, end_, static_cast<off_t>(size)) != 0) return nullptr;
-    void* block = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, end_);
-    if (block == MAP_FAILED) return nullptr;
+    if (!growing_) return nullptr;
+    void* block = free_ < static_cast<int64_t>(size) ? nullptr : map(size);
+    if (block == nullptr) {
+      refused_ += static_cast<int64_t>(size);
+      return nullptr;
+    }
     blocks_[block] = {size, end_};
     end_ += static_cast<off_t>(size);
+    free_ -= static_cast<int64_t>(size);
     return block;
+  }
+
+  int64_t refused() {
+    const std::lock_guard<std::mutex> guard(mutex);
+    return refused_;
   }
 
   void give(void* block, size_t size) {
@@ -150,6 +164,7 @@ class FileBlocks {
     if (known != blocks_.end()) {
       // Where holes can't be punched, the space is freed with the file.
       (void)fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, known->second.offset, known->second.size);
+      free_ += static_cast<int64_t>(known->second.size);
       blocks_.erase(known);
     }
   }
@@ -165,7 +180,17 @@ class FileBlocks {
     size_t size;
     off_t offset;
   };
+
+  void* map(size_t size) {
+    // Without reserved space, a full disk would end the process when a page is written back.
+    if (posix_fallocate(fd_, end_, static_cast<off_t>(size)) != 0) return nullptr;
+    void* block = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, end_);
+    return block == MAP_FAILED ? nullptr : block;
+  }
+
   std::map<void*, Block> blocks_;
+  int64_t free_ = 0;     // bytes that the file may still grow by
+  int64_t refused_ = 0;  // bytes of the blocks that it had no space for
   int fd_ = -1;
   off_t end_ = 0;
   std::atomic<bool> growing_{false};
@@ -272,9 +297,13 @@ int64_t patrickstar_cached_bytes() {
   return cache().cached();
 }
 
-// Map new large blocks from this file, which must be empty. Only one file is used at a time.
-void patrickstar_open_file(int fd) {
-  file_blocks().open(fd);
+// Map new large blocks from this empty file, up to its capacity. Return 0 if another file is in use.
+int patrickstar_open_file(int fd, int64_t capacity) {
+  return file_blocks().open(fd, capacity) ? 1 : 0;
+}
+
+int64_t patrickstar_refused_bytes() {
+  return file_blocks().refused();
 }
 
 void patrickstar_stop_file() {
