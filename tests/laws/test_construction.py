@@ -1,7 +1,11 @@
 """Law: a model that is built on disk has the bits of a plain construction, whatever its code does with tensors."""
 
 import copy
+import os
 import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -255,3 +259,103 @@ def test_a_model_that_builds_another_on_disk(tmp_path):
     state = engine.state_dict()
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
     engine.close(keep=False)
+
+
+# Child processes, other threads, and files of the user
+
+
+def in_a_child(work: Callable[[], None]) -> None:
+    """Run `work` in a forked process, and wait for it."""
+    if (pid := os.fork()) == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_process_does_not_write_into_its_parents_tensors(tmp_path):
+    allocator = cpu_allocator()
+    assert allocator is not None
+    with FileBackedTensors(allocator, tmp_path, 1 << 40, limit_bytes=1 << 40):
+        kept = [torch.ones(1 << 18) for _ in range(4)]
+
+        def child() -> None:
+            kept[0].fill_(7)
+            others = [torch.full((1 << 18,), 7.0) for _ in range(4)]
+            del kept[1:3]
+            others.append(torch.full((1 << 18,), 7.0))
+
+        in_a_child(child)
+        more = torch.ones(1 << 18)
+        assert all(bool((values == 1).all()) for values in (*kept, more))
+    in_a_child(lambda: kept[0].fill_(7))  # such a tensor is a large buffer of the model
+    assert bool((kept[0] == 1).all())
+
+
+def test_two_models_built_at_once(tmp_path):
+    config = ps.Config(device="cpu", precision="fp32", disk=ps.Disk(str(tmp_path)), **TINY)
+    built: dict[float, dict[str, torch.Tensor]] = {}
+
+    class Constant(Layers):
+        value = 0.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            for layer in self.layers:
+                nn.init.constant_(layer.weight, self.value)
+
+    def build(value: float) -> None:
+        engine, _ = ps.initialize(type("Other", (Constant,), {"value": value}), config)
+        built[value] = engine.state_dict()
+        engine.close(keep=False)
+
+    threads = [threading.Thread(target=build, args=(value,)) for value in (1.0, 2.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for value in (1.0, 2.0):
+        assert all(bool((built[value][f"layers.{index}.weight"] == value).all()) for index in range(12))
+
+
+def test_a_watcher_that_cannot_start_leaves_files_of_the_user_alone(tmp_path, monkeypatch):
+    allocator = cpu_allocator()
+    assert allocator is not None
+
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    tensors = FileBackedTensors(allocator, tmp_path, 1 << 40, limit_bytes=0)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            tensors.__enter__()
+    tensors.__exit__(None, None, None)
+    with (tmp_path / "users").open("w+b") as file:
+        file.write(b"important")
+        file.flush()
+        assert torch.ones(1 << 20).sum() == 1 << 20
+        assert (tmp_path / "users").read_bytes() == b"important"
+
+
+def test_pages_of_other_files_do_not_count(tmp_path):
+    allocator = cpu_allocator()
+    assert allocator is not None
+    path = tmp_path / "checkpoint"
+    path.write_bytes(bytes(32 << 20))
+    dropped = []
+    drop = allocator.drop_file_pages
+    with FileBackedTensors(allocator, tmp_path, 1 << 40, limit_bytes=8 << 20) as tensors:
+        tensors._allocator = SimpleNamespace(  # counts what the watcher does
+            drop_file_pages=lambda: (dropped.append(1), drop()), close_file=allocator.close_file
+        )
+        mapped = torch.from_file(str(path), shared=False, size=8 << 20)
+        mapped.sum()
+        while not dropped:
+            time.sleep(0.001)
+        count = len(dropped)
+        for _ in range(20):
+            time.sleep(0.005)
+        assert len(dropped) <= count + 1

@@ -243,6 +243,12 @@ def test_parameters_kept_in_fp32():
             kept(missing)
 
 
+def test_a_tied_parameter_is_kept_by_any_of_its_names():
+    model = nn.ModuleDict({"embedding": nn.Embedding(2, 2), "head": nn.Linear(2, 2, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    assert compute_dtypes(model, BF16, ("head",)) == {"embedding.weight": FP32}
+
+
 def test_parameters_that_transformers_keeps_in_fp32():
     model = nn.ModuleDict({"wo": nn.Linear(2, 2), "gate": nn.Linear(2, 2), "wi": nn.Linear(2, 2)})
     model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict = {"wo"}, {"gate"}

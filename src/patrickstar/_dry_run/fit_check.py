@@ -1,5 +1,6 @@
 """Check before training whether a step fits, and find settings with which a refused step would run."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from patrickstar._dry_run.simulation import (
     EngineFactory,
     SimulatedKernels,
     forward_backward_step,
-    kept_random_state,
+    kept_global_state,
     meta_model,
     on_meta,
     roofline,
@@ -33,6 +34,8 @@ from patrickstar.errors import BudgetError
 
 RATE = 1e10
 """Bytes per second of all channels."""
+_log = logging.getLogger(__name__)
+
 GRAIN_BYTES = 1 << 20
 """Budgets are named in whole MiB."""
 PRECISION = 16
@@ -87,7 +90,7 @@ class FitCheck:
     @property
     def checkpointing(self) -> str | None:
         """Method that enables the model's activation checkpointing, if it has one and it is not enabled."""
-        with kept_random_state(self._hardware.device):
+        with kept_global_state(self._hardware.device):
             return enable_checkpointing(on_meta(self._model))
 
     def run(self, trial: Trial) -> DryRunReport:
@@ -101,7 +104,7 @@ class FitCheck:
 
         step = forward_backward_step(self._loss, trial.args, trial.kwargs)
         library_bytes = self._hardware.library_bytes(trial.config.compute_dtype)
-        with kept_random_state(self._hardware.device):
+        with kept_global_state(self._hardware.device), torch.enable_grad():
             return simulate(
                 self._make_engine, build, trial.config, step, self._machine, self._costs, library_bytes=library_bytes
             )
@@ -118,7 +121,7 @@ class FitCheck:
                 capacity=max(1, self._hardware.free_disk_bytes(Path(config.disk.directory))), read=RATE, write=RATE
             )
         hardware = SimulatedHardware(self._machine.model_copy(update={"disk": disk}), TensorMeter())
-        with kept_random_state(self._hardware.device):
+        with kept_global_state(self._hardware.device):
             model, weights = meta_model(self._model)
             engine = self._make_engine(model, config, weights, kernels=SimulatedKernels(hardware), hardware=hardware)
         disk_tier = engine._core.manager.disk_tier
@@ -143,6 +146,9 @@ class FitCheck:
             return self.run(trial)
         except BudgetError:
             return None
+        except Exception as error:  # the model's own code, which may not accept what the trial changes
+            _log.info("a setting could not be tried: %r", error)
+            return None
 
     def sufficient_budget(self, trial: Trial, option: str, refused_bytes: int) -> int | None:
         """Return a budget for `option` with which the trial fits; None if the machine has not it.
@@ -152,6 +158,9 @@ class FitCheck:
         """
         device = option == "device_memory"
         limit = self.device_bytes if device else self.host_bytes
+        if not self._hardware.has_gpu:  # both budgets are parts of the RAM
+            other = trial.config.host_memory if device else trial.config.device_memory
+            limit -= int(other) if other is not None else 0
         ample = self._try(_with(trial, option, limit))
         if ample is None:
             return None
@@ -183,7 +192,7 @@ def enable_checkpointing(model: nn.Module) -> str | None:
     enable: Any = getattr(model, name)
     try:
         enable({"use_reentrant": False})
-    except ValueError:  # this architecture does not support it
+    except (TypeError, ValueError):  # this architecture does not support it, or has a method of another kind
         return None
     return name
 

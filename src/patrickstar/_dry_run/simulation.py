@@ -7,6 +7,7 @@ follow from the rates of a machine spec.
 import copy
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -132,7 +133,7 @@ def forward_backward_step(loss_of: Callable[[Any], torch.Tensor] | None, args: A
 
 def _to_meta(value: torch.Tensor) -> torch.Tensor:
     """Convert floating-point tensors to meta; integers keep their values. See [Note: values of integers]."""
-    return value.to(META) if value.dtype.is_floating_point else value
+    return value.detach().to(META) if value.dtype.is_floating_point else value
 
 
 def simulate_on_this_machine(
@@ -147,7 +148,7 @@ def simulate_on_this_machine(
 
     `machine` comes from `profile_machine`; by default the machine is profiled first. The random state is restored.
     """
-    with kept_random_state(device):
+    with kept_global_state(device):
         if machine is None:
             machine = profile_machine(device, config.disk.directory if config.disk is not None else None)
         library_bytes = Hardware(device).library_bytes(config.compute_dtype)
@@ -177,7 +178,8 @@ def on_meta(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """Return the model, built on the meta device if it is a function."""
     if isinstance(model, nn.Module):
         return model
-    with META:
+    with META, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they come again when the model is built
         return model()
 
 
@@ -192,13 +194,14 @@ def meta_model(model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, C
 
 
 @contextmanager
-def kept_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the random states of PyTorch, Python and NumPy afterwards: the model's code may use any."""
-    python, numpy = random.getstate(), np.random.get_state()
+def kept_global_state(device: torch.device) -> Iterator[None]:
+    """Restore the random states of PyTorch, Python and NumPy, and the default dtype: the model's code may use any."""
+    python, numpy, dtype = random.getstate(), np.random.get_state(), torch.get_default_dtype()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
+        torch.set_default_dtype(dtype)
         random.setstate(python)
         np.random.set_state(numpy)
 

@@ -55,8 +55,26 @@ from patrickstar._step.tier_planning import budgets, plan_tiers
 from patrickstar.config import Config
 from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, TrainingError
 
-FlatInputs = tuple[list[Any], pytree.TreeSpec]
-"""Flattened arguments and keyword arguments of a forward, tensors on the meta device."""
+
+class InputRecord:
+    """Arguments of a forward, of which neither memory nor a graph is kept alive."""
+
+    def __init__(self, inputs: tuple[Any, Any]) -> None:
+        leaves, self._structure = pytree.tree_flatten(inputs)
+        self._leaves = [self._record(leaf) for leaf in leaves]
+
+    def inputs(self) -> tuple[Any, Any]:
+        """Return the arguments and keyword arguments; tensors that no longer exist are on the meta device."""
+        leaves = [leaf() for leaf in self._leaves]
+        inputs: tuple[Any, Any] = pytree.tree_unflatten(leaves, self._structure)
+        return inputs
+
+    @staticmethod
+    def _record(leaf: Any) -> Callable[[], Any]:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            return lambda: leaf
+        alive, meta = weakref.ref(leaf), torch.empty_like(leaf, device="meta", requires_grad=False)
+        return lambda: tensor if (tensor := alive()) is not None else meta
 
 
 class EngineCore:
@@ -81,12 +99,12 @@ class EngineCore:
         page_bytes: int = PAGE_BYTES,
         hardware: Hardware | None = None,
         world: Processes = SINGLE_PROCESS,
-        explain_refusal: "Callable[[EngineCore, FlatInputs, BudgetError], BudgetError] | None" = None,
+        explain_refusal: "Callable[[EngineCore, InputRecord, BudgetError], BudgetError] | None" = None,
     ) -> None:
         import_compiler()
         self._explain_refusal = explain_refusal
-        self._inputs: FlatInputs | None = None
-        """Inputs, on the meta device, of the last forward of an unconfirmed iteration, to explain its refusal."""
+        self._inputs: InputRecord | None = None
+        """Inputs of the last forward of an unconfirmed iteration, to explain its refusal."""
         self.config = config
         self.world = world
         hardware = hardware if hardware is not None else Hardware(config.find_device())
@@ -166,8 +184,7 @@ class EngineCore:
         self.data.residency.begin_iteration(key)
         self._inputs = None
         if self._explain_refusal is not None and self.tracer.unconfirmed:
-            leaves, structure = pytree.tree_flatten(inputs)
-            self._inputs = [_on_meta(leaf) for leaf in leaves], structure
+            self._inputs = InputRecord(inputs)
 
     @handle_sigint
     def step(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
@@ -321,10 +338,3 @@ class EngineCore:
                 f"{os.getpid()}, its child made by fork(), has no access to it: use the engine in the process that "
                 f"created it, and pass copies to the child (engine.state_dict())"
             )
-
-
-def _on_meta(leaf: Any) -> Any:
-    """Return a tensor's shape and dtype as a meta tensor, which keeps neither memory nor a graph alive."""
-    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-        return torch.empty_like(leaf, device="meta", requires_grad=False)
-    return leaf

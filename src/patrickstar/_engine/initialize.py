@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from patrickstar._distributed.process_group import Processes, World
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
-from patrickstar._engine.core import EngineCore, FlatInputs
+from patrickstar._engine.core import EngineCore, InputRecord
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.param_init import WeightSource
 from patrickstar._memory.cpu_allocator import cpu_allocator
@@ -21,7 +20,7 @@ from patrickstar._memory.file_backed_tensors import FileBackedTensors
 from patrickstar._memory.hardware import Hardware
 from patrickstar._step.tier_planning import budgets
 from patrickstar.config import Config, Disk
-from patrickstar.errors import BudgetError, DiskError
+from patrickstar.errors import BudgetError, ConfigError, DiskError
 
 if TYPE_CHECKING:
     from patrickstar._dry_run.fit_check import FitCheck
@@ -79,9 +78,9 @@ def create_engine(
     """Create an engine. `swap_bytes`: what `check_fit` returned; a model that will be on disk is built on disk."""
     explain = explain_refusal if world.size == 1 else None
     try:
-        if config.disk is None or swap_bytes == 0 or isinstance(model, nn.Module) or weights is not None:
+        if config.disk is None or not swap_bytes or isinstance(model, nn.Module) or weights is not None:
             return Engine(model, config, weights, world=world, explain_refusal=explain)
-        with _built_on_disk(model, config, config.disk, world, swap_bytes or 0) as build:
+        with _built_on_disk(model, config, config.disk, swap_bytes) as build:
             return Engine(build, config, world=world, explain_refusal=explain)
     except BaseException as error:
         world.abort(error)
@@ -90,19 +89,19 @@ def create_engine(
 
 @contextmanager
 def _built_on_disk(
-    model: Callable[[], nn.Module], config: Config, disk: Disk, world: Processes, swap_bytes: int
+    model: Callable[[], nn.Module], config: Config, disk: Disk, swap_bytes: int
 ) -> Iterator[Callable[[], nn.Module]]:
     """Return a function that builds the model within the budgets. See [Note: building a model larger than memory]."""
     allocator, hardware = cpu_allocator(), Hardware(config.find_device())
     if allocator is None:
         yield model
         return
-    device_bytes, host_bytes = budgets(config, hardware, len(world.local_ranks), several=world.size > 1)
+    device_bytes, host_bytes = budgets(config, hardware)
     # With a GPU only the host's chunks are in RAM.
     ram_bytes = host_bytes if hardware.has_gpu else device_bytes + host_bytes
-    directory, processes = Path(disk.directory), len(world.local_ranks)
+    directory = Path(disk.directory)
     capacity = int(disk.capacity) if disk.capacity is not None else hardware.free_disk_bytes(directory)
-    with FileBackedTensors(allocator, directory, max(0, capacity // processes - swap_bytes), ram_bytes) as tensors:
+    with FileBackedTensors(allocator, directory, max(0, capacity - swap_bytes), ram_bytes) as tensors:
 
         def build() -> nn.Module:
             module = model()
@@ -142,7 +141,7 @@ def check_fit(
         swap_bytes = check.check_model_data(config)
         if trial is not None:
             check.run(trial)
-    except DiskError:
+    except (ConfigError, DiskError):
         raise
     except BudgetError as error:
         if trial is None or not check.machine_may_suffice(config, error):
@@ -173,13 +172,13 @@ def _refusal(check: "FitCheck", trial: Any, error: BudgetError) -> BudgetError:
     return refusal(error, settings, check.peak)
 
 
-def explain_refusal(core: EngineCore, inputs: FlatInputs, error: BudgetError) -> BudgetError:
+def explain_refusal(core: EngineCore, inputs: InputRecord, error: BudgetError) -> BudgetError:
     """Return the error of a first step that did not fit, with settings that suffice, as far as dry runs find any."""
     from patrickstar._dry_run.fit_check import Trial
 
     budgets = {"device_memory": core.device_budget_bytes, "host_memory": core.host_budget_bytes}
     try:
-        args, kwargs = pytree.tree_unflatten(*inputs)
+        args, kwargs = inputs.inputs()
         check = _fit_check(core.module, core.device)
         trial = Trial(core.config.model_copy(update=budgets), args, kwargs)
         try:

@@ -55,7 +55,10 @@ def check_model(module: nn.Module, device: torch.device) -> None:
             raise ModelError(f"parameter {name!r} is computed from other tensors; initialize the engine before that")
     for name, buffer in module.named_buffers():
         if buffer.is_meta and device.type != "meta":
-            raise ModelError(f"buffer {name!r} is on the meta device; `weights` provides parameters only")
+            raise ModelError(
+                f"buffer {name!r} is on the meta device, and `weights` provides parameters only; if the function that "
+                f"builds the model caches tensors between its calls, pass the model itself"
+            )
     for prefix, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ModelError(

@@ -7,10 +7,9 @@ import warnings
 from pathlib import Path
 from types import TracebackType
 
-import psutil
-
 from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.cpu_allocator import CpuAllocator
+from patrickstar._memory.vm_pool import SYSTEM_PAGE
 from patrickstar.errors import DiskError
 
 CHECK_S = 0.005
@@ -55,16 +54,21 @@ class FileBackedTensors:
             raise DiskError(
                 f"a model larger than memory can't be built in {directory}: {error.strerror}; use another directory"
             ) from error
-        self._process = psutil.Process()
+        self._statm = open("/proc/self/statm", "rb")  # noqa: SIM115
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="patrickstar-pages", daemon=True)
         self._active = False
 
     def __enter__(self) -> "FileBackedTensors":
-        self._before_bytes = self._process.memory_info().shared
+        self._foreign_bytes = self._mapped_bytes()
         self._active = self._allocator.open_file(self._file.fileno(), self._capacity_bytes)
-        if self._active:
-            self._watcher.start()
+        try:
+            if self._active:
+                self._watcher.start()
+        except BaseException:
+            self._allocator.close_file()
+            self._active = False
+            raise
         return self
 
     @property
@@ -87,17 +91,28 @@ class FileBackedTensors:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._active:
-            self._ended.set()
-            self._watcher.join()
-            self._allocator.close_file()
-        self._file.close()
+        try:
+            if self._active:
+                self._ended.set()
+                self._watcher.join()
+        finally:
+            if self._active:
+                self._allocator.close_file()
+            self._file.close()
+            self._statm.close()
 
     def _watch(self) -> None:
         while not self._ended.wait(CHECK_S):
-            resident_bytes = self._process.memory_info().shared - self._before_bytes
+            resident_bytes = self._mapped_bytes() - self._foreign_bytes
             self.peak_bytes = max(self.peak_bytes, resident_bytes)
             if resident_bytes > self.limit_bytes:
                 self._allocator.drop_file_pages()
+                # What is still mapped belongs to other files, such as checkpoints and libraries.
+                self._foreign_bytes = self._mapped_bytes()
                 # Clean pages leave the page cache, which would otherwise grow to the size of the file.
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _mapped_bytes(self) -> int:
+        """Return the resident pages of all files that this process has mapped, in bytes."""
+        # The file stays open, since the model's code may use up all descriptors.
+        return int(os.pread(self._statm.fileno(), 1 << 10, 0).split()[2]) * SYSTEM_PAGE

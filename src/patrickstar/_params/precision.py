@@ -25,10 +25,13 @@ def compute_dtypes(module: nn.Module, compute: torch.dtype, keep_fp32: Sequence[
         ConfigError: A pattern of `keep_fp32` matches no parameter.
         ModelError: A parameter is complex.
     """
-    names = [name for name, _ in module.named_parameters()]
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)  # a tied parameter has several
     for pattern in keep_fp32:
-        if not any(matches(name, pattern) for name in names):
-            raise ConfigError(f"keep_fp32: no parameter of the model has {pattern!r} in its name, as in {names[0]!r}")
+        if not any(matches(name, pattern) for tied in names.values() for name in tied):
+            example = next(iter(names.values()))[0]
+            raise ConfigError(f"keep_fp32: no parameter of the model has {pattern!r} in its name, as in {example!r}")
     patterns = (*keep_fp32, *fp32_patterns(module, compute))
     floating = {p.dtype for p in module.parameters() if p.is_floating_point()}
     dtypes = {}
@@ -37,7 +40,7 @@ def compute_dtypes(module: nn.Module, compute: torch.dtype, keep_fp32: Sequence[
             raise ModelError(f"parameter {name!r} is complex ({param.dtype}); chunks support real dtypes only")
         keeps_dtype = len(floating) > 1 or not param.is_floating_point()
         dtypes[name] = param.dtype if keeps_dtype else compute
-        if param.is_floating_point() and any(matches(name, pattern) for pattern in patterns):
+        if param.is_floating_point() and any(matches(tied, pattern) for tied in names[param] for pattern in patterns):
             dtypes[name] = torch.float32
     for prefix, child in module.named_modules():
         if isinstance(child, nn.modules.batchnorm._NormBase) and child.running_mean is not None:

@@ -14,6 +14,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -104,20 +105,23 @@ BlockCache& cache() {
   return *made;
 }
 
-// Blocks that are mappings of a file. The caller opens the file and closes it.
+// Blocks that are mappings of a file, one after the other in one range of addresses, so that the system counts few
+// mappings.
 class FileBlocks {
  public:
   std::mutex mutex;
 
-  // Return false if another file is open.
+  // Use a duplicate of the descriptor, which nobody else closes. Return false if another file is open.
   bool open(int fd, int64_t capacity) {
     const std::lock_guard<std::mutex> guard(mutex);
     if (fd_ != -1) return false;
-    fd_ = fd;
+    fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (fd_ == -1) return false;
+    void* range = mmap(nullptr, kRangeBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    range_ = range == MAP_FAILED ? nullptr : static_cast<char*>(range);
     end_ = 0;
     free_ = capacity;
     refused_ = 0;
-    blocks_.clear();
     growing_ = true;
     return true;
   }
@@ -128,12 +132,26 @@ class FileBlocks {
     growing_ = false;
   }
 
-  // Forget the file; its blocks stay usable until they are freed.
+  // Close the file. Its blocks stay usable until they are freed; from now on a child process gets copies of them.
   void close() {
     const std::lock_guard<std::mutex> guard(mutex);
+    leave();
+  }
+
+  // Close the file while the lock is held: also in a child process, whose writes and frees must not reach its parent.
+  void leave() {
     growing_ = false;
-    fd_ = -1;
+    if (fd_ == -1) return;
+    for (const auto& [address, block] : blocks_) {
+      mmap(address, block.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, fd_, block.offset);
+    }
     blocks_.clear();
+    if (range_ != nullptr && static_cast<size_t>(end_) < kRangeBytes) {
+      munmap(range_ + end_, kRangeBytes - static_cast<size_t>(end_));
+    }
+    ::close(fd_);
+    fd_ = -1;
+    range_ = nullptr;
   }
 
   // Return nullptr if no file is open, or the file's capacity or the disk has no space for the block.
@@ -176,21 +194,35 @@ class FileBlocks {
   }
 
  private:
+  static constexpr size_t kRangeBytes = size_t{1} << 42;
+
   struct Block {
     size_t size;
     off_t offset;
   };
 
   void* map(size_t size) {
-    // Without reserved space, a full disk would end the process when a page is written back.
-    if (posix_fallocate(fd_, end_, static_cast<off_t>(size)) != 0) return nullptr;
-    void* block = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, end_);
+    // Without reserved space, a full disk would end the process when a page is written back. The call of the C library
+    // would write each block where the file system can't reserve.
+    if (fallocate(fd_, 0, end_, static_cast<off_t>(size)) != 0) {
+      (void)!ftruncate(fd_, end_);  // frees what was reserved before the failure
+      return nullptr;
+    }
+    const bool in_range = range_ != nullptr && static_cast<size_t>(end_) + size <= kRangeBytes;
+    void* block = mmap(
+        in_range ? range_ + end_ : nullptr,
+        size,
+        PROT_READ | PROT_WRITE,
+        MAP_SHARED | (in_range ? MAP_FIXED : 0),
+        fd_,
+        end_);
     return block == MAP_FAILED ? nullptr : block;
   }
 
   std::map<void*, Block> blocks_;
-  int64_t free_ = 0;     // bytes that the file may still grow by
-  int64_t refused_ = 0;  // bytes of the blocks that it had no space for
+  char* range_ = nullptr;  // reserved addresses; block i is at the offset that it has in the file
+  int64_t free_ = 0;       // bytes that the file may still grow by
+  int64_t refused_ = 0;    // bytes of the blocks that it had no space for
   int fd_ = -1;
   off_t end_ = 0;
   std::atomic<bool> growing_{false};
@@ -276,7 +308,11 @@ int patrickstar_install() {
     pthread_atfork(
         [] { file_blocks().mutex.lock(), cache().mutex.lock(); },
         [] { cache().mutex.unlock(), file_blocks().mutex.unlock(); },
-        [] { cache().mutex.unlock(), file_blocks().mutex.unlock(); });
+        [] {
+          cache().mutex.unlock();
+          file_blocks().leave();
+          file_blocks().mutex.unlock();
+        });
   }
   return c10::GetCPUAllocator() == installed ? 1 : 0;
 }
