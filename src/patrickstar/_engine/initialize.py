@@ -45,8 +45,9 @@ def initialize(
     process must call it, and each stores a shard of the model data.
 
     Args:
-        model: Function that builds the module, or the module itself. The function is also called on the meta device,
-            where it takes no memory, so that a model that does not fit is refused before it is built.
+        model: Function that builds the module, or the module itself. The function is first called on the meta device,
+            where it takes no memory, so that a model that does not fit is refused before it is built; a model larger
+            than memory is then built on the disk. So it has to build everything anew at each call.
         config: Budgets, precision and optimizer. Default: `Config()`.
         weights: Returns the value of a parameter by its name, for parameters on the meta device.
         sample: Inputs of the model as in training: a tensor, a tuple of arguments, or a mapping of keyword arguments.
