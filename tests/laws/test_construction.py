@@ -18,7 +18,7 @@ import patrickstar as ps
 from patrickstar._memory.cpu_allocator import cpu_allocator
 from patrickstar._memory.file_backed_tensors import FileBackedTensors
 
-WIDTH = 1024
+WIDTH, LAYERS = 1024, 6
 TINY = {"device_memory": "16MiB", "host_memory": "64MiB"}
 
 
@@ -27,7 +27,7 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
         self.register_buffer("table", torch.randn(300, 300))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,8 +55,8 @@ class Copies(Layers):
     def __init__(self) -> None:
         super().__init__()
         self.layers[5] = copy.deepcopy(self.layers[1])
-        self.layers[7].weight = self.layers[2].weight
-        self.layers[9].weight.requires_grad_(False)
+        self.layers[0].weight = self.layers[2].weight
+        self.layers[4].weight.requires_grad_(False)
 
 
 class OtherReaders(Layers):
@@ -74,7 +74,7 @@ class OtherReaders(Layers):
 
 
 def gpt2() -> nn.Module:
-    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=640, n_head=4, vocab_size=4096, use_cache=False))
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=640, n_head=4, vocab_size=2048, use_cache=False))
 
 
 def llama() -> nn.Module:
@@ -85,7 +85,7 @@ def llama() -> nn.Module:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            vocab_size=4096,
+            vocab_size=2048,
             tie_word_embeddings=True,
         )
     )
@@ -317,7 +317,7 @@ def test_two_models_built_at_once(tmp_path):
     for thread in threads:
         thread.join()
     for value in (1.0, 2.0):
-        assert all(bool((built[value][f"layers.{index}.weight"] == value).all()) for index in range(12))
+        assert all(bool((built[value][f"layers.{index}.weight"] == value).all()) for index in range(LAYERS))
 
 
 def test_a_watcher_that_cannot_start_leaves_files_of_the_user_alone(tmp_path, monkeypatch):
