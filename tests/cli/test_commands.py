@@ -117,7 +117,7 @@ def test_a_device_that_is_not_there_is_told(text: Path) -> None:
 
 def test_a_budget_too_small_says_what_works(text: Path) -> None:
     result = train("--data", text, "--model", "gpt-1m", "--device-memory", "1KiB", "--sequence", 16)
-    assert_refused(result, "device budget of 1024 bytes", "smallest budgets that work")
+    assert_refused(result, "device budget of 1024 bytes", "Each of these alone is enough", "device_memory='")
 
 
 def test_a_traceback_shows_when_it_is_asked_for(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ class FitCheck:
         limit = self.device_bytes if device else self.host_bytes
         if not self._hardware.has_gpu:  # both budgets are parts of the RAM
             other = trial.config.host_memory if device else trial.config.device_memory
-            limit -= int(other) if other is not None else 0
+            limit = limit - int(other) if other is not None else limit // 2  # as the default divides it
         ample = self._try(_with(trial, option, limit))
         if ample is None:
             return None
