@@ -70,7 +70,7 @@ def train(options: TrainOptions, console: Console) -> Summary:
         console, options = Console(quiet=True), replace(options, log=None, quiet=True)
     source = find_model(options.model, options.vocab_size)
     check_sequence(options.sequence, source)
-    swap_bytes = None
+    swap_bytes = 0
     if alone:
         build = _to_meta(source, options.activation_checkpointing)
         swap_bytes = check_fit(build, config, dict.fromkeys(("input_ids", "labels"), _sample(options)))
@@ -248,7 +248,7 @@ class _TrainingRun:
 def _training_loop(run: _TrainingRun, log: RunLog, progress: Progress) -> tuple[list[StepRecord], bool]:
     """Run the remaining steps. Return their records, and whether Ctrl-C interrupted them."""
     options, engine = run.options, run.engine
-    tokens = options.batch * options.sequence * options.accumulation * _processes(engine)
+    tokens = options.batch * options.sequence * options.accumulation * engine.world.size
     records: list[StepRecord] = []
     batches = iter(run.batches)
     try:
@@ -292,10 +292,6 @@ def _step(
     return sum(losses) / len(losses), norm
 
 
-def _processes(engine: ps.Engine) -> int:
-    return engine.world.size
-
-
 def _summary(options: TrainOptions, engine: ps.Engine, records: list[StepRecord], interrupted: bool) -> Summary:
     layout = engine.layout
     losses = [record.loss for record in records]
@@ -318,6 +314,6 @@ def _summary(options: TrainOptions, engine: ps.Engine, records: list[StepRecord]
         chunk_numel=layout.chunk_numel,
         device_budget_bytes=engine.device_budget_bytes,
         host_budget_bytes=engine.host_budget_bytes,
-        processes=_processes(engine),
+        processes=engine.world.size,
         stats=engine.stats.total,
     )

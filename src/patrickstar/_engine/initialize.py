@@ -66,7 +66,7 @@ def initialize(
     """
     config = config if config is not None else Config()
     world = World.find(config.find_device())
-    swap_bytes = None
+    swap_bytes = 0
     if world.size == 1 and (sample is not None or (not isinstance(model, nn.Module) and weights is None)):
         swap_bytes = check_fit(model, config, sample, loss)
     engine = create_engine(model, config, weights, world, swap_bytes)
@@ -74,7 +74,7 @@ def initialize(
 
 
 def create_engine(
-    model: Model, config: Config, weights: WeightSource | None, world: Processes, swap_bytes: int | None = None
+    model: Model, config: Config, weights: WeightSource | None, world: Processes, swap_bytes: int = 0
 ) -> Engine:
     """Create an engine. `swap_bytes`: what `check_fit` returned; a model that will be on disk is built on disk."""
     explain = explain_refusal if world.size == 1 else None
@@ -116,15 +116,14 @@ def _built_on_disk(
 
 def check_fit(
     model: Model, config: Config, sample: Sample | None = None, loss: Callable[[Any], torch.Tensor] | None = None
-) -> int | None:
+) -> int:
     """Refuse what does not fit, before memory is taken: the model data, and a dry run of a step with the sample.
 
     The model is built on the meta device, without memory. A model that can't be built there is built in full before
     its model data is checked.
 
     Returns:
-        Bytes of the swap file, 0 if all model data will be in memory; None if the model can't be built on the meta
-        device.
+        Bytes of the swap file; 0 if all model data will be in memory, or the model can't be built on the meta device.
 
     Raises:
         BudgetError: The model data or the step exceeds the budgets. With a sample it names settings that suffice.
@@ -153,7 +152,7 @@ def check_fit(
         if trial is not None:
             warnings.warn(f"{reason}: {error}", stacklevel=3)
         _log.info("%s: %r", reason, error)
-        return None
+        return 0
     return swap_bytes
 
 

@@ -44,8 +44,6 @@ class FileBackedTensors:
 
     def __init__(self, allocator: CpuAllocator, directory: Path, capacity_bytes: int, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.peak_bytes = 0
-        """Largest resident size that a check has seen, in bytes."""
         self._allocator = allocator
         self._directory, self._capacity_bytes = directory, capacity_bytes
         try:
@@ -103,9 +101,7 @@ class FileBackedTensors:
 
     def _watch(self) -> None:
         while not self._ended.wait(CHECK_S):
-            resident_bytes = self._mapped_bytes() - self._foreign_bytes
-            self.peak_bytes = max(self.peak_bytes, resident_bytes)
-            if resident_bytes > self.limit_bytes:
+            if self._mapped_bytes() - self._foreign_bytes > self.limit_bytes:
                 self._allocator.drop_file_pages()
                 # What is still mapped belongs to other files, such as checkpoints and libraries.
                 self._foreign_bytes = self._mapped_bytes()
