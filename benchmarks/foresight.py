@@ -1,6 +1,6 @@
 """Compare the predictions of dry runs with real runs on this machine, over random models and budgets.
 
-python benchmarks/foresight.py [--draws 20] [--seed 0] [--precision bf16]
+python benchmarks/foresight.py [--draws 20] [--seeds 0 1] [--precision bf16]
 Each draw is a GPT of random size, batch and budget, dry-run in one process, then trained in another. Times are medians,
 peaks are maxima over steps 4 to 6.
 """
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from itertools import chain
 from statistics import median
 
 import torch
@@ -71,9 +72,10 @@ def draws(count: int, seed: int) -> list[dict]:
 
 def step_of(draw: dict) -> Callable[[ps.Engine], None]:
     torch.manual_seed(0)
-    ids = torch.randint(0, draw["vocab"], (draw["batch"], draw["sequence"]))
+    data = torch.randint(0, draw["vocab"], (draw["batch"], draw["sequence"]))
 
     def step(engine: ps.Engine) -> None:
+        ids = data.clone()  # a data loader delivers new tensors at each step
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
@@ -138,7 +140,7 @@ def compared(predicted: list, actual: list) -> str:
     if [chunks for chunks, _ in predicted] != [chunks for chunks, _ in actual]:
         return "other accesses"
     errors = [nbytes - actual_bytes for (_, nbytes), (_, actual_bytes) in zip(predicted, actual, strict=True)]
-    return f"{len(predicted)} moments, {min(errors) / 2**20:+.1f} to {max(errors) / 2**20:+.1f} MiB"
+    return f"{len(predicted)} moments, {min(errors):+,} to {max(errors):+,} bytes"
 
 
 def in_a_process(command_name: str, draw: dict) -> dict:
@@ -154,8 +156,8 @@ def device_bytes(result: dict) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draws", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--draws", type=int, default=20, help="per seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--predict", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--train", type=json.loads, help=argparse.SUPPRESS)
@@ -164,7 +166,7 @@ def main() -> None:
         print(json.dumps(predict(options.predict) if options.predict else train(options.train)))
         return
     rows, errors, peaks = [], [], {"device": [], "host": []}
-    for draw in draws(options.draws, options.seed):
+    for draw in chain.from_iterable(draws(options.draws, seed) for seed in options.seeds):
         draw = draw | {"precision": options.precision}
         predicted = in_a_process("predict", draw)
         actual = in_a_process("train", draw | {"budget": predicted["budget"]})
@@ -188,12 +190,13 @@ def main() -> None:
             ]
         )
         print(rows[-1], flush=True)
-    spans = {name: f"{100 * min(values):+.1f} to {100 * max(values):+.1f} %" for name, values in peaks.items()}
+    spans = {name: f"{100 * min(values):+.4f} to {100 * max(values):+.4f} %" for name, values in peaks.items()}
     publish(
         "foresight",
         torch.device("cpu"),
-        f"Prediction of a dry run / measurement of a run: {options.draws} random GPTs, {options.precision}, host "
-        f"budget 8 GiB (seed {options.seed}). Absolute error of the step time: {100 * median(errors):.1f} % in the "
+        f"Prediction of a dry run / measurement of a run: {len(rows)} random GPTs, {options.precision}, host "
+        f"budget 8 GiB (seeds {', '.join(map(str, options.seeds))}). Absolute error of the step time: "
+        f"{100 * median(errors):.1f} % in the "
         f"median (limit 10 %), {100 * max(errors):.1f} % at most (limit 25 %). Errors of the peaks: device (model and "
         f"non-model data) {spans['device']} (limit 0), host {spans['host']} (limit 1 %, never below 0). The bound is "
         f"the time of the busiest resource.",

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -69,6 +70,20 @@ def killed(where: str, rank: int, size: int, disk: str) -> None:
     optimizer.step()
     while True:
         step(engine, optimizer)
+
+
+def ends_before_the_groups() -> None:
+    """End rank 1 after it joined the default group, before the engine's own groups; runs in each process."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    if dist.get_rank() == 1:
+        die()
+    build()
+
+
+def test_a_process_ends_before_the_groups_of_the_engine():
+    ended = ranks.wait(ranks.start(2, ends_before_the_groups), WITHIN_S)
+    assert ended[1].code == -signal.SIGKILL
+    assert ended[0].code == 1 and "PeerError: another process ended at the start" in ended[0].text
 
 
 @pytest.mark.parametrize(

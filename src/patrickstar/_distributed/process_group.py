@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -44,8 +45,10 @@ class World:
         """Coordinator of all engines, once there is one."""
         if device.type == "cuda":
             torch.cuda.set_device(device)  # otherwise NCCL would create a context on the first device
-        self.control = dist.new_group(backend="gloo")
-        self.data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo")
+        self._timeout = _default_timeout()
+        with explain_peer_failure(self):
+            self.control = self._new_group("gloo")
+            self.data = self._new_group("nccl" if device.type == "cuda" else "gloo")
         if device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=device), group=self.data)  # the first call must not be point-to-point
         self._checkpoints: dist.ProcessGroup | None = None
@@ -96,8 +99,12 @@ class World:
     def checkpoints(self) -> dist.ProcessGroup:
         """Group for checkpoint collectives, which may run concurrently; all processes create it together."""
         if self._checkpoints is None:
-            self._checkpoints = dist.new_group(backend="gloo")
+            self._checkpoints = self._new_group("gloo")
         return self._checkpoints
+
+    def _new_group(self, backend: str) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=self._timeout)
+        return group
 
     @property
     def local_ranks(self) -> Sequence[int]:
@@ -251,6 +258,13 @@ def _destroy_process_group() -> None:
     """Destroy the default group at exit, if `World.find` created it."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _default_timeout() -> timedelta:
+    """Return the timeout that `init_process_group` was given. A new group would wait for half an hour for its peers."""
+    group = distributed_c10d._get_default_group()
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
 
 
 def gather_into(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
