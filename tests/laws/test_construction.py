@@ -18,7 +18,7 @@ import patrickstar as ps
 from patrickstar._memory.cpu_allocator import cpu_allocator
 from patrickstar._memory.file_backed_tensors import FileBackedTensors
 
-WIDTH, LAYERS = 1024, 6
+WIDTH, LAYERS = 1024, 8
 TINY = {"device_memory": "16MiB", "host_memory": "64MiB"}
 
 
