@@ -9,7 +9,7 @@ from torch import nn
 from patrickstar._engine.engine import Engine
 from patrickstar._kernels.grad_norm import GradStats, block_sums, fold
 from patrickstar._kernels.rounding import canonical_nan_, round_into
-from patrickstar._params.local_shards import follow_rounded
+from patrickstar._params.local_shards import follow_written
 from patrickstar._params.precision import LossScaler, cast_inputs, clip_coefficient, compute_dtypes
 from patrickstar.config import Config
 from patrickstar.optim import Optimizer, TorchOptimizer
@@ -204,7 +204,7 @@ class ReferenceTrainer:
         with torch.no_grad():
             for param, master in self.masters.items():
                 if param._version != self.versions.get(param, 0):
-                    follow_rounded(master, param.detach())
+                    follow_written(master, param.detach())
                 self.versions[param] = param._version
 
     def unscale(self) -> None:

@@ -13,18 +13,18 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar.errors import ModelError
 
-from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, train, update
+from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, small_chunks, train, update
 
 
 def build():
     return Stack([mlp(), nn.Sequential(linear(), nn.LayerNorm(WIDTH))])
 
 
-def through_a_file(state):
+def through_a_file(state, weights_only=True):
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    return torch.load(file)
+    return torch.load(file, weights_only=weights_only)
 
 
 def resume(trainer, optimizer, state):
@@ -107,10 +107,10 @@ READERS = {
     "dlpack": lambda p: torch.from_dlpack(p.detach()).clone(),
     "item": lambda p: torch.tensor([each.item() for each in p.flatten()]).reshape(p.shape),
     "storage": lambda p: torch.tensor(list(p.detach().clone().untyped_storage()), dtype=torch.uint8),
-    "torch.save": lambda p: through_a_file(p).detach(),
+    "torch.save": lambda p: through_a_file(p).detach().to(p.dtype),
     "to": lambda p: p.to(torch.float64).detach(),
     "cpu": lambda p: p.cpu().detach().clone(),
-    "deepcopy": lambda p: copy.deepcopy(p).detach(),
+    "deepcopy": lambda p: copy.deepcopy(p).detach().to(p.dtype),
     "state_dict": lambda p: nn.ParameterList([p]).state_dict()["0"].clone(),
     "parameters_to_vector": lambda p: nn.utils.parameters_to_vector([p]).detach().reshape(p.shape),
 }
@@ -154,31 +154,37 @@ def test_writing_weights_between_steps(config):
     testing.assert_same_bits(expected_losses, losses, "losses after writing")
 
 
-def test_deepcopy_gives_a_plain_independent_module(config):
-    def script(trainer, optimizer):
-        losses = train(trainer, steps=1)
-        twin = copy.deepcopy(trainer.module)
-        names = [name for name, _ in trainer.module.named_parameters()]
-        assert [name for name, _ in twin.named_parameters()] == names
-        assert all(type(p) is nn.Parameter and p.is_leaf and p.requires_grad for p in twin.parameters())
-        before = [p.detach().clone() for p in twin.parameters()]
-        testing.assert_same_bits([p.detach().clone() for p in trainer.module.parameters()], before, "the copy")
-
-        losses += train(trainer, steps=1, first=1)
-        testing.assert_same_bits(before, [p.detach() for p in twin.parameters()], "the copy after a step")
-
-        output = twin(normal(2, 3, WIDTH).to(twin.head.weight.dtype))
-        mean_square(output).backward()
-        with torch.no_grad():
-            for p in twin.parameters():
-                p.sub_(p.grad)
-        return [*losses, output.detach(), *train(trainer, steps=1, first=2)]
-
-    testing.compare(build, config, script)
+COPIES = {"deepcopy": copy.deepcopy, "torch.save": lambda module: through_a_file(module, weights_only=False)}
 
 
-def test_an_averaged_model(config):
-    """`torch.optim.swa_utils` copies the model and averages its weights."""
+@pytest.mark.parametrize("method", COPIES)
+def test_a_copy_is_a_plain_independent_module_in_full_precision(method, config):
+    def seeded():
+        torch.manual_seed(0)
+        return build()
+
+    engine, _ = ps.initialize(seeded, config)
+    train(engine, steps=1)
+    twin = COPIES[method](engine.module)
+    names = [name for name, _ in engine.module.named_parameters()]
+    assert [name for name, _ in twin.named_parameters()] == names
+    assert all(type(p) is nn.Parameter and p.is_leaf and p.requires_grad for p in twin.parameters())
+    before = {name: p.detach().clone() for name, p in twin.named_parameters()}
+    testing.assert_same_bits(dict(engine.state_dict(names)), before, "the copy")
+    expected = train(ps.initialize(seeded, config)[0], steps=2)[1:]
+    testing.assert_same_bits(expected, train(engine, steps=1, first=1), "a step after the copy")
+    testing.assert_same_bits(before, {name: p.detach() for name, p in twin.named_parameters()}, "the copy after a step")
+
+    mean_square(twin(normal(2, 3, WIDTH))).backward()
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.sub_(p.grad)
+    testing.assert_same_bits(dict(engine.state_dict(names)), dict(engine.module.state_dict()), "the engine")
+
+
+def test_an_averaged_model(precision):
+    """`torch.optim.swa_utils` copies the model and averages its weights: in fp32, or not at all."""
+    config = small_chunks(precision)
 
     def script(trainer, optimizer):
         averaged = torch.optim.swa_utils.AveragedModel(trainer.module)
@@ -188,7 +194,11 @@ def test_an_averaged_model(config):
             averaged.update_parameters(trainer.module)
         return [*losses, *[p.detach().clone() for p in averaged.module.parameters()]]
 
-    testing.compare(build, config, script)
+    if precision == "fp32":
+        testing.compare(build, config, script)
+    else:
+        with pytest.raises(ModelError, match=r"'stem\.weight'.*rounded to torch\.bfloat16.*ps\.EMA"):
+            script(*ps.initialize(build, config))
 
 
 CONVERSIONS = {

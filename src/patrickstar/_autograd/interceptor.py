@@ -1,7 +1,8 @@
 """Fetch an operator's parameters before it runs, and again before its backward. See [Note: backward windows]."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,11 +11,16 @@ from torch.autograd import Variable
 from torch.nn import functional as F
 
 from patrickstar._autograd.embedding_lookup import embedding_lookup
-from patrickstar._autograd.param_attributes import check_gradient_assigned, check_gradient_read, is_own_data
-from patrickstar._autograd.windows import GraphSnapshot, ModuleUse, Window, custom_function_nodes
+from patrickstar._autograd.param_attributes import (
+    WRITERS,
+    GradientAttribute,
+    check_written_precision,
+    copied_in_full,
+    is_own_data,
+)
+from patrickstar._autograd.windows import CustomFunctions, GraphSnapshot, ModuleUse, Window
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.model_data import ModelData
 from patrickstar._params.modes import managing
 from patrickstar._params.out_of_memory import run_with_retry
 from patrickstar._params.precision import tensors_in
@@ -25,6 +31,8 @@ from patrickstar._params.tensor_subclass import (
     descriptor,
 )
 from patrickstar._schedule.tensor_state import TensorState
+from patrickstar._step.full_state import FullState
+from patrickstar._step.gradients import Gradients
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
 from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, TrainingError
 
@@ -48,14 +56,16 @@ def _version(tensor: torch.Tensor) -> int:
 class Interceptor:
     """Intercepts operators on the parameters of one engine."""
 
-    def __init__(self, data: ModelData, optimizer_in_backward: OptimizerInBackward, loss_scaled: bool) -> None:
-        self.data = data
+    def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward, full_state: FullState) -> None:
+        self.data = gradients.data
+        self.full_state = full_state
+        self.loss_scaled = gradients.scaler.enabled
+        self.gradient = GradientAttribute(gradients, optimizer_in_backward)
         self.optimizer_in_backward = optimizer_in_backward
-        self.loss_scaled = loss_scaled
         self.backward_depth = 0
         self.window: Window | None = None
         self.hooks: dict[ManagedParam, Any] = {}
-        self.pending_functions: dict[int, tuple[ManagedParam, ...]] = {}
+        self.functions = CustomFunctions()
         self.release: weakref.finalize[Any, Any] | None = None
         """Closes the engine."""
 
@@ -130,6 +140,20 @@ class Interceptor:
                 f"{': ' + ', '.join(lost) if lost else ''}. Continue from a saved state with a new engine."
             )
 
+    @contextmanager
+    def close_on_data_loss(self) -> Iterator[None]:
+        """Free everything and close the engine if a failed disk or thread has lost bytes of chunks."""
+        try:
+            yield
+        except (DiskError, MoveError) as error:
+            self.close_engine(error)
+            raise
+
+    def full_precision(self, managed: ManagedParam) -> torch.Tensor:
+        """Return a host copy of a parameter in full precision; every process must call it."""
+        with self.close_on_data_loss():
+            return self.full_state.read(managed, managed.full_kind)
+
     def _operate(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]
     ) -> Any:
@@ -146,7 +170,7 @@ class Interceptor:
                     self.data.move_embedding_to_device(managed)
         before = GraphSnapshot.now(args, kwargs)
         if self.data.residency.covers(managed_params):
-            self._note_function(managed_params)
+            self._note(managed_params)
             return self._run(func, args, kwargs, tensors, managed_params, before, held=True)
         suspended = self._access(managed_params)
         try:
@@ -169,18 +193,16 @@ class Interceptor:
 
     def _operate_attribute(self, func: Callable[..., Any], args: Sequence[Any], managed: ManagedParam) -> Any:
         """Read or assign `grad`, or assign `data`."""
-        if func == _GET_GRAD:
-            check_gradient_read(managed, args[0])
-            return args[0].grad
+        tensor = args[0]
         if func == _SET_DATA:
             return self._assign_data(managed, args[1])
-        if isinstance(args[0], ChunkParameter):
-            check_gradient_assigned(managed, args[1])
-            self.optimizer_in_backward.check_inactive("dropping gradients")
+        # While autograd accumulates, the gradient is an ordinary tensor.
+        if isinstance(tensor, ChunkParameter) and (func != _GET_GRAD or tensor.grad is None):
             with managing():
-                self.data.discard_gradient(managed)
-        args[0].grad = args[1]
-        return None
+                if func == _GET_GRAD:
+                    return self.gradient.read(managed, self)
+                return self.gradient.assign(managed, tensor, args[1])
+        return func(*args)
 
     def _run(
         self,
@@ -193,6 +215,11 @@ class Interceptor:
         held: bool,
     ) -> Any:
         """Run an operator whose parameters are on the device; follow its in-place writes and its outputs."""
+        copied = None
+        if func in WRITERS:
+            check_written_precision(func, args, tensors[0])
+            if func is torch.Tensor.copy_:
+                args, copied = copied_in_full(args)
         versions = [_version(tensor) for tensor in tensors]
         if func is F.embedding and managed_params[0].embedding:
             out = embedding_lookup(args, kwargs, managed_params[0], self.data.manager)
@@ -202,7 +229,7 @@ class Interceptor:
             written = [t for t, version in zip(tensors, versions, strict=True) if _version(t) != version]
             with managing():
                 for managed in dict.fromkeys(managed for tensor in written for managed in tensor._managed_params):
-                    self.data.on_in_place_write(managed)
+                    self.data.on_in_place_write(managed, copied)
         if func is not F.embedding:  # its backward reads only the indices
             self._track_outputs(out, managed_params, before, held)
         return out
@@ -243,7 +270,7 @@ class Interceptor:
         """
         belongs = torch.is_grad_enabled() or self.in_backward
         window = self.window
-        self._note_function(managed_params)
+        self._note(managed_params)
         with managing():
             self.optimizer_in_backward.optimizer_step.complete(managed_params)
             try:
@@ -259,27 +286,15 @@ class Interceptor:
                 self.data.pin(managed_params)
                 return window
 
-    def _note_function(self, managed_params: Sequence[ManagedParam]) -> None:
-        """Remember the parameters of an operator that may be inside a custom Function. See `open_function_windows`."""
+    def _note(self, managed_params: Sequence[ManagedParam]) -> None:
+        """Remember the parameters of an operator that may be inside a custom Function."""
         if self.data.tracer.in_iteration_now and not torch.is_grad_enabled() and not self.in_backward:
-            number = torch._C._autograd._get_sequence_nr() - 1  # the Function's node was created last
-            self.pending_functions[number] = tuple(
-                dict.fromkeys((*self.pending_functions.get(number, ()), *managed_params))
-            )
+            self.functions.note(managed_params)
 
     def open_function_windows(self, loss: torch.Tensor) -> None:
-        """Open windows before nodes of custom Functions that read parameters: `Function.apply` is not intercepted.
-
-        Under checkpointing the tensors that such a Function saved are recomputed as plain tensors, whose operators are
-        not intercepted either. Nodes of reentrant checkpointing are skipped: what they recompute is intercepted.
-        """
-        if not self.pending_functions:
-            return
-        for node in custom_function_nodes(loss):
-            managed_params = self.pending_functions.get(node._sequence_nr())
-            if managed_params is not None:
-                node.register_prehook(self._window_prehook(managed_params))
-        self.pending_functions.clear()
+        """Open windows before nodes of custom Functions that read parameters. See `CustomFunctions`."""
+        for node, managed_params in self.functions.drain(loss):
+            node.register_prehook(self._window_prehook(managed_params))
 
     def _window_prehook(self, managed_params: tuple[ManagedParam, ...]) -> Callable[[Any], None]:
         window = Window(managed_params)

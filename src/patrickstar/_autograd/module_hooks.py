@@ -1,7 +1,8 @@
-"""Modules whose operators can't be intercepted get one window around the whole module call.
+"""Hooks of an engine on the user's modules: full-precision state dicts, and windows around module calls.
 
-These are modules under `torch.compile`, which traces through operators, and PyTorch's attention layers in inference,
-which take a code path with different bits if an argument has `__torch_function__`.
+Modules whose operators can't be intercepted get one window around the whole call. These are modules under
+`torch.compile`, which traces through operators, and PyTorch's attention layers in inference, which take a code path
+with different bits if an argument has `__torch_function__`.
 """
 
 from collections.abc import Callable
@@ -22,17 +23,44 @@ def _managed_params_of(module: nn.Module) -> tuple[ManagedParam, ...]:
     return tuple(param._managed_params[0] for param in module.parameters() if hasattr(param, "_managed_params"))
 
 
-class ModuleHooks:
-    """Registers such windows on modules while an engine manages the model."""
+class EngineHook:
+    """Hook that an engine registers on a module. Copies of the module have it without effect."""
 
-    def __init__(self, interceptor: Interceptor) -> None:
+    def __init__(self, call: Callable[..., Any] = lambda *args: None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __deepcopy__(self, memo: Any) -> "EngineHook":
+        return EngineHook()
+
+    def __reduce__(self) -> Any:
+        return EngineHook, ()
+
+
+class ModuleHooks:
+    """Registers hooks on modules while an engine manages the model.
+
+    Args:
+        interceptor: Opens and closes windows.
+        fill_state_dict: State-dict hook for modules with parameters of their own.
+    """
+
+    def __init__(self, interceptor: Interceptor, fill_state_dict: Callable[..., None]) -> None:
         self.interceptor = interceptor
+        self.fill_state_dict = fill_state_dict
         self._undo: list[Callable[[], None]] = []
         self._hooked: set[nn.Module] = set()
+        self._saved: set[nn.Module] = set()
 
     def notice(self, module: nn.Module) -> None:
-        """Hook modules that are not hooked yet; users may compile modules at any time."""
+        """Hook modules that are not hooked yet; users may add and compile modules at any time."""
         for submodule in module.modules():
+            if submodule._parameters and submodule not in self._saved:
+                hook = EngineHook(self.fill_state_dict)
+                self._undo.append(submodule._register_state_dict_hook(hook).remove)
+                self._saved.add(submodule)
             if submodule in self._hooked:
                 continue
             if isinstance(submodule, FAST_PATH_LAYERS):
@@ -56,8 +84,8 @@ class ModuleHooks:
             if layer is module and uses:
                 self.interceptor.close_module_window(uses.pop(), out)
 
-        self._undo.append(module.register_forward_pre_hook(before_call, with_kwargs=True).remove)
-        self._undo.append(module.register_forward_hook(after_call, always_call=True).remove)
+        self._undo.append(module.register_forward_pre_hook(EngineHook(before_call), with_kwargs=True).remove)
+        self._undo.append(module.register_forward_hook(EngineHook(after_call), always_call=True).remove)
 
     def _wrap_call(self, module: nn.Module) -> None:
         """Wrap the compiled call, since `module.compile()` compiles module hooks too."""

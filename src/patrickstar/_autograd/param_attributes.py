@@ -1,30 +1,160 @@
-"""Rules for reading and assigning `grad` and `data` of managed parameters."""
+"""`grad` and `data` of managed parameters, as users read and assign them."""
 
-from typing import Any
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
+from patrickstar._params.lazy_tensor import LazyTensor
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import ChunkParameter, ChunkView
+from patrickstar._schedule.coordination import Request
+from patrickstar._step.gradients import Gradients
+from patrickstar._step.optimizer_in_backward import OptimizerInBackward
 from patrickstar.errors import ModelError, TrainingError
 
 
-def check_gradient_read(managed: ManagedParam, tensor: torch.Tensor) -> None:
-    """Raise TrainingError if the gradient of a parameter, or of a view of one, is stored in its chunk."""
-    if managed.has_gradient and isinstance(tensor, ChunkParameter):
+class Closer(Protocol):
+    """Closes the engine after a loss of data."""
+
+    def close_on_data_loss(self) -> AbstractContextManager[None]:
+        """Free everything and close the engine if a failed disk or thread has lost bytes of chunks."""
+
+
+class GradientElements:
+    """Elements of a parameter's gradient; see `Elements`."""
+
+    def __init__(self, managed: ManagedParam, gradients: Gradients, dtype: torch.dtype, closer: Closer) -> None:
+        self.managed, self.dtype = managed, dtype
+        self._gradients, self._closer = gradients, closer
+
+    @property
+    def name(self) -> str:
+        return f"the gradient of {self.managed.name!r}"
+
+    @property
+    def version(self) -> Hashable:
+        return self.managed.steps, self.managed.param._version, self._gradients.writes
+
+    def read(self) -> torch.Tensor:
+        with self._closer.close_on_data_loss():
+            gradient = self._gradients.read(self.managed)
+        if gradient is None:
+            raise TrainingError(
+                f"{self.name} does not exist any more: optimizer.step() has used it, or it was discarded; clone() a "
+                f"gradient to keep its values"
+            )
+        return gradient.to(self.dtype)
+
+    def write(self, value: torch.Tensor) -> None:
+        with self._closer.close_on_data_loss():
+            self._gradients.write(self.managed, value)
+
+
+class GradientAttribute:
+    """`parameter.grad` of managed parameters. See [Note: lazy tensors]."""
+
+    def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward) -> None:
+        self.gradients, self.optimizer_in_backward = gradients, optimizer_in_backward
+
+    def read(self, managed: ManagedParam, closer: Closer) -> torch.Tensor | None:
+        """Return the gradient, None without one. With several processes all must call this.
+
+        Raises:
+            TrainingError: A hook reads it in a backward that several processes share.
+        """
+        data = self.gradients.data
+        if self.optimizer_in_backward.active or data.closed:
+            return None  # the update has used it
+        if data.world.size > 1 and data.backwards_in_step:
+            if data.in_backward:
+                raise TrainingError(
+                    f"the gradient of {managed.name!r} is not complete before the end of the backward, when all "
+                    f"processes average it: read it after engine.backward(loss)"
+                )
+            data.synchronize_gradients(Request.STATE)
+        if not data.has_gradient(managed):
+            return None
+        dtype = self.gradients.stored_dtype(managed)
+        elements = GradientElements(managed, self.gradients, dtype, closer)
+        return LazyTensor(elements, managed.shape, managed.region.strides, dtype, data.manager.device)
+
+    def assign(self, managed: ManagedParam, param: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Discard the gradient of a parameter, and store `value` in its chunk if it is a tensor.
+
+        Raises:
+            ModelError: The value has another shape, dtype or device than the parameter.
+            TrainingError: Gradients were clipped or used by an update, or several processes would have to agree.
+        """
+        self.optimizer_in_backward.check_inactive("assigning a gradient")
+        if value is not None and _is_own(managed, value):
+            return
+        if value is not None:
+            self.gradients.check_final(managed)
+            _check_assignable(managed, value)
+        param.grad = None
+        self.gradients.data.discard_gradient(managed)
+        if value is not None:
+            self.gradients.data.accept_gradient(managed, value.detach())
+
+
+def _is_own(managed: ManagedParam, value: torch.Tensor) -> bool:
+    """Return whether an assigned gradient is the parameter's own, as after `parameter.grad *= 2`."""
+    elements = value._source.elements if isinstance(value, LazyTensor) else None
+    return isinstance(elements, GradientElements) and elements.managed is managed and value.shape == managed.shape
+
+
+def _check_assignable(managed: ManagedParam, value: torch.Tensor) -> None:
+    if managed.chunk.sharded:
         raise TrainingError(
-            f"the gradient of {managed.name!r} is stored in its chunk: read it with "
-            f"engine.gradient({managed.name!r}), clip it with engine.clip_grad_norm_(max_norm), discard it with "
-            f"optimizer.zero_grad()"
+            f"the gradient of {managed.name!r} can't be assigned, since several processes average it: write into "
+            f"parameter.grad in all of them after engine.backward(loss)"
+        )
+    expected = managed.shape, managed.chunk.dtype, managed.chunk.device.type
+    given = tuple(value.shape), value.dtype, value.device.type
+    if given != expected or value.layout is not torch.strided:
+        raise ModelError(
+            f"a gradient of {', '.join(map(str, given))} was assigned to parameter {managed.name!r} of "
+            f"{', '.join(map(str, expected))}: they have to be equal"
         )
 
 
-def check_gradient_assigned(managed: ManagedParam, value: Any) -> None:
-    """Raise TrainingError if a gradient other than None is assigned to a parameter."""
-    if value is not None:
-        raise TrainingError(
-            f"the gradient of {managed.name!r} can't be assigned: optimizer.step() uses the gradients that "
-            f"engine.backward(loss) computes. Change the loss instead"
+def copied_in_full(args: Sequence[Any]) -> tuple[Sequence[Any], torch.Tensor | None]:
+    """Return the arguments of `target.copy_(source)`, and `source` if it sets a whole parameter in another dtype.
+
+    The master then takes the values without the rounding of the compute dtype. A lazy source is read once.
+    """
+    target, source = args[0], args[1]
+    if isinstance(source, LazyTensor):
+        source = source.clone()
+        args = (target, source, *args[2:])
+    managed = target._managed_params[0] if isinstance(target, ChunkParameter | ChunkView) else None
+    if managed is None or not isinstance(source, torch.Tensor) or source.dtype == target.dtype:
+        return args, None
+    whole = target.shape == managed.shape and target.stride() == managed.region.strides
+    return args, source if whole and target.dtype == managed.chunk.dtype and source.layout is torch.strided else None
+
+
+WRITERS = frozenset((torch.Tensor.copy_, torch.Tensor.add_, torch.Tensor.sub_, torch.Tensor.lerp_))
+"""In-place functions by which users keep copies and averages of parameters."""
+
+
+def check_written_precision(func: Any, args: Sequence[Any], source: torch.Tensor) -> None:
+    """Raise ModelError if a tensor of a parameter's shape takes its rounded values though it could hold all digits."""
+    target, managed = args[0], source._managed_params[0]  # type: ignore[attr-defined]
+    if (
+        isinstance(target, torch.Tensor)
+        and not isinstance(target, ChunkParameter | ChunkView)
+        and target.shape == managed.shape
+        and managed.schema.trained
+        and target.is_floating_point()
+        and source.dtype.itemsize < min(target.dtype.itemsize, managed.full_dtype.itemsize)
+    ):
+        raise ModelError(
+            f"{func.__name__} writes parameter {managed.name!r} into a tensor of {target.dtype}, but operators compute "
+            f"with a copy that is rounded to {source.dtype}. Its full precision is in module.state_dict() and "
+            f"engine.state_dict(); ps.EMA(engine) keeps an average. If rounded values are meant, clone() the parameter"
         )
 
 

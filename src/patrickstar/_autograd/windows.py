@@ -73,17 +73,40 @@ class GraphSnapshot(NamedTuple):
             nodes.extend(follower for follower, _ in node.next_functions if follower is not None)
 
 
-def custom_function_nodes(loss: torch.Tensor) -> Iterator[Any]:
-    """Yield the nodes of custom Functions in the graph of `loss`, except those of reentrant checkpointing."""
-    seen, nodes = set(), [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes.extend(follower for follower, _ in node.next_functions)
-        if isinstance(node, BackwardCFunction) and not isinstance(node, CheckpointFunction):
-            yield node
+class CustomFunctions:
+    """Parameters that were read inside custom Functions, by the sequence number of the Function's node.
+
+    `Function.apply` is not intercepted. Under checkpointing the tensors that such a Function saved are recomputed as
+    plain tensors, whose operators are not intercepted either. Nodes of reentrant checkpointing are left out: what they
+    recompute is intercepted.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[int, tuple[ManagedParam, ...]] = {}
+
+    def note(self, managed_params: Sequence[ManagedParam]) -> None:
+        """Record parameters of an operator that runs without grad in a forward."""
+        number = torch._C._autograd._get_sequence_nr() - 1  # the Function's node was created last
+        self._pending[number] = tuple(dict.fromkeys((*self._pending.get(number, ()), *managed_params)))
+
+    def drain(self, loss: torch.Tensor) -> Iterator[tuple[Any, tuple[ManagedParam, ...]]]:
+        """Yield the nodes in the graph of `loss` whose parameters are recorded, and forget all parameters."""
+        pending, self._pending = self._pending, {}
+        seen, nodes = set(), [loss.grad_fn] if pending else []
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            nodes.extend(follower for follower, _ in node.next_functions)
+            if isinstance(node, BackwardCFunction) and not isinstance(node, CheckpointFunction):
+                managed_params = pending.get(node._sequence_nr())
+                if managed_params is not None:
+                    yield node, managed_params
+
+    def clear(self) -> None:
+        """Forget all parameters, after an exception."""
+        self._pending.clear()
 
 
 @dataclass(eq=False, slots=True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from patrickstar._engine.core import EngineCore
+from patrickstar._engine.optimizer_state import OptimizerState
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.coordination import Request
@@ -33,6 +34,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         groups = list(spec.param_groups(module)) if spec.param_groups is not None else list(module.parameters())
         self._core = core
         super().__init__(groups, spec.defaults())
+        self.state: Any = OptimizerState(core)
         if core.device.type == "cuda" and any(self.defaults.get(key) for key in ("fused", "capturable")):
             raise ConfigError(
                 f"{type(spec).__name__}: fused=True and capturable=True keep states on the GPU, but chunks may be "

@@ -17,6 +17,8 @@ from patrickstar._checkpoint.background_save import BackgroundSave
 from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._engine.distributed_init import broadcast_buffers, chunk_comm, negotiate_layout
+from patrickstar._engine.input_record import InputRecord
+from patrickstar._engine.lazy_state import LazyState
 from patrickstar._engine.model_structure import ModelStructure
 from patrickstar._engine.param_init import (
     WeightSource,
@@ -46,7 +48,8 @@ from patrickstar._params.state_dict import ModelState
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
-from patrickstar._step.grad_clip import Gradients
+from patrickstar._step.full_state import FullState
+from patrickstar._step.gradients import Gradients
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
 from patrickstar._step.optimizer_placement import OptimizerPlacement
 from patrickstar._step.optimizer_step import OptimizerStep
@@ -54,27 +57,6 @@ from patrickstar._step.stats import Stats
 from patrickstar._step.tier_planning import budgets, plan_tiers
 from patrickstar.config import Config
 from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, TrainingError
-
-
-class InputRecord:
-    """Arguments of a forward, of which neither memory nor a graph is kept alive."""
-
-    def __init__(self, inputs: tuple[Any, Any]) -> None:
-        leaves, self._structure = pytree.tree_flatten(inputs)
-        self._leaves = [self._record(leaf) for leaf in leaves]
-
-    def inputs(self) -> tuple[Any, Any]:
-        """Return the arguments and keyword arguments; tensors that no longer exist are on the meta device."""
-        leaves = [leaf() for leaf in self._leaves]
-        inputs: tuple[Any, Any] = pytree.tree_unflatten(leaves, self._structure)
-        return inputs
-
-    @staticmethod
-    def _record(leaf: Any) -> Callable[[], Any]:
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-            return lambda: leaf
-        alive, meta = weakref.ref(leaf), torch.empty_like(leaf, device="meta", requires_grad=False)
-        return lambda: tensor if (tensor := alive()) is not None else meta
 
 
 class EngineCore:
@@ -153,9 +135,10 @@ class EngineCore:
             self.optimizer_step.disk_step.reads_ahead = prefetch_policy is not DemandFetch
         if isinstance(self.data, ShardedModelData):
             self.data.complete = self.optimizer_step.complete
+        self.full_state = FullState(self.model_state, self.optimizer_step)
         self.optimizer_placement = OptimizerPlacement(self.layout, self.data, self.optimizer_step, self.tracer)
         self.optimizer_in_backward = OptimizerInBackward(self.data, self.optimizer_step)
-        self.interceptor = Interceptor(self.data, self.optimizer_in_backward, self.scaler.enabled)
+        self.interceptor = Interceptor(self.gradients, self.optimizer_in_backward, self.full_state)
         self.activation_offload = ActivationOffload(self.manager) if config.activation_offload else None
         try:
             with managing():
@@ -170,7 +153,8 @@ class EngineCore:
         self.tracer.calibrate()
         self.optimizer_placement.begin(plan.placement)
         self.by_name = {managed.name: managed for managed in self.data.managed_params}
-        self.module_hooks = ModuleHooks(self.interceptor)
+        self.lazy_state = LazyState(self.interceptor)
+        self.module_hooks = ModuleHooks(self.interceptor, self.lazy_state.fill_state_dict)
         self.module_hooks.notice(self.module)
         self.release = weakref.finalize(self, release, self.interceptor, self.module_hooks, self.model_state)
         self.release.atexit = False
@@ -290,10 +274,8 @@ class EngineCore:
         """Free everything and close the engine if a failed disk or thread has lost bytes of chunks."""
         grad = torch.is_grad_enabled()
         try:
-            yield
-        except (DiskError, MoveError) as error:
-            self.interceptor.close_engine(error)
-            raise
+            with self.interceptor.close_on_data_loss():
+                yield
         except KeyboardInterrupt:
             torch.set_grad_enabled(grad)  # the signal may have interrupted the exit of a `no_grad`
             raise
@@ -308,7 +290,7 @@ class EngineCore:
             raise
         except BaseException as error:
             self.interceptor.window = None
-            self.interceptor.pending_functions.clear()
+            self.interceptor.functions.clear()
             self.optimizer_in_backward.cancel()
             self.data.release_all()
             self.data.update_param_views()

@@ -1,21 +1,21 @@
 """User-facing engine: forward, backward, optimizer, state and checkpoints of a managed model."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import cached_property
-from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from patrickstar._checkpoint.hf_export import HFExport
 from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
+from patrickstar._engine.engine_state import EngineState
 from patrickstar._engine.inspection import Inspection, inspect
 from patrickstar._engine.param_init import WeightSource
+from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._memory.defer_sigint import handle_sigint
 from patrickstar._params.precision import cast_inputs
@@ -25,12 +25,10 @@ from patrickstar.config import Config
 from patrickstar.errors import ConfigError, ModelError, TrainingError
 
 if TYPE_CHECKING:
-    # Imported on first use: torch.distributed.checkpoint and the dry run would add 0.8 s to `import patrickstar`.
-    from patrickstar._dry_run.report import DryRunReport
-    from patrickstar._engine.engine_checkpoint import EngineCheckpoint
+    from patrickstar._dry_run.report import DryRunReport  # imported on first use
 
 
-class Engine:
+class Engine(EngineState):
     """Model whose parameters, gradients and optimizer states are stored in chunks under memory budgets.
 
     Call the engine like the model, then `backward(loss)` and `optimizer.step()`. Create it with `initialize`, which
@@ -49,12 +47,6 @@ class Engine:
     ) -> None:
         self._core = EngineCore(model, config, weights, world=world, **overrides)
         self.optimizer = ChunkOptimizer(self._core)
-
-    @cached_property
-    def _checkpoint(self) -> "EngineCheckpoint":
-        from patrickstar._engine.engine_checkpoint import EngineCheckpoint
-
-        return EngineCheckpoint(self._core, self.optimizer)
 
     @property
     def config(self) -> Config:
@@ -96,6 +88,49 @@ class Engine:
         """Budget of the host tier in bytes."""
         return self._core.host_budget_bytes
 
+    def __repr__(self) -> str:
+        core, config = self._core, self.config
+        numel = sum(managed.numel for managed in core.data.managed_params)
+        budgets = [
+            f"device {format_size(core.device_budget_bytes)}",
+            f"host {format_size(core.host_budget_bytes)}",
+            *([] if config.disk is None else [f"disk {config.disk.directory}"]),
+        ]
+        ranks = f", rank {self.world.rank} of {self.world.size}" if self.world.size > 1 else ""
+        closed = "" if core.release.alive else ", closed"
+        return (
+            f"Engine({type(self.module).__name__}, {numel:,} parameters, {config.precision} on {core.device}, "
+            f"{', '.join(budgets)}{ranks}, step {core.stats.total.steps}{closed})"
+        )
+
+    def __reduce__(self) -> Any:
+        raise TrainingError(
+            "an engine can't be pickled or copied, since its chunks are on several tiers: save it with "
+            "engine.save(path), or copy engine.module"
+        )
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the engine; after an exception without keeping the values of the parameters."""
+        self.close(keep=error is None)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return an iterator over the model's parameters. `recurse`: include those of submodules."""
+        return self.module.parameters(recurse)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return an iterator over the model's parameters with their names.
+
+        Args:
+            prefix: Beginning of all names.
+            recurse: Include the parameters of submodules.
+        """
+        return self.module.named_parameters(prefix, recurse)
+
     def inspect(self) -> Inspection:
         """Return a snapshot of where everything is: tiers, chunks, parameters, the last trace and the loss scale.
 
@@ -136,6 +171,28 @@ class Engine:
             out = self.module(*args, **kwargs)
         core.data.finish_forward()
         return out
+
+    @handle_sigint
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the `generate` method of a transformers model, without gradients.
+
+        Args:
+            *args, **kwargs: Its arguments. Tensors are moved to the device.
+
+        Returns:
+            What the method returns.
+
+        Raises:
+            ModelError: The model has no such method.
+            TrainingError: The engine is closed.
+        """
+        self._core.check_open()
+        generate = getattr(self.module, "generate", None)
+        if generate is None:
+            raise ModelError(f"{type(self.module).__name__} has no method generate")
+        args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
+        with torch.no_grad(), self._core.cleanup_on_error():
+            return generate(*args, **kwargs)
 
     def train(self, mode: bool = True) -> "Engine":
         """Set the training mode of the model to `mode`, and return the engine."""
@@ -203,24 +260,31 @@ class Engine:
             with torch.no_grad():
                 self._core.data.op_boundary(belongs=True)
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Clip the global gradient norm, like `torch.nn.utils.clip_grad_norm_` over fp32 gradients in creation order.
 
-        The next step scales the gradients; no further backward is possible before it.
+        The next step scales the gradients; no further backward is possible before it. With several processes all must
+        call it.
 
         Args:
-            max_norm: Upper bound of the global L2 norm.
+            max_norm: Upper bound of the global norm.
+            norm_type: Order of the norm; `math.inf` for the largest absolute value. Orders other than 2 read every
+                gradient whole.
+            error_if_nonfinite: Refuse a norm that is infinite or NaN. Nothing is clipped then.
 
         Returns:
             The norm before clipping: an fp32 scalar on the compute device.
 
         Raises:
-            TrainingError: `backward(update=True)` has already updated parameters, or the engine is closed.
+            TrainingError: The norm is not finite, `backward(update=True)` has already updated parameters, or the engine
+                is closed.
         """
         self._core.check_open()
         self._core.optimizer_in_backward.check_inactive("clipping")
         with self._core.close_on_data_loss():
-            return self._core.gradients.clip(max_norm)
+            return self._core.gradients.clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """Copy the gradient that the next step will apply to a parameter, without loss scale and after clipping.
@@ -238,9 +302,7 @@ class Engine:
             raise ModelError(f"the model has no parameter {name!r}")
         self._core.optimizer_in_backward.check_inactive("reading a gradient")
         with self._core.close_on_data_loss():
-            self._core.data.synchronize_gradients(Request.STATE)
-            with self._core.data.collective_section():
-                return self._core.gradients.read(self._core.by_name[name])
+            return self._core.gradients.read(self._core.by_name[name])
 
     def average(self, value: float | torch.Tensor) -> float:
         """Return the mean of `value`, a number or one-element tensor, over all processes: an fp64 sum in rank order."""
@@ -282,118 +344,3 @@ class Engine:
             DiskError, MoveError: A disk or transfer failed, and lost parameters are NaN. All memory has been freed.
         """
         self._core.close(keep)
-
-    # State
-
-    def state_dict(self, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-        """Copy parameters and persistent buffers to the host, under the names of `nn.Module.state_dict`.
-
-        Args:
-            names: Entries to read. Default: all.
-
-        Returns:
-            CPU tensors by name: fp32 masters, frozen parameters in their compute dtype. Tied names share one tensor.
-
-        Raises:
-            ModelError: The model has no entry of a given name.
-        """
-        self._core.check_open()
-        with self._core.close_on_data_loss():
-            self._core.complete()
-            self._core.data.synchronize_processes(Request.STATE)
-            with self._core.data.collective_section():
-                return self._core.model_state.state_dict(names)
-
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Load parameters and buffers, one after the other, and discard gradients.
-
-        Args:
-            state_dict: Tensors by name, as `state_dict` returns them, in any floating-point dtype.
-            strict: If False, entries missing in `state_dict` keep their values; unknown names are still refused.
-
-        Raises:
-            ModelError: Names or shapes differ. Nothing has been changed.
-        """
-        self._core.check_open()
-        self._core.optimizer_in_backward.check_inactive("loading a state")
-        with self._core.close_on_data_loss():
-            self._core.complete()
-            self._core.background_save.copy_all()
-            self._core.data.synchronize_processes(Request.STATE)  # from here on no process gathers old values
-            self._core.gradients.drop()
-            self._core.model_state.load_state_dict(state_dict, strict)
-
-    def save_pretrained(
-        self, directory: str | Path, *, dtype: str | None = None, max_shard_bytes: int | str = "5GB"
-    ) -> None:
-        """Write a model folder that transformers' `from_pretrained` loads: safetensors files and config.json.
-
-        Collective: every process must call it, and rank 0 writes. Tensors are streamed without a second copy of the
-        model; the folder appears when it is complete.
-
-        Args:
-            directory: New or empty folder.
-            dtype: "fp32", "bf16" or "fp16" for all floating-point parameters; in the engine's precision this gives the
-                exact bits that operators read. None: full precision, frozen parameters in their compute dtype.
-            max_shard_bytes: Largest file, in bytes or as a size such as "5GB"; a larger tensor gets its own file.
-
-        Raises:
-            CheckpointError: The folder is not empty, or writing failed. Nothing is left behind; training can continue.
-            ConfigError, ModelError: An argument is invalid, or the model cannot be exported.
-        """
-        self._core.check_open()
-        export = HFExport(self._core.model_state, dtype, max_shard_bytes)
-        with self._core.internal_computation():
-            self._core.complete()
-            self._core.data.synchronize_processes(Request.STATE)
-            with self._core.data.collective_section():
-                failed = export.write(Path(directory))
-        if failed is not None:
-            raise failed
-
-    def save(
-        self, path: str | Path, state: Mapping[str, Any] | None = None, *, wait: bool = True, frozen: bool = True
-    ) -> None:
-        """Write a checkpoint from which training resumes with identical bits. Every process must call it.
-
-        The checkpoint contains parameters, optimizer states and param groups in full precision, the loss scale,
-        buffers and random generator states.
-
-        Args:
-            path: New folder; it appears when the checkpoint is complete.
-            state: Further state by name: plain data, or objects with a `state_dict` of plain data (a scheduler).
-            wait: If False, write in the background while training continues; a failure is a warning in a later step.
-            frozen: If False, leave out frozen parameters; loading then leaves them unchanged.
-
-        Raises:
-            CheckpointError: `path` exists, writing failed, or `state` is not plain data; nothing is left behind.
-            TrainingError: No step has used the gradients yet, or the engine is closed.
-        """
-        self._core.check_open()
-        with self._core.internal_computation():
-            self._checkpoint.start_save(Path(path), state or {}, frozen=frozen)
-            if wait:
-                self._core.background_save.wait_or_raise()
-
-    def finish_saving(self) -> bool:
-        """Wait for the checkpoint that is being written. Return False, with a warning, if it failed, else True."""
-        self._core.check_open()
-        with self._core.internal_computation():
-            return self._core.background_save.wait()
-
-    def load(self, path: str | Path, state: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Load a checkpoint, written with any number of processes, budgets and precision. Every process must call it.
-
-        Args:
-            path: Folder of the checkpoint.
-            state: Objects by the names given to `save`; those with a `load_state_dict` are restored.
-
-        Returns:
-            The saved `state` as plain data.
-
-        Raises:
-            CheckpointError: The checkpoint is damaged or of another model or optimizer. Nothing has been changed.
-        """
-        self._core.check_open()
-        with self._core.internal_computation():
-            return self._checkpoint.load(Path(path), state or {})

@@ -12,8 +12,9 @@ from torch import nn
 
 from patrickstar._distributed.process_group import Processes, World
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
-from patrickstar._engine.core import EngineCore, InputRecord
+from patrickstar._engine.core import EngineCore
 from patrickstar._engine.engine import Engine
+from patrickstar._engine.input_record import InputRecord
 from patrickstar._engine.param_init import WeightSource
 from patrickstar._memory.cpu_allocator import cpu_allocator
 from patrickstar._memory.file_backed_tensors import FileBackedTensors

@@ -20,9 +20,15 @@ from patrickstar._schedule.placement import Tier
 # reading freed memory.
 
 
-def follow_rounded(master: torch.Tensor, written: torch.Tensor) -> None:
-    """Copy changed elements of a rounded copy of `master` into it; unchanged ones keep their full precision."""
+def follow_written(master: torch.Tensor, written: torch.Tensor, *, exactly: bool = False) -> None:
+    """Copy changed elements of a rounded copy of `master` into it; unchanged ones keep their full precision.
+
+    `exactly`: `written` has full precision itself, so copy all elements.
+    """
     written = written.to(master.device)
+    if exactly:
+        master.copy_(written)
+        return
     master.copy_(torch.where(master.to(written.dtype) == written, master, written.to(master.dtype)))
 
 
@@ -145,6 +151,19 @@ class LocalShards:
         for part_slice, earlier in self.parts(managed, GRAD32):
             last = managed.flat(managed.shard_chunk)[part_slice] if managed.overlays_shard else None
             yield part_slice, Gradient(earlier, None, dtype) if last is None else Gradient(last, earlier, dtype)
+
+    def write_gradient(self, managed: ManagedParam, flat: torch.Tensor) -> None:
+        """Replace the gradient of this rank's shard, in one place or two, by `flat`."""
+        if not managed.has_gradient:
+            return
+        if managed.overlays_shard:
+            self.ensure_local(managed)
+            payload = managed.flat(managed.shard_chunk)
+            payload.zero_() if managed.state.accumulated else payload.copy_(flat)
+            self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
+        if managed.state.accumulated:
+            for part_slice, part in self.parts(managed, GRAD32, write=True):
+                part.copy_(flat[part_slice])
 
     def _round_master(self, managed: ManagedParam) -> None:
         """Overwrite this rank's shard with the rounded master."""

@@ -15,7 +15,7 @@ from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._memory.tracer import Tracer
-from patrickstar._params.local_shards import LocalShards, follow_rounded
+from patrickstar._params.local_shards import LocalShards, follow_written
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.residency import Residency
 from patrickstar._params.shard_collectives import add_over_ranks, share_optimizer_extra
@@ -253,16 +253,16 @@ class ModelData(LocalShards):
     # Writing
 
     @defer_sigint
-    def on_in_place_write(self, managed: ManagedParam) -> None:
-        """Update the master copy after an in-place write to a parameter by the user."""
+    def on_in_place_write(self, managed: ManagedParam, values: torch.Tensor | None = None) -> None:
+        """Update the master after an in-place write to a parameter by the user, of `values` if they are known."""
         self.before_update(managed.location.chunk)
         self.manager.mark_written(managed.chunk, on_device=managed.chunk.device_valid)
         if managed.schema.trained:
             master = self.manager[PARAM32, managed.location.chunk]
             self._count_transfer(managed, managed.chunk, master)
-            payload = managed.flat(managed.chunk)
+            written = managed.flat(managed.chunk) if values is None else managed.flattened(values)
             for part_slice, part in self.parts(managed, PARAM32, write=True):
-                follow_rounded(part, payload[part_slice])
+                follow_written(part, written[part_slice], exactly=values is not None)
 
     @defer_sigint
     def accept_gradient(self, managed: ManagedParam, grad: torch.Tensor) -> None:

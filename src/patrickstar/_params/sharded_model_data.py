@@ -13,7 +13,7 @@ from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.tracer import Tracer
 from patrickstar._params.grad_accumulation import GradAccumulation
-from patrickstar._params.local_shards import follow_rounded
+from patrickstar._params.local_shards import follow_written
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.shard_collectives import gather_shards
@@ -137,7 +137,7 @@ class ShardedModelData(ModelData):
         self.update_param_views()
 
     @defer_sigint
-    def on_in_place_write(self, managed: ManagedParam) -> None:
+    def on_in_place_write(self, managed: ManagedParam, values: torch.Tensor | None = None) -> None:
         """Copy an in-place write, which the user makes on every rank, to the owner's shard and master.
 
         Synchronizes first: a slower rank must still gather the old values.
@@ -152,8 +152,9 @@ class ShardedModelData(ModelData):
         managed.flat(managed.shard_chunk).copy_(part)
         self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
         if managed.schema.trained:
+            written = part if values is None else managed.flattened(values)[managed.shard_slice]
             for part_slice, master in self.parts(managed, PARAM32, write=True):
-                follow_rounded(master, part[part_slice])
+                follow_written(master, written[part_slice], exactly=values is not None)
 
     # Gradients
 

@@ -115,7 +115,7 @@ class ModelState:
                 elif managed is None:
                     tensor.copy_(state_dict[name])
                 else:
-                    self._assign(managed, state_dict[name])
+                    self.assign(managed, state_dict[name])
         self.data.drop_gathered()
 
     def release(self) -> list[str]:
@@ -174,7 +174,8 @@ class ModelState:
         entries: dict[str, Any] = self.module.state_dict(keep_vars=True)
         return entries
 
-    def _assign(self, managed: ManagedParam, value: torch.Tensor) -> None:
+    def assign(self, managed: ManagedParam, value: torch.Tensor) -> None:
+        """Set a parameter and its master."""
         with torch._C.DisableTorchFunctionSubclass():
             self.write(managed, PARAM16, value)
             torch.autograd.graph.increment_version(managed.param)

@@ -33,11 +33,11 @@ def descriptor(name: str) -> Any:
     return getattr(torch.Tensor, name)
 
 
-_METADATA = {descriptor(name).__get__ for name in _GETTERS.split()}
-_METADATA |= {descriptor(name) for name in _METHODS.split()}
-_METADATA |= {descriptor(name).__set__ for name in ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")}
-_METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad, torch.autograd.backward}
-_METADATA |= {torch._has_compatible_shallow_copy_type}
+METADATA = {descriptor(name).__get__ for name in _GETTERS.split()}
+METADATA |= {descriptor(name) for name in _METHODS.split()}
+METADATA |= {descriptor(name).__set__ for name in ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")}
+METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad, torch.autograd.backward}
+METADATA |= {torch._has_compatible_shallow_copy_type}
 """Functions that query a parameter's metadata without reading its values."""
 
 
@@ -46,6 +46,9 @@ class OperatorInterceptor(Protocol):
 
     def operate(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Any]) -> Any:
         """Run `func`, whose managed arguments are `tensors`."""
+
+    def full_precision(self, managed: ManagedParam) -> torch.Tensor:
+        """Return a host copy of a parameter in full precision."""
 
 
 def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +75,7 @@ def _torch_function(
     cls: type, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        if func in _METADATA:
+        if func in METADATA:
             return func(*args, **kwargs or {})
         tensors = _managed_tensors(args, [])
         if kwargs:
@@ -107,11 +110,16 @@ class ChunkParameter(nn.Parameter):
     __torch_function__: ClassVar[Any] = classmethod(_torch_function)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied: nn.Parameter = memo.setdefault(id(self), nn.Parameter(_plain_tensor(self), self.requires_grad))
+        copied: nn.Parameter = memo.setdefault(id(self), self._ordinary())
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(_plain_tensor(self), self.requires_grad).__reduce_ex__(protocol)
+        return self._ordinary().__reduce_ex__(protocol)
+
+    def _ordinary(self) -> nn.Parameter:
+        """Return an ordinary Parameter with the values in full precision, on the host."""
+        full = self._interceptor.full_precision(self._managed_params[0])
+        return nn.Parameter(full, self.requires_grad)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"ChunkParameter({self._managed_params[0].name!r}, {_plain_tensor(self)!r})"

@@ -1,4 +1,6 @@
-"""Gradient clipping and overflow detection, which need the statistics of all gradients."""
+"""Gradients of the next step: clipping and overflow detection over all of them, reading and writing one."""
+
+import math
 
 import torch
 
@@ -8,6 +10,7 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.precision import LossScaler, clip_coefficient
 from patrickstar._schedule.coordination import Request
+from patrickstar.errors import TrainingError
 
 
 class Gradients:
@@ -19,6 +22,8 @@ class Gradients:
         self.kernels = kernels
         self._clips: list[float] = []
         self._grad_stats: GradStats | None = None
+        self.writes = 0
+        """Number of calls of `write`."""
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -32,26 +37,76 @@ class Gradients:
         """True if the gradients were clipped, so that no further gradient may be accumulated."""
         return bool(self._clips)
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Make the step scale gradients to a global norm of at most `max_norm`; return the norm before clipping."""
         self.data.synchronize_gradients(Request.NORM)
-        with self.data.collective_section():
-            self._grad_stats = self._compute_stats()
-        total, factor = clip_coefficient(self._grad_stats.norm, max_norm)
-        if self._grad_stats.squares:
+        norm = self._norm() if norm_type == 2.0 else self._norm_of_order(norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise TrainingError(
+                f"the total norm of order {norm_type} of the gradients is {norm}, so they can't be clipped; to scale "
+                f"them all the same leave out error_if_nonfinite=True"
+            )
+        total, factor = clip_coefficient(norm, max_norm)
+        if any(self.data.has_gradient(managed) for managed in self.data.managed_params):
             self._clips.append(factor)
         return torch.tensor(total, dtype=torch.float32, device=self.data.manager.device)
 
+    def _norm(self) -> float:
+        with self.data.collective_section():
+            self._grad_stats = self._compute_stats()
+        return self._grad_stats.norm
+
+    def _norm_of_order(self, norm_type: float) -> float:
+        """Return the norm of the norms of all gradients, as PyTorch computes it."""
+        gradients = (self.read(managed) for managed in self.data.managed_params)
+        norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients if gradient is not None]
+        return float(torch.linalg.vector_norm(torch.stack(norms), norm_type)) if norms else 0.0
+
     def read(self, managed: ManagedParam) -> torch.Tensor | None:
-        """Return a copy of a parameter's gradient, unscaled and clipped, in the master's dtype, or None."""
+        """Return a copy of a parameter's gradient, unscaled and clipped, in the master's dtype, or None.
+
+        Every process must call this.
+        """
+        self.data.synchronize_gradients(Request.STATE)
         if not self.data.has_gradient(managed):
             return None
-        with torch.no_grad():
+        with torch.no_grad(), self.data.collective_section():
             grad = torch.empty(managed.numel, dtype=getattr(torch, managed.schema.master_dtype), device="cpu")
             if managed.has_gradient:
                 self._read_shard(managed, grad[managed.shard_slice])
             self.data.gather_parts(managed, grad)
             return grad.as_strided(managed.region.shape, managed.region.strides).to(self.data.manager.device)
+
+    def stored_dtype(self, managed: ManagedParam) -> torch.dtype:
+        """Return the dtype that holds a parameter's gradient without loss: the master's if it is a sum or scaled."""
+        if self.scales or managed.state.accumulated:
+            dtype: torch.dtype = getattr(torch, managed.schema.master_dtype)
+            return dtype
+        return managed.chunk.dtype
+
+    def check_final(self, managed: ManagedParam) -> None:
+        """Raise TrainingError if gradients were clipped and may not change."""
+        if self.clipped:
+            raise TrainingError(
+                f"the gradient of {managed.name!r} can't be changed after engine.clip_grad_norm_, which has computed "
+                f"the norm of all gradients: change it before"
+            )
+
+    def write(self, managed: ManagedParam, value: torch.Tensor) -> None:
+        """Replace a gradient by `value`, which `read` will return; every process must call it.
+
+        Raises:
+            TrainingError: The gradient does not exist, or it was clipped and is final.
+        """
+        self.check_final(managed)
+        if not self.data.has_gradient(managed):
+            raise TrainingError(f"the gradient of {managed.name!r} can't be changed: it was used or discarded")
+        self.writes += 1
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for scale in self.scales:
+                value = value / scale
+            flat = managed.flattened(value)[managed.shard_slice]
+            self.data.write_gradient(managed, flat)
 
     def _read_shard(self, managed: ManagedParam, grad: torch.Tensor) -> None:
         self.data.ensure_local(managed)

@@ -1,0 +1,29 @@
+"""Record of a forward's arguments, from which its step can be dry-run after a refusal."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+class InputRecord:
+    """Arguments of a forward, of which neither memory nor a graph is kept alive."""
+
+    def __init__(self, inputs: tuple[Any, Any]) -> None:
+        leaves, self._structure = pytree.tree_flatten(inputs)
+        self._leaves = [self._record(leaf) for leaf in leaves]
+
+    def inputs(self) -> tuple[Any, Any]:
+        """Return the arguments and keyword arguments; tensors that no longer exist are on the meta device."""
+        leaves = [leaf() for leaf in self._leaves]
+        inputs: tuple[Any, Any] = pytree.tree_unflatten(leaves, self._structure)
+        return inputs
+
+    @staticmethod
+    def _record(leaf: Any) -> Callable[[], Any]:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            return lambda: leaf
+        alive, meta = weakref.ref(leaf), torch.empty_like(leaf, device="meta", requires_grad=False)
+        return lambda: tensor if (tensor := alive()) is not None else meta

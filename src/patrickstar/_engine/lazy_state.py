@@ -1,0 +1,73 @@
+"""Entries of `module.state_dict()` and of `optimizer.state`: lazy tensors with the bits of masters and states."""
+
+from collections.abc import Hashable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from patrickstar._autograd.interceptor import Interceptor
+from patrickstar._params.lazy_tensor import LazyTensor
+from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.tensor_subclass import ChunkView, managed_param_of
+
+
+class ListElements:
+    """Elements of a parameter in one chunk list; see `Elements`."""
+
+    def __init__(self, interceptor: Interceptor, managed: ManagedParam, kind: str) -> None:
+        self._interceptor, self._managed, self._kind = interceptor, managed, kind
+
+    @property
+    def name(self) -> str:
+        entry = "the state_dict entry" if self._kind == self._managed.full_kind else f"the state {self._kind!r}"
+        return f"{entry} of {self._managed.name!r}"
+
+    @property
+    def version(self) -> Hashable:
+        return self._managed.steps, self._managed.param._version, self._interceptor.full_state.writes
+
+    def read(self) -> torch.Tensor:
+        with self._interceptor.close_on_data_loss():
+            return self._interceptor.full_state.read(self._managed, self._kind)
+
+    def write(self, value: torch.Tensor) -> None:
+        self._interceptor.optimizer_in_backward.check_inactive("writing a state")
+        with self._interceptor.close_on_data_loss():
+            self._interceptor.full_state.write(self._managed, self._kind, value)
+
+
+class LazyState:
+    """Lazy tensors of one engine's parameters and states."""
+
+    def __init__(self, interceptor: Interceptor) -> None:
+        self._interceptor = interceptor
+        self._params: WeakValueDictionary[ManagedParam, LazyTensor] = WeakValueDictionary()
+        """One tensor per parameter, so that savers recognise tied entries."""
+
+    def tensor(self, managed: ManagedParam, kind: str) -> torch.Tensor:
+        """Return a parameter in list `kind` as a lazy tensor on the host.
+
+        With several processes it is a copy: a read is collective, and all of them read at once.
+        """
+        data = self._interceptor.data
+        if data.world.size > 1:
+            return self._interceptor.full_state.read(managed, kind)
+        is_param = kind == managed.full_kind
+        if is_param and managed in self._params:
+            return self._params[managed]
+        dtype = managed.full_dtype if is_param else data.manager[kind, managed.location.chunk].dtype
+        elements = ListElements(self._interceptor, managed, kind)
+        lazy = LazyTensor(elements, managed.shape, managed.region.strides, dtype, torch.device("cpu"))
+        if is_param:
+            self._params[managed] = lazy
+        return lazy
+
+    def fill_state_dict(self, module: nn.Module, entries: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        """Put the parameters of one module into its state dict in full precision: a state-dict hook."""
+        for name, param in module._parameters.items():
+            managed = managed_param_of(param)
+            # With keep_vars=True the entry is the parameter itself.
+            if managed is not None and isinstance(entries.get(prefix + name), ChunkView):
+                entries[prefix + name] = self.tensor(managed, managed.full_kind)

@@ -1,0 +1,67 @@
+"""Parameters and optimizer states in full precision, one at a time, after all updates."""
+
+import os
+
+import torch
+
+from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.state_dict import ModelState
+from patrickstar._schedule.coordination import Request
+from patrickstar._step.optimizer_step import OptimizerStep
+from patrickstar.errors import TrainingError
+
+
+class FullState:
+    """Reads and replaces one parameter or state. With several processes each call is collective."""
+
+    def __init__(self, state: ModelState, optimizer_step: OptimizerStep) -> None:
+        self.state, self.data = state, state.data
+        self._optimizer_step = optimizer_step
+        self.writes = 0
+        """Number of calls of `write`."""
+
+    def read(self, managed: ManagedParam, kind: str) -> torch.Tensor:
+        """Return a host copy of a parameter in a chunk list. A closed engine has left its parameters, but no states.
+
+        Raises:
+            TrainingError: The engine is closed, or was created by the parent of this process.
+        """
+        if self.data.closed and kind == managed.full_kind and self.state.keep_values:
+            return managed.param.detach().cpu().clone()
+        self._check_open(managed)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._optimizer_step.complete()
+            self.data.synchronize_processes(Request.STATE)
+            with self.data.collective_section():
+                return self.state.read(managed, kind)
+
+    def write(self, managed: ManagedParam, kind: str, value: torch.Tensor) -> None:
+        """Replace a parameter, and the rounded copy that operators read, or one of its states.
+
+        Raises:
+            TrainingError: As `read`.
+        """
+        self._check_open(managed)
+        self.writes += 1
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._optimizer_step.complete()
+            self.data.before_update(managed.location.chunk)
+            self.data.synchronize_processes(Request.WRITE)
+            if kind != managed.full_kind:
+                self.state.write(managed, kind, value)
+                return
+            self.data.restore_params((managed,))
+            self.state.assign(managed, value)
+            self.data.drop_gathered()
+
+    def _check_open(self, managed: ManagedParam) -> None:
+        if self.data.closed:
+            raise TrainingError(
+                f"the engine of parameter {managed.name!r} is closed, and its values are no longer stored: read them "
+                f"before engine.close()"
+            )
+        if os.getpid() != self.state.process:
+            raise TrainingError(
+                f"parameter {managed.name!r} is stored in the memory of process {self.state.process}, to which its "
+                f"child made by fork() has no access: pass copies to the child"
+            )
