@@ -1,6 +1,7 @@
 """Base class of user options."""
 
 import difflib
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -29,3 +30,18 @@ class Options(BaseModel):
                 f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()
             )
             raise ConfigError(f"{type(self).__name__}: {problems}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ConfigError(
+            f"{type(self).__name__} can't be changed: create a new one with {name}={value!r}, or a changed copy with "
+            f"model_copy(update={{{name!r}: {value!r}}})"
+        )
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Yield the options that were given, for `repr`."""
+        for name, value in super().__repr_args__():
+            if name in self.model_fields_set:
+                yield name, value
+
+    def __str__(self) -> str:
+        return repr(self)

@@ -1,16 +1,18 @@
 """User configuration: memory budgets, device, precision, optimizer and disk."""
 
 import os
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import ValidationInfo, field_validator
 
 from patrickstar._layout.byte_size import parse_size_field
 from patrickstar._options import Options
-from patrickstar.errors import DeviceError
-from patrickstar.optim import AdamW, Optimizer, TorchOptimizer
+from patrickstar.errors import ConfigError, DeviceError
+from patrickstar.optim import SGD, Adam, AdamW, Lion, Optimizer, TorchOptimizer
 
 
 class Disk(Options):
@@ -71,6 +73,46 @@ class Config(Options):
     """Dtype in which several processes send and sum gradients: "16-bit" (default) is the compute dtype; "fp32" sends
     twice the bytes."""
 
+    if TYPE_CHECKING:  # what the fields accept, beyond what they hold
+
+        def __init__(
+            self,
+            *,
+            device: str = ...,
+            device_memory: int | str | None = ...,
+            host_memory: int | str | None = ...,
+            disk: Disk | str | Path | Mapping[str, Any] | None = ...,
+            chunk_size: int | str = ...,
+            precision: Literal["bf16", "fp16", "fp32"] = ...,
+            keep_fp32: Sequence[str] = ...,
+            optimizer: Optimizer | Mapping[str, Any] | Callable[..., torch.optim.Optimizer] = ...,
+            activation_offload: bool = ...,
+            reduce_dtype: Literal["16-bit", "fp32"] = ...,
+        ) -> None: ...
+
+    @classmethod
+    def of(cls, options: "Config | Mapping[str, Any] | str | Path | None") -> "Config":
+        """Return a configuration from options in another form.
+
+        Args:
+            options: A `Config`, a mapping of options, the path of a TOML file with them, or None for the defaults.
+                `disk` may be a table with the options of `Disk`, `optimizer` one with `name` (a class of this package)
+                and the options of the class.
+
+        Raises:
+            ConfigError: The file can't be read, or an option is invalid.
+        """
+        if isinstance(options, cls):
+            return options
+        if isinstance(options, str | Path):
+            try:
+                options = tomllib.loads(Path(options).read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+                raise ConfigError(f"the configuration {str(options)!r} can't be read as TOML: {error}") from error
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(f"a configuration is a ps.Config, a mapping of options or a TOML file, not {options!r}")
+        return cls(**options or {})
+
     @field_validator("device_memory", "host_memory", "chunk_size")
     @classmethod
     def _size(cls, value: int | str | None, info: ValidationInfo) -> int | str | None:
@@ -91,6 +133,12 @@ class Config(Options):
                 f"give the class, not an optimizer over parameters: functools.partial(torch.optim.{name}, lr=...), "
                 f"or ps.AdamW(lr=...)"
             )
+        if isinstance(value, Mapping):
+            options = {name: option for name, option in value.items() if name != "name"}
+            known = {kind.__name__: kind for kind in (Adam, AdamW, SGD, Lion)}
+            if value.get("name") not in known:
+                raise ValueError(f"an optimizer given as a mapping needs a name: one of {', '.join(known)}")
+            return known[value["name"]](**options)
         chosen = TorchOptimizer.wrapping(value) or value
         if not isinstance(chosen, Optimizer):
             raise ValueError(

@@ -103,6 +103,11 @@ class ModuleHooks:
         module._compiled_call_impl = call
         self._undo.append(lambda: setattr(module, "_compiled_call_impl", compiled))
 
+    def replace_method(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+        """Use `method` in place of a module's own method of this name."""
+        setattr(module, name, method)
+        self._undo.append(lambda: vars(module).pop(name, None))
+
     def close(self) -> None:
         for undo in self._undo:
             undo()

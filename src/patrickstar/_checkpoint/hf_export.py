@@ -46,6 +46,7 @@ class HFExport:
         if dtype is not None and dtype not in PRECISIONS:
             names = ", ".join(map(repr, PRECISIONS))
             raise ConfigError(f"dtype={dtype!r} is not supported; use one of {names}, or None")
+        _check_no_adapters(state.module)
         items = _items(state, None if dtype is None else PRECISIONS[dtype])
         self._state = state
         self._items = {item.entry.name: item for item in items}
@@ -103,6 +104,16 @@ def _items(state: ModelState, dtype: torch.dtype | None) -> list[ExportItem]:
         entry = TensorEntry(name, saved_dtype, tuple(value.shape))
         items.append(ExportItem(entry, managed if managed is not None else value))
     return items
+
+
+def _check_no_adapters(module: Any) -> None:
+    """Raise ModelError for a model with PEFT adapters, whose names transformers' models do not have."""
+    if hasattr(module, "peft_config") or getattr(module, "_hf_peft_config_loaded", False):
+        raise ModelError(
+            f"{type(module).__name__} has PEFT adapters, and a folder with their names would load with every weight "
+            f"missing. engine.module.save_pretrained(folder) saves the adapters in full precision; for the merged "
+            f"model call engine.close(), merge_and_unload() and save_pretrained(folder)"
+        )
 
 
 def _config_files(state: ModelState, items: Sequence[ExportItem]) -> dict[str, str]:

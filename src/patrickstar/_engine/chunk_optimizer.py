@@ -11,7 +11,7 @@ from patrickstar._engine.optimizer_state import OptimizerState
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.coordination import Request
-from patrickstar.errors import ConfigError, ModelError
+from patrickstar.errors import ConfigError, ModelError, TrainingError
 from patrickstar.optim import Optimizer
 
 SWITCHES = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -42,6 +42,12 @@ class ChunkOptimizer(torch.optim.Optimizer):
             )
         for number, group in enumerate(self.param_groups):
             self._check_group(number, group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TrainingError(
+            "the optimizer of an engine can't be pickled or copied: save it with engine.save(path), or save its "
+            "state_dict()"
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have gradients, and consume the gradients.

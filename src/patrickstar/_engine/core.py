@@ -4,6 +4,7 @@ import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from patrickstar._autograd.activation_offload import ActivationOffload
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._autograd.module_hooks import ModuleHooks
 from patrickstar._checkpoint.background_save import BackgroundSave
+from patrickstar._checkpoint.module_save_pretrained import SavePretrained
 from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._engine.distributed_init import broadcast_buffers, chunk_comm, negotiate_layout
@@ -156,6 +158,7 @@ class EngineCore:
         self.lazy_state = LazyState(self.interceptor)
         self.module_hooks = ModuleHooks(self.interceptor, self.lazy_state.fill_state_dict)
         self.module_hooks.notice(self.module)
+        self._save_in_full_precision()
         self.release = weakref.finalize(self, release, self.interceptor, self.module_hooks, self.model_state)
         self.release.atexit = False
         self.interceptor.release = self.release
@@ -303,6 +306,14 @@ class EngineCore:
             if is_out_of_memory(error):
                 raise explain("an operator", self.data, error) from error
             raise
+
+    def _save_in_full_precision(self) -> None:
+        """Make `module.save_pretrained` of a transformers model name the dtype that it saves."""
+        saved = {p.full_dtype for p in self.data.managed_params if p.full_dtype.is_floating_point}
+        computed = {p.chunk.dtype for p in self.data.managed_params if p.full_dtype.is_floating_point}
+        if saved != computed and hasattr(type(self.module), "save_pretrained"):
+            dtype = str(reduce(torch.promote_types, saved)).removeprefix("torch.")
+            self.module_hooks.replace_method(self.module, "save_pretrained", SavePretrained(self.module, dtype))
 
     def _move_buffers(self) -> None:
         for module in self.module.modules():

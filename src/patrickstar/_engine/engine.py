@@ -103,10 +103,18 @@ class Engine(EngineState):
             f"{', '.join(budgets)}{ranks}, step {core.stats.total.steps}{closed})"
         )
 
-    def __reduce__(self) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise TrainingError(
             "an engine can't be pickled or copied, since its chunks are on several tiers: save it with "
             "engine.save(path), or copy engine.module"
+        )
+
+    @property
+    def _torchdynamo_orig_callable(self) -> Any:
+        """Refuse `torch.compile(engine)`, which asks for this attribute: it would trace the transfers of chunks."""
+        raise ModelError(
+            "torch.compile can't compile an engine, since transfers run between the operators: compile the model with "
+            "engine.module.compile(), or its blocks one by one, and call the engine"
         )
 
     def __enter__(self) -> "Engine":

@@ -5,7 +5,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,14 +33,29 @@ Model = nn.Module | Callable[[], nn.Module]
 Sample = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
+class Initialized(NamedTuple):
+    """An engine and its optimizer; `with ps.initialize(...) as (engine, optimizer):` closes the engine at the end."""
+
+    engine: Engine
+    optimizer: ChunkOptimizer
+
+    def __enter__(self) -> "Initialized":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.engine.__exit__(kind, error, trace)
+
+
 def initialize(
     model: Model,
-    config: Config | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
     weights: WeightSource | None = None,
     *,
     sample: Sample | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
-) -> tuple[Engine, ChunkOptimizer]:
+) -> "Initialized":
     """Create an engine that manages a model, and its optimizer.
 
     If torchrun started several processes, or the script has called `torch.distributed.init_process_group`, every
@@ -49,7 +65,8 @@ def initialize(
         model: Function that builds the module, or the module itself. The function is first called on the meta device,
             where it takes no memory, so that a model that does not fit is refused before it is built; a model larger
             than memory is then built on the disk. So it has to build everything anew at each call.
-        config: Budgets, precision and optimizer. Default: `Config()`.
+        config: Budgets, precision and optimizer: a `Config`, a mapping of its options, or the path of a TOML file with
+            them. Default: `Config()`.
         weights: Returns the value of a parameter by its name, for parameters on the meta device.
         sample: Inputs of the model as in training: a tensor, a tuple of arguments, or a mapping of keyword arguments.
             A training step with them is dry-run before memory is taken, and refused if it does not fit, with settings
@@ -57,7 +74,8 @@ def initialize(
         loss: Returns the loss from the model's output, for the dry run. Default: its attribute `loss`, or the output.
 
     Returns:
-        The engine, to be called in place of the model, and the optimizer (`engine.optimizer`).
+        The engine, to be called in place of the model, and the optimizer (`engine.optimizer`). In a `with` statement
+        the engine is closed at the end.
 
     Raises:
         BudgetError: The model data, or a training step with `sample`, exceeds the budgets.
@@ -65,13 +83,13 @@ def initialize(
         DeviceError: The compute device is not available.
         ModelError: A parameter or buffer cannot be managed.
     """
-    config = config if config is not None else Config()
+    config = Config.of(config)
     world = World.find(config.find_device())
     swap_bytes = 0
     if world.size == 1 and (sample is not None or (not isinstance(model, nn.Module) and weights is None)):
         swap_bytes = check_fit(model, config, sample, loss)
     engine = create_engine(model, config, weights, world, swap_bytes)
-    return engine, engine.optimizer
+    return Initialized(engine, engine.optimizer)
 
 
 def create_engine(
