@@ -4,15 +4,16 @@ from patrickstar import errors, testing
 from patrickstar._engine.checkpoint_manager import Checkpoints
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.engine import Engine
-from patrickstar._engine.initialize import initialize
+from patrickstar._engine.initialize import Initialized, initialize
 from patrickstar._engine.inspection import ChunkInfo, DiskUsage, Inspection, MomentInfo, ParameterInfo, TierUsage
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._step.stats import StepStats
 from patrickstar.config import Config, Disk
-from patrickstar.optim import SGD, Adam, AdamW, Lion, Optimizer, TorchOptimizer
+from patrickstar.optim import EMA, SGD, Adam, AdamW, Lion, Optimizer, TorchOptimizer
 
 __version__ = "0.1.0"
 __all__ = [
+    "EMA",
     "SGD",
     "Adam",
     "AdamW",
@@ -23,6 +24,7 @@ __all__ = [
     "Disk",
     "DiskUsage",
     "Engine",
+    "Initialized",
     "Inspection",
     "Lion",
     "MomentInfo",

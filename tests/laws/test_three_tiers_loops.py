@@ -261,6 +261,7 @@ OPTIMIZERS = {
     "SGD": ps.SGD(lr=0.1, momentum=0.9),
     "SGD without momentum": ps.SGD(lr=0.1),
     "Lion": ps.Lion(lr=1e-2),
+    "EMA": ps.EMA(ps.AdamW(lr=1e-2), decay=0.9),
     "RMSprop": functools.partial(torch.optim.RMSprop, lr=1e-2, momentum=0.5, centered=True),
     "Adagrad": functools.partial(torch.optim.Adagrad, lr=1e-2),
 }

@@ -6,6 +6,7 @@ from itertools import pairwise
 import torch
 
 from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.lion import LionRule
 from patrickstar._kernels.sgd import SGDRule
@@ -17,7 +18,10 @@ ADAM = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=3)
 MOMENTUM = SGDRule(0.1, 0.9, 0.0, 0.01, nesterov=False, step=2)
 PLAIN = SGDRule(0.1, 0.0, 0.0, 0.0, nesterov=False, step=1)
 LION = LionRule(1e-3, 0.9, 0.99, 0.1)
-RULES = [ADAM, MOMENTUM, PLAIN, LION]
+AVERAGED = [
+    AveragedRule(rule, weight) for rule in (ADAM, SGDRule(0.1, 0.9, 0.1, 0.1, False, 2)) for weight in (1.0, 0.001, 0.7)
+]
+RULES = [ADAM, MOMENTUM, PLAIN, LION, *AVERAGED]
 
 STRIP, BLOCK, PAGE = 512, 4096, 1 << 20
 """Units of the C++ code in elements: inner loop, block of sums, work of a thread."""

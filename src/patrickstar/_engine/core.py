@@ -162,6 +162,8 @@ class EngineCore:
         self.release = weakref.finalize(self, release, self.interceptor, self.module_hooks, self.model_state)
         self.release.atexit = False
         self.interceptor.release = self.release
+        self.averaged = False
+        """True while the parameters are exchanged for their moving averages."""
         self._structure: ModelStructure | None = None
         self.stats = Stats(_retries=hardware.allocator_stats().retries)
         self.background_save = BackgroundSave(self.data, world)
@@ -177,6 +179,7 @@ class EngineCore:
     def step(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
         """Run one optimizer step with the param group of each parameter."""
         self.check_open()
+        self.check_not_averaged("a step")
         self.background_save.poll()
         self.interceptor.abandon()
         self.data.residency.end()
@@ -320,6 +323,13 @@ class EngineCore:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
+
+    def check_not_averaged(self, operation: str) -> None:
+        """Raise TrainingError while the parameters are exchanged for their moving averages."""
+        if self.averaged:
+            raise TrainingError(
+                f"{operation} is not possible inside engine.averaged(), where the parameters are their averages"
+            )
 
     def check_open(self) -> None:
         """Raise TrainingError if the engine is closed or was created by the parent process."""

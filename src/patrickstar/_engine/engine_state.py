@@ -1,6 +1,7 @@
 """State of an engine: state dicts, model folders and checkpoints."""
 
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from patrickstar._checkpoint.hf_export import HFExport
+from patrickstar._engine.averaging import averaged
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
 from patrickstar._schedule.coordination import Request
@@ -67,6 +69,22 @@ class EngineState:
             self._core.gradients.drop()
             self._core.model_state.load_state_dict(state_dict, strict)
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the parameters are their moving averages, to evaluate or save them.
+
+        It needs the optimizer `EMA`. Parameters and averages are exchanged on entry and on exit, one at a time. With
+        several processes all must enter it.
+
+        Returns:
+            The context. Inside, steps and checkpoints are refused; `state_dict` and `save_pretrained` give averages.
+
+        Raises:
+            ConfigError: The optimizer keeps no average.
+            TrainingError: Gradients are stored, or the engine is closed.
+        """
+        self._core.check_open()
+        return averaged(self._core)
+
     def save_pretrained(
         self, directory: str | Path, *, dtype: str | None = None, max_shard_bytes: int | str = "5GB"
     ) -> None:
@@ -114,6 +132,7 @@ class EngineState:
             TrainingError: No step has used the gradients yet, or the engine is closed.
         """
         self._core.check_open()
+        self._core.check_not_averaged("a checkpoint")
         with self._core.internal_computation():
             self._checkpoint.start_save(Path(path), state or {}, frozen=frozen)
             if wait:
@@ -139,5 +158,6 @@ class EngineState:
             CheckpointError: The checkpoint is damaged or of another model or optimizer. Nothing has been changed.
         """
         self._core.check_open()
+        self._core.check_not_averaged("loading a checkpoint")
         with self._core.internal_computation():
             return self._checkpoint.load(Path(path), state or {})

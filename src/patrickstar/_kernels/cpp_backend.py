@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import patrickstar._kernels
+from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
@@ -40,6 +41,8 @@ class _Span(ctypes.Structure):
         ("rule", ctypes.c_int32),
         ("mode", ctypes.c_int32),
         ("scalars", ctypes.c_double * SCALARS),
+        ("average", ctypes.c_void_p),
+        ("average_weight", ctypes.c_double),
     ]
 
 
@@ -132,7 +135,10 @@ class CppBackend:
             target.scalars[: len(scalars)] = scalars
             target.param, target.param_dtype = span.param.data_ptr(), DTYPES[span.param.dtype]
             target.master = span.master.data_ptr()
-            target.states[: len(span.states)] = [state.data_ptr() for state in span.states]
+            states = [state.data_ptr() for state in span.states]
+            if isinstance(rule, AveragedRule):
+                target.average, target.average_weight = states.pop(), rule.weight
+            target.states[: len(states)] = states
         running = Running(self._library, list(spans))
         self._check(
             self._library.patrickstar_start(

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.cpp_backend import CppBackend, Running, Unavailable
 from patrickstar._kernels.eager_backend import PAGE_NUMEL, WORKSPACE_ITEMS, EagerBackend
 from patrickstar._kernels.grad_norm import GradStats
@@ -70,7 +71,8 @@ class Kernels:
 
     def workspace_bytes(self, rule: Rule, device: torch.device, dtype: torch.dtype, numel: int) -> int:
         """Return the workspace bytes for updating a parameter of `numel` elements; `dtype` is the master's."""
-        if self.has_kernel(device) and rule.code is not None and dtype == torch.float32:
+        has_kernel = self.has_kernel(device) and (device.type == "cpu" or not isinstance(rule, AveragedRule))
+        if has_kernel and rule.code is not None and dtype == torch.float32:
             return 0
         return min(numel, PAGE_NUMEL if rule.by_pages else numel) * WORKSPACE_ITEMS * dtype.itemsize
 

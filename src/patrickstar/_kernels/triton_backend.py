@@ -7,6 +7,7 @@ from types import ModuleType
 
 import torch
 
+from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.cpp_backend import Unavailable
 from patrickstar._kernels.grad_norm import BLOCK_NUMEL, GradStats
 from patrickstar._kernels.update_rule import Gradient, Rule, Span, rounded
@@ -52,6 +53,7 @@ class TritonBackend:
         """Return True if the kernels implement the rule for these dtypes and all tensors are on one device."""
         return (
             span.rule.code is not None
+            and not isinstance(span.rule, AveragedRule)
             and TritonBackend.supports_gradient(span.grad)
             and span.master.device == span.param.device == span.grad.latest.device
             and span.param.dtype in DTYPES

@@ -45,6 +45,23 @@ void prefetch(const Span& span, int64_t first, int64_t count) {
     prefetch_list(span.master, sizeof(float), first, count);
     for (const float* state : span.states)
         if (state != nullptr) prefetch_list(state, sizeof(float), first, count);
+    if (span.average != nullptr) prefetch_list(span.average, sizeof(float), first, count);
+}
+
+// The operations of `_kernels/averaged.py`.
+void move_average(const Span& span, int64_t first, int64_t count) {
+    const float* __restrict masters = span.master + first;
+    float* __restrict averages = span.average + first;
+    const float weight = static_cast<float>(span.average_weight);
+    if (weight == 1.0f) {
+        for (int64_t i = 0; i < count; i++) averages[i] = masters[i];
+    } else if (weight < 0.5f) {
+        for (int64_t i = 0; i < count; i++)
+            averages[i] = canonical(averages[i] + (masters[i] - averages[i]) * weight);
+    } else {
+        const float change = weight - 1.0f;
+        for (int64_t i = 0; i < count; i++) averages[i] = canonical(masters[i] + (masters[i] - averages[i]) * change);
+    }
 }
 
 void update(const Span& span, int64_t first, int64_t count) {
@@ -56,6 +73,7 @@ void update(const Span& span, int64_t first, int64_t count) {
         const int64_t strip = end - start < STRIP ? end - start : STRIP;
         load_gradient(span, start, strip, grads);
         apply(span, start, strip, grads);
+        if (span.average != nullptr) move_average(span, start, strip);
         round_into(span.param, span.param_dtype, start, strip, span.master + start);
     }
 }

@@ -26,6 +26,8 @@ struct Span {
     int32_t rule;
     int32_t mode;
     double scalars[SCALARS];  // rounded to float by C++, where denormals are not flushed
+    float* average;           // moving average of the master, or null
+    double average_weight;
 };
 
 // Sums in fixed order: the elements of a BLOCK are rows of LANES; see `_kernels/grad_norm.py`.
