@@ -1,6 +1,7 @@
 """A process that dies or deviates: the other processes end soon with an error that names it."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from toys import Shape, layers, mean_square
 
 import patrickstar as ps
 from patrickstar import testing
+from patrickstar._distributed import deadlock_watch
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.engine import Engine
 from patrickstar.errors import ConfigError, PatrickStarError
@@ -216,3 +218,41 @@ def test_a_process_without_memory_ends_all_processes():
     assert "PeerError: rank 1 can't do its part of a collective: grad32[" in second.text, second.text
     assert "PeerError: rank 1 (process" in first.text, first.text
     assert "stopped in the middle of a collective: BudgetError: grad32[" in first.text, first.text
+
+
+def meets_alone(call: str) -> None:
+    """Call the engine in rank 0 only, while rank 1 waits in a barrier; runs in each process."""
+    deadlock_watch.WAIT_S, deadlock_watch.ANSWER_S = 0.5, 0.1
+    dist.init_process_group("gloo")
+    engine, optimizer = build()
+    step(engine, optimizer)
+    if dist.get_rank() == 0 and call == "state_dict":
+        engine.state_dict()
+    elif dist.get_rank() == 0:
+        next(engine.parameters()).norm()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("call", ["state_dict", "norm"])
+def test_a_call_of_one_process_ends_with_an_error_that_names_it(call):
+    ended = ranks.wait(ranks.start(2, meets_alone, {"call": call}), WITHIN_S)
+    assert ended[0].code == 1
+    assert re.search(
+        rf"PeerError: rank 0 waits for all processes in [\w. ]+ at \S+test_faults.py:\d+ \(.*{call}.*\), but "
+        rf"rank 1 waits in \S+test_faults.py:\d+ \(dist.barrier\(\)\)",
+        ended[0].text,
+    ), ended[0].text
+
+
+def is_slow() -> None:
+    """Let rank 0 wait for rank 1, which is busy; runs in each process."""
+    deadlock_watch.WAIT_S, deadlock_watch.ANSWER_S = 0.2, 0.05
+    engine, optimizer = build()
+    step(engine, optimizer)
+    if engine.world.rank == 1:
+        time.sleep(2)
+    step(engine, optimizer)
+
+
+def test_a_slow_process_is_waited_for():
+    ranks.run(2, is_slow)

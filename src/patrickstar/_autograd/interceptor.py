@@ -20,7 +20,7 @@ from patrickstar._autograd.param_attributes import (
 )
 from patrickstar._autograd.windows import CustomFunctions, GraphSnapshot, ModuleUse, Window
 from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.managed_param import ManagedParam, some_names
 from patrickstar._params.modes import managing
 from patrickstar._params.out_of_memory import run_with_retry
 from patrickstar._params.precision import tensors_in
@@ -137,7 +137,7 @@ class Interceptor:
             lost = self.release() or ()
             error.add_note(
                 f"The engine is closed. {len(lost)} parameters could not be read back and are NaN"
-                f"{': ' + ', '.join(lost) if lost else ''}. Continue from a saved state with a new engine."
+                f"{': ' + some_names(lost) if lost else ''}. Continue from a saved state with a new engine."
             )
 
     @contextmanager

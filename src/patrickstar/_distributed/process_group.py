@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from patrickstar._distributed.deadlock_watch import DeadlockWatch
 from patrickstar._distributed.single_process import SINGLE_PROCESS, SingleProcess
 from patrickstar.errors import ConfigError, PeerError
 
@@ -53,6 +54,7 @@ class World:
             dist.all_reduce(torch.zeros(1, device=device), group=self.data)  # the first call must not be point-to-point
         self._checkpoints: dist.ProcessGroup | None = None
         self._store = distributed_c10d.PrefixStore("patrickstar", distributed_c10d._get_default_store())
+        self._watch = DeadlockWatch(distributed_c10d.PrefixStore("watch", self._store), self.rank, self.size)
         me = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
         self.members = self.all_gather_object(me)
         number = self._store.add("worlds", 1) if self.rank == 0 else 0
@@ -130,8 +132,10 @@ class World:
         gathered = torch.empty(self.size * own.numel(), dtype=own.dtype, device="cpu")
         with explain_peer_failure(self):
             work = gather_into(gathered, own, self.control, async_op=True)
+            wait = self._watch.waiting()
             while not work.is_completed():
                 time.sleep(COLLECTIVE_POLL_S)
+                wait.check()
             work.wait()
         return gathered.view(self.size, -1)
 
@@ -231,6 +235,7 @@ class World:
         if self.users or self.closed:
             return
         self.closed = True
+        self._watch.close()
         if self.coordinator is not None:
             self.coordinator.collectives.close()
         if dist.is_initialized():
