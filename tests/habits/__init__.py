@@ -1,0 +1,1 @@
+"""What PyTorch users write, with the engine and in plain PyTorch."""
