@@ -217,6 +217,18 @@ def _(engine, folder):
     assert set(engine.optimizer.state) == set(engine.parameters())
 
 
+@habit(SAVING, "for states in optimizer.state.values(): states[key] = states[key].to(device)", EXACT)
+def _(engine, folder):
+    before = engine.optimizer.state_dict()["state"]
+    for states in engine.optimizer.state.values():
+        for key, value in states.items():
+            states[key] = value.to("cpu")
+            states[key] = value.clone()
+    after = engine.optimizer.state_dict()["state"]
+    for number, states in before.items():
+        assert_same_bits(states, after[number], "states")
+
+
 @habit(SAVING, "engine.save(path); engine.load(path)", EXACT)
 def _(engine, folder):
     engine.save(folder / "checkpoint")

@@ -1,6 +1,7 @@
 """Entries of `module.state_dict()` and of `optimizer.state`: lazy tensors with the bits of masters and states."""
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -13,11 +14,13 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import ChunkView, managed_param_of
 
 
+@dataclass(frozen=True)
 class ListElements:
-    """Elements of a parameter in one chunk list; see `Elements`."""
+    """Elements of a parameter in one chunk list; see `Elements`. Equal if they are the same elements."""
 
-    def __init__(self, interceptor: Interceptor, managed: ManagedParam, kind: str) -> None:
-        self._interceptor, self._managed, self._kind = interceptor, managed, kind
+    _interceptor: Interceptor
+    _managed: ManagedParam
+    _kind: str
 
     @property
     def name(self) -> str:

@@ -132,6 +132,10 @@ class LazyTensor(torch.Tensor):
         source = _Source(elements, extent * dtype.itemsize, device)
         return _lazy(source, shape, strides, 0, dtype)
 
+    def stores_same(self, other: "LazyTensor") -> bool:
+        """Return whether both tensors have the same elements in the same chunks."""
+        return self._source.elements == other._source.elements and self._strided == other._strided
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}

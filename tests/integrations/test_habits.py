@@ -1,0 +1,135 @@
+"""Savers and loaders of transformers, PEFT and Lightning with managed models: full precision, or a refusal."""
+
+import json
+
+import peft
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from transformers import GPT2LMHeadModel
+
+import patrickstar as ps
+from patrickstar.errors import ModelError
+from patrickstar.testing import assert_same_bits
+
+from .trainers import gpt2
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+]
+
+
+def trained(model, **options) -> ps.Engine:
+    torch.manual_seed(0)
+    engine, optimizer = ps.initialize(model, ps.Config(device="cpu", optimizer=ps.AdamW(lr=1e-2), **options))
+    ids = torch.arange(12).view(2, 6)
+    for _ in range(2):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+    return engine
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_save_pretrained_of_the_module(shard, tmp_path):
+    engine = trained(gpt2)
+    engine.module.save_pretrained(tmp_path, max_shard_size=shard)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 or shard == "5GB"
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert_same_bits(engine.state_dict(), dict(loaded.state_dict()), "the loaded model")
+    engine.close()
+    engine.module.save_pretrained(tmp_path / "closed")
+    assert_same_bits(dict(loaded.state_dict()), dict(engine.module.state_dict()), "the closed engine's model")
+
+
+def test_a_state_dict_of_the_caller_keeps_its_dtype(tmp_path):
+    engine = trained(gpt2)
+    state = {name: value.bfloat16() for name, value in engine.module.state_dict().items()}
+    engine.module.save_pretrained(tmp_path, state_dict=state)
+    assert GPT2LMHeadModel.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+def test_generation_has_the_bits_of_the_plain_model():
+    engine = trained(gpt2, precision="fp32")
+    ids, options = torch.arange(4)[None], {"max_new_tokens": 5, "do_sample": False}
+    found = [engine.generate(ids, **options), engine.module.generate(ids, **options)]
+    engine.close()
+    assert_same_bits([engine.module.generate(ids, **options)] * 2, found, "tokens")
+
+
+def adapted() -> nn.Module:
+    return peft.get_peft_model(gpt2(), peft.LoraConfig(r=4, target_modules=["c_attn"]))
+
+
+def test_adapters_are_saved_by_their_own_method_and_refused_by_the_engine(tmp_path):
+    engine = trained(adapted)
+    with pytest.raises(ModelError, match=r"PeftModel\w* has PEFT adapters.*engine\.module\.save_pretrained"):
+        engine.save_pretrained(tmp_path / "engine")
+    engine.module.save_pretrained(tmp_path / "adapters")
+    saved = safetensors.torch.load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    full = {name.replace(".default", ""): value for name, value in engine.state_dict().items() if "lora" in name}
+    assert_same_bits(full, saved, "adapters")
+    loaded = peft.PeftModel.from_pretrained(gpt2(), tmp_path / "adapters")
+    found = {name: value for name, value in loaded.state_dict().items() if "lora" in name}
+    assert_same_bits({name: engine.state_dict()[name] for name in found}, found, "loaded adapters")
+
+
+def test_a_merged_model_loads_in_transformers(tmp_path):
+    engine = trained(adapted, precision="fp32")
+    engine.close()
+    merged = engine.module.merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    assert_same_bits(
+        dict(merged.state_dict()), dict(GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()), "the merged model"
+    )
+
+
+def lightning_module(precision: str) -> nn.Module:
+    import lightning
+
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.__dict__["engine"](batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            config = ps.Config(device="cpu", precision=precision, optimizer=ps.AdamW(lr=1e-2))
+            self.__dict__["engine"], optimizer = ps.initialize(self.layers, config)
+            return optimizer
+
+    return Model()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_lightning_resumes_exactly(precision, tmp_path):
+    import lightning
+
+    data = torch.utils.data.DataLoader(
+        torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0)), batch_size=None
+    )
+
+    def trainer(epochs: int) -> lightning.Trainer:
+        off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        return lightning.Trainer(max_epochs=epochs, accelerator="cpu", devices=1, default_root_dir=tmp_path, **off)
+
+    whole, first, second = (lightning_module(precision) for _ in range(3))
+    trainer(3).fit(whole, data)
+    stopped = trainer(1)
+    stopped.fit(first, data)
+    stopped.save_checkpoint(tmp_path / "one.ckpt")
+    trainer(3).fit(second, data, ckpt_path=tmp_path / "one.ckpt", weights_only=False)
+    states = [
+        model.__dict__["engine"].state_dict()
+        | {"moments": model.__dict__["engine"].optimizer.state_dict()["state"][0]["exp_avg"]}
+        for model in (whole, second)
+    ]
+    assert_same_bits(*states, "the resumed run")
