@@ -89,7 +89,10 @@ def test_a_size_that_is_none_is_named(option: str) -> None:
 
 
 def test_missing_data_is_named(tmp_path: Path) -> None:
-    assert_refused(train("--data", tmp_path / "nowhere"), f"error: there is no file or folder {tmp_path / 'nowhere'}")
+    assert_refused(
+        train("--model", "gpt-1m", "--data", tmp_path / "nowhere"),
+        f"error: there is no file or folder {tmp_path / 'nowhere'}",
+    )
 
 
 def test_an_unknown_model_is_named_with_the_nearest() -> None:
@@ -107,7 +110,7 @@ def test_too_little_text_is_told(text: Path) -> None:
 
 def test_a_log_that_cannot_be_written_is_named(text: Path, tmp_path: Path) -> None:
     log = tmp_path / "text.py" / "log.jsonl"
-    assert_refused(train("--data", text, "--log", log), log, "check --log")
+    assert_refused(train("--model", "gpt-1m", "--data", text, "--log", log), log, "check --log")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
@@ -121,7 +124,7 @@ def test_a_budget_too_small_says_what_works(text: Path) -> None:
 
 
 def test_a_traceback_shows_when_it_is_asked_for(tmp_path: Path) -> None:
-    result = train("--data", tmp_path / "nowhere", "--traceback")
+    result = train("--model", "gpt-1m", "--data", tmp_path / "nowhere", "--traceback")
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
     assert "open_corpus" in result.stderr

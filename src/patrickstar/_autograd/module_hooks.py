@@ -61,6 +61,7 @@ class ModuleHooks:
                 hook = EngineHook(self.fill_state_dict)
                 self._undo.append(submodule._register_state_dict_hook(hook).remove)
                 self._saved.add(submodule)
+                self._keep_layout(submodule)
             if submodule in self._hooked:
                 continue
             if isinstance(submodule, FAST_PATH_LAYERS):
@@ -72,6 +73,13 @@ class ModuleHooks:
             else:
                 continue
             self._hooked.add(submodule)
+
+    def _keep_layout(self, module: nn.Module) -> None:
+        """Keep a 4-bit layer of bitsandbytes from packing its weight anew for AVX-512: its chunk has another shape."""
+        attributes: dict[str, Any] = vars(module)
+        if attributes.get("support_avx512bf16_for_cpu"):
+            attributes["support_avx512bf16_for_cpu"] = False
+            self._undo.append(lambda: attributes.update(support_avx512bf16_for_cpu=True))
 
     def _hook(self, module: nn.Module, applies: Callable[[nn.Module], bool]) -> None:
         uses: list[ModuleUse] = []

@@ -51,6 +51,8 @@ class ManagedParam:
     """Number of updates."""
     optimizer_extra: dict[str, Any] = field(default_factory=dict, repr=False)
     """Optimizer state outside the chunk lists: scalars, such as a step count."""
+    original_class: type[nn.Parameter] = nn.Parameter
+    """Class of the Parameter while it is not managed: a quantized one may have its own."""
     device_view: torch.Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

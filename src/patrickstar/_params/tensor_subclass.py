@@ -133,13 +133,14 @@ _LEAVES = frozenset((torch.Tensor, int, float, bool, type(None)))
 def adopt_parameter(managed: ManagedParam, interceptor: OperatorInterceptor) -> None:
     """Start to intercept operators on a managed parameter."""
     param: Any = managed.param
+    managed.original_class = type(param)
     param.__class__, param._managed_params, param._interceptor = ChunkParameter, (managed,), interceptor
 
 
 def release_parameter(managed: ManagedParam) -> None:
-    """Turn a managed parameter back into a plain `nn.Parameter`."""
+    """Turn a managed parameter back into a Parameter of its own class."""
     param: Any = managed.param
-    param.__class__ = nn.Parameter
+    param.__class__ = managed.original_class
     del param._managed_params, param._interceptor
 
 

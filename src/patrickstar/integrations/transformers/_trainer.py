@@ -107,8 +107,6 @@ class Trainer(transformers.Trainer):
                 "the model or accelerate's settings require FSDP, DeepSpeed or tensor parallelism; the engine shards "
                 "the model data itself: start the processes with torchrun"
             )
-        if getattr(self.model, "is_quantized", False):
-            raise ConfigError("the model is quantized, which the engine does not support; load it in 16 bits")
         if self.lr_scheduler is not None:
             raise ConfigError(
                 "a scheduler can't be passed, since the engine creates its optimizer later: choose it by "
