@@ -40,7 +40,7 @@ _GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
 _SET_DATA = descriptor("data").__set__
 _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 """Functions that expose memory outside PyTorch; they get a copy."""
-_SPECIAL = {_GET_GRAD, _SET_GRAD, _SET_DATA} | _COPIED
+_SPECIAL = {_GET_GRAD, _SET_GRAD, _SET_DATA, torch.Tensor.detach} | _COPIED
 
 
 def _gradient_hook(param: Any) -> None:
@@ -66,6 +66,8 @@ class Interceptor:
         self.window: Window | None = None
         self.hooks: dict[ManagedParam, Any] = {}
         self.functions = CustomFunctions()
+        self.listed: dict[ManagedParam, torch.Tensor] = {}
+        """Entries of the state dict that a module is about to fill by `detach`, so that no parameter is fetched."""
         self.release: weakref.finalize[Any, Any] | None = None
         """Closes the engine."""
 
@@ -163,7 +165,10 @@ class Interceptor:
         if func in _SPECIAL:
             if func in _COPIED:
                 return func(self.operate(torch.Tensor.clone, args[:1], {}, tensors), *args[1:], **kwargs)
-            return self._operate_attribute(func, args, managed_params[0])
+            if func is not torch.Tensor.detach:
+                return self._operate_attribute(func, args, managed_params[0])
+            if managed_params[0] in self.listed and type(tensors[0]) is ChunkParameter:
+                return self.listed.pop(managed_params[0])
         if func is not F.embedding:
             for managed in managed_params:
                 if managed.on_host:

@@ -44,12 +44,14 @@ class ModuleHooks:
 
     Args:
         interceptor: Opens and closes windows.
-        fill_state_dict: State-dict hook for modules with parameters of their own.
+        before_state_dict, after_state_dict: State-dict hooks for modules with parameters of their own.
     """
 
-    def __init__(self, interceptor: Interceptor, fill_state_dict: Callable[..., None]) -> None:
+    def __init__(
+        self, interceptor: Interceptor, before_state_dict: Callable[..., None], after_state_dict: Callable[..., None]
+    ) -> None:
         self.interceptor = interceptor
-        self.fill_state_dict = fill_state_dict
+        self.before_state_dict, self.after_state_dict = before_state_dict, after_state_dict
         self._undo: list[Callable[[], None]] = []
         self._hooked: set[nn.Module] = set()
         self._saved: set[nn.Module] = set()
@@ -58,8 +60,9 @@ class ModuleHooks:
         """Hook modules that are not hooked yet; users may add and compile modules at any time."""
         for submodule in module.modules():
             if submodule._parameters and submodule not in self._saved:
-                hook = EngineHook(self.fill_state_dict)
-                self._undo.append(submodule._register_state_dict_hook(hook).remove)
+                before, after = EngineHook(self.before_state_dict), EngineHook(self.after_state_dict)
+                self._undo.append(submodule.register_state_dict_pre_hook(before).remove)
+                self._undo.append(submodule._register_state_dict_hook(after).remove)
                 self._saved.add(submodule)
                 self._keep_layout(submodule)
             if submodule in self._hooked:

@@ -37,7 +37,7 @@ class GradientElements:
     def version(self) -> Hashable:
         return self.managed.steps, self.managed.param._version, self._gradients.writes
 
-    def read(self) -> torch.Tensor:
+    def read(self, out: torch.Tensor | None = None) -> torch.Tensor:
         with self._closer.close_on_data_loss():
             gradient = self._gradients.read(self.managed)
         if gradient is None:
@@ -45,7 +45,7 @@ class GradientElements:
                 f"{self.name} does not exist any more: optimizer.step() has used it, or it was discarded; clone() a "
                 f"gradient to keep its values"
             )
-        return gradient.to(self.dtype)
+        return gradient.to(self.dtype) if out is None else out.copy_(gradient)
 
     def write(self, value: torch.Tensor) -> None:
         with self._closer.close_on_data_loss():

@@ -156,7 +156,9 @@ class EngineCore:
         self.optimizer_placement.begin(plan.placement)
         self.by_name = {managed.name: managed for managed in self.data.managed_params}
         self.lazy_state = LazyState(self.interceptor)
-        self.module_hooks = ModuleHooks(self.interceptor, self.lazy_state.fill_state_dict)
+        self.module_hooks = ModuleHooks(
+            self.interceptor, self.lazy_state.before_state_dict, self.lazy_state.after_state_dict
+        )
         self.module_hooks.notice(self.module)
         self._save_in_full_precision()
         self.release = weakref.finalize(self, release, self.interceptor, self.module_hooks, self.model_state)

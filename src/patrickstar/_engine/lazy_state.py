@@ -31,9 +31,9 @@ class ListElements:
     def version(self) -> Hashable:
         return self._managed.steps, self._managed.param._version, self._interceptor.full_state.writes
 
-    def read(self) -> torch.Tensor:
+    def read(self, out: torch.Tensor | None = None) -> torch.Tensor:
         with self._interceptor.close_on_data_loss():
-            return self._interceptor.full_state.read(self._managed, self._kind)
+            return self._interceptor.full_state.read(self._managed, self._kind, out)
 
     def write(self, value: torch.Tensor) -> None:
         self._interceptor.optimizer_in_backward.check_inactive("writing a state")
@@ -67,10 +67,19 @@ class LazyState:
             self._params[managed] = lazy
         return lazy
 
-    def fill_state_dict(self, module: nn.Module, entries: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Put the parameters of one module into its state dict in full precision: a state-dict hook."""
+    def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Prepare the entries of one module's own parameters: a pre-hook of its `state_dict`."""
+        if keep_vars:  # the entries are the parameters themselves
+            return
+        for param in module._parameters.values():
+            if (managed := managed_param_of(param)) is not None:
+                self._interceptor.listed[managed] = self.tensor(managed, managed.full_kind)
+
+    def after_state_dict(self, module: nn.Module, entries: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        """Replace what a module's own way to fill its state dict has fetched: a hook of its `state_dict`."""
         for name, param in module._parameters.items():
-            managed = managed_param_of(param)
-            # With keep_vars=True the entry is the parameter itself.
-            if managed is not None and isinstance(entries.get(prefix + name), ChunkView):
+            if (managed := managed_param_of(param)) is None:
+                continue
+            self._interceptor.listed.pop(managed, None)
+            if isinstance(entries.get(prefix + name), ChunkView):
                 entries[prefix + name] = self.tensor(managed, managed.full_kind)

@@ -1,12 +1,12 @@
 """Tensors whose elements are read from chunks when an operator needs them, and written back when one changes them."""
 
-import mmap
 from collections.abc import Callable, Collection, Hashable
 from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
+from patrickstar._memory.vm_pool import advise_huge, private_memory
 from patrickstar._params.tensor_subclass import METADATA, descriptor
 from patrickstar.errors import ModelError
 
@@ -32,8 +32,8 @@ class Elements(Protocol):
     def version(self) -> Hashable:
         """A value that differs after the elements have changed."""
 
-    def read(self) -> torch.Tensor:
-        """Return a copy of the elements as a plain tensor that has its own storage."""
+    def read(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a copy of the elements as a plain tensor that has its own storage, or in `out`."""
 
     def write(self, value: torch.Tensor) -> None:
         """Store changed elements."""
@@ -42,10 +42,18 @@ class Elements(Protocol):
 class _Source:
     """Elements of a lazy tensor and of its views, with the addresses of their storage."""
 
-    def __init__(self, elements: Elements, nbytes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        elements: Elements,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.elements = elements
-        self.nbytes = nbytes
-        self.device = device
+        self.shape, self.strides, self.dtype, self.device = shape, strides, dtype, device
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+        self.nbytes = extent * dtype.itemsize
         self._bytes: torch.Tensor | None = None
         self._at_address: torch.Tensor | None = None
         self._version: Hashable = None
@@ -60,8 +68,8 @@ class _Source:
         """Return the bytes at the addresses of the storage, which take no memory until they are written."""
         if self._bytes is None:
             if self.device.type == "cpu":
-                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-                self._bytes = torch.frombuffer(mmap.mmap(-1, max(1, self.nbytes), flags=flags), dtype=torch.uint8)
+                self._bytes = torch.frombuffer(private_memory(max(1, self.nbytes)), dtype=torch.uint8)
+                advise_huge(self._bytes.data_ptr(), self.nbytes)
             else:
                 self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         return self._bytes
@@ -69,9 +77,8 @@ class _Source:
     def read_to_address(self) -> torch.Tensor:
         """Return the elements at the addresses of the storage."""
         if self._at_address is None or self._version != self.elements.version:
-            version, value = self.elements.version, self.elements.read()
-            memory = self.reserve()[: self.nbytes].view(value.dtype)
-            self._at_address = torch.as_strided(memory, value.shape, value.stride()).copy_(value)
+            version, memory = self.elements.version, self.reserve()[: self.nbytes].view(self.dtype)
+            self._at_address = self.elements.read(torch.as_strided(memory, self.shape, self.strides))
             self._version = version
         return self._at_address
 
@@ -128,8 +135,7 @@ class LazyTensor(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> "LazyTensor":
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if all(shape) else 0
-        source = _Source(elements, extent * dtype.itemsize, device)
+        source = _Source(elements, shape, strides, dtype, device)
         return _lazy(source, shape, strides, 0, dtype)
 
     def stores_same(self, other: "LazyTensor") -> bool:

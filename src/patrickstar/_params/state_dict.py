@@ -29,14 +29,16 @@ class ModelState:
         self.process = os.getpid()
         """Id of the process that owns the chunks. See [Note: memory excluded from fork]."""
 
-    def read(self, managed: ManagedParam, kind: str) -> torch.Tensor:
-        """Return a host copy of a parameter in list `kind`, all-gathered from all ranks.
+    def read(self, managed: ManagedParam, kind: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a host copy of a parameter in list `kind`, all-gathered from all ranks, in `out` if given.
 
         If this rank's shard can't be read, NaN is gathered in its place and the error is raised.
         """
         kind = managed.shard_chunk.kind if kind == PARAM16 else kind
         chunk = self.data.manager[kind, managed.location.chunk]
-        value = torch.empty_strided(managed.shape, managed.region.strides, dtype=chunk.dtype, device="cpu")
+        value = out
+        if value is None:
+            value = torch.empty_strided(managed.shape, managed.region.strides, dtype=chunk.dtype, device="cpu")
         flat = value.as_strided((managed.numel,), (1,))
         own = flat[managed.shard_slice]
         try:

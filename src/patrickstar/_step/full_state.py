@@ -20,20 +20,23 @@ class FullState:
         self.writes = 0
         """Number of calls of `write`."""
 
-    def read(self, managed: ManagedParam, kind: str) -> torch.Tensor:
-        """Return a host copy of a parameter in a chunk list. A closed engine has left its parameters, but no states.
+    def read(self, managed: ManagedParam, kind: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a host copy of a parameter in a chunk list, in `out` if given, which has the parameter's strides.
+
+        A closed engine has left its parameters, but no states.
 
         Raises:
             TrainingError: The engine is closed, or was created by the parent of this process.
         """
         if self.data.closed and kind == managed.full_kind and self.state.keep_values:
-            return managed.param.detach().cpu().clone()
+            left = managed.param.detach().cpu()
+            return left.clone() if out is None else out.copy_(left)
         self._check_open(managed)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._optimizer_step.complete()
             self.data.synchronize_processes(Request.STATE)
             with self.data.collective_section():
-                return self.state.read(managed, kind)
+                return self.state.read(managed, kind, out)
 
     def write(self, managed: ManagedParam, kind: str, value: torch.Tensor) -> None:
         """Replace a parameter, and the rounded copy that operators read, or one of its states.
