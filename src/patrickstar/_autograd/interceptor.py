@@ -20,7 +20,7 @@ from patrickstar._autograd.param_attributes import (
 )
 from patrickstar._autograd.windows import CustomFunctions, GraphSnapshot, ModuleUse, Window
 from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._params.managed_param import ManagedParam, some_names
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.modes import managing
 from patrickstar._params.out_of_memory import run_with_retry
 from patrickstar._params.precision import tensors_in
@@ -34,7 +34,7 @@ from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._step.full_state import FullState
 from patrickstar._step.gradients import Gradients
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
-from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, TrainingError
+from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, PeerError, TrainingError
 
 _GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
 _SET_DATA = descriptor("data").__set__
@@ -137,9 +137,11 @@ class Interceptor:
         """Close the engine after a disk or thread failure lost bytes of chunks."""
         if self.release is not None and self.release.alive:
             lost = self.release() or ()
+            # Without the other processes nothing can be read back, so that the names say nothing.
+            names = "" if isinstance(error, PeerError) or not lost else f": {', '.join(lost)}"
             error.add_note(
-                f"The engine is closed. {len(lost)} parameters could not be read back and are NaN"
-                f"{': ' + some_names(lost) if lost else ''}. Continue from a saved state with a new engine."
+                f"The engine is closed. {len(lost)} parameters could not be read back and are NaN{names}. "
+                f"Continue from a saved state with a new engine."
             )
 
     @contextmanager

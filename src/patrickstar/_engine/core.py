@@ -40,7 +40,7 @@ from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.memory_meter import Meter
 from patrickstar._memory.tracer import Tracer
-from patrickstar._params.managed_param import ManagedParam, some_names
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.modes import managing
 from patrickstar._params.out_of_memory import explain, is_out_of_memory
@@ -227,7 +227,7 @@ class EngineCore:
                 self.model_state.synchronized = True
         lost = self.release()
         if lost and keep and (failed := self.manager.io_dispatch.failed) is not None:
-            failed.add_note(f"{len(lost)} parameters could not be read back and are NaN: {some_names(lost)}.")
+            failed.add_note(f"{len(lost)} parameters could not be read back and are NaN: {', '.join(lost)}.")
             raise failed
 
     def complete(self) -> None:

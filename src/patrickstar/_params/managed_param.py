@@ -1,7 +1,7 @@
 """One parameter of the user's model, its location in the chunks and its training state."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,6 @@ from patrickstar._layout.shard_geometry import memory_order
 from patrickstar._memory.chunk import Chunk, Region
 from patrickstar._memory.profiler_range import is_profiling
 from patrickstar._params.param_state import ParamState
-
-SHOWN_NAMES = 3
-"""Parameters that an error about many of them names."""
 
 
 @dataclass(eq=False)
@@ -130,9 +127,3 @@ class ManagedParam:
 def profiled_names(managed_params: Iterable[ManagedParam]) -> str:
     """Return the names of parameters for a profiler range; empty, to save time, if no profiler runs."""
     return ", ".join(managed.name for managed in managed_params) if is_profiling() else ""
-
-
-def some_names(names: Sequence[str]) -> str:
-    """Return the first names of parameters, and the number of the others, for errors."""
-    others = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return ", ".join(names[:SHOWN_NAMES]) + others
