@@ -141,15 +141,20 @@ def _(engine, folder):
     check(engine, plain.state_dict())
 
 
-@habit(SAVING, "accelerator.save_state(folder), load_state(folder): the model", EXACT)
+@habit(SAVING, "accelerator.prepare(model, optimizer); save_state(folder), load_state(folder)", EXACT)
 def _(engine, folder):
-    def prepared(module):
+    def prepared(of):
         accelerator = accelerate.Accelerator(cpu=True)
-        accelerator.prepare(module)
+        accelerator.prepare(of.module, of.optimizer)
         return accelerator
 
-    prepared(engine.module).save_state(folder / "state")
-    other(engine, lambda twin: prepared(twin.module).load_state(folder / "state"))
+    prepared(engine).save_state(folder / "state")
+    other(engine, lambda twin: prepared(twin).load_state(folder / "state"))
+    twin = managed("bf16")
+    train(twin, 1, first=5)
+    prepared(twin).load_state(folder / "state")
+    assert_same_bits(train(engine, 2, first=2), train(twin, 2, first=2), "losses of the resumed run")
+    check(engine, twin.state_dict())
 
 
 @habit(SAVING, "accelerator.get_state_dict(model), unwrap_model(model)", EXACT)

@@ -99,13 +99,13 @@ class Wait:
             kind, text = place
             if kind == "collective" and self._places.get(rank) == place:
                 raise PeerError(
-                    f"rank {self._watch._rank} waits for all processes in {_own_call()}, but rank {rank} waits in "
+                    f"rank {self._watch._rank} waits for all processes in {own_call()}, but rank {rank} waits in "
                     f"{text}: neither can go on; all processes must do the same with the engine"
                 )
             if now - self._reminded > REMINDER_S:
                 _log.warning(
                     "rank %d has waited %.0f s in %s for rank %d, which is in %s",
-                    *(self._watch._rank, now - self._began, _own_call(), rank, text),
+                    *(self._watch._rank, now - self._began, own_call(), rank, text),
                 )
         if places and now - self._reminded > REMINDER_S:
             self._reminded = now
@@ -139,7 +139,7 @@ def _place(frame: FrameType | None) -> tuple[str, str]:
     return kind, "an unknown line"
 
 
-def _own_call() -> str:
+def own_call() -> str:
     """Return the engine's method that the user called, and the line of the call."""
     frame: FrameType | None = sys._getframe()
     call = ""

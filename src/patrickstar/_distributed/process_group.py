@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from patrickstar._distributed.deadlock_watch import DeadlockWatch
+from patrickstar._distributed.deadlock_watch import DeadlockWatch, own_call
 from patrickstar._distributed.single_process import SINGLE_PROCESS, SingleProcess
 from patrickstar.errors import ConfigError, PeerError
 
@@ -179,8 +179,8 @@ class World:
     def explain_failure(self, error: BaseException) -> PeerError:
         """Return the error for a failed collective; it names the process that ended."""
         return PeerError(
-            f"{self._find_ended()}; rank {self.rank} can't continue alone ({_first_line(error)}). "
-            f"No operation was retried: restart all processes from a checkpoint"
+            f"{self._find_ended()}; rank {self.rank} can't continue alone in {own_call()}, which needs all processes "
+            f"({_first_line(error)}). No operation was retried: restart all processes from a checkpoint"
         )
 
     def _describe(self, rank: int) -> str:
