@@ -183,7 +183,9 @@ def _(engine, folder):
 
 @habit(SAVING, "pickle.dumps(model)", EXACT)
 def _(engine, folder):
-    check(engine, pickle.loads(pickle.dumps(engine.module)).state_dict())
+    pickled = pickle.dumps(engine.module)
+    check(engine, pickle.loads(pickled).state_dict())
+    assert b"patrickstar" not in pickled, "the copy loads without this package"
 
 
 @habit(SAVING, "pickle.dumps(p), copy.deepcopy(p)", EXACT)
