@@ -80,10 +80,15 @@ READS = {
 }
 
 
+MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_reading(read, pair):
+def test_reading(read, mode, pair):
     tensor, stored = pair
-    found = read(tensor)
+    with mode():
+        found = read(tensor)
     assert torch.equal(read(stored.value), found)
     assert stored.version == 0
 
@@ -103,12 +108,14 @@ WRITES = {
 }
 
 
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_writing(write, pair):
+def test_writing(write, mode, pair):
     tensor, stored = pair
     expected = stored.value.clone()
-    write(expected)
-    write(tensor)
+    with mode():
+        write(expected)
+        write(tensor)
     assert torch.equal(expected, stored.value)
     assert stored.version == 1
 

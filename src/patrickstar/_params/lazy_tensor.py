@@ -7,6 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from patrickstar._memory.vm_pool import advise_huge, private_memory
+from patrickstar._params.modes import managing
 from patrickstar._params.tensor_subclass import METADATA, descriptor
 from patrickstar.errors import ModelError
 
@@ -19,6 +20,7 @@ from patrickstar.errors import ModelError
 # Savers compare the addresses of storages to find tied parameters, and some then read the memory at the address of a
 # tensor. The storage of a lazy tensor is therefore a range of reserved addresses. It takes no memory until the address
 # of the tensor itself is asked for, when the elements are read to it; they stay there as long as the lazy tensor lives.
+# What native code writes at an address is not seen.
 
 
 class Elements(Protocol):
@@ -60,9 +62,10 @@ class _Source:
 
     def read(self) -> torch.Tensor:
         """Return a copy of the elements."""
-        if self._at_address is not None and self._version == self.elements.version:
-            return self._at_address.clone()
-        return self.elements.read()
+        with managing():
+            if self._at_address is not None and self._version == self.elements.version:
+                return self._at_address.clone()
+            return self.elements.read()
 
     def reserve(self) -> torch.Tensor:
         """Return the bytes at the addresses of the storage, which take no memory until they are written."""
@@ -77,9 +80,10 @@ class _Source:
     def read_to_address(self) -> torch.Tensor:
         """Return the elements at the addresses of the storage."""
         if self._at_address is None or self._version != self.elements.version:
-            version, memory = self.elements.version, self.reserve()[: self.nbytes].view(self.dtype)
-            self._at_address = self.elements.read(torch.as_strided(memory, self.shape, self.strides))
-            self._version = version
+            with managing():
+                version, memory = self.elements.version, self.reserve()[: self.nbytes].view(self.dtype)
+                self._at_address = self.elements.read(torch.as_strided(memory, self.shape, self.strides))
+                self._version = version
         return self._at_address
 
 
@@ -223,7 +227,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], written: Collection[_Sour
             return leaf
         if leaf._source not in roots:
             roots[leaf._source] = leaf._source.read()
-        plain = _at(roots[leaf._source], leaf)
+        with managing():  # tensors of inference mode have no version counter
+            plain = _at(roots[leaf._source], leaf)
         taken.append((leaf, plain, plain._version))
         return plain
 
