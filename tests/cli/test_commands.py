@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from typer.testing import CliRunner, Result
@@ -121,6 +122,19 @@ def test_a_device_that_is_not_there_is_told(text: Path) -> None:
 def test_a_budget_too_small_says_what_works(text: Path) -> None:
     result = train("--data", text, "--model", "gpt-1m", "--device-memory", "1KiB", "--sequence", 16)
     assert_refused(result, "device budget of 1024 bytes", "Each of these alone is enough", "device_memory='")
+
+
+@pytest.mark.skipif(psutil.virtual_memory().total > 150 << 30, reason="needs a machine without room for gpt-12b")
+def test_a_model_that_no_memory_here_holds_is_refused_before_its_libraries_load(text: Path) -> None:
+    program = (
+        "import sys\nfrom patrickstar.__main__ import main\ntry:\n    main()\nfinally:\n"
+        "    print('transformers' in sys.modules)"
+    )
+    options = ["--data", text, "--model", "gpt-12b", "--device", "cpu", "--device-memory", "3GiB"]
+    command = [sys.executable, "-c", program, "train", *map(str, options), "--host-memory", "4GiB"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "169159065600 bytes (157.54 GiB) of model data" in done.stderr and "--disk DIRECTORY" in done.stderr
+    assert done.stdout == "False\n"
 
 
 def test_a_traceback_shows_when_it_is_asked_for(tmp_path: Path) -> None:

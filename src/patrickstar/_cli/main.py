@@ -122,13 +122,17 @@ def train(
     """Train a causal language model on text within memory budgets."""
     arguments = locals()
     with _reported_errors(traceback):
-        # Imported here because its libraries take seconds to load, and --help should not.
-        from patrickstar._cli.train import dry_run_training
-        from patrickstar._cli.train import train as run
+        from patrickstar._cli.preset_check import refuse_too_large
         from patrickstar._cli.train_options import TrainOptions
         from patrickstar.errors import ConfigError
 
         options = TrainOptions(**_fields(TrainOptions, arguments | {"data": tuple(data or ())}))
+        if machine is None and resume is None:
+            refuse_too_large(options)
+        # Imported here because its libraries take seconds to load, and --help should not.
+        from patrickstar._cli.train import dry_run_training
+        from patrickstar._cli.train import train as run
+
         if dry_run:
             dry_run_training(options, Console(), machine)
             return
