@@ -109,7 +109,7 @@ def lightning_module(precision: str) -> nn.Module:
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_lightning_resumes_exactly(precision, tmp_path):
     import lightning
 

@@ -48,7 +48,7 @@ def run(lengths, planned, device_memory):
     engine.close(keep=False)
 
 
-@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("planned", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sixteen_lengths(planned):
     lengths = [*range(8, 24)] * 2
     random.Random(1).shuffle(lengths)
@@ -56,7 +56,7 @@ def test_sixteen_lengths(planned):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("planned", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sixty_four_lengths(planned):
     lengths = [random.Random(2).randrange(8, 72) for _ in range(436)] + [*range(8, 72)]
     random.Random(3).shuffle(lengths)

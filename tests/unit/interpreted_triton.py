@@ -12,6 +12,12 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 OTHERS = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in kernel_cases.DTYPES if dtype != torch.bfloat16]
 """Dtypes of slow tests: the interpreter takes seconds per kernel."""
+_FIRST = {(type(rule), rule.mode): rule for rule in reversed(kernel_cases.RULES)}
+RULES = [
+    rule if _FIRST[type(rule), rule.mode] is rule else pytest.param(rule, marks=pytest.mark.slow)
+    for rule in kernel_cases.RULES
+]
+"""All rules; those with the code path of an earlier one are slow tests."""
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +28,7 @@ def fused():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *OTHERS], ids=str)
-@pytest.mark.parametrize("rule", kernel_cases.RULES, ids=lambda rule: f"{type(rule).__name__}-{rule.mode}")
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{type(rule).__name__}-{rule.mode}")
 def test_updates_are_those_of_the_list(fused, rule, dtype):
     kernel_cases.check_update(fused, rule, dtype)
 
