@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -116,6 +116,11 @@ def _check_no_adapters(module: Any) -> None:
         )
 
 
+def common_dtype(dtypes: Iterable[torch.dtype]) -> str:
+    """Return the name of the dtype that represents all `dtypes`: transformers loads all parameters in one."""
+    return str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
+
+
 def _config_files(state: ModelState, items: Sequence[ExportItem]) -> dict[str, str]:
     """Return the configuration files of a transformers model as text by file name."""
     texts = {}
@@ -130,8 +135,7 @@ def _config_files(state: ModelState, items: Sequence[ExportItem]) -> dict[str, s
             if isinstance(item.source, ManagedParam) and item.entry.dtype.is_floating_point
         ]
         if dtypes:
-            # transformers loads all parameters in this dtype; with mixed dtypes, take one that represents all of them.
-            fields["dtype"] = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
+            fields["dtype"] = common_dtype(dtypes)
         texts["config.json"] = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     if hasattr(generation, "to_json_string"):
         texts["generation_config.json"] = generation.to_json_string()

@@ -6,10 +6,9 @@ import torch
 from patrickstar._cli.presets import PRESETS
 from patrickstar._cli.train_options import TrainOptions
 from patrickstar._layout.byte_size import format_size, parse_size
+from patrickstar._layout.schema import schema_for
+from patrickstar.config import Config
 from patrickstar.errors import BudgetError
-
-BYTES_PER_PARAM = {"bf16": 14, "fp16": 14, "fp32": 16}
-"""Model data of AdamW: the parameter, its master and two states."""
 
 
 def refuse_too_large(options: TrainOptions) -> None:
@@ -20,17 +19,17 @@ def refuse_too_large(options: TrainOptions) -> None:
     preset = PRESETS.get(options.model)
     if preset is None or options.disk is not None or options.device_memory is None or options.host_memory is None:
         return
-    needed = preset.layers * preset.layer_numel * BYTES_PER_PARAM[options.precision]
-    budgets = parse_size(options.device_memory) + parse_size(options.host_memory)
+    compute = str(Config(precision=options.precision).compute_dtype).removeprefix("torch.")
+    needed = preset.layers * preset.layer_numel * schema_for(compute, trained=True).bytes_per_param
+    device, host = parse_size(options.device_memory), parse_size(options.host_memory)
     machine = psutil.virtual_memory().total
     if options.device != "cpu" and torch.cuda.is_available():
         machine += torch.cuda.get_device_properties(0).total_memory
-    if needed > max(budgets, machine):
+    if needed > max(device + host, machine):
         raise BudgetError(
             f"the layers of {options.model} have {needed} bytes ({format_size(needed)}) of model data. The device "
-            f"budget of {parse_size(options.device_memory)} bytes and the host budget of "
-            f"{parse_size(options.host_memory)} bytes hold {format_size(budgets)}, and this machine has "
-            f"{format_size(machine)} of memory in all",
-            needed - budgets,
+            f"budget of {device} bytes and the host budget of {host} bytes hold {format_size(device + host)}, and this "
+            f"machine has {format_size(machine)} of memory in all",
+            needed - device - host,
             "Add a disk (--disk DIRECTORY), choose a smaller --model, or see `patrickstar plan` for other machines",
         )

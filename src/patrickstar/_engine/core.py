@@ -4,7 +4,6 @@ import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import reduce
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from patrickstar._autograd.activation_offload import ActivationOffload
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._autograd.module_hooks import ModuleHooks
 from patrickstar._checkpoint.background_save import BackgroundSave
+from patrickstar._checkpoint.hf_export import common_dtype
 from patrickstar._checkpoint.module_save_pretrained import SavePretrained
 from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SINGLE_PROCESS
@@ -317,8 +317,8 @@ class EngineCore:
         saved = {p.full_dtype for p in self.data.managed_params if p.full_dtype.is_floating_point}
         computed = {p.chunk.dtype for p in self.data.managed_params if p.full_dtype.is_floating_point}
         if saved != computed and hasattr(type(self.module), "save_pretrained"):
-            dtype = str(reduce(torch.promote_types, saved)).removeprefix("torch.")
-            self.module_hooks.replace_method(self.module, "save_pretrained", SavePretrained(self.module, dtype))
+            method = SavePretrained(self.module, common_dtype(saved))
+            self.module_hooks.replace_method(self.module, "save_pretrained", method)
 
     def _move_buffers(self) -> None:
         for module in self.module.modules():

@@ -79,10 +79,7 @@ class Gradients:
 
     def stored_dtype(self, managed: ManagedParam) -> torch.dtype:
         """Return the dtype that holds a parameter's gradient without loss: the master's if it is a sum or scaled."""
-        if self.scales or managed.state.accumulated:
-            dtype: torch.dtype = getattr(torch, managed.schema.master_dtype)
-            return dtype
-        return managed.chunk.dtype
+        return managed.full_dtype if self.scales or managed.state.accumulated else managed.chunk.dtype
 
     def check_final(self, managed: ManagedParam) -> None:
         """Raise TrainingError if gradients were clipped and may not change."""
