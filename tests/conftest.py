@@ -1,5 +1,6 @@
 """Options and fixtures of all tests."""
 
+import os
 import signal
 
 import pytest
@@ -8,6 +9,11 @@ import torch
 from late_copies import LateHardware
 
 from patrickstar import testing
+
+if os.environ.get("PATRICKSTAR_TEST_DEVICE") == "strict":
+    import strict_device  # noqa: F401  It becomes PyTorch's accelerator before any test runs.
+else:
+    collect_ignore = ["strict"]
 
 
 def pytest_addoption(parser):

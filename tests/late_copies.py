@@ -53,6 +53,9 @@ class LateTransfer(StreamTransfer):
         """True if the host knows that the copy is done."""
         self.read: bytes | None = None
         """Bytes of the source when the copy ran, while the source must not change."""
+        self.to_host = chunk.host is not None and target.data_ptr() == chunk.host.data_ptr()
+        self.hidden: bytes | None = None
+        """Bytes that were copied to the host, which has not waited for them."""
         stream.hardware.allow_overwrite(target)
         stream.hardware.pending.add(self)
         fill_poison(target)
@@ -81,13 +84,25 @@ class LateTransfer(StreamTransfer):
         for transfer in self.stream.hardware.pending:
             if transfer.stream is self.stream and transfer.number <= self.number:
                 transfer.ordered = True
+                if transfer.to_host:
+                    transfer.check()  # the device may write its source from now on, in the order of its work
 
     def run(self) -> None:
-        """Copy the current bytes."""
+        """Copy the current bytes. The host sees bytes that the device has written once it has waited for them."""
         self.ran = True
         assert self.chunk.device_resident, f"{self.chunk}: its device memory was freed while a copy was queued"
+        self.stream.hardware.arrive(self.source_address, self.nbytes)
         self.read = ctypes.string_at(self.source_address, self.nbytes)
-        ctypes.memmove(self.target_address, self.read, self.nbytes)
+        if self.to_host:
+            self.hidden = self.read
+        else:
+            ctypes.memmove(self.target_address, self.read, self.nbytes)
+
+    def arrive(self) -> None:
+        """Let the host see what was copied."""
+        if self.hidden is not None:
+            ctypes.memmove(self.target_address, self.hidden, self.nbytes)
+            self.hidden = None
 
     def check(self) -> None:
         """Assert that the source has not changed since the copy ran, and allow it to change from now on."""
@@ -101,6 +116,7 @@ class LateTransfer(StreamTransfer):
         pending = self.stream.hardware.pending
         for transfer in [t for t in pending if t.stream is self.stream and t.number <= self.number]:
             transfer.check()
+            transfer.arrive()
             transfer.known_done = True
             pending.discard(transfer)
 
@@ -136,7 +152,7 @@ class LateCopies(CopyStreams):
     """Copy streams of `LateHardware`: one simulated stream per direction."""
 
     def __init__(self, hardware: "LateHardware") -> None:
-        super().__init__(CPU)
+        super().__init__(None)
         self._up, self._down = LateStream(hardware), LateStream(hardware)
 
     def up(self, chunk: Chunk) -> LateTransfer:
@@ -218,6 +234,15 @@ class LateHardware(Hardware):
         for transfer in self.pending:
             if transfer.ordered and transfer.source_address < end and start < transfer.source_address + transfer.nbytes:
                 transfer.check()
+
+    def arrive(self, address: int, nbytes: int) -> None:
+        """Let a copy of the device see what earlier copies have written to host memory."""
+        for transfer in sorted(self.pending, key=lambda transfer: transfer.number):
+            overlaps = (
+                transfer.target_address < address + nbytes and address < transfer.target_address + transfer.nbytes
+            )
+            if transfer.ordered and overlaps:
+                transfer.arrive()
 
     def check_pending(self) -> None:
         """Assert that the sources of copies that were never waited for have not changed."""

@@ -16,7 +16,7 @@ from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.cuda_device import CudaDevice
+from patrickstar._memory.cuda_accelerator import CudaAccelerator
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_arena import HostArena
 from patrickstar._memory.host_tier import HostTier
@@ -242,7 +242,7 @@ def _register(record: Record, name: str, nbytes: int, touched: bool) -> None:
         duration_s = once(memory.zero_, device)
         record.figure(f"first touch of {name}", duration_s, "s", predicted=0.05 * nbytes / GIB)
     label = f"cudaHostRegister of {name}, {'touched before' if touched else 'not touched before'}"
-    cuda, locked = CudaDevice(torch.device("cuda")), []
+    cuda, locked = CudaAccelerator(torch.device("cuda")), []
     try:
         duration_s = once(lambda: locked.extend(cuda.page_lock(memory.data_ptr(), nbytes)), device)
     except BudgetError as error:

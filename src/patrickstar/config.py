@@ -14,6 +14,12 @@ from patrickstar._options import Options
 from patrickstar.errors import ConfigError, DeviceError
 from patrickstar.optim import SGD, Adam, AdamW, Lion, Optimizer, TorchOptimizer
 
+UNSUPPORTED = {
+    "meta": "its tensors have no content",
+    "mps": "PyTorch can't resize a storage there, so a chunk's memory could not be freed while parameters view it",
+}
+"""Types of devices that are refused, with the reason."""
+
 
 class Disk(Options):
     """Disk tier: a swap file for the chunks that memory can't hold. It is deleted when the process ends.
@@ -47,7 +53,7 @@ class Config(Options):
     """
 
     device: str = "auto"
-    """Compute device: "cuda", "cuda:<index>", "cpu", or "auto" (default: CUDA if available)."""
+    """Compute device: "cuda", "cuda:<index>", "xpu", "cpu", or "auto" (default: the machine's accelerator, if any)."""
     device_memory: int | str | None = None
     """Device budget of each process, in bytes or as "2GiB". Default None: most of the GPU's free memory; on a CPU the
     available RAM that `host_memory` leaves, or half of it."""
@@ -156,28 +162,31 @@ class Config(Options):
         """Find the compute device of this process.
 
         Returns:
-            The device. CUDA processes of one machine select different GPUs, by `LOCAL_RANK`.
+            The device. Processes of one machine select different accelerators, by `LOCAL_RANK`.
 
         Raises:
             DeviceError: The device is unknown, unsupported or not available.
         """
-        name = self.device
+        name, found = self.device, torch.accelerator.current_accelerator(check_available=True)
         if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
+            name = "cpu" if found is None or found.type in UNSUPPORTED else found.type
         try:
             device = torch.device(name)
         except RuntimeError:
-            raise DeviceError(f"unknown device {name!r}; use 'auto', 'cpu' or 'cuda'") from None
-        if device.type not in ("cpu", "cuda"):
-            raise DeviceError(f"device {name!r} is not supported; use 'auto', 'cpu' or 'cuda'")
-        if device.type == "cuda":
-            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            raise DeviceError(f"unknown device {name!r}; use 'auto', 'cpu', 'cuda' or 'xpu'") from None
+        if device.type in UNSUPPORTED:
+            raise DeviceError(f"device {name!r} is not supported, since {UNSUPPORTED[device.type]}; use 'cpu'")
+        if device.type != "cpu":
+            count = torch.accelerator.device_count() if found is not None and found.type == device.type else 0
             if device.index is None and count:
                 # torchrun numbers the processes of a machine: each selects its own GPU. Slurm may show each process
                 # only one GPU (--gpus-per-task=1); then each selects the first GPU that it sees.
                 local_rank = os.environ.get("LOCAL_RANK")
-                index = int(local_rank) % count if local_rank is not None else torch.cuda.current_device()
-                device = torch.device("cuda", index)
+                current = torch.accelerator.current_device_index()
+                index = int(local_rank) % count if local_rank is not None else current
+                device = torch.device(device.type, index)
             if not count or device.index is None or device.index >= count:
-                raise DeviceError(f"device {name!r} is not available: this machine has {count} CUDA devices; use 'cpu'")
+                raise DeviceError(
+                    f"device {name!r} is not available: PyTorch finds {count} {device.type} devices here; use 'cpu'"
+                )
         return device

@@ -1,12 +1,17 @@
 """PyTorch layers that access their weights in unusual ways."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn as nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from toys import mean_square
 
+import patrickstar as ps
 from patrickstar import testing
+from patrickstar._engine.engine import Engine
 
 from .zoo import WIDTH, Stack, assert_blocks_exact, linear, normal_batches, tokens, train, update
 
@@ -184,3 +189,31 @@ def test_hidden_state_carried_from_step_to_step(config):
         return [*losses, *state]
 
     testing.compare(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True), config, script)
+
+
+class TwoLayers(nn.Module):
+    """Encoder layers, which take a fast path in inference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_copies_of_attention_layers_call_their_own_forward():
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+    engine = Engine(TwoLayers, ps.Config(device="cpu", precision="fp32"), meter=testing.NoMeter())
+    copied, pickled = copy.deepcopy(engine.module).eval(), pickle.loads(pickle.dumps(engine.module)).eval()
+    layer = engine.module.layers[0]
+    assert "forward" in vars(layer)
+    engine.eval()
+    with torch.no_grad():
+        expected = engine(x)
+        for module in (copied, pickled):
+            assert torch.equal(module(x), expected)
+            module.layers[0].linear1.bias.add_(1)
+            assert not torch.equal(module(x), expected) and torch.equal(engine(x), expected)
+    engine.close()
+    assert "forward" not in vars(layer)

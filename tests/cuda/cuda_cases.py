@@ -1,6 +1,7 @@
 """Device of the GPU tests, memory budgets on it, and the models that they train.
 
-`PATRICKSTAR_TEST_DEVICE=cpu` runs all tests that call no CUDA function on a CPU, as a check of the tests themselves.
+`PATRICKSTAR_TEST_DEVICE=strict` runs all tests that call no CUDA function on a simulated accelerator (`strict_device`),
+`PATRICKSTAR_TEST_DEVICE=cpu` on a CPU, as a check of the tests themselves.
 """
 
 import gc
@@ -21,12 +22,16 @@ from toys import outcome, train
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import parse_size
-from patrickstar._memory.cuda_device import CudaDevice
+from patrickstar._memory.cuda_accelerator import CudaAccelerator
 from patrickstar._memory.hardware import Hardware
 from patrickstar.testing import NoMeter, ReferenceTrainer
 
+if os.environ.get("PATRICKSTAR_TEST_DEVICE") == "strict":
+    import strict_device  # noqa: F401  It becomes PyTorch's accelerator.
+
 DEVICE = torch.device(os.environ.get("PATRICKSTAR_TEST_DEVICE", "cuda"))
 ON_GPU = DEVICE.type == "cuda"
+HAS_ACCELERATOR = DEVICE.type != "cpu"
 
 marks = [
     pytest.mark.cuda,
@@ -88,14 +93,14 @@ def budget(size: str, dtype: torch.dtype = torch.bfloat16) -> int:
 def make_engine(build: Callable[[], nn.Module], config: ps.Config, **options) -> Engine:
     """Create an engine with the meter of a GPU. On a CPU, whose process is larger than these models, use no meter."""
     torch.manual_seed(0)
-    return Engine(build, config, meter=None if ON_GPU else NoMeter(), **options)
+    return Engine(build, config, meter=None if HAS_ACCELERATOR else NoMeter(), **options)
 
 
 @contextmanager
 def memory_limit(more_bytes: int):
     """Limit the allocator temporarily to `more_bytes` more than it holds."""
     torch.cuda.empty_cache()
-    device = CudaDevice(DEVICE)
+    device = CudaAccelerator(DEVICE)
     total = torch.cuda.get_device_properties(device.index).total_memory
     limit = device.allocator_stats().reserved_bytes + more_bytes
     torch.cuda.set_per_process_memory_fraction(limit / total, device.index)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_cases import DEVICE, ON_GPU, marks
+from cuda_cases import DEVICE, HAS_ACCELERATOR, ON_GPU, marks
 
 from patrickstar._distributed.collectives import collectives
 from patrickstar._distributed.process_group import World
+from patrickstar._memory.hardware import Hardware
 
 pytestmark = marks
 
@@ -18,10 +19,12 @@ CUTS = (0, NUMEL)
 def group(monkeypatch):
     """Provide the collectives of a process group of size one."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    device = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else DEVICE
-    dist.init_process_group("nccl" if ON_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    accelerator = Hardware(DEVICE).accelerator
+    device = DEVICE if accelerator is None else accelerator.device
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     world = World(device)
-    group = collectives(world, device)
+    group = collectives(world, accelerator)
     yield group
     group.close()
     world.close()
@@ -83,7 +86,7 @@ def test_a_reduction_to_the_host(group):
     assert torch.equal(target, whole.float().cpu())
 
 
-@pytest.mark.skipif(not ON_GPU, reason="NCCL needs a GPU")
+@pytest.mark.skipif(not HAS_ACCELERATOR, reason="needs an accelerator")
 def test_a_process_without_gradients_adds_zeros(group):
     target = torch.ones(NUMEL, dtype=torch.bfloat16, device=DEVICE)
     assert not result(target, group.reduce_scatter(None, target, CUTS, [])).any()

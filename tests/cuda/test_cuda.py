@@ -37,6 +37,7 @@ def test_exact_with_accumulation_and_offloaded_activations():
 
 # cuDNN copies weights that are not contiguous, and warns. Those of the reference are not contiguous either.
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
+@pytest.mark.skipif(DEVICE.type == "strict", reason="the strict device has no recurrent kernels")
 def test_recurrent_layers():
     config = ps.Config(device=str(DEVICE), device_memory="1GiB", chunk_size=1024, precision="fp32")
     batch = (torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE),)

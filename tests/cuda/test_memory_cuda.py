@@ -13,17 +13,17 @@ from toys import train
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import parse_size
-from patrickstar._memory.cuda_device import CudaDevice
+from patrickstar._memory.cuda_accelerator import CudaAccelerator
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_arena import HostArena
-from patrickstar._memory.memory_meter import CudaMeter
+from patrickstar._memory.memory_meter import DeviceMeter
 from patrickstar._memory.workspaces import THREADS, workspace_bytes
 from patrickstar.errors import BudgetError
 
 MIB = 1 << 20
 
 
-class PeakMeter(CudaMeter):
+class PeakMeter(DeviceMeter):
     """Meter that records the peak over all resets."""
 
     peak_bytes = 0
@@ -62,7 +62,7 @@ def test_a_budget_smaller_than_the_libraries_need_is_refused():
 
 
 def test_library_workspaces_follow_pytorchs_rule_and_are_allocated_once():
-    device = CudaDevice(DEVICE)
+    device = CudaAccelerator(DEVICE)
     first = Hardware(DEVICE).library_bytes(torch.bfloat16)
     assert first == THREADS * workspace_bytes(device)
     before = device.allocated_bytes
@@ -107,7 +107,7 @@ def test_out_of_memory_for_a_chunk_leaks_nothing():
 
 def test_host_memory_that_cannot_be_locked_is_a_budget_error_and_later_calls_succeed():
     """The address range of a locked arena cannot be locked again."""
-    device = CudaDevice(DEVICE)
+    device = CudaAccelerator(DEVICE)
     arena = HostArena(1 << 20, device)
     with pytest.raises(BudgetError, match=r"can't page-lock 1048576 bytes"):
         device.lock(arena.memory.data_ptr(), arena.nbytes)
@@ -118,7 +118,7 @@ def test_host_memory_that_cannot_be_locked_is_a_budget_error_and_later_calls_suc
 
 
 def test_an_arena_that_is_not_closed_can_be_locked_again():
-    device = CudaDevice(DEVICE)
+    device = CudaAccelerator(DEVICE)
     arena = HostArena(1 << 20, device)
     memory = arena.memory
     del arena

@@ -104,7 +104,7 @@ def test_a_process_is_killed(where, rank, size, disk, tmp_path):
     died = time.monotonic()
     ended = ranks.wait(processes, WITHIN_S)
     assert time.monotonic() - died < WITHIN_S
-    assert ended[rank].code == -signal.SIGKILL
+    assert ended[rank].code == -signal.SIGKILL, "\n".join(result.text[-3000:] for result in ended)
     for other, result in enumerate(ended):
         if other != rank:
             assert result.code == 1, f"rank {other} ended with {result.code}:\n{result.text[-3000:]}"

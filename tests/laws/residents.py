@@ -23,7 +23,7 @@ def holds(engine):
     return sum(chunk.pins > 0 for chunk in engine.inspect().chunks if chunk.kind == "param16")
 
 
-def settle(engine, data=None):
+def train_until_resident(engine, data=None):
     """Train until the engine knows that everything fits."""
     for batch in data or batches(1) * 3:
         loss = engine(*batch)

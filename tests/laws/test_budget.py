@@ -155,4 +155,4 @@ def test_budgets_beyond_the_memory_of_the_machine_are_warned_of(ram):
 @pytest.fixture
 def ram(monkeypatch):
     """A machine with 1 GiB of memory available."""
-    monkeypatch.setattr("patrickstar._memory.hardware.installed_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr("patrickstar._memory.hardware.available_bytes", lambda: 1 << 30)

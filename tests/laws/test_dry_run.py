@@ -28,6 +28,8 @@ LAPTOP = Machine(
     disk=DiskDrive(capacity="100GB", read="1GB", write="1GB"),
 )
 PEAKS = ("device_peak_model_bytes", "host_peak_model_bytes", "host_peak_non_model_bytes", "disk_bytes", "evictions")
+"""Equal in a dry run and a run. With a disk, the first one also depends on when writes complete: evicted chunks keep
+their memory until then, within the budget."""
 
 
 def compare(build, options, **hooks):
@@ -40,8 +42,10 @@ def compare(build, options, **hooks):
     report = simulate(Engine, build, options, lambda other: actual.extend(steps(other, 1)), LAPTOP, steps=3, **hooks)
     assert actual == expected
     assert [moment.chunks for moment in report.trace.moments] == [moment.chunks for moment in trace]
-    for name in PEAKS:
+    for name in PEAKS if options.disk is None else PEAKS[1:]:
         assert getattr(report.stats, name) == getattr(last, name), name
+    if options.disk is not None:
+        assert max(report.stats.device_peak_model_bytes, last.device_peak_model_bytes) <= options.device_memory
 
 
 def steps(engine, count):

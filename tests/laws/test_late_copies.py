@@ -4,6 +4,8 @@ See [Note: late copies] in `late_copies.py`. The test parameter is the seed of a
 """
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +34,11 @@ def random_shape(choice: random.Random) -> Shape:
     return Shape(tuple(kinds), choice.random() < 0.5, choice.random() < 0.3, choice.random() < 0.4)
 
 
-def random_loop(choice: random.Random, precision: str) -> testing.Script:
-    """Draw a loop of five steps with accumulation, clipping, optimizer-in-backward, evaluation, save and load."""
+def random_loop(choice: random.Random, precision: str, data: Callable[..., Any] = batches) -> testing.Script:
+    """Draw a loop of five steps with accumulation, clipping, optimizer-in-backward, evaluation, save and load.
+
+    `data` returns a number of batches of token ids of some length.
+    """
     steps = [
         {
             "accumulation": choice.choice([1, 1, 2]),
@@ -51,12 +56,12 @@ def random_loop(choice: random.Random, precision: str) -> testing.Script:
         for step in steps:
             if step["evaluate"]:
                 with torch.no_grad():
-                    results.append(trainer.eval()(*batches(1)[0]).clone())
+                    results.append(trainer.eval()(*data(1)[0]).clone())
                 trainer.train()
             if step["save_and_load"]:
                 trainer.load_state_dict({name: value.clone() for name, value in trainer.state_dict().items()})
             early = step["update"] and not step["clip"] and step["accumulation"] == 1
-            for batch in batches(step["accumulation"], step["length"]):
+            for batch in data(step["accumulation"], step["length"]):
                 loss = trainer(*batch)
                 trainer.backward(loss, **({"update": True} if early else {}))
                 results.append(loss.detach().clone())

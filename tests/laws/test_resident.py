@@ -17,7 +17,7 @@ from patrickstar import testing
 from patrickstar._engine.engine import Engine
 
 from .models import config, precisions, shapes
-from .residents import PLENTY, SHAPE, engine_of, holds, same, settle
+from .residents import PLENTY, SHAPE, engine_of, holds, same, train_until_resident
 
 
 @settings(max_examples=draws(40), deadline=None, print_blob=True)
@@ -44,7 +44,7 @@ def test_chunks_are_held_from_the_third_iteration_to_its_step():
 
 def test_another_input_shape_is_traced_first():
     engine = engine_of(SHAPE.build)
-    settle(engine)
+    train_until_resident(engine)
     engine.backward(engine(*batches(1, length=4)[0]))
     assert holds(engine) == 0
 
@@ -52,7 +52,7 @@ def test_another_input_shape_is_traced_first():
 def test_chunks_that_do_not_fit_are_not_held():
     options = config("fp32", 256, device_memory=8 * 1024)
     engine = engine_of(lambda: layers(8, 32), options)
-    settle(engine, inputs(1, 8) * 3)
+    train_until_resident(engine, inputs(1, 8) * 3)
     engine(*inputs(1, 8)[0])
     assert holds(engine) == 0
 
@@ -81,7 +81,7 @@ def test_in_place_writes_and_views_that_are_kept(precision):
 
 def test_views_kept_in_a_resident_iteration_are_intercepted_later():
     engine = engine_of(lambda: layers(8, 6))
-    settle(engine, inputs(1, 8) * 3)
+    train_until_resident(engine, inputs(1, 8) * 3)
     engine.backward(mean_square(engine(*inputs(1, 8)[0])))
     view = engine.module[0].weight.t()
     engine.optimizer.step()
@@ -222,7 +222,7 @@ def test_a_graph_kept_beyond_the_step_raises_and_reads_no_freed_memory():
         return model
 
     engine = engine_of(build)
-    settle(engine, inputs(1, 8) * 3)
+    train_until_resident(engine, inputs(1, 8) * 3)
     x = inputs(1, 8)[0][0].requires_grad_()
     loss = mean_square(engine(x)) + mean_square(engine.module[0](x))
     engine.backward(loss, retain_graph=True)
@@ -231,18 +231,18 @@ def test_a_graph_kept_beyond_the_step_raises_and_reads_no_freed_memory():
         loss.backward()
     del loss
     engine.optimizer.zero_grad()
-    settle(engine, inputs(1, 8))
+    train_until_resident(engine, inputs(1, 8))
 
 
 def test_an_exception_ends_the_holds():
     engine = engine_of(lambda: layers(8, 4))
-    settle(engine, inputs(1, 8) * 3)
+    train_until_resident(engine, inputs(1, 8) * 3)
     engine(*inputs(1, 8)[0])
     assert holds(engine)
     with pytest.raises(RuntimeError):
         engine(torch.zeros(3, 5))
     assert holds(engine) == 0
-    settle(engine, inputs(1, 8) * 4)
+    train_until_resident(engine, inputs(1, 8) * 4)
     engine(*inputs(1, 8)[0])
     assert holds(engine)
     engine.close()
@@ -265,7 +265,7 @@ def test_memory_needed_in_a_resident_iteration_is_taken_from_held_chunks():
     meter = Fixed()
     options = config("fp32", 256, device_memory=1 << 16)
     engine = Engine(lambda: layers(8, 40), options, meter=meter, poison=True)
-    settle(engine, inputs(1, 8) * 3)
+    train_until_resident(engine, inputs(1, 8) * 3)
     torch.manual_seed(0)
     reference = testing.ReferenceTrainer(lambda: layers(8, 40), options)
     train(reference, inputs(1, 8) * 3)
@@ -282,7 +282,7 @@ def test_memory_needed_in_a_resident_iteration_is_taken_from_held_chunks():
 
 def test_holds_keep_no_engine_alive():
     engine = engine_of(lambda: layers(8, 4))
-    settle(engine, inputs(1, 8) * 3)
+    train_until_resident(engine, inputs(1, 8) * 3)
     engine(*inputs(1, 8)[0])
     gone = weakref.ref(engine)
     gc.disable()

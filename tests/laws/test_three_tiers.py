@@ -165,8 +165,8 @@ class Watched(ChunkManager):
 class WatchedHost(HostTier):
     """Host tier that checks the law at each allocation; all allocations use `_new_block`."""
 
-    def _new_block(self, nbytes):
-        place = super()._new_block(nbytes)
+    def _new_block(self, nbytes, description):
+        place = super()._new_block(nbytes, description)
         in_arenas = sum(block.nbytes for arena in self.arenas for block in arena._blocks)
         threads = self.used + self.other_bytes + nbytes - in_arenas
         assert threads in (0, STAGES * PAGE_BYTES), "only the buffers of the disk's threads are outside the arena"

@@ -183,9 +183,10 @@ def cuda(monkeypatch):
     """Says how many CUDA devices this machine has."""
 
     def has(count):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        found = torch.device("cuda") if count else None
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
 
     return has
 
@@ -221,9 +222,9 @@ def test_each_process_of_a_machine_takes_a_device_that_it_sees(cuda, monkeypatch
 @pytest.mark.parametrize(
     ("count", "name", "words"),
     [
-        (0, "cuda", "has 0 CUDA devices; use 'cpu'"),
-        (0, "cuda:0", "has 0 CUDA devices; use 'cpu'"),
-        (2, "cuda:2", "has 2 CUDA devices"),
+        (0, "cuda", "finds 0 cuda devices here; use 'cpu'"),
+        (0, "cuda:0", "finds 0 cuda devices here; use 'cpu'"),
+        (2, "cuda:2", "finds 2 cuda devices"),
         (0, "mps", "is not supported"),
         (0, "meta", "is not supported"),
         (0, "tpu", "unknown device"),

@@ -164,8 +164,8 @@ def test_without_the_allocator_the_process_is_measured_and_it_is_said_once(tmp_p
         "import warnings, torch\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
         "    warnings.simplefilter('always')\n"
-        "    from patrickstar._memory.memory_meter import default_meter\n"
-        "    kinds = [type(default_meter(torch.device('cpu'))).__name__ for _ in range(2)]\n"
+        "    from patrickstar._memory.memory_meter import host_meter\n"
+        "    kinds = [type(host_meter()).__name__ for _ in range(2)]\n"
         "print(kinds[0], len(caught), str(caught[0].message))\n"
     )
     cache = tmp_path / "cache"

@@ -121,7 +121,7 @@ def test_errors_state_the_missing_bytes_and_nothing_is_counted():
     ) as caught:
         host.allocate_block(4000, "pages")
     assert caught.value.short_bytes == 2048
-    with pytest.raises(BudgetError, match="has no contiguous block of 4096 bytes"):
+    with pytest.raises(BudgetError, match="needs 4096 contiguous bytes"):
         chunk_on(host, 32)
     assert (host.used, host.other_bytes, host.free_bytes) == (2048, 0, 2048)
     assert values(chunk) == {1.0}
@@ -233,7 +233,7 @@ def test_full_tier_raises_and_keeps_its_content():
     host = tier(4 * ALIGN_BYTES)
     first, second = chunk_on(host, 2, 1.0), chunk_on(host, 1, 2.0)
     host.free(first)
-    with pytest.raises(BudgetError, match="has no contiguous block of 512 bytes"):
+    with pytest.raises(BudgetError, match="needs 512 contiguous bytes"):
         chunk_on(host, 4)
     assert values(second) == {2.0}
     assert second.host.data_ptr() == host.arenas[0].memory.data_ptr() + second.host_block.start

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from patrickstar._memory import memory_meter as meter
-from patrickstar._memory.memory_meter import AllocatorMeter, ResidentMeter, SampledMeter, default_meter, installed_bytes
+from patrickstar._memory.memory_meter import AllocatorMeter, ResidentMeter, SampledMeter, available_bytes, host_meter
 
 MIB = 1024**2
 SIZE = 64 * MIB
@@ -108,31 +108,31 @@ def test_meter_closes_its_files():
 
 
 def test_cpu_counts_tensors_where_they_are_allocated():
-    assert isinstance(default_meter(CPU), AllocatorMeter)
+    assert isinstance(host_meter(), AllocatorMeter)
 
 
 @resident
 def test_cpu_uses_the_resident_meter_without_an_allocator(monkeypatch):
     monkeypatch.setattr(meter, "cpu_allocator", lambda: None)
-    assert isinstance(default_meter(CPU), ResidentMeter)
+    assert isinstance(host_meter(), ResidentMeter)
 
 
 def test_sampled_meter_warns_without_kernel_peak(monkeypatch, tmp_path):
     monkeypatch.setattr(meter, "cpu_allocator", lambda: None)
     monkeypatch.setattr(meter, "_CLEAR_REFS", tmp_path / "missing")
     with pytest.warns(UserWarning, match=r"not writable here: .*peaks inside operators are missed"):
-        found = default_meter(CPU)
+        found = host_meter()
     assert isinstance(found, SampledMeter)
 
 
 def test_every_meter_describes_its_source():
-    sources = {kind.source for kind in (meter.CudaMeter, AllocatorMeter, ResidentMeter, SampledMeter)}
+    sources = {kind.source for kind in (meter.DeviceMeter, AllocatorMeter, ResidentMeter, SampledMeter)}
     assert len(sources) == 4
     assert all(sources)
 
 
-def test_installed_bytes_are_available():
-    assert 0 < installed_bytes(CPU) <= psutil.virtual_memory().total
+def test_available_bytes_are_available():
+    assert 0 < available_bytes() <= psutil.virtual_memory().total
 
 
 @pytest.mark.parametrize(
@@ -150,4 +150,4 @@ def test_container_limit_applies(monkeypatch, tmp_path, limits, nbytes):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(meter, "Path", lambda path: tmp_path / Path(path).name)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    assert installed_bytes(CPU) == nbytes
+    assert available_bytes() == nbytes

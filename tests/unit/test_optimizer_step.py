@@ -1,5 +1,7 @@
 """Test the update on the host of a device parameter: gradients are copied down, parameters up, in pieces."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -7,7 +9,9 @@ from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
-from patrickstar._step.span_update import PIECE_NUMEL, SpanUpdate
+from patrickstar._memory.host_arena import HostArena
+from patrickstar._memory.host_tier import HostTier
+from patrickstar._step.streamed_update import PIECE_NUMEL, StreamedUpdates, buffer_bytes
 from patrickstar.testing import assert_same_bits
 
 RULE = AdamRule(1e-2, 0.9, 0.999, 1e-8, 0.1, decoupled=True, step=2)
@@ -28,6 +32,28 @@ class Elsewhere(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
+class ImmediateAccelerator:
+    """Accelerator whose copies are done at once."""
+
+    def new_stream(self) -> None:
+        """Return no stream."""
+
+    def enter_worker(self) -> None:
+        """Do nothing."""
+
+    def record(self) -> None:
+        """Return no event."""
+
+    @contextmanager
+    def use(self, stream: None, *, after_current: bool = True):
+        yield
+
+    def order(self, event: None) -> None:
+        """Do nothing."""
+
+    wait = order
+
+
 @pytest.mark.parametrize("native", [True, False], ids=["C++", "PyTorch's operators"])
 @pytest.mark.parametrize("earlier", [False, True], ids=["one backward", "several"])
 @pytest.mark.parametrize("numel", [0, 5, PIECE_NUMEL + 3, 2 * PIECE_NUMEL + 1])
@@ -39,7 +65,12 @@ def test_an_update_in_pieces_has_the_bits_of_an_update_in_place(numel, earlier, 
     kernels.update([expected], (0.5,))
     above = found.param.as_subclass(Elsewhere)
     in_pieces = Span(above, Gradient(above, found.grad.accumulated), found.master, found.states, RULE)
-    SpanUpdate(kernels).in_pieces(in_pieces, (0.5,))
+    nbytes = buffer_bytes(numel, above.itemsize, by_pages=True)
+    streamed = StreamedUpdates(
+        kernels, ImmediateAccelerator(), HostTier(1 << 26, 1 << 26, HostArena, poison=True), nbytes
+    )
+    streamed.submit([in_pieces], (0.5,), []).finish()
+    streamed.close()
     for what in ("param", "master"):
         assert_same_bits([getattr(expected, what)], [getattr(found, what)], what)
     assert_same_bits(list(expected.states), list(found.states), "states")

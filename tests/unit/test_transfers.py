@@ -1,12 +1,12 @@
 """Every kind of transfer implements the whole `Transfer` interface."""
 
+from types import SimpleNamespace
+
 import pytest
-import torch
 
 from patrickstar._distributed.chunk_comm import PendingReduction
 from patrickstar._distributed.collectives import CollectiveTransfer
 from patrickstar._dry_run.simulated_hardware import SimulatedChannel, SimulatedClock
-from patrickstar._memory import copy_streams
 from patrickstar._memory.copy_streams import StreamTransfer
 from patrickstar._memory.transfer import CompletedTransfer, Transfer
 from patrickstar._memory.worker_pool import WorkerPool
@@ -50,7 +50,8 @@ class Chunk:
 
 
 def on_a_stream() -> Transfer:
-    return StreamTransfer(Event(), torch.device("cuda", 0), "param16[7]")
+    accelerator = SimpleNamespace(wait=lambda event: event.synchronize())
+    return StreamTransfer(accelerator, Event(), "param16[7]")
 
 
 def on_a_thread() -> Transfer:
@@ -107,13 +108,9 @@ def test_repr_of_a_stream_transfer_shows_its_state():
     assert repr(transfer) == "StreamTransfer('param16[7]', done)"
 
 
-def test_order_makes_the_compute_stream_wait(monkeypatch):
+def test_order_makes_the_compute_stream_wait():
     transfer, waited = on_a_stream(), []
 
-    class Stream:
-        def wait_event(self, event: Event) -> None:
-            waited.append(event)
-
-    monkeypatch.setattr(copy_streams.torch.cuda, "current_stream", lambda device: Stream())
+    transfer.accelerator.order = waited.append
     transfer.order()
     assert waited == [transfer.event] and not transfer.done

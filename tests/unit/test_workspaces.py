@@ -5,7 +5,7 @@ import torch
 from fake_cuda import MIB, FakeCuda, install
 
 from patrickstar._memory import workspaces
-from patrickstar._memory.cuda_device import CudaDevice
+from patrickstar._memory.cuda_accelerator import CudaAccelerator
 from patrickstar._memory.hardware import Hardware
 from patrickstar.errors import BudgetError
 
@@ -70,7 +70,7 @@ def test_workspace_size_follows_pytorchs_rule(fake_cuda: FakeCuda, monkeypatch, 
     if config is not None:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    assert workspaces.workspace_bytes(CudaDevice(SECOND)) == expected
+    assert workspaces.workspace_bytes(CudaAccelerator(SECOND)) == expected
 
 
 def test_full_device_is_a_budget_error(fake_cuda: FakeCuda, monkeypatch):

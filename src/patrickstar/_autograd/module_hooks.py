@@ -7,6 +7,7 @@ with different bits if an argument has `__torch_function__`.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,27 @@ class EngineHook:
         return getattr, (nullcontext(), "__exit__")
 
 
+class WrappedForward:
+    """Function in place of a layer's `forward`; copies of the layer call their own `forward` instead.
+
+    Hooks would not do: `nn.TransformerEncoderLayer` takes another code path, with other bits, if it or a module in it
+    has hooks.
+    """
+
+    def __init__(self, layer: nn.Module, call: Callable[..., Any]) -> None:
+        self._layer, self._call = layer, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self._layer)]
+        return type(copied).forward.__get__(copied)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._layer, "forward")  # of the loaded layer, which has no other `forward` yet
+
+
 class ModuleHooks:
     """Registers hooks on modules while an engine manages the model.
 
@@ -71,9 +93,9 @@ class ModuleHooks:
             if submodule in self._hooked:
                 continue
             if isinstance(submodule, FAST_PATH_LAYERS):
-                self._hook(submodule, lambda layer: not layer.training and not torch.is_grad_enabled())
+                self._wrap_forward(submodule)
             elif isinstance(submodule, torch._dynamo.OptimizedModule):
-                self._hook(submodule, lambda layer: True)
+                self._hook(submodule)
             elif submodule._compiled_call_impl is not None:
                 self._wrap_call(submodule)
             else:
@@ -87,11 +109,11 @@ class ModuleHooks:
             attributes["support_avx512bf16_for_cpu"] = False
             self._undo.append(lambda: attributes.update(support_avx512bf16_for_cpu=True))
 
-    def _hook(self, module: nn.Module, applies: Callable[[nn.Module], bool]) -> None:
+    def _hook(self, module: nn.Module) -> None:
         uses: list[ModuleUse] = []
 
         def before_call(layer: nn.Module, args: Any, kwargs: Any) -> None:
-            if layer is module and applies(layer):  # a deep copy has the hooks too, but is not managed
+            if layer is module:  # a deep copy has the hooks too, but is not managed
                 uses.append(self.interceptor.open_module_window(_managed_params_of(module), (args, kwargs)))
 
         def after_call(layer: nn.Module, args: Any, out: Any) -> None:
@@ -104,23 +126,38 @@ class ModuleHooks:
     def _wrap_call(self, module: nn.Module) -> None:
         """Wrap the compiled call, since `module.compile()` compiles module hooks too."""
         compiled: Any = module._compiled_call_impl
+        module._compiled_call_impl = lambda *args, **kwargs: self._in_window(module, compiled, args, kwargs)
+        self._undo.append(lambda: setattr(module, "_compiled_call_impl", compiled))
+
+    def _wrap_forward(self, layer: nn.Module) -> None:
+        """Wrap `forward` of a layer that takes a fast path in inference. See `WrappedForward`."""
+        forward = layer.forward
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            use = self.interceptor.open_module_window(_managed_params_of(module), (args, kwargs))
-            out = None
-            try:
-                out = compiled(*args, **kwargs)
-            finally:
-                self.interceptor.close_module_window(use, out)
-            return out
+            if layer.training or torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return self._in_window(layer, forward, args, kwargs)
 
-        module._compiled_call_impl = call
-        self._undo.append(lambda: setattr(module, "_compiled_call_impl", compiled))
+        self.replace_method(layer, "forward", WrappedForward(layer, call))
+
+    def _in_window(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function in a window of all parameters of a module."""
+        use = self.interceptor.open_module_window(_managed_params_of(module), (args, kwargs))
+        out = None
+        try:
+            out = function(*args, **kwargs)
+        finally:
+            self.interceptor.close_module_window(use, out)
+        return out
 
     def replace_method(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         """Use `method` in place of a module's own method of this name."""
-        setattr(module, name, method)
-        self._undo.append(lambda: vars(module).pop(name, None))
+        attributes = vars(module)
+        if name in attributes:  # the user has replaced it already
+            self._undo.append(partial(attributes.__setitem__, name, attributes[name]))
+        else:
+            self._undo.append(partial(attributes.pop, name, None))
+        attributes[name] = method
 
     def close(self) -> None:
         for undo in self._undo:

@@ -97,15 +97,15 @@ def random_states(device: torch.device) -> dict[str, Any]:
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
     return states
 
 
 def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Restore the generators; a missing CUDA state leaves that generator unchanged."""
+    """Restore the generators; a missing state of the device leaves its generator unchanged."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    if device.type != "cpu" and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)

@@ -15,9 +15,11 @@ from patrickstar._kernels.dispatch import Backend
 from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._layout.byte_size import format_size
-from patrickstar._memory.cuda_device import FREE_PERCENT, NCCL_BYTES, OUTSIDE_BYTES, CudaDevice, default_budget
-from patrickstar._memory.memory_meter import default_meter, installed_bytes, library_resident_bytes
+from patrickstar._memory.accelerator import COLLECTIVE_BYTES, FREE_PERCENT, OUTSIDE_BYTES, Accelerator, default_budget
+from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.memory_meter import available_bytes, host_meter, library_resident_bytes
 from patrickstar._perf_model.workload import STATE_BYTES, UPDATE_BYTES
+from patrickstar.config import UNSUPPORTED
 
 TRIAL_NUMEL = 16_000_000
 """Parameters of the trial update: 224 MB, more than caches hold, and fast to update."""
@@ -46,9 +48,9 @@ def examine(trial_numel: int = TRIAL_NUMEL, disk: Path | None = None) -> list[Fi
     return [
         Finding("patrickstar", f"{patrickstar.__version__}, PyTorch {torch.__version__}"),
         Finding("processor", f"{machine_name(torch.device('cpu'))}, {torch.get_num_threads()} threads in use"),
-        Finding("memory", f"{format_size(installed_bytes(torch.device('cpu')))} available now"),
+        Finding("memory", f"{format_size(available_bytes())} available now"),
         *_gpus(),
-        Finding("non-model data", f"measured by: {default_meter(torch.device('cpu')).source}"),
+        Finding("non-model data", f"measured by: {host_meter().source}"),
         Finding("libraries", f"{format_size(library_resident_bytes(0))} of this process's memory, beside all budgets"),
         kernel,
         _triton(),
@@ -76,20 +78,23 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
 
 
 def _gpus() -> list[Finding]:
-    if not torch.cuda.is_available():
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
         return [Finding("gpu", "none that PyTorch can use; training runs on the CPU, under a budget in RAM")]
-    devices = (CudaDevice(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
-    return [_gpu(device, device.free_bytes()) for device in devices]
+    if found.type in UNSUPPORTED:
+        return [Finding("gpu", f"{found.type} is not supported, since {UNSUPPORTED[found.type]}")]
+    hardware = (Hardware(torch.device(found.type, index)) for index in range(torch.accelerator.device_count()))
+    return [_gpu(each.accelerator, each.free_device_bytes()) for each in hardware if each.accelerator is not None]
 
 
-def _gpu(device: CudaDevice, free_bytes: int) -> Finding:
+def _gpu(accelerator: Accelerator, free_bytes: int) -> Finding:
     budget = default_budget(free_bytes)
     return Finding(
-        f"gpu {device.index}",
-        f"{torch.cuda.get_device_name(device.device)}, {format_size(free_bytes)} free; device_memory is "
+        f"gpu {accelerator.index}",
+        f"{accelerator.name}, {format_size(free_bytes)} free; device_memory is "
         f"{format_size(budget)} ({budget} bytes) unless you set it: {FREE_PERCENT} % of the free memory, or all but "
         f"{format_size(OUTSIDE_BYTES)} if that is less, because kernels and handles are loaded later and free memory "
-        f"is fragmented ({format_size(NCCL_BYTES)} less with several processes)",
+        f"is fragmented ({format_size(COLLECTIVE_BYTES)} less with several processes)",
     )
 
 

@@ -23,8 +23,8 @@ def refuse_too_large(options: TrainOptions) -> None:
     needed = preset.layers * preset.layer_numel * schema_for(compute, trained=True).bytes_per_param
     device, host = parse_size(options.device_memory), parse_size(options.host_memory)
     machine = psutil.virtual_memory().total
-    if options.device != "cpu" and torch.cuda.is_available():
-        machine += torch.cuda.get_device_properties(0).total_memory
+    if options.device != "cpu" and torch.accelerator.is_available():
+        machine += torch.accelerator.get_memory_info(0)[1]
     if needed > max(device + host, machine):
         raise BudgetError(
             f"the layers of {options.model} have {needed} bytes ({format_size(needed)}) of model data. The device "

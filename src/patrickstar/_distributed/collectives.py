@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from patrickstar._distributed.process_group import World, explain_peer_failure, gather_into
+from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.copy_streams import StreamTransfer
 from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.transfer import Transfer
@@ -19,8 +20,9 @@ from patrickstar.errors import MoveError
 # [Note: summation order]
 # With gloo, gradients are sent in their own dtype; each owner sums its shard in fp32 (fp64 for fp64), from +0, in rank
 # order, and rounds once. gloo's own reduce-scatter sends everything twice and rounds at every hop: with two processes
-# 2.00 times the bytes, measured on the loopback device. With NCCL it is `reduce_scatter_tensor`, with NCCL's order and
-# rounding. In both cases the optimizer step divides the sum by the number of processes in fp32.
+# 2.00 times the bytes, measured on the loopback device. On an accelerator it is `reduce_scatter_tensor`, with the order
+# and rounding of NCCL or its counterpart. In both cases the optimizer step divides the sum by the number of processes
+# in fp32.
 
 Bounds = tuple[int, ...]
 """Start of each process's shard, in elements, and the end of the last."""
@@ -182,16 +184,16 @@ def _finish(works: Sequence[Any]) -> None:
             work.wait()
 
 
-class NcclCollectives(Collectives):
-    """Collectives over NCCL on a separate stream. Not yet run on a GPU."""
+class StreamCollectives(Collectives):
+    """Collectives of an accelerator (NCCL on CUDA) on a separate stream. Not yet run on a GPU."""
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    def __init__(self, world: World, accelerator: Accelerator) -> None:
         super().__init__(world)
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.accelerator = accelerator
+        self.stream = accelerator.new_stream()
 
     def all_gather(self, whole: torch.Tensor, bounds: Bounds) -> Transfer:
-        with self._on_stream("an all-gather over NCCL") as done:
+        with self._on_stream("an all-gather") as done:
             if self.even(bounds):
                 gather_into(whole, self.shard(whole, bounds), self.world.data)
             else:
@@ -201,8 +203,8 @@ class NcclCollectives(Collectives):
     def gather_to(
         self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]
     ) -> Transfer:
-        with self._on_stream("a gather onto some ranks over NCCL") as done:
-            own = own.to(self.device, non_blocking=True)
+        with self._on_stream("a gather onto some ranks") as done:
+            own = own.to(self.accelerator.device, non_blocking=True)
             pairs = []
             for rank in range(self.world.size):
                 if rank == self.world.rank:
@@ -219,11 +221,11 @@ class NcclCollectives(Collectives):
     def reduce_scatter(
         self, whole: torch.Tensor | None, target: torch.Tensor, bounds: Bounds, ranks: Sequence[int]
     ) -> Transfer:
-        with self._on_stream("a reduce-scatter over NCCL") as done:
+        with self._on_stream("a reduce-scatter") as done:
             if whole is None:
-                whole = torch.zeros(bounds[-1], dtype=target.dtype, device=self.device)
+                whole = torch.zeros(bounds[-1], dtype=target.dtype, device=self.accelerator.device)
             else:
-                whole = whole.to(self.device, target.dtype)
+                whole = whole.to(self.accelerator.device, target.dtype)
             if self.even(bounds):
                 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
                 scatter(self.shard(whole, bounds), whole, group=self.world.data)
@@ -233,15 +235,14 @@ class NcclCollectives(Collectives):
             return done()
 
     def close(self) -> None:
-        self.stream.synchronize()
+        self.accelerator.wait(self.accelerator.record(self.stream))
 
     @contextmanager
     def _on_stream(self, label: str) -> Iterator[Callable[[], Transfer]]:
         """Launch on the stream, ordered after the current one; yield a function that returns the transfer."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            yield lambda: StreamTransfer(self.stream.record_event(), self.device, label)
+        with self.accelerator.use(self.stream):
+            yield lambda: StreamTransfer(self.accelerator, self.accelerator.record(), label)
 
 
-def collectives(world: World, device: torch.device) -> Collectives:
-    return NcclCollectives(world, device) if device.type == "cuda" else GlooCollectives(world)
+def collectives(world: World, accelerator: Accelerator | None) -> Collectives:
+    return GlooCollectives(world) if accelerator is None else StreamCollectives(world, accelerator)

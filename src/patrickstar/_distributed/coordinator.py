@@ -8,6 +8,7 @@ import torch
 
 from patrickstar._distributed.collectives import Collectives, collectives
 from patrickstar._distributed.process_group import World
+from patrickstar._memory.accelerator import Accelerator
 from patrickstar._schedule.coordination import Agreement, Message, Request, derive_agreement
 from patrickstar.errors import PeerError
 
@@ -43,10 +44,10 @@ class Coordinator:
         self._broken = False
 
     @classmethod
-    def of(cls, world: World, device: torch.device) -> "Coordinator":
+    def of(cls, world: World, accelerator: Accelerator | None) -> "Coordinator":
         """Return the coordinator of a process; create it for the first engine."""
         if world.coordinator is None:
-            world.coordinator = cls(world, collectives(world, device))
+            world.coordinator = cls(world, collectives(world, accelerator))
         coordinator: Coordinator = world.coordinator
         return coordinator
 

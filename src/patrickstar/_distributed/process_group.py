@@ -44,13 +44,13 @@ class World:
         """Number of open engines."""
         self.coordinator: Any = None
         """Coordinator of all engines, once there is one."""
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # otherwise NCCL would create a context on the first device
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)  # otherwise NCCL would create a context on the first device
         self._timeout = _default_timeout()
         with explain_peer_failure(self):
             self.control = self._new_group("gloo")
-            self.data = self._new_group("nccl" if device.type == "cuda" else "gloo")
-        if device.type == "cuda":
+            self.data = self._new_group(dist.get_default_backend_for_device(device))
+        if device.type != "cpu":
             dist.all_reduce(torch.zeros(1, device=device), group=self.data)  # the first call must not be point-to-point
         self._checkpoints: dist.ProcessGroup | None = None
         self._store = distributed_c10d.PrefixStore("patrickstar", distributed_c10d._get_default_store())
@@ -74,7 +74,7 @@ class World:
             if world_size == "1":
                 return SINGLE_PROCESS
             try:
-                dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+                dist.init_process_group(dist.get_default_backend_for_device(device))
             except (RuntimeError, ValueError, dist.DistError) as error:
                 raise ConfigError(
                     f"RANK and WORLD_SIZE say that this is one of {world_size} processes, but it can't join the others "
@@ -268,6 +268,8 @@ def _destroy_process_group() -> None:
 def _default_timeout() -> timedelta:
     """Return the timeout that `init_process_group` was given. A new group would wait for half an hour for its peers."""
     group = distributed_c10d._get_default_group()
+    if not group._device_types:  # a group implemented in Python
+        return distributed_c10d.default_pg_timeout
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
 

@@ -15,7 +15,6 @@ from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.copy_streams import CopyStreams
 from patrickstar._memory.device_tier import DeviceTier
 from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.disk_tier import DiskTier
@@ -40,10 +39,10 @@ MIN_PRODUCT_S = 0.005
 
 
 def machine_name(device: torch.device) -> str:
-    """Return the processor and the number of usable cores; for a CUDA device, the GPU first."""
+    """Return the processor and the number of usable cores; for an accelerator, its name first."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cpu = f"{_cpu_model()}, {cores} {'core' if cores == 1 else 'cores'}"
-    return f"{torch.cuda.get_device_name(device)}, {cpu}" if device.type == "cuda" else cpu
+    return cpu if device.type == "cpu" else f"{torch.get_device_module(device).get_device_name(device)}, {cpu}"
 
 
 def _cpu_model() -> str:
@@ -68,7 +67,7 @@ def profile_machine(device: torch.device, directory: str | Path | None = None) -
     disk = measure_disk(directory) if directory is not None else None
     h2d, d2h = _copy_rates(hardware)
     gpu = None
-    if device.type == "cuda":
+    if hardware.accelerator is not None:
         gpu = Gpu(
             count=1,
             memory=hardware.device_bytes(),
@@ -125,8 +124,8 @@ def elapsed_s(action: Callable[[], object], device: torch.device) -> float:
     """Return the seconds that `action` takes, including its work on the device."""
     start = time.perf_counter()
     action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter() - start
 
 
@@ -168,7 +167,7 @@ def _update_rate() -> float:
 def _copy_rates(hardware: Hardware) -> tuple[float, float]:
     """Return H2D and D2H bytes per second, measured over the code path that chunk transfers use."""
     device_tier = DeviceTier(hardware, CHUNK_BYTES, poison=False)
-    host, copies = HostTier(CHUNK_BYTES, CHUNK_BYTES, hardware.host_arena, poison=False), CopyStreams(hardware.device)
+    host, copies = HostTier(CHUNK_BYTES, CHUNK_BYTES, hardware.host_arena, poison=False), hardware.copies()
     chunk = device_tier.new(PARAM16, 0, CHUNK_BYTES // 2, "bfloat16")
     host.allocate(chunk).zero_()
 

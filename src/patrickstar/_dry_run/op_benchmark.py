@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from patrickstar._dry_run.machine_profile import elapsed_s
 from patrickstar._dry_run.op_tracer import OpCost, OpCosts, tensors_of, touched_bytes
-from patrickstar._memory.memory_meter import Meter, default_meter, installed_bytes
+from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.memory_meter import Meter
 
 MIN_RUNS = 3
 MAX_RUNS = 100
@@ -28,7 +29,8 @@ class OpBenchmark:
         self.memory_bandwidth = memory_bandwidth
         self.fallback = fallback
         """Cost model for operators that cannot run in isolation."""
-        self.meter: Meter = default_meter(device)
+        self._hardware = Hardware(device)
+        self.meter: Meter = self._hardware.meter()
         self._libraries_allocate = device.type != "cpu" or self.meter.counts_freed
         """True if a first run may allocate memory that libraries keep. The allocator of CPU tensors counts no such."""
         self.known: dict[Any, OpCost] = {}
@@ -43,7 +45,7 @@ class OpBenchmark:
         return self.known[key]
 
     def _measure(self, func: Any, leaves: list[Any], structure: Any, call: tuple[Any, Any, Any]) -> OpCost:
-        if touched_bytes(*call) > installed_bytes(self.device):
+        if touched_bytes(*call) > self._hardware.free_device_bytes():
             self.estimated.add(str(func))
             return self.fallback(func, *call)
         with torch.no_grad(), _disable_current_modes():
@@ -87,7 +89,7 @@ class OpBenchmark:
         Without a limit the allocator caches nothing, and each run would include the page faults of its results.
         """
         times: list[float] = []
-        self.meter.limit(installed_bytes(self.device))
+        self.meter.limit(self._hardware.free_device_bytes())
         try:
             while len(times) < MIN_RUNS or (sum(times) < MIN_TOTAL_S and len(times) < MAX_RUNS):
                 times.append(elapsed_s(run, self.device))

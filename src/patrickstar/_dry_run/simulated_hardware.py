@@ -121,7 +121,7 @@ class SimulatedCopyStreams(CopyStreams):
     """Copies between host and device on two simulated channels."""
 
     def __init__(self, up: SimulatedChannel, down: SimulatedChannel) -> None:
-        super().__init__(META)
+        super().__init__(None)
         self._up, self._down = up, down
 
     def up(self, chunk: Chunk) -> Transfer:
@@ -168,7 +168,7 @@ class SimulatedDiskTier(DiskTier):
     def _submit(
         self,
         pool: WorkerPool,
-        move: Callable[[torch.Tensor, str, int, torch.Tensor], None],
+        move: Callable[[torch.Tensor, str, int, torch.Tensor, torch.Event | None], None],
         chunk: Chunk,
         start: int,
         memory: torch.Tensor,

@@ -198,7 +198,10 @@ def kept_global_state(device: torch.device) -> Iterator[None]:
     """Restore the random states of PyTorch, Python and NumPy, and the default dtype: the model's code may use any."""
     python, numpy, dtype = random.getstate(), np.random.get_state(), torch.get_default_dtype()
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(
+            devices=[] if device.type == "cpu" else [device],
+            device_type="cuda" if device.type == "cpu" else device.type,
+        ):
             yield
     finally:
         torch.set_default_dtype(dtype)

@@ -110,7 +110,7 @@ class EngineCore:
         plan = plan_tiers(config, self.layout, param_sets, memory, hardware, page_bytes, local_processes, library_bytes)
         # With a GPU the host arena is page-locked as a whole, so its initial size is only what is certain to be used.
         arena_bytes = self.layout.model_data_bytes + plan.staging_bytes
-        comm = chunk_comm(world, self.device, self.layout)
+        comm = chunk_comm(world, hardware.accelerator, self.layout)
         self.manager = ChunkManager(
             self.device,
             *memory,
@@ -132,7 +132,9 @@ class EngineCore:
         self.kernels = kernels if kernels is not None else Kernels.best(self.device)
         self.gradients = Gradients(self.data, self.scaler, self.kernels)
         self.model_state = ModelState(self.module, self.data)
-        self.optimizer_step = OptimizerStep(self.data, config.optimizer, self.kernels, plan.staging_size)
+        self.optimizer_step = OptimizerStep(
+            self.data, config.optimizer, self.kernels, plan.staging_size, plan.buffer_bytes
+        )
         if self.optimizer_step.disk_step is not None:
             self.optimizer_step.disk_step.reads_ahead = prefetch_policy is not DemandFetch
         if isinstance(self.data, ShardedModelData):

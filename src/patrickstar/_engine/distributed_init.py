@@ -12,6 +12,7 @@ from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SingleProcess
 from patrickstar._engine.param_init import make_layout
 from patrickstar._layout.chunk_mapping import Layout, ParamSpec
+from patrickstar._memory.accelerator import Accelerator
 from patrickstar.config import Config
 
 
@@ -56,8 +57,8 @@ def broadcast_buffers(world: Processes, module: nn.Module) -> None:
                 owner._buffers[name] = value.to(buffer.device)
 
 
-def chunk_comm(world: Processes, device: torch.device, layout: Layout) -> ChunkComm | None:
+def chunk_comm(world: Processes, accelerator: Accelerator | None, layout: Layout) -> ChunkComm | None:
     """Return the communication of a new engine with the other processes, if there are any."""
     if isinstance(world, SingleProcess):
         return None
-    return ChunkComm(Coordinator.of(world, device), {chunk.index: chunk.shard_bounds for chunk in layout.chunks})
+    return ChunkComm(Coordinator.of(world, accelerator), {chunk.index: chunk.shard_bounds for chunk in layout.chunks})

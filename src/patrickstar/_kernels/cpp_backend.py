@@ -50,7 +50,7 @@ class Unavailable(Exception):
     """A compiled backend cannot be used here. The message gives the reason and the remedy."""
 
 
-class Running:
+class CppUpdate:
     """An update that the thread pool is executing. It keeps references to the tensors until it is finished."""
 
     def __init__(self, library: ctypes.CDLL, tensors: object) -> None:
@@ -121,7 +121,7 @@ class CppBackend:
     def supports_gradient(grad: Gradient) -> bool:
         return grad.latest.device.type == "cpu" and grad.latest.dtype in DTYPES and grad.dtype == torch.float32
 
-    def start(self, spans: Sequence[Span], scales: Sequence[float]) -> Running:
+    def start(self, spans: Sequence[Span], scales: Sequence[float]) -> CppUpdate:
         """Start an update. The caller must call `finish` on the result."""
         packed = self._pack([span.grad for span in spans])
         for target, span in zip(packed, spans, strict=True):
@@ -139,7 +139,7 @@ class CppBackend:
             if isinstance(rule, AveragedRule):
                 target.average, target.average_weight = states.pop(), rule.weight
             target.states[: len(states)] = states
-        running = Running(self._library, list(spans))
+        running = CppUpdate(self._library, list(spans))
         self._check(
             self._library.patrickstar_start(
                 packed, len(spans), *_doubles(scales), *self._execution(), ctypes.byref(running.handle)

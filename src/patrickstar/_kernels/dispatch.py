@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 
 from patrickstar._kernels.averaged import AveragedRule
-from patrickstar._kernels.cpp_backend import CppBackend, Running, Unavailable
+from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.eager_backend import PAGE_NUMEL, WORKSPACE_ITEMS, EagerBackend
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.triton_backend import TritonBackend
-from patrickstar._kernels.update_rule import Gradient, Rule, Span
+from patrickstar._kernels.update_rule import Gradient, Rule, Running, Span
 
 
 class Backend(Protocol):

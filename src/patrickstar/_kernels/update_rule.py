@@ -5,7 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -111,6 +111,13 @@ class Gradient:
         for scale in scales:
             grad.mul_(scale)
         return grad
+
+
+class Running(Protocol):
+    """An update in progress."""
+
+    def finish(self) -> None:
+        """Wait for its end, and raise its error. May be called again."""
 
 
 @dataclass(frozen=True)

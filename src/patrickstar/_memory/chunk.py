@@ -114,6 +114,8 @@ class Chunk:
         self.eviction_tier = Tier.HOST
         self.h2d_transfer: Transfer | None = None
         """H2D copy ordered on the compute stream, not yet synchronized with the host."""
+        self.d2h_transfer: Transfer | None = None
+        """D2H copy ordered on the compute stream, for which the host waits before it accesses the host copy."""
         self.save_reader: MemoryReader | None = None
         """Checkpoint writer that must finish before the chunk's memory is written or freed."""
         self.page_reads: list[Transfer] = []
@@ -173,6 +175,12 @@ class Chunk:
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)[: self.nbytes]
 
     def on_host(self, region: Region) -> torch.Tensor:
+        """Return a view of the host copy, once the device has written it."""
+        assert self.host is not None, f"{self} has no host copy"
+        self.wait_for_d2h()
+        return self._host_view(region)
+
+    def _host_view(self, region: Region) -> torch.Tensor:
         assert self.host is not None, f"{self} has no host copy"
         return self.host.as_strided(region.shape, region.strides, self.host.storage_offset() + region.offset)
 
@@ -181,19 +189,32 @@ class Chunk:
         assert self.in_memory, f"{self} is not in memory"
         return self.on_device(region) if self.device_valid else self.on_host(region)
 
-    def flat(self, offset: int, numel: int) -> torch.Tensor:
-        """Return elements of a valid copy in memory as a 1-D tensor, by preference of the device copy."""
+    def flat(self, offset: int, numel: int, *, in_order: bool = False) -> torch.Tensor:
+        """Return elements of a valid copy in memory as a 1-D tensor, by preference of the device copy.
+
+        `in_order`: the caller waits for `d2h_transfer` before it accesses a host copy.
+        """
         assert self.in_memory, f"{self} is not in memory"
+        if not self.device_valid and not in_order:
+            self.wait_for_d2h()
         flats = self._device_flats if self.device_valid else self._host_flats
         flat = flats.get((offset, numel))
         if flat is None:
-            flat = flats[offset, numel] = self.current(Region(offset, (numel,), (1,)))
+            region = Region(offset, (numel,), (1,))
+            flat = flats[offset, numel] = self.on_device(region) if self.device_valid else self._host_view(region)
         return flat
+
+    def wait_for_d2h(self) -> None:
+        """Wait until the device has written the host copy."""
+        if self.d2h_transfer is not None:
+            self.d2h_transfer.wait()
+            self.d2h_transfer = None
 
     @property
     def read_storage(self) -> torch.UntypedStorage:
         """Storage to read from: the device's, unless only the host copy is valid."""
         if self.host is not None and not self.device_valid:
+            self.wait_for_d2h()
             return self.host.untyped_storage()
         return self.storage
 

@@ -214,6 +214,8 @@ class ChunkManager(DeviceEviction):
                 # An earlier fetch, ordered on the compute stream only, may still read the bytes to be written.
                 self.io_dispatch.wait(chunk.h2d_transfer)
                 chunk.h2d_transfer = None
+            if not chunk.device_valid:
+                chunk.wait_for_d2h()
 
     @defer_sigint
     def mark_written(self, chunk: Chunk, on_device: bool) -> None:
@@ -231,8 +233,11 @@ class ChunkManager(DeviceEviction):
 
     @defer_sigint
     def move_to_tier(self, chunk: Chunk, tier: Tier) -> None:
-        """Move the chunk to one tier and free its memory on the others, so that it can be written there."""
-        self.transfers.wait_idle(chunk)
+        """Move the chunk to one tier and free its memory on the others, so that it can be written there.
+
+        On the host, the device may have yet to write it (`Chunk.d2h_transfer`).
+        """
+        self.transfers.complete_io(chunk)
         if tier is Tier.DEVICE:
             if not chunk.device_valid:
                 self.fetch([chunk])
@@ -355,7 +360,7 @@ class ChunkManager(DeviceEviction):
     @defer_sigint
     def free_host(self, nbytes: int) -> bool:
         """Move chunks from the host to the disk tier, if there is one, until `nbytes` fit. Return True if they fit."""
-        if self.disk_tier is not None and not self.host_tier.busy:
+        if self.disk_tier is not None and not self.host_tier.finish_updates:
             movable = [
                 chunk
                 for chunk in self.chunks.values()

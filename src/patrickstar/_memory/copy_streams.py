@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.disk_tier import pages
 from patrickstar._memory.transfer import Transfer
@@ -12,40 +13,45 @@ from patrickstar._memory.worker_pool import WorkerPool
 
 
 class StreamTransfer(Transfer):
-    """Copy on a GPU stream. `order` makes the current stream wait for it; `wait` blocks the calling thread."""
+    """Copy on a stream of an accelerator.
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device, what: str) -> None:
-        self.label = what
+    `order` makes the current stream wait for it; `wait` blocks the calling thread.
+    """
+
+    def __init__(self, accelerator: Accelerator, event: torch.Event, label: str) -> None:
+        self.label = label
+        self.accelerator = accelerator
         self.event = event
-        self.device = device
 
     @property
     def done(self) -> bool:
         return bool(self.event.query())
 
     def wait(self) -> None:
-        self.event.synchronize()
+        self.accelerator.wait(self.event)
 
     def prioritize(self) -> None:
         """Do nothing: a stream runs in order."""
 
     def cancel(self) -> None:
         """Wait for the copy: a stream cannot cancel it."""
-        self.event.synchronize()
+        self.accelerator.wait(self.event)
 
     def order(self) -> None:
         """Order later kernels of the current stream after the copy."""
-        torch.cuda.current_stream(self.device).wait_event(self.event)
+        self.accelerator.order(self.event)
 
 
 class CopyStreams:
-    """One copy stream for each direction on a GPU, one worker thread on a CPU. `_now`: copy in the calling thread."""
+    """One copy stream for each direction beside an accelerator, one worker thread on a CPU.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.up_stream = self.down_stream = None
-        if device.type == "cuda":
-            self.up_stream, self.down_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    `_now`: copy in the calling thread.
+    """
+
+    def __init__(self, accelerator: Accelerator | None) -> None:
+        self.accelerator = accelerator
+        self.up_stream = None if accelerator is None else accelerator.new_stream()
+        self.down_stream = None if accelerator is None else accelerator.new_stream()
         self.thread = WorkerPool(1, "copy")
 
     def up(self, chunk: Chunk) -> Transfer:
@@ -62,14 +68,11 @@ class CopyStreams:
     def down_now(self, chunk: Chunk) -> None:
         chunk.on_host(chunk.whole).copy_(chunk.on_device(chunk.whole))
 
-    def _start(
-        self, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream | None, what: str
-    ) -> Transfer:
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(stream):
+    def _start(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None, label: str) -> Transfer:
+        if self.accelerator is not None and stream is not None:
+            with self.accelerator.use(stream):
                 target.copy_(source, non_blocking=True)
-                return StreamTransfer(stream.record_event(), self.device, what)
+                return StreamTransfer(self.accelerator, self.accelerator.record(), label)
         target_address, source_address = target.data_ptr(), source.data_ptr()
 
         def job(start: int, nbytes: int) -> Callable[[torch.Tensor], None]:
@@ -78,7 +81,7 @@ class CopyStreams:
 
             return run
 
-        return self.thread.submit([job(*page) for page in pages(source.nbytes)], what)
+        return self.thread.submit([job(*page) for page in pages(source.nbytes)], label)
 
     def close(self) -> None:
         self.thread.close()

@@ -228,7 +228,11 @@ class DeviceEviction:
         """Evict a chunk to the host synchronously. Return False if the host has no room."""
         if not chunk.host_valid and not self._ensure_host_block(chunk):
             return False
-        self.transfers.evict_now(chunk)
+        if self.hardware.has_gpu and not chunk.host_valid:
+            self.transfers.start_eviction(chunk, Tier.HOST)
+            self.transfers.complete(chunk)
+        else:
+            self.transfers.evict_now(chunk)
         return True
 
     def _ensure_host_block(self, chunk: Chunk) -> bool:

@@ -1,12 +1,15 @@
 """Disk tier: chunks in a swap file, transferred page by page by worker threads."""
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 
 import torch
 
+from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.direct_io import BLOCK_BYTES, PAGE_BYTES
+from patrickstar._memory.host_arena import HostArena
 from patrickstar._memory.swap_file import SwapFile
 from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.worker_pool import WorkerPool
@@ -23,18 +26,23 @@ def pages(nbytes: int, page_bytes: int = PAGE_BYTES) -> Iterator[tuple[int, int]
 
 
 class DiskTier:
-    """Reads and writes the chunks of one engine, as flat uint8 tensors on any device.
+    """Reads and writes the chunks of one engine, as flat uint8 tensors on the host or on the accelerator."""
 
-    `begin` is called first in each worker thread.
-    """
-
-    def __init__(self, file: SwapFile, page_bytes: int = PAGE_BYTES, begin: Callable[[], None] | None = None) -> None:
+    def __init__(self, file: SwapFile, page_bytes: int = PAGE_BYTES, accelerator: Accelerator | None = None) -> None:
         self.file = file
         self.page_bytes = page_bytes
-        self.readers = WorkerPool(READERS, "read", page_bytes, begin)
-        self.writers = WorkerPool(WRITERS, "write", page_bytes, begin)
         self._written: set[int] = set()  # offsets of written pages; all others read as zeros
-        self._stream: torch.cuda.Stream | None = None
+        self.accelerator = accelerator
+        self._stages: list[HostArena] = []
+        self._thread = threading.local()
+        begin = None if accelerator is None else accelerator.enter_worker
+        new_stage = None if accelerator is None else self._page_locked_stage
+        self.readers = WorkerPool(READERS, "read", page_bytes, begin, new_stage)
+        self.writers = WorkerPool(WRITERS, "write", page_bytes, begin, new_stage)
+
+    def _page_locked_stage(self, nbytes: int) -> torch.Tensor:
+        self._stages.append(HostArena(nbytes, self.accelerator))
+        return self._stages[-1].memory
 
     def reserve(self, chunk: Chunk) -> None:
         if chunk.disk_offset is None:
@@ -67,12 +75,14 @@ class DiskTier:
     def close(self) -> None:
         self.readers.close()
         self.writers.close()
+        for stage in self._stages:
+            stage.close()
         self.file.close()
 
     def _submit(
         self,
         pool: WorkerPool,
-        transfer_page: Callable[[torch.Tensor, str, int, torch.Tensor], None],
+        transfer_page: Callable[[torch.Tensor, str, int, torch.Tensor, torch.Event | None], None],
         chunk: Chunk,
         start: int,
         memory: torch.Tensor,
@@ -80,57 +90,57 @@ class DiskTier:
     ) -> Transfer:
         assert chunk.disk_offset is not None and start % self.page_bytes == 0, f"{chunk} has no page at {start}"
         label, offset = repr(chunk), chunk.disk_offset + start
+        # Earlier work of the device may still use device memory: a copy is ordered after it, but the disk need not be.
         ready = None
         if memory.device.type != "cpu":
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(memory.device)
-            ready = torch.cuda.current_stream(memory.device).record_event()
+            assert self.accelerator is not None, f"{chunk} is on {memory.device}, which has no accelerator"
+            ready = self.accelerator.record()
 
         def job(first: int, nbytes: int) -> Callable[[torch.Tensor], None]:
             page = memory[first : first + nbytes]
-
-            def run(stage: torch.Tensor) -> None:
-                if ready is not None:
-                    ready.synchronize()  # earlier work of the device may still use this memory
-                transfer_page(stage, label, offset + first, page)
-
-            return run
+            return lambda stage: transfer_page(stage, label, offset + first, page, ready)
 
         return pool.submit([job(*page) for page in pages(memory.numel(), self.page_bytes)], label, urgent=urgent)
 
-    def _read_page(self, stage: torch.Tensor, label: str, offset: int, page: torch.Tensor) -> None:
+    def _read_page(
+        self, stage: torch.Tensor, label: str, offset: int, page: torch.Tensor, ready: torch.Event | None
+    ) -> None:
         if offset not in self._written:
-            self._clear(page)
+            if ready is None:
+                ctypes.memset(page.data_ptr(), 0, page.numel())
+            else:
+                self._on_stream(page.zero_, ready)
             return
         direct = _direct(page)
         self.file.read(offset, _bytes(page if direct else stage), page.numel(), label)
         if not direct:
-            self._copy(page, stage[: page.numel()])
+            self._copy(page, stage[: page.numel()], ready)
 
-    def _write_page(self, stage: torch.Tensor, label: str, offset: int, page: torch.Tensor) -> None:
+    def _write_page(
+        self, stage: torch.Tensor, label: str, offset: int, page: torch.Tensor, ready: torch.Event | None
+    ) -> None:
         direct = _direct(page)
         if not direct:
-            self._copy(stage[: page.numel()], page)
+            self._copy(stage[: page.numel()], page, ready)
         self.file.write(offset, _bytes(page if direct else stage), page.numel(), label)
 
-    def _clear(self, page: torch.Tensor) -> None:
-        if self._stream is None:
-            ctypes.memset(page.data_ptr(), 0, page.numel())
-            return
-        with torch.cuda.stream(self._stream):
-            page.zero_()
-            done = self._stream.record_event()
-        done.synchronize()
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, ready: torch.Event | None) -> None:
         """Copy in one thread: PyTorch's intra-op threads would compete with the computation."""
-        if self._stream is None:
+        if ready is None:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
-            return
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            done = self._stream.record_event()
-        done.synchronize()  # the thread's staging buffer is free again
+        else:
+            self._on_stream(lambda: target.copy_(source, non_blocking=True), ready)
+
+    def _on_stream(self, action: Callable[[], object], ready: torch.Event) -> None:
+        """Run an action of the device on this thread's stream, after the event `ready`, and wait for it."""
+        assert self.accelerator is not None
+        if not hasattr(self._thread, "stream"):
+            self._thread.stream = self.accelerator.new_stream()
+        with self.accelerator.use(self._thread.stream, after_current=False):
+            self.accelerator.order(ready)
+            action()
+            done = self.accelerator.record()
+        self.accelerator.wait(done)  # the thread's staging buffer is free again
 
 
 def _direct(page: torch.Tensor) -> bool:

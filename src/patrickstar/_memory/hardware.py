@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 
 from patrickstar._layout.byte_size import format_size
+from patrickstar._memory.accelerator import Accelerator, AllocatorStats, default_budget
 from patrickstar._memory.copy_streams import CopyStreams
-from patrickstar._memory.cuda_device import AllocatorStats, CudaDevice, default_budget
+from patrickstar._memory.cuda_accelerator import CudaAccelerator
 from patrickstar._memory.direct_io import free_bytes
 from patrickstar._memory.disk_tier import DiskTier
 from patrickstar._memory.host_arena import HostArena
-from patrickstar._memory.memory_meter import Meter, default_meter, installed_bytes, library_resident_bytes
+from patrickstar._memory.memory_meter import DeviceMeter, Meter, available_bytes, host_meter, library_resident_bytes
 from patrickstar._memory.swap_file import SwapFile
 from patrickstar._memory.vm_pool import PagePool, can_move_pages
-from patrickstar._memory.workspaces import library_bytes
 from patrickstar.errors import DiskError
 
 
@@ -23,33 +23,44 @@ class Hardware:
     """The real machine."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = CudaDevice(device) if device.type == "cuda" else None
-        self.device = self.cuda.device if self.cuda is not None else device  # includes the index of the GPU
+        self.accelerator = self.new_accelerator(device)
+        self.device = device if self.accelerator is None else self.accelerator.device  # with its index
         self.host_device = torch.device("cpu")
-        self.has_gpu = device.type != "cpu"
+        self.has_gpu = self.accelerator is not None
         """True if copies and host updates can overlap with device compute."""
+
+    @staticmethod
+    def new_accelerator(device: torch.device) -> Accelerator | None:
+        """Return the accelerator of a device; None for the CPU, whose tensors are in host memory."""
+        if device.type in ("cpu", "meta"):
+            return None
+        return CudaAccelerator(device) if device.type == "cuda" else Accelerator(device)
 
     def start(self) -> None:
         """Prepare the device for an engine of the calling thread; call it before any allocation on the device."""
-        self.enter_thread()
-        if self.cuda is not None:
-            self.cuda.use_expandable_segments()
+        if self.accelerator is not None:
+            self.accelerator.start()
 
     def enter_thread(self) -> None:
         """Make the device current in the calling thread; every thread that uses the device calls this first."""
-        if self.cuda is not None:
-            self.cuda.enter_thread()
+        if self.accelerator is not None:
+            self.accelerator.enter_thread()
+
+    def enter_worker(self) -> None:
+        """Do the same in a worker thread, which may wait for the device."""
+        if self.accelerator is not None:
+            self.accelerator.enter_worker()
 
     def library_bytes(self, dtype: torch.dtype) -> int:
         """Return the device bytes that its libraries keep after the first matrix product in `dtype`."""
-        return library_bytes(self.cuda, dtype) if self.cuda is not None else 0
+        return 0 if self.accelerator is None else self.accelerator.library_bytes(dtype)
 
     def allocator_stats(self) -> AllocatorStats:
-        return self.cuda.allocator_stats() if self.cuda is not None else AllocatorStats()
+        return AllocatorStats() if self.accelerator is None else self.accelerator.allocator_stats()
 
     def allocator_report(self) -> str:
         """Return the device allocator's statistics as a sentence for an error message; empty on a CPU."""
-        return str(self.allocator_stats()) if self.cuda is not None else ""
+        return "" if self.accelerator is None else str(self.allocator_stats())
 
     def library_resident_bytes(self, chunk_bytes: int) -> int:
         """Return the process's resident memory beside tensors and chunks, which no budget counts."""
@@ -59,17 +70,20 @@ class Hardware:
         return time.perf_counter()
 
     def meter(self) -> Meter:
-        return default_meter(self.device)
+        return host_meter() if self.accelerator is None else DeviceMeter(self.accelerator)
 
     def device_bytes(self, several: bool = False) -> int:
         """Return the default device budget. `several`: several processes train, which uses GPU memory beside it."""
-        if self.cuda is not None:
-            return default_budget(self.cuda.free_bytes(), several)
-        return installed_bytes(self.device)
+        free_bytes = self.free_device_bytes()
+        return free_bytes if self.accelerator is None else default_budget(free_bytes, several)
+
+    def free_device_bytes(self) -> int:
+        """Return the bytes that tensors could use on the device."""
+        return available_bytes() if self.accelerator is None else self.accelerator.free_bytes()
 
     def host_bytes(self) -> int:
         """Return the default host budget."""
-        return installed_bytes(self.host_device)
+        return available_bytes()
 
     def warn_beyond_ram(self, nbytes: int, ram: int, budgets: str) -> None:
         """Warn if budgets exceed the available memory: the system would end the process where a budget is kept."""
@@ -86,17 +100,17 @@ class Hardware:
         return PagePool() if self.device.type == "cpu" and can_move_pages() else None
 
     def host_arena(self, nbytes: int) -> HostArena:
-        return HostArena(nbytes, self.cuda)
+        return HostArena(nbytes, self.accelerator)
 
     def copies(self) -> CopyStreams:
-        return CopyStreams(self.device)
+        return CopyStreams(self.accelerator)
 
     def on_partial_copy(self, nbytes: int, *, to_device: bool) -> None:
         """Hook for copies of less than a chunk, which the caller runs. A dry run adds their time."""
 
     def release_cached_memory(self) -> None:
-        if self.cuda is not None:
-            torch.cuda.empty_cache()
+        if self.accelerator is not None:
+            self.accelerator.release_cached_memory()
 
     def free_disk_bytes(self, directory: Path) -> int:
         """Return the free bytes of a directory's file system. Raises DiskError if it cannot be used."""
@@ -111,4 +125,4 @@ class Hardware:
         self, directory: Path, nbytes: int, page_bytes: int, *, checksums: bool, capacity_bytes: int | None
     ) -> DiskTier:
         file = SwapFile(directory, nbytes, checksums=checksums, capacity_bytes=capacity_bytes)
-        return DiskTier(file, page_bytes, begin=self.enter_thread)
+        return DiskTier(file, page_bytes, self.accelerator)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL
-from patrickstar._memory.cuda_device import LOCK_BYTES, CudaDevice
+from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.vm_pool import advise_huge, discard, private_memory, round_up
 from patrickstar.errors import BudgetError
 
@@ -36,33 +36,39 @@ class ArenaBlock:
         return self.start + round_up(self.nbytes, ALIGN_BYTES)
 
 
-def _page_unlock(process: int, cuda: CudaDevice, locked: list[int], memory: torch.Tensor) -> None:
-    if os.getpid() == process:  # a child made by fork() has neither the memory nor CUDA
-        cuda.page_unlock(locked)
+def _page_unlock(process: int, accelerator: Accelerator, locked: list[int], memory: torch.Tensor) -> None:
+    if os.getpid() == process:  # a child made by fork() has neither the memory nor the device
+        accelerator.page_unlock(locked)
 
 
 class HostArena:
     """Fixed-size memory from which blocks are allocated, first fit, without system calls.
 
-    A page becomes resident when it is first written and stays so until it is freed for good. For a GPU the arena is
-    page-locked as a whole, because PyTorch's own page-locked memory is rounded up to powers of two. `compact` moves
-    blocks to close gaps.
+    A page becomes resident when it is first written and stays so until it is freed for good. For an accelerator the
+    arena is page-locked as a whole, because PyTorch's own page-locked memory is rounded up to powers of two. `compact`
+    moves blocks to close gaps.
     """
 
-    def __init__(self, nbytes: int, cuda: CudaDevice | None = None) -> None:
+    def __init__(self, nbytes: int, accelerator: Accelerator | None = None) -> None:
         self.nbytes = nbytes
         self._resident = np.zeros(-(-nbytes // mmap.PAGESIZE), dtype=bool)  # per page
         self.touched_bytes = 0
         """Bytes of machine memory in use: pages that were part of a block and were not freed for good since."""
         self._blocks: list[ArenaBlock] = []
         self.memory = self._reserve(nbytes)
-        self._page_unlock: weakref.finalize[[int, CudaDevice, list[int], torch.Tensor], HostArena] | None = None
-        if cuda is not None and nbytes:
-            locked = cuda.page_lock(self.memory.data_ptr(), nbytes)
+        self._page_unlock: weakref.finalize[[int, Accelerator, list[int], torch.Tensor], HostArena] | None = None
+        self._lock_bytes = 0
+        if accelerator is not None and nbytes:
+            self._page_lock(accelerator)
+
+    def _page_lock(self, accelerator: Accelerator) -> None:
+        locked = accelerator.page_lock(self.memory.data_ptr(), self.nbytes)
+        if locked is not None:
             # An arena that is never closed is unlocked before its memory is unmapped: the finalizer holds the memory.
             # At process exit the driver unlocks it.
-            self._page_unlock = weakref.finalize(self, _page_unlock, os.getpid(), cuda, locked, self.memory)
+            self._page_unlock = weakref.finalize(self, _page_unlock, os.getpid(), accelerator, locked, self.memory)
             self._page_unlock.atexit = False
+            self._lock_bytes = accelerator.max_lock_bytes
 
     @property
     def page_locked(self) -> bool:
@@ -97,8 +103,10 @@ class HostArena:
 
     def _fit_start(self, start: int, nbytes: int) -> int:
         """Return the first offset from `start` at which a block does not cross a page-lock registration boundary."""
-        end = round_up(start + 1, LOCK_BYTES)
-        return end if self.page_locked and start + nbytes > end and nbytes <= LOCK_BYTES else start
+        if not self.page_locked:
+            return start
+        end = round_up(start + 1, self._lock_bytes)
+        return end if start + nbytes > end and nbytes <= self._lock_bytes else start
 
     def _nonempty_blocks(self) -> list[ArenaBlock]:
         """Return the blocks by offset, without empty ones, which occupy no memory."""

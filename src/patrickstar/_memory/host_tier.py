@@ -30,8 +30,9 @@ class HostTier:
         """Part of `other_bytes` that is outside of the arenas."""
         self.peak = 0
         self.other_peak = 0
-        self.busy = 0
-        """Number of running optimizer updates on host chunks; no block is moved while it is not 0."""
+        self.finish_updates: list[Callable[[], None]] = []
+        """Functions that finish the running updates on host chunks, each any number of times. They are called before a
+        block is moved."""
         self.moved: set[Chunk] = set()
         """Chunks that compaction has moved since `ChunkManager.drain_moved`."""
         self._owners: dict[ArenaBlock, Chunk] = {}
@@ -42,7 +43,7 @@ class HostTier:
 
     def allocate(self, chunk: Chunk) -> torch.Tensor:
         """Allocate a block for a chunk; the caller has made room in the budget. Its content is undefined."""
-        block = self._new_block(chunk.nbytes)
+        block = self._new_block(chunk.nbytes, repr(chunk))
         self._owners[block] = chunk
         chunk.host_block, chunk.host = block, self.view(block, chunk.dtype)
         self.used += chunk.nbytes
@@ -93,7 +94,7 @@ class HostTier:
         """Allocate a block that is no chunk. Access it with `view`, free it with `release_block`."""
         nbytes = round_up(nbytes, ALIGN_BYTES)
         self.make_room(nbytes, description)
-        block = self._new_block(nbytes)
+        block = self._new_block(nbytes, description)
         self.other_bytes += nbytes
         self.other_peak = max(self.other_peak, self.other_bytes)
         return block
@@ -130,9 +131,11 @@ class HostTier:
         blocks = (arena.allocate(nbytes) for arena in self.arenas)
         return next((block for block in blocks if block is not None), None)
 
-    def _new_block(self, nbytes: int) -> ArenaBlock:
+    def _new_block(self, nbytes: int, description: str) -> ArenaBlock:
         block = self._first_fit(nbytes)
-        if block is None and not self.busy:
+        if block is None:
+            for finish in self.finish_updates:
+                finish()
             for chunk in self._owners.values():
                 _wait_for_transfers(chunk)
             for arena in self.arenas:
@@ -146,8 +149,8 @@ class HostTier:
             block = self._first_fit(nbytes)
         if block is None:
             raise BudgetError(
-                f"the host arena of {self.arena_bytes} bytes has no contiguous block of {nbytes} bytes; raise "
-                f"host_memory by as many bytes",
+                f"{description} needs {nbytes} contiguous bytes, which the host arena of {self.arena_bytes} bytes does "
+                f"not have; raise host_memory by as many bytes",
                 nbytes,
             )
         return block
@@ -173,4 +176,5 @@ def _wait_for_transfers(chunk: Chunk) -> None:
         if transfer is not None:
             transfer.wait()
     chunk.h2d_transfer = None
+    chunk.wait_for_d2h()
     chunk.wait_for_save()

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Protocol
 
 import psutil
-import torch
 
+from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.cpu_allocator import CpuAllocator, cpu_allocator
-from patrickstar._memory.cuda_device import CudaDevice
 from patrickstar._memory.vm_pool import SYSTEM_PAGE, can_move_pages
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -48,26 +47,26 @@ class Meter(Protocol):
         """Withdraw the limit."""
 
 
-class CudaMeter:
-    """Meter that reads the statistics of the CUDA caching allocator."""
+class DeviceMeter:
+    """Meter that reads the statistics of an accelerator's caching allocator."""
 
-    source = "bytes allocated by the CUDA caching allocator"
+    source = "bytes allocated by the device's caching allocator"
     counts_freed = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = CudaDevice(device)
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
 
     def calibrate(self, chunk_bytes: int) -> None:
         """Do nothing: the allocator counts tensors and workspaces only."""
 
     def now(self, chunk_bytes: int) -> int:
-        return max(0, self._cuda.allocated_bytes - chunk_bytes)
+        return max(0, self._accelerator.allocated_bytes - chunk_bytes)
 
     def peak(self, chunk_bytes: int) -> int:
-        return max(0, self._cuda.peak_allocated_bytes - chunk_bytes)
+        return max(0, self._accelerator.peak_allocated_bytes - chunk_bytes)
 
     def restart(self) -> None:
-        self._cuda.reset_peak()
+        self._accelerator.reset_peak()
 
     def reclaim(self) -> None:
         """Do nothing: cached blocks are not counted, and the allocator frees them before it fails."""
@@ -207,9 +206,8 @@ def library_resident_bytes(chunk_bytes: int) -> int:
     return max(0, resident_pages * SYSTEM_PAGE - allocator.live_bytes - allocator.cached_bytes - chunk_bytes)
 
 
-def default_meter(device: torch.device) -> Meter:
-    if device.type == "cuda":
-        return CudaMeter(device)
+def host_meter() -> Meter:
+    """Return the best meter of the host's memory that this system offers."""
     if can_move_pages() and (allocator := cpu_allocator()) is not None:
         return AllocatorMeter(allocator)
     if os.access(_CLEAR_REFS, os.W_OK):
@@ -218,10 +216,8 @@ def default_meter(device: torch.device) -> Meter:
     return SampledMeter()
 
 
-def installed_bytes(device: torch.device) -> int:
-    """Return the free memory of the GPU, or the memory available to this process on a CPU, in bytes."""
-    if device.type == "cuda":
-        return CudaDevice(device).free_bytes()
+def available_bytes() -> int:
+    """Return the host memory available to this process, in bytes."""
     available = psutil.virtual_memory().available
     for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         if limit.exists() and (text := limit.read_text().strip()).isdigit():

@@ -128,18 +128,24 @@ class ChunkTransfers:
     # Completion
 
     def complete(self, chunk: Chunk) -> None:
-        """Wait for a chunk's transfer and update the chunk's state."""
+        """Wait for a chunk's transfer and update the chunk's state; a D2H copy of an accelerator is only ordered."""
         transfer = chunk.fetch_transfer or chunk.eviction_transfer
         if transfer is None:  # Ctrl-C interrupted before it was issued
             del self.in_flight[chunk]
             if chunk.device_resident and not chunk.device_valid:
                 self.device_tier.free(chunk)
             return
-        self.io_dispatch.wait(transfer)
         if chunk.fetch_transfer is not None:
+            self.io_dispatch.wait(transfer)
             chunk.fetch_transfer = None
             self._finish_fetch(chunk)
             return
+        if isinstance(transfer, StreamTransfer) and chunk.eviction_tier is Tier.HOST and not chunk.sharded:
+            # The device memory is reused in stream order. Only access by the host has to wait for the copy.
+            transfer.order()
+            chunk.d2h_transfer = transfer
+        else:
+            self.io_dispatch.wait(transfer)
         if chunk.sharded:
             chunk.shards_valid = True
         elif chunk.eviction_tier is Tier.HOST:
@@ -167,11 +173,19 @@ class ChunkTransfers:
     @defer_sigint
     def wait_idle(self, chunk: Chunk) -> None:
         """Wait until no transfer of a chunk or of its pages is in flight."""
+        self.complete_io(chunk)
+        if chunk.h2d_transfer is not None:
+            self.io_dispatch.wait(chunk.h2d_transfer)
+        chunk.h2d_transfer = None
+        chunk.wait_for_d2h()
+
+    @defer_sigint
+    def complete_io(self, chunk: Chunk) -> None:
+        """Complete a chunk's transfer and wait for its pages; copies of an accelerator may only be ordered."""
         if chunk in self.in_flight:
             self.complete(chunk)
-        for transfer in (*chunk.page_reads, *chunk.page_writes, *filter(None, [chunk.h2d_transfer])):
+        for transfer in (*chunk.page_reads, *chunk.page_writes):
             self.io_dispatch.wait(transfer)
-        chunk.h2d_transfer = None
 
     def cancel_all(self) -> None:
         """Cancel transfers: chunks stay where they were. A fetch of the only copy is completed instead."""

@@ -229,6 +229,10 @@ def _wrapped_error(error: BaseException, label: str) -> BaseException:
     return wrapped
 
 
+def _pageable_stage(nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(private_memory(nbytes), dtype=torch.uint8)
+
+
 def _run_worker(queue: _JobQueue, stage: torch.Tensor, begin: Callable[[], None] | None) -> None:
     if begin is not None:
         begin()
@@ -256,15 +260,21 @@ class WorkerPool:
     """Threads that run jobs, each with its own staging buffer.
 
     Threads start at the first `submit`, and end at `close` or when the pool is collected. Each calls `begin` first, and
-    passes to its jobs a page-aligned uint8 tensor of `stage_bytes` with undefined content.
+    passes to its jobs a page-aligned uint8 tensor of `stage_bytes` with undefined content, from `new_stage`.
     """
 
     def __init__(
-        self, threads: int, name: str, stage_bytes: int = PAGE_BYTES, begin: Callable[[], None] | None = None
+        self,
+        threads: int,
+        name: str,
+        stage_bytes: int = PAGE_BYTES,
+        begin: Callable[[], None] | None = None,
+        new_stage: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         assert threads > 0, f"a worker pool needs a thread, not {threads}"
         self.name = name
         self._begin = begin
+        self._new_stage = _pageable_stage if new_stage is None else new_stage
         self._count = threads
         self._stage_bytes = stage_bytes
         self._queue = _JobQueue()
@@ -293,7 +303,7 @@ class WorkerPool:
             while len(self._queue.threads) < self._count and not self._queue.stopping:
                 name = f"{THREAD_NAME}{self.name}-{len(self._queue.threads)}"
                 try:
-                    stage = torch.frombuffer(private_memory(self._stage_bytes), dtype=torch.uint8)
+                    stage = self._new_stage(self._stage_bytes)
                     stage.zero_()  # fault the pages in now, or the memory meter would miss them
                     thread = WorkerThread(partial(_run_worker, self._queue, stage, self._begin), name)
                     thread.start()

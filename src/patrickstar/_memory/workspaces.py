@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from patrickstar._memory.cuda_device import CudaDevice
+from patrickstar._memory.accelerator import Accelerator
 from patrickstar.errors import BudgetError
 
 # [Note: library bytes]
@@ -33,7 +33,7 @@ _known: dict[int, int] = {}
 """Bytes measured so far, by device: workspaces belong to the process."""
 
 
-def library_bytes(cuda: CudaDevice, dtype: torch.dtype) -> int:
+def library_bytes(cuda: Accelerator, dtype: torch.dtype) -> int:
     """Run matrix products of `dtype` in both compute threads; return the bytes of the cuBLAS workspaces.
 
     See [Note: library bytes]. Raises BudgetError if the device is out of memory.
@@ -63,14 +63,14 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch
     return F.linear(x, weight, bias) @ weight
 
 
-def _retained_bytes(cuda: CudaDevice, operation: Callable[[], object]) -> int:
+def _retained_bytes(cuda: Accelerator, operation: Callable[[], object]) -> int:
     """Return the bytes that stay allocated after an operation whose results are dropped."""
     before = cuda.allocated_bytes
     operation()
     return max(0, cuda.allocated_bytes - before)
 
 
-def workspace_bytes(cuda: CudaDevice) -> int:
+def workspace_bytes(cuda: Accelerator) -> int:
     """Return the size of one workspace by PyTorch's rule."""
     config = re.findall(r":(\d+):(\d+)", os.environ.get(CONFIG_VARIABLE, ""))
     if config:

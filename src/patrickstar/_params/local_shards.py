@@ -104,15 +104,18 @@ class LocalShards:
             begin, end = max(page_start, offset + first), min(page_start + page.numel(), offset + stop)
             yield slice(begin - offset, end - offset), page[begin - page_start : end - page_start]
 
-    def gradient(self, managed: ManagedParam) -> Gradient:
-        """Return a parameter's gradient without moving it. Its accumulated part may be on another tier."""
+    def gradient(self, managed: ManagedParam, *, in_order: bool = False) -> Gradient:
+        """Return a parameter's gradient without moving it. Its accumulated part may be on another tier.
+
+        `in_order`: see `Chunk.flat`.
+        """
         dtype = getattr(torch, managed.schema.master_dtype)
         if not managed.state.accumulated:
-            return Gradient(managed.flat(managed.shard_chunk), None, dtype)
+            return Gradient(managed.flat(managed.shard_chunk, in_order=in_order), None, dtype)
         earlier = managed.flat(self.manager[GRAD32, managed.location.chunk])
         if not managed.overlays_shard:
             return Gradient(earlier, None, dtype)
-        return Gradient(managed.flat(managed.shard_chunk), earlier, dtype)
+        return Gradient(managed.flat(managed.shard_chunk, in_order=in_order), earlier, dtype)
 
     @defer_sigint
     def give_up(self, managed: ManagedParam) -> None:

@@ -110,9 +110,12 @@ class ManagedParam:
             self.device_view = self.chunk.on_device(self.region)
         return self.device_view
 
-    def flat(self, chunk: Chunk) -> torch.Tensor:
-        """Return this rank's elements of the parameter in a chunk of one of its lists, 1-D, in memory order."""
-        return chunk.flat(self.location.offset, self.location.numel)
+    def flat(self, chunk: Chunk, *, in_order: bool = False) -> torch.Tensor:
+        """Return this rank's elements of the parameter in a chunk of one of its lists, 1-D, in memory order.
+
+        `in_order`: see `Chunk.flat`.
+        """
+        return chunk.flat(self.location.offset, self.location.numel, in_order=in_order)
 
     def flattened(self, value: torch.Tensor) -> torch.Tensor:
         """Return `value`, broadcast to the parameter's shape, as a 1-D tensor in the parameter's memory order."""

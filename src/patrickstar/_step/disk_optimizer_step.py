@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 from patrickstar._layout.schema import GRAD32
 from patrickstar._memory.chunk import Chunk
@@ -12,8 +13,8 @@ from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
-from patrickstar._step.span_update import SpanUpdate
 from patrickstar._step.staging_pool import PageSet, StagingPool
+from patrickstar._step.streamed_update import StreamedUpdates
 
 # [Note: deferred updates]
 # A parameter must be updated before its next use, but not earlier. So `optimizer.step()` queues the updates and
@@ -53,14 +54,15 @@ class DiskOptimizerStep:
     def __init__(
         self,
         data: ModelData,
-        span_update: SpanUpdate,
+        kernels: Kernels,
+        streamed: StreamedUpdates | None,
         staging_pool: StagingPool,
     ) -> None:
         self.data = data
         self.staging_pool = staging_pool
         self.reads_ahead = True
         """Read pages before an update waits for them."""
-        self._span_update = span_update
+        self._kernels, self._streamed = kernels, streamed
         self._updates: list[DiskUpdate] = []
         self._expected: dict[int, list[tuple[int, int]]] = {}
         """Pages by chunk index, in the order in which the updates were last submitted."""
@@ -222,7 +224,10 @@ class DiskOptimizerStep:
                     spans.append(self._span(managed, rule, part, pages.first, views))
                     if managed.shard_chunk.device_valid:  # states are on the host
                         count_update_transfers(self.data.manager, managed, part.stop - part.start)
-            self._span_update.run(spans, update.scales)
+            if self._streamed is None:
+                self._kernels.update(spans, update.scales)
+            else:
+                self._streamed.submit(spans, update.scales, []).finish()
             self.data.manager.mark_written(update.param16, on_device=update.param16.device_valid)
             self.staging_pool.write(pages, [chunk for chunk in pages.lists if chunk.kind != GRAD32])
             pages.updated = True

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from patrickstar._kernels.cpp_backend import Running
+from patrickstar._kernels.update_rule import Running
 from patrickstar._memory.chunk import Chunk
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
@@ -86,7 +86,7 @@ class OptimizerInBackward:
             groups = {managed: self._groups.get(managed) for managed in complete}
             for running in self.optimizer_step.update_chunk(index, groups.get, ()):
                 managed_params[0].chunk.pins += 1
-                self.data.manager.host_tier.busy += 1
+                self.data.manager.host_tier.finish_updates.append(running.finish)
                 self._running.append((running, managed_params[0].chunk))
             for managed in complete:
                 managed.state.update_in_backward(self.data.backward_id)
@@ -117,7 +117,7 @@ class OptimizerInBackward:
         for running, chunk in self._running:
             running.finish()
             chunk.pins -= 1
-            self.data.manager.host_tier.busy -= 1
+            self.data.manager.host_tier.finish_updates.remove(running.finish)
         self._running.clear()
 
 

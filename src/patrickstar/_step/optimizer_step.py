@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from patrickstar._kernels.cpp_backend import Running
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.update_rule import Rule, Span
+from patrickstar._kernels.update_rule import Rule, Running, Span
 from patrickstar._layout.schema import GRAD32
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
@@ -16,8 +15,8 @@ from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep, count_update_transfers
-from patrickstar._step.span_update import SpanUpdate
 from patrickstar._step.staging_pool import StagingPool, StagingSize
+from patrickstar._step.streamed_update import StreamedUpdate, StreamedUpdates
 from patrickstar.optim import Optimizer
 
 GroupOf = Callable[[ManagedParam], Mapping[str, Any] | None]
@@ -27,16 +26,26 @@ class OptimizerStep:
     """Optimizer step over all chunks that have gradients."""
 
     def __init__(
-        self, data: ModelData, optimizer: Optimizer, kernels: Kernels, staging_size: StagingSize | None = None
+        self,
+        data: ModelData,
+        optimizer: Optimizer,
+        kernels: Kernels,
+        staging_size: StagingSize | None = None,
+        buffer_bytes: int = 0,
     ) -> None:
+        manager, accelerator = data.manager, data.manager.hardware.accelerator
         self.data = data
         self.optimizer = optimizer
         self.kernels = kernels
-        self.span_update = SpanUpdate(kernels)
+        self.streamed: StreamedUpdates | None = None
+        """Updates on the host, beside an accelerator."""
+        if accelerator is not None:
+            self.streamed = StreamedUpdates(kernels, accelerator, manager.host_tier, buffer_bytes)
+        self._in_flight: list[tuple[StreamedUpdate, Chunk]] = []
         self.home_tiers: dict[int, Tier] = {}
         """Tier of the optimizer chunks of each index; the host for others."""
         self.disk_step = (
-            DiskOptimizerStep(data, self.span_update, StagingPool(data.manager, staging_size))
+            DiskOptimizerStep(data, kernels, self.streamed, StagingPool(manager, staging_size))
             if staging_size is not None
             else None
         )
@@ -50,12 +59,43 @@ class OptimizerStep:
 
     def run(self, group_of: GroupOf, scales: Sequence[float]) -> None:
         """Update every parameter that has a gradient and a param group; multiply the gradients by `scales` in order."""
-        for index in self.data.by_chunk:
-            for running in self.update_chunk(index, group_of, scales):
-                running.finish()
+        try:
+            for index in self.data.by_chunk:
+                for running in self.update_chunk(index, group_of, scales):
+                    if isinstance(running, StreamedUpdate):
+                        self._hold(running, self.data.by_chunk[index][0].shard_chunk)
+                    else:
+                        running.finish()
+        finally:
+            self.finish_streamed()
         if self.disk_step is not None:
             self.disk_step.reorder(self.data.tracer.trace.first_use)
             self.progress()
+
+    def _hold(self, update: StreamedUpdate, chunk: Chunk) -> None:
+        """Keep a chunk where it is until `finish_streamed`."""
+        chunk.pins += 1
+        self.data.manager.host_tier.finish_updates.append(update.finish)
+        self._in_flight.append((update, chunk))
+
+    def finish_streamed(self) -> None:
+        """Wait for the updates that the worker thread runs; raise the first error."""
+        errors = []
+        for update, chunk in self._in_flight:
+            try:
+                update.finish()
+            except Exception as error:
+                errors.append(error)
+            chunk.pins -= 1
+            self.data.manager.host_tier.finish_updates.remove(update.finish)
+        self._in_flight.clear()
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """End the worker thread."""
+        if self.streamed is not None:
+            self.streamed.close()
 
     def progress(self) -> None:
         """Advance deferred updates and a running checkpoint save, without waiting."""
@@ -120,22 +160,28 @@ class OptimizerStep:
     def _start(
         self, rules: Mapping[ManagedParam, Rule], scales: Sequence[float], chunks: Sequence[Chunk]
     ) -> list[Running]:
-        """Start the update of one chunk's parameters; finish it for device parameters with masters on the host."""
-        together, manager = [], self.data.manager
-        for managed, rule in rules.items():
-            span = self.span(managed, rule, chunks)
-            if managed.shard_chunk.device_valid and not chunks[0].device_valid:
+        """Start the update of one chunk's parameters."""
+        manager, on_host = self.data.manager, not chunks[0].device_valid
+        streamed, shard_chunk = self.streamed if on_host else None, next(iter(rules)).shard_chunk
+        if streamed is None:
+            manager.transfers.wait_idle(shard_chunk)
+        spans = [self.span(managed, rule, chunks, in_order=streamed is not None) for managed, rule in rules.items()]
+        if shard_chunk.device_valid and on_host:
+            for managed in rules:
                 managed.chunk.transferred_bytes += count_update_transfers(manager, managed, managed.location.numel)
-            if span.param.device == span.master.device:
-                together.append(span)
-            else:
-                self.span_update.in_pieces(span, scales)
-        return self.kernels.start(together, scales)
+        if streamed is None:
+            return self.kernels.start(spans, scales)
+        copies = [copy for copy in (shard_chunk.h2d_transfer, shard_chunk.d2h_transfer) if copy is not None]
+        return [streamed.submit(spans, scales, copies)]
 
-    def span(self, managed: ManagedParam, rule: Rule, chunks: Sequence[Chunk]) -> Span:
-        """Return the tensors that the update of one parameter reads and writes, on their current tiers."""
+    def span(self, managed: ManagedParam, rule: Rule, chunks: Sequence[Chunk], *, in_order: bool = False) -> Span:
+        """Return the tensors that the update of one parameter reads and writes, on their current tiers.
+
+        `in_order`: the caller waits for the gradients of a chunk that is on its way to the host.
+        """
         master, *states = [managed.flat(chunk) for chunk in chunks]
-        return Span(managed.flat(managed.shard_chunk), self.data.gradient(managed), master, tuple(states), rule)
+        param = managed.flat(managed.shard_chunk, in_order=in_order)
+        return Span(param, self.data.gradient(managed, in_order=in_order), master, tuple(states), rule)
 
     def workspace_bytes(self) -> int:
         """Return the largest workspace of an update on the device, in bytes."""
@@ -185,6 +231,10 @@ class OptimizerStep:
                 return Tier.DISK
         return home
 
+    def _spills(self) -> bool:
+        """Return whether `param16` chunks are evicted to the host, where they are updated then."""
+        return self.data.manager.disk_tier is None and self.data.manager.transfers.keep_duplicates
+
     def _move_for_update(self, index: int, managed_params: list[ManagedParam]) -> None:
         """Move the chunks of one index to the tier that its optimizer chunks are updated on.
 
@@ -197,10 +247,13 @@ class OptimizerStep:
             chunks.append(manager[GRAD32, index])
         home = self._update_tier(index, chunks)
         param16 = managed_params[0].shard_chunk
+        at_home = all(chunk.host_valid and not chunk.device_valid for chunk in chunks)
+        if home is not Tier.HOST or not at_home or not param16.in_memory or (param16.host is None and self._spills()):
+            self.finish_streamed()  # chunks move: idle ones may be evicted, and host memory may be compacted
         if any(managed.has_gradient for managed in managed_params):
-            manager.transfers.wait_idle(param16)
+            manager.transfers.complete_io(param16)
             fits_host = param16.host_bytes > 0 or manager.host_tier.has_room(param16.nbytes)
-            if home is Tier.DEVICE or (manager.disk_tier is None and manager.transfers.keep_duplicates and fits_host):
+            if home is Tier.DEVICE or (self._spills() and fits_host):
                 chunks.append(param16)
             elif home is Tier.HOST:
                 manager.ensure_in_memory(param16)

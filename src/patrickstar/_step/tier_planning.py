@@ -9,10 +9,12 @@ from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.disk_tier import STAGES, DiskTier
 from patrickstar._memory.hardware import Hardware
+from patrickstar._memory.host_arena import ALIGN_BYTES
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.feasibility import check_budgets, working_set_bytes
 from patrickstar._schedule.placement import Budgets, ChunkTiers, disk_bytes, initial_placement
 from patrickstar._step.staging_pool import StagingSize
+from patrickstar._step.streamed_update import BUFFERS, buffer_bytes
 from patrickstar.config import Config
 from patrickstar.errors import BudgetError
 
@@ -28,8 +30,10 @@ class TierPlan:
     disk: DiskTier | None = None
     staging_size: StagingSize | None = None
     """Staging buffers of the optimizer step of chunks on disk."""
+    buffer_bytes: int = 0
+    """Host memory of the buffers of updates beside an accelerator."""
     staging_bytes: int = 0
-    """Host memory of all buffers for disk I/O."""
+    """Host memory of all buffers, also for disk I/O."""
 
 
 def budgets(config: Config, hardware: Hardware, sharing: int = 1, several: bool = False) -> tuple[int, int]:
@@ -89,14 +93,16 @@ def plan_tiers(
         BudgetError: All tiers together are too small.
         DiskError: The directory can't be used.
     """
-    device, host = memory[0] - library_bytes, memory[1]
+    rule = config.optimizer.rule(config.optimizer.defaults(), 1, {})
+    buffers = _update_buffer_bytes(layout, rule.by_pages) if hardware.has_gpu else 0
+    device, host = memory[0] - library_bytes, memory[1] - buffers
     working_set = working_set_bytes(layout, together)
     in_memory = initial_placement(layout.chunks, Budgets(device, host), working_set)
     free = hardware.free_disk_bytes(Path(config.disk.directory)) // sharing if config.disk is not None else 0
     if config.disk is None or in_memory is not None:
-        check_budgets(layout, together, Budgets(device, host), library_bytes=library_bytes)
+        check_budgets(layout, together, Budgets(device, host), buffers, library_bytes)
         assert in_memory is not None, "budgets were checked"
-        return TierPlan(in_memory)
+        return TierPlan(in_memory, buffer_bytes=buffers, staging_bytes=buffers)
     directory = Path(config.disk.directory)
     capacity = int(config.disk.capacity) // sharing if config.disk.capacity is not None else None
     # Frozen parameters may be unfrozen later, and then get master parameters in chunks of the same size.
@@ -104,19 +110,26 @@ def plan_tiers(
     largest = numel * max(MASTER_BYTES, *(spec.itemsize for chunk in layout.chunks for spec in chunk.schema.lists))
     page_bytes = min(page_bytes, round_up(largest))
     io_bytes = page_bytes * (STAGES + 1)
-    rule = config.optimizer.rule(config.optimizer.defaults(), 1, {})
     # Master and gradient list, beside the optimizer states.
     lists = 2 + len(config.optimizer.states)
     room = host - io_bytes - sum(chunk.shard_bytes for chunk in layout.chunks)
     staging_size = StagingSize.choose(lists, largest, page_bytes, rule.by_pages, room)
-    staging = io_bytes + staging_size.nbytes
-    budget = Budgets(device, host - staging, capacity if capacity is not None else free)
+    staging = buffers + io_bytes + staging_size.nbytes
+    budget = Budgets(device, memory[1] - staging, capacity if capacity is not None else free)
     check_budgets(layout, together, budget, staging, library_bytes)
     placement = initial_placement(layout.chunks, budget, working_set)
     assert placement is not None, "budgets were checked"
     nbytes = disk_bytes(layout.chunks, placement)
     disk = hardware.disk(directory, nbytes, page_bytes, checksums=config.disk.checksums, capacity_bytes=capacity)
-    return TierPlan(placement, disk, staging_size, staging)
+    return TierPlan(placement, disk, staging_size, buffers, staging)
+
+
+def _update_buffer_bytes(layout: Layout, by_pages: bool) -> int:
+    """Return the bytes of the buffers for updates of parameters on the device whose masters are on the host."""
+    trained = [name for chunk in layout.chunks if chunk.schema.trained for name in chunk.params]
+    numel = max((layout.locations[name].numel for name in trained), default=0)
+    itemsize = max((chunk.schema.lists[0].itemsize for chunk in layout.chunks), default=0)
+    return round_up(buffer_bytes(numel, itemsize, by_pages), BUFFERS * ALIGN_BYTES)
 
 
 def optimizer_room_bytes(layout: Layout, host_bytes: int, device_param_bytes: int, on_host: Collection[int]) -> int:

@@ -1,14 +1,15 @@
-"""One CUDA device: the current device of a thread, page-locked host memory, and the state of PyTorch's allocator."""
+"""CUDA accelerator: what PyTorch offers for CUDA and ROCm only, or faster than for every type of device."""
 
 import logging
 import os
-from dataclasses import dataclass
+import warnings
 from typing import Any
 
 import torch
 
 from patrickstar._layout.byte_size import format_size
-from patrickstar.errors import BudgetError
+from patrickstar._memory.accelerator import Accelerator, AllocatorStats
+from patrickstar._memory.workspaces import library_bytes
 
 LOCK_BYTES = 64 << 30
 """Largest registration. One of 512 GiB or more fails with current drivers (open-gpu-kernel-modules #1234), and large
@@ -17,65 +18,24 @@ arena keeps each block within one registration."""
 PORTABLE = 1
 """cudaHostRegisterPortable: the memory is page-locked for all devices of the process."""
 
-FREE_PERCENT = 92
-"""Limit of the default budget in percent of free device memory: the allocator reserves more than it allocates."""
-OUTSIDE_BYTES = 3 << 29
-"""Minimum that the default budget leaves free, 1.5 GiB: kernels loaded on first use, handles of cuBLAS and cuDNN,
-Triton's modules, and fragmented memory of the allocator. The allocator counts none of it."""
-NCCL_BYTES = 1 << 30
-"""Left free in addition if several processes train: NCCL's buffers."""
-MIN_PERCENT = 60
-"""Lower limit of the default budget on small devices, where `OUTSIDE_BYTES` would leave almost nothing."""
-
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 SETTINGS_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class AllocatorStats:
-    """State of the caching allocator, in bytes; all zero on a device without one."""
+class CudaAccelerator(Accelerator):
+    """One CUDA or ROCm device."""
 
-    allocated_bytes: int = 0
-    """Allocated blocks."""
-    reserved_bytes: int = 0
-    """Memory reserved on the device, in use or not."""
-    inactive_split_bytes: int = 0
-    """Free parts of segments that are partly in use; they cannot be released to the device."""
-    retries: int = 0
-    """Number of times the device was out of memory and the allocator freed its cache and retried."""
-
-    def __str__(self) -> str:
-        return (
-            f"the CUDA allocator has reserved {self.reserved_bytes} bytes ({format_size(self.reserved_bytes)}) of the "
-            f"device, {self.allocated_bytes} of them in use and {self.inactive_split_bytes} in free parts of segments "
-            f"in use; it has freed its cache and retried {self.retries} times"
-        )
-
-
-def default_budget(free_bytes: int, several: bool = False) -> int:
-    """Return the default device budget in bytes; `several` if several processes train together."""
-    outside_bytes = OUTSIDE_BYTES + (NCCL_BYTES if several else 0)
-    budget = min(free_bytes * FREE_PERCENT // 100, free_bytes - outside_bytes)
-    return max(budget, free_bytes * MIN_PERCENT // 100)
-
-
-class CudaDevice:
-    """Device-wide calls to one CUDA device, by default the current one."""
+    max_lock_bytes = LOCK_BYTES
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()  # the allocator has no statistics before; this creates no context
-        self.index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", self.index)
+        super().__init__(device)
 
-    def enter_thread(self) -> None:
-        """Make the device current in the calling thread.
-
-        A new thread's current device is the first one. Leaving a stream context in such a thread creates a CUDA context
-        on the first device, which takes about 500 MiB of its memory.
-        """
-        torch.cuda.set_device(self.index)
+    def start(self) -> None:
+        super().start()
+        self.use_expandable_segments()
 
     def use_expandable_segments(self) -> bool:
         """Enable expandable segments, unless the user has configured the allocator. Return True if enabled here.
@@ -91,27 +51,26 @@ class CudaDevice:
         _log.info("set the CUDA allocator to %s; PYTORCH_CUDA_ALLOC_CONF overrides it", EXPANDABLE_SEGMENTS)
         return True
 
-    def page_lock(self, address: int, nbytes: int) -> list[int]:
-        """Page-lock host memory in registrations of at most `LOCK_BYTES`; return their addresses.
-
-        Raises BudgetError if the driver refuses; nothing is locked then.
-        """
+    def page_lock(self, address: int, nbytes: int) -> list[int] | None:
         locked: list[int] = []
         with torch.cuda.device(self.index):
             cudart: Any = torch.cuda.cudart()
-            for start in range(0, nbytes, LOCK_BYTES):
-                status = cudart.cudaHostRegister(address + start, min(LOCK_BYTES, nbytes - start), PORTABLE)
+            for start in range(0, nbytes, self.max_lock_bytes):
+                status = cudart.cudaHostRegister(address + start, min(self.max_lock_bytes, nbytes - start), PORTABLE)
                 if int(status) == 0:
                     locked.append(address + start)
                     continue
                 for registered in reversed(locked):
                     cudart.cudaHostUnregister(registered)
                 self._clear_error()
-                raise BudgetError(
+                warnings.warn(
                     f"the driver can't page-lock {nbytes} bytes ({format_size(nbytes)}) of host memory: CUDA error "
                     f"{int(status)} ({cudart.cudaGetErrorString(status)}) after {start} bytes ({format_size(start)}) "
-                    f"were locked. Give a smaller host_memory and a disk tier for the rest, or free host memory"
+                    f"were locked. Training goes on, but copies between this memory and {self.device} make the host "
+                    f"wait. Give a smaller host_memory and a disk tier for the rest, or free host memory",
+                    stacklevel=2,
                 )
+                return None
         return locked
 
     def page_unlock(self, locked: list[int]) -> None:
@@ -150,18 +109,23 @@ class CudaDevice:
         """Peak of `allocated_bytes` since the last reset."""
         return int(self._stats()["allocated_bytes"]["all"]["peak"])
 
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.index)
-
     def allocator_stats(self) -> AllocatorStats:
         stats = self._stats()
         names = "allocated_bytes", "reserved_bytes", "inactive_split_bytes"
         current = {name: int(stats[name]["all"]["current"]) for name in names}
         return AllocatorStats(**current, retries=int(stats["num_alloc_retries"]))
 
-    def free_bytes(self) -> int:
-        """Return the free device memory plus the memory reserved by this process's allocator, in bytes."""
-        return int(torch.cuda.mem_get_info(self.index)[0]) + self.allocator_stats().reserved_bytes
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.index)
+
+    def _device_free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.index)[0])
+
+    def release_cached_memory(self) -> None:
+        torch.cuda.empty_cache()
+
+    def library_bytes(self, dtype: torch.dtype) -> int:
+        return library_bytes(self, dtype)
 
 
 def allocator_settings() -> str:

@@ -1,0 +1,164 @@
+"""Updates on the host beside an accelerator, with copies in both directions in a pipeline (ZeRO-Offload §4.1)."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.update_rule import Span
+from patrickstar._memory.accelerator import Accelerator
+from patrickstar._memory.host_tier import HostTier
+from patrickstar._memory.transfer import Transfer
+from patrickstar._memory.worker_pool import WorkerPool
+
+PIECE_NUMEL = 1 << 20
+"""Elements per copy: one page, whose update takes longer than the overhead of a copy."""
+BUFFERS = 3
+"""Page-locked buffers: one is filled, one is updated and one is copied back at any time."""
+
+# [Note: updates beside an accelerator]
+# One worker thread runs the updates whose masters are on the host, in the order in which they were submitted. It copies
+# gradients to the host piece by piece, on a stream of its own and ordered after the gradients, waits for each copy,
+# runs the kernel, and copies the parameters back on another stream. So copies in both directions overlap with the
+# kernel and with the device's compute, and the training thread does not wait. `StreamedUpdate.finish` waits for the
+# thread, and orders later work of the device after the last copy.
+#
+# A buffer is filled again once its parameters have been copied to the device: the stream of the gradients waits for
+# that.
+
+
+def buffer_bytes(numel: int, itemsize: int, by_pages: bool) -> int:
+    """Return the bytes of all buffers for parameters of at most `numel` elements; `by_pages`: they may be cut."""
+    return BUFFERS * itemsize * (min(numel, PIECE_NUMEL) if by_pages else numel)
+
+
+@dataclass(eq=False)
+class StreamedUpdate:
+    """Update in progress. It keeps its tensors alive until it is finished."""
+
+    accelerator: Accelerator
+    spans: Sequence[Span]
+    scales: Sequence[float]
+    ready: torch.Event
+    """Event behind the gradients and all earlier uses of the parameters."""
+    copies: Sequence[Transfer] = ()
+    """Copies that still read or write host memory of the spans."""
+    job: Transfer | None = None
+    uploaded: torch.Event | None = None
+    """Event behind the parameters that were copied to the device last."""
+
+    def finish(self) -> None:
+        """Wait for the update, and order later work of the current stream after it. Raises its error."""
+        assert self.job is not None, "the update has not been submitted"
+        self.job.wait()
+        if self.uploaded is not None:
+            self.accelerator.order(self.uploaded)
+        self.spans = ()
+
+
+@dataclass(eq=False)
+class _Part:
+    """Part of a span on its way through a buffer."""
+
+    span: Span
+    """The part, with the buffer in place of its parameter."""
+    param: torch.Tensor
+    """The parameter on the device."""
+    number: int
+    """The buffer's number."""
+    arrived: torch.Event | None
+    """Event behind the copy of the gradient; None if the whole gradient is on the host."""
+
+
+class StreamedUpdates:
+    """Worker thread and buffers of updates on the host. See [Note: updates beside an accelerator].
+
+    Args:
+        nbytes: Bytes of all buffers; see `buffer_bytes`.
+    """
+
+    def __init__(self, kernels: Kernels, accelerator: Accelerator, host_tier: HostTier, nbytes: int) -> None:
+        self.kernels = kernels
+        self.accelerator = accelerator
+        self._host_tier = host_tier
+        self._nbytes = nbytes
+        self._block = host_tier.allocate_block(nbytes, "buffers of the update on the host")
+        self._pool = WorkerPool(1, "update", begin=accelerator.enter_worker)
+        self._down, self._up = accelerator.new_stream(), accelerator.new_stream()
+        self._uploads: list[torch.Event | None] = [None] * BUFFERS
+        """For each buffer, an event behind the copy of its parameters to the device."""
+        self._next = 0
+
+    def submit(self, spans: Sequence[Span], scales: Sequence[float], copies: Sequence[Transfer]) -> StreamedUpdate:
+        """Start to update spans whose masters are on the host. The caller finishes the update.
+
+        Args:
+            copies: Copies that still read or write host memory of these spans.
+        """
+        update = StreamedUpdate(self.accelerator, spans, scales, self.accelerator.record(), copies)
+        update.job = self._pool.submit([lambda stage: self._run(update)], "an update on the host")
+        return update
+
+    def close(self) -> None:
+        """Finish all updates and end the thread."""
+        self._pool.close()
+
+    def _run(self, update: StreamedUpdate) -> None:
+        for copy in update.copies:
+            copy.wait()
+        self.kernels.update([span for span in update.spans if _is_on_host(span)], update.scales)
+        spans = _cut([span for span in update.spans if not _is_on_host(span)], self._buffer_numel)
+        parts: deque[_Part] = deque()
+        while True:
+            while len(parts) < BUFFERS and (span := next(spans, None)) is not None:
+                parts.append(self._download(span, update.ready))
+            if not parts:
+                return
+            part = parts.popleft()
+            if part.arrived is not None:
+                self.accelerator.wait(part.arrived)
+            self.kernels.update([part.span], update.scales)
+            update.uploaded = self._upload(part, update.ready)
+
+    def _buffer_numel(self, span: Span) -> int:
+        return self._nbytes // BUFFERS // span.param.itemsize if span.rule.by_pages else span.numel
+
+    def _download(self, span: Span, ready: torch.Event) -> _Part:
+        """Start to copy a gradient into the next buffer."""
+        number, self._next = self._next, (self._next + 1) % BUFFERS
+        memory = self._host_tier.view(self._block, torch.uint8)[number * (self._nbytes // BUFFERS) :]
+        buffer = memory[: span.numel * span.param.itemsize].view(span.param.dtype)
+        uploaded, grad = self._uploads[number], span.grad
+        if grad.latest.device == span.master.device:
+            if uploaded is not None:
+                self.accelerator.wait(uploaded)
+            return _Part(replace(span, param=buffer), span.param, number, None)
+        with self.accelerator.use(self._down, after_current=False):
+            self.accelerator.order(ready)
+            if uploaded is not None:
+                self.accelerator.order(uploaded)
+            buffer.copy_(grad.latest, non_blocking=True)
+            arrived = self.accelerator.record()
+        return _Part(replace(span, param=buffer, grad=replace(grad, latest=buffer)), span.param, number, arrived)
+
+    def _upload(self, part: _Part, ready: torch.Event) -> torch.Event:
+        """Start to copy updated parameters to the device."""
+        with self.accelerator.use(self._up, after_current=False):
+            self.accelerator.order(ready)
+            part.param.copy_(part.span.param, non_blocking=True)
+            uploaded = self._uploads[part.number] = self.accelerator.record()
+        return uploaded
+
+
+def _is_on_host(span: Span) -> bool:
+    return span.param.device == span.master.device
+
+
+def _cut(spans: Sequence[Span], length: Callable[[Span], int]) -> Iterator[Span]:
+    """Yield the parts of spans, each of at most `length(span)` elements."""
+    for span in spans:
+        step = max(1, length(span))
+        for first in range(0, span.numel, step):
+            yield span.page(slice(first, first + step))

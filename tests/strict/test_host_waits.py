@@ -1,0 +1,60 @@
+"""Law: in a planned step no thread but worker threads waits for the device."""
+
+import pytest
+import strict_device
+import toys
+from torch import nn
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._engine.engine import Engine
+from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
+
+WIDTH = 64
+STEPS = 7
+PLANNED = 4
+"""Number of the first step that follows a plan made in a step like it."""
+PARAM16_BYTES = 8 * 2 * (WIDTH * WIDTH + WIDTH)
+
+
+def layers() -> nn.Module:
+    return toys.layers(WIDTH, 8, nn.GELU)
+
+
+def waits_of_steps(tmp_path, *, update: bool = False, policy=None, seed: int = 1, **options) -> list[dict[str, int]]:
+    """Train; return the host waits of each step, by what was called, and check that chunks moved or not."""
+    strict_device.configure(seed=seed)
+    data = [(batch.to("strict"),) for (batch,) in toys.inputs(STEPS, width=WIDTH, rows=8)]
+    config = ps.Config(device="strict", chunk_size="18KiB", **{"host_memory": "8MiB"} | options)
+    hooks = {"meter": testing.NoMeter(), "poison": True, "page_bytes": 4096}
+    engine = Engine(layers, config, prefetch_policy=policy, **hooks)
+    waits = []
+    for batch in data:
+        strict_device.extension.reset_host_waits()
+        engine.backward(engine(*batch).float().square().mean(), update=update)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        waits.append(strict_device.extension.host_waits())
+    moved = engine.stats.last.h2d_bytes
+    assert (moved > 0) == (int(config.device_memory) < 4 * PARAM16_BYTES)
+    assert (engine.inspect().disk is not None) == (config.disk is not None)
+    engine.close()
+    return waits
+
+
+CASES = {
+    "everything on the device": dict(device_memory="8MiB"),
+    "optimizer states on the host": dict(device_memory="120KiB"),
+    "updated in backward": dict(device_memory="120KiB", update=True),
+    "half of the parameters": dict(device_memory="60KiB"),
+    "half of the parameters, updated in backward": dict(device_memory="60KiB", update=True),
+    "prefetched": dict(device_memory="60KiB", policy=AggressivePrefetch),
+    "fetched on demand": dict(device_memory="60KiB", policy=DemandFetch),
+}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_a_planned_step_does_not_wait(case, seed, tmp_path):
+    waits = waits_of_steps(tmp_path, seed=seed, **CASES[case])
+    assert waits[PLANNED:] == [{"event": 0, "stream": 0, "copy": 0, "op": 0}] * (STEPS - PLANNED)

@@ -1,0 +1,220 @@
+"""Strict device: a simulated accelerator for tests, on which a missing wait, order or guard of a lifetime fails.
+
+[Note: strict device]
+PyTorch takes it for an accelerator of its own type (`PrivateUse1`, named "strict"): tensors, streams, events, autograd
+threads and the caching allocator's statistics are those of a real one. It differs from a real one in four ways:
+
+- Memory of the device is inaccessible to the host. Any access ends the process with a trace of the guilty line.
+- Work is lazy. An operator or copy is queued on the current stream, and runs when a thread waits for it; before that
+  only if the schedule draws it. A schedule follows from a seed: it decides for each stream whether its work tends to
+  run early or late. So code that reads, overwrites or frees memory without an order between streams fails under some
+  seed, and under the same seed again.
+- Freed memory is filled with NaN by its stream, and is then reused at once. Targets of queued copies to the host hold
+  NaN until the copy has run.
+- Every wait of a thread for unfinished work is counted by what it called (`host_waits`).
+
+Queued work names memory by address, so that it keeps none alive. Operators run the CPU's kernels: results equal those
+of plain PyTorch on this device, not those of the CPU in every bit. It simulates no speed, no kernel choice by
+alignment and no driver.
+
+There is one PrivateUse1 device per process, and autograd's threads are made at the first backward. So tests that use it
+run in processes of their own: `PATRICKSTAR_TEST_DEVICE=strict pytest tests/strict tests/cuda`.
+"""
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from patrickstar._memory.accelerator import Accelerator
+from patrickstar._memory.hardware import Hardware
+
+from . import process_group
+
+SOURCES = Path(__file__).parent / "cpp"
+CAPACITY = 1 << 30
+
+
+def build() -> Path:
+    """Compile the extension for this version of PyTorch, unless it was compiled before; return its path.
+
+    One process compiles, and others that need it wait.
+    """
+    sources = sorted(SOURCES.iterdir())
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources))
+    digest.update(f"{torch.__version__} {sysconfig.get_config_var('SOABI')}".encode())
+    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "patrickstar" / "strict_device"
+    library = base / f"strict_{digest.hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    base.mkdir(parents=True, exist_ok=True)
+    with (base / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(sources, library)
+    return library
+
+
+def _compile(sources: list[Path], library: Path) -> None:
+    root = Path(torch.__file__).parent
+    flags = [
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-Wall",
+        f"-I{root / 'include'}",
+        f"-I{root / 'include/torch/csrc/api/include'}",
+        f"-I{sysconfig.get_path('include')}",
+        "-DTORCH_EXTENSION_NAME=_strict_device",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    ]
+    compiler = os.environ.get("CXX", "g++")
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        objects = []
+        for source in (path for path in sources if path.suffix == ".cpp"):
+            objects.append(Path(scratch) / f"{source.stem}.o")
+            command = [compiler, *flags, "-c", str(source), "-o", str(objects[-1])]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        linked = Path(scratch) / library.name
+        libraries = [f"-L{root / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
+        command = [compiler, "-shared", *map(str, objects), "-o", str(linked), *libraries]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        linked.replace(library)
+
+
+def _load() -> Any:
+    loader = ExtensionFileLoader("_strict_device", str(build()))
+    spec = spec_from_loader("_strict_device", loader)
+    assert spec is not None
+    extension = module_from_spec(spec)
+    loader.exec_module(extension)
+    return extension
+
+
+class _DeviceModule(ModuleType):
+    """What PyTorch expects of `torch.<device type>`."""
+
+    def __init__(self, extension: Any) -> None:
+        super().__init__("torch.strict")
+        self._extension = extension
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _lazy_init(self) -> None:
+        """Do nothing: devices are made at their first use."""
+
+    def device_count(self) -> int:
+        return int(self._extension.DEVICES)
+
+    def current_device(self) -> int:
+        return torch.accelerator.current_device_index()
+
+    def set_device(self, device: Any) -> None:
+        torch.accelerator.set_device_index(_index(device))
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "strict device"
+
+    def synchronize(self, device: Any = None) -> None:
+        torch.accelerator.synchronize(_index(device))
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def manual_seed(self, seed: int) -> None:
+        self._extension.seed(self.current_device(), seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        for index in range(self.device_count()):
+            self._extension.seed(index, seed)
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return self._extension.get_state(_index(device))
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        self._extension.set_state(_index(device), state)
+
+
+def _index(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return torch.accelerator.current_device_index() if index is None else index
+
+
+# Kernels run in the thread that happens to wait for them. Their bits must not depend on its number of threads.
+torch.set_num_threads(1)
+extension = _load()
+torch.utils.rename_privateuse1_backend("strict")
+torch._register_device_module("strict", _DeviceModule(extension))
+
+
+def configure(*, seed: int = 0, capacity: int = CAPACITY, segment_bytes: int = 0) -> None:
+    """Run all queued work; then set the schedule's seed, each device's capacity, and how memory fragments.
+
+    Args:
+        seed: Seed of the schedule by which queued work runs.
+        capacity: Bytes of each device's memory.
+        segment_bytes: Least size of a segment. Blocks are cut from segments, and a segment is given back as a whole.
+            0: each block is a segment, and memory does not fragment.
+    """
+    extension.configure(capacity, segment_bytes, seed)
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Return a context in which the calling thread's waits are not counted."""
+    extension.set_worker_thread(True)
+    try:
+        yield
+    finally:
+        extension.set_worker_thread(False)
+
+
+def host_waits() -> int:
+    """Return how often threads, but for worker threads, have waited for copies, events and streams of the device."""
+    waits = extension.host_waits()
+    return sum(waits[kind] for kind in ("event", "stream", "copy"))
+
+
+class StrictAccelerator(Accelerator):
+    """Accelerator of a strict device, with registered host memory."""
+
+    def enter_worker(self) -> None:
+        super().enter_worker()
+        extension.set_worker_thread(True)
+
+    def page_lock(self, address: int, nbytes: int) -> list[int]:
+        extension.register_host(address, nbytes)
+        return [address]
+
+    def page_unlock(self, locked: list[int]) -> None:
+        self.synchronize()
+        for address in locked:
+            extension.unregister_host(address)
+
+
+def _new_accelerator(device: torch.device) -> Accelerator | None:
+    return StrictAccelerator(device) if device.type == "strict" else None
+
+
+process_group.register(uncounted)
+Hardware.new_accelerator = staticmethod(_new_accelerator)  # type: ignore[method-assign]

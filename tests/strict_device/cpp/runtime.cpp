@@ -1,0 +1,541 @@
+#include "runtime.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <random>
+#include <utility>
+#include <vector>
+
+namespace strict {
+
+struct Queue;
+
+// A point in a stream; passed once all work before it has run.
+struct Marker {
+  bool passed = false;
+  Queue* queue = nullptr;
+};
+
+namespace {
+
+constexpr size_t kAlign = 512, kPage = 4096, kSpace = size_t{1} << 36;
+
+std::recursive_mutex mutex;
+Settings settings;
+std::mt19937_64 schedule{0};
+HostWaits waits;
+std::exception_ptr failure;
+thread_local bool worker_thread = false;
+
+size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+double draw() { return std::uniform_real_distribution<double>(0, 1)(schedule); }
+
+double draw_eagerness() {
+  const double choices[] = {0, 0, 0.2, 1};
+  return choices[schedule() % 4];
+}
+
+}  // namespace
+
+struct Entry {
+  Task task;
+  MarkerPtr wait, record;
+};
+
+struct Queue {
+  int device = 0;
+  int64_t id = 0;
+  double eagerness = 0;  // probability that its next entry runs when other work is queued
+  std::deque<Entry> entries;
+};
+
+namespace {
+
+struct Block {
+  char* address = nullptr;
+  size_t nbytes = 0;
+  int64_t stream = 0;
+  bool free = true;
+  std::vector<MarkerPtr> uses;  // of other streams, after which it may be reused
+  std::vector<int64_t> users;
+};
+
+struct Segment {
+  char* address = nullptr;
+  size_t nbytes = 0;
+  int64_t stream = 0;
+  std::map<char*, Block> blocks;
+};
+
+struct Device {
+  char* guarded = nullptr;  // addresses in tensors, without access
+  char* kernel = nullptr;   // the same memory, for kernels
+  int file = -1;
+  size_t end = 0;
+  std::map<char*, Segment> segments;
+  std::vector<std::pair<char*, size_t>> unused_ranges;
+  std::vector<std::unique_ptr<Queue>> queues;
+  MemoryStats stats;
+};
+
+Device devices[kDevices];
+std::map<char*, size_t> registered;
+std::vector<HostRange> pending_ranges;
+std::vector<std::pair<HostRange, Task>> deferred;
+
+Device& device(int index) {
+  Device& found = devices[index];
+  if (found.guarded == nullptr) {
+    found.file = memfd_create("strict-device", 0);
+    if (found.file < 0 || ftruncate(found.file, kSpace) != 0) throw std::runtime_error("memfd_create failed");
+    auto map = [&](int access) {
+      void* address = mmap(nullptr, kSpace, access, MAP_SHARED | MAP_NORESERVE, found.file, 0);
+      if (address == MAP_FAILED) throw std::runtime_error("mmap failed");
+      madvise(address, kSpace, MADV_DONTFORK);
+      return static_cast<char*>(address);
+    };
+    found.guarded = map(PROT_NONE);
+    found.kernel = map(PROT_READ | PROT_WRITE);
+    found.queues.push_back(std::make_unique<Queue>());
+    found.queues[0]->device = index;
+    found.queues[0]->eagerness = draw_eagerness();
+  }
+  return found;
+}
+
+Queue& queue(int index, int64_t stream) { return *device(index).queues.at(stream); }
+
+int owner(const void* address) {
+  auto* byte = static_cast<const char*>(address);
+  for (int index = 0; index < kDevices; ++index) {
+    char* begin = devices[index].guarded;
+    if (begin != nullptr && begin <= byte && byte < begin + kSpace) return index;
+  }
+  return -1;
+}
+
+void run_until(const MarkerPtr& marker);
+
+// Run the first entry of a queue; if it waits for another stream, run that stream first, or return false.
+bool run_front(Queue& queue, bool force) {
+  Entry& front = queue.entries.front();
+  if (front.wait && !front.wait->passed) {
+    if (!force) return false;
+    run_until(front.wait);
+  }
+  Entry entry = std::move(queue.entries.front());
+  queue.entries.pop_front();
+  try {
+    if (entry.task) entry.task();
+  } catch (...) {
+    if (!failure) failure = std::current_exception();
+  }
+  if (entry.record) entry.record->passed = true;
+  return true;
+}
+
+void run_until(const MarkerPtr& marker) {
+  while (!marker->passed) run_front(*marker->queue, true);
+}
+
+void run_all(Queue& queue) {
+  while (!queue.entries.empty()) run_front(queue, true);
+}
+
+void raise_failure() {
+  if (failure) std::rethrow_exception(std::exchange(failure, nullptr));
+}
+
+// Run some queued work, as the schedule draws.
+void progress() {
+  for (Device& each : devices) {
+    for (auto& queue : each.queues) {
+      while (!queue->entries.empty() && draw() < queue->eagerness && run_front(*queue, false)) {
+      }
+    }
+  }
+}
+
+void count(int64_t HostWaits::*counter) {
+  if (!worker_thread) ++(waits.*counter);
+}
+
+void fill_poison(Queue& queue, char* address, size_t nbytes) {
+  queue.entries.push_back({[=] { std::memset(address, 0xFF, nbytes); }, nullptr, nullptr});
+}
+
+// Memory
+
+Block* find_block(Device& device, char* address, Segment** segment = nullptr) {
+  auto after = device.segments.upper_bound(address);
+  if (after == device.segments.begin()) return nullptr;
+  Segment& found = std::prev(after)->second;
+  if (segment != nullptr) *segment = &found;
+  auto block = found.blocks.find(address);
+  return block == found.blocks.end() ? nullptr : &block->second;
+}
+
+bool reusable(Block& block) {
+  return std::all_of(block.uses.begin(), block.uses.end(), [](const MarkerPtr& use) { return use->passed; });
+}
+
+Block* take_cached(Device& device, int64_t stream, size_t nbytes) {
+  Block* best = nullptr;
+  Segment* home = nullptr;
+  for (auto& [_, segment] : device.segments) {
+    if (segment.stream != stream) continue;
+    for (auto& [_, block] : segment.blocks) {
+      bool fits = settings.segment_bytes ? block.nbytes >= nbytes : block.nbytes == nbytes;
+      if (block.free && fits && reusable(block) && (best == nullptr || block.nbytes < best->nbytes)) {
+        best = &block, home = &segment;
+      }
+    }
+  }
+  if (best != nullptr && best->nbytes > nbytes) {
+    Block rest = *best;
+    rest.address += nbytes, rest.nbytes -= nbytes;
+    best->nbytes = nbytes;
+    home->blocks[rest.address] = rest;
+  }
+  return best;
+}
+
+Block* new_segment(Device& device, int64_t stream, size_t nbytes) {
+  size_t size = std::max(nbytes, settings.segment_bytes);
+  if (device.stats.reserved + size > settings.capacity) return nullptr;
+  size_t space = round_up(size, kPage);
+  Segment segment;
+  segment.nbytes = size, segment.stream = stream;
+  auto unused = std::find_if(device.unused_ranges.begin(), device.unused_ranges.end(),
+                             [&](auto& range) { return range.second == space; });
+  if (unused != device.unused_ranges.end()) {
+    segment.address = unused->first;
+    device.unused_ranges.erase(unused);
+  } else {
+    if (device.end + space > kSpace) throw OutOfMemory("the address space of the strict device is used up");
+    segment.address = device.guarded + device.end;
+    device.end += space;
+  }
+  device.stats.reserved += size;
+  Block whole;
+  whole.address = segment.address, whole.nbytes = size, whole.stream = stream;
+  segment.blocks[whole.address] = whole;
+  device.segments[segment.address] = segment;
+  fill_poison(*device.queues[stream], kernel_address(segment.address), size);
+  return take_cached(device, stream, nbytes);
+}
+
+// Return segments without allocated blocks to the system; all work must have run.
+void release_segments(Device& device) {
+  for (auto it = device.segments.begin(); it != device.segments.end();) {
+    Segment& segment = it->second;
+    bool unused = std::all_of(segment.blocks.begin(), segment.blocks.end(),
+                              [](auto& each) { return each.second.free && reusable(each.second); });
+    if (!unused) {
+      ++it;
+      continue;
+    }
+    size_t space = round_up(segment.nbytes, kPage);
+    fallocate(device.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, segment.address - device.guarded, space);
+    device.unused_ranges.emplace_back(segment.address, space);
+    device.stats.reserved -= segment.nbytes;
+    it = device.segments.erase(it);
+  }
+}
+
+void run_everything(Device& device) {
+  for (auto& queue : device.queues) run_all(*queue);
+}
+
+void release_range(HostRange range) {
+  auto same = [&](const HostRange& other) {
+    return other.begin == range.begin && other.nbytes == range.nbytes && other.write == range.write;
+  };
+  pending_ranges.erase(std::find_if(pending_ranges.begin(), pending_ranges.end(), same));
+  for (size_t i = 0; i < deferred.size();) {
+    if (has_pending(deferred[i].first.begin, deferred[i].first.nbytes)) {
+      ++i;
+      continue;
+    }
+    Task action = std::move(deferred[i].second);
+    deferred.erase(deferred.begin() + i);
+    action();
+  }
+}
+
+}  // namespace
+
+void configure(const Settings& changed) {
+  std::lock_guard lock(mutex);
+  for (Device& each : devices) {
+    run_everything(each);
+    release_segments(each);
+  }
+  settings = changed;
+  schedule.seed(changed.seed);
+  for (Device& each : devices) {
+    for (auto& queue : each.queues) queue->eagerness = draw_eagerness();
+  }
+}
+
+void* allocate(int index, int64_t stream, size_t nbytes) {
+  std::lock_guard lock(mutex);
+  progress();
+  raise_failure();
+  Device& found = device(index);
+  nbytes = round_up(std::max(nbytes, size_t{1}), kAlign);
+  Block* block = take_cached(found, stream, nbytes);
+  if (block == nullptr) block = new_segment(found, stream, nbytes);
+  if (block == nullptr) {
+    if (settings.segment_bytes) ++found.stats.retries;
+    run_everything(found);
+    release_segments(found);
+    block = new_segment(found, stream, nbytes);
+  }
+  if (block == nullptr) {
+    throw OutOfMemory("strict device out of memory. Tried to allocate " + std::to_string(nbytes) + " bytes; " +
+                      std::to_string(found.stats.allocated) + " of " + std::to_string(settings.capacity) +
+                      " bytes are allocated and " + std::to_string(found.stats.reserved) + " reserved");
+  }
+  block->free = false;
+  block->uses.clear();
+  found.stats.allocated += block->nbytes;
+  found.stats.allocated_peak = std::max(found.stats.allocated_peak, found.stats.allocated);
+  return block->address;
+}
+
+void deallocate(void* address) {
+  if (address == nullptr) return;
+  std::lock_guard lock(mutex);
+  Device& found = devices[owner(address)];
+  Segment* segment = nullptr;
+  Block* block = find_block(found, static_cast<char*>(address), &segment);
+  if (block == nullptr || block->free) std::abort();
+  block->free = true;
+  found.stats.allocated -= block->nbytes;
+  Queue& owner_queue = *found.queues[block->stream];
+  for (int64_t user : block->users) {
+    block->uses.push_back(record(owner_queue.device, user));
+    owner_queue.entries.push_back({nullptr, block->uses.back(), nullptr});
+  }
+  block->users.clear();
+  fill_poison(owner_queue, kernel_address(block->address), block->nbytes);
+  if (settings.segment_bytes) {  // merge free neighbours
+    auto it = segment->blocks.find(block->address);
+    auto next = std::next(it);
+    auto merge = [&](auto into, auto from) {
+      into->second.nbytes += from->second.nbytes;
+      into->second.uses.insert(into->second.uses.end(), from->second.uses.begin(), from->second.uses.end());
+      segment->blocks.erase(from);
+    };
+    if (next != segment->blocks.end() && next->second.free) merge(it, next);
+    if (it != segment->blocks.begin() && std::prev(it)->second.free) merge(std::prev(it), it);
+  }
+}
+
+void record_use(void* address, int64_t stream) {
+  std::lock_guard lock(mutex);
+  Block* block = find_block(devices[owner(address)], static_cast<char*>(address));
+  if (block != nullptr && block->stream != stream) block->users.push_back(stream);
+}
+
+bool is_device_address(const void* address) { return owner(address) >= 0; }
+
+char* kernel_address(const void* address) {
+  int index = owner(address);
+  auto* byte = static_cast<const char*>(address);
+  return index < 0 ? const_cast<char*>(byte) : devices[index].kernel + (byte - devices[index].guarded);
+}
+
+void empty_cache() {
+  std::lock_guard lock(mutex);
+  for (Device& each : devices) {
+    if (each.guarded == nullptr) continue;
+    run_everything(each);
+    release_segments(each);
+  }
+}
+
+MemoryStats memory_stats(int index) {
+  std::lock_guard lock(mutex);
+  Device& found = device(index);
+  MemoryStats stats = found.stats;
+  for (auto& [_, segment] : found.segments) {
+    size_t used = 0;
+    for (auto& [_, block] : segment.blocks) used += block.free ? 0 : block.nbytes;
+    if (used) stats.inactive_split += segment.nbytes - used;
+  }
+  return stats;
+}
+
+void reset_peak(int index) {
+  std::lock_guard lock(mutex);
+  device(index).stats.allocated_peak = device(index).stats.allocated;
+}
+
+size_t capacity() { return settings.capacity; }
+
+void register_host(void* address, size_t nbytes) {
+  std::lock_guard lock(mutex);
+  auto* begin = static_cast<char*>(address);
+  auto after = registered.lower_bound(begin + nbytes);
+  if (after != registered.begin()) {
+    auto before = std::prev(after);
+    if (before->first + before->second > begin) throw std::runtime_error("host memory is already registered");
+  }
+  registered[begin] = nbytes;
+}
+
+void unregister_host(void* address) {
+  std::lock_guard lock(mutex);
+  auto found = registered.find(static_cast<char*>(address));
+  if (found == registered.end()) throw std::runtime_error("host memory is not registered");
+  if (has_pending(address, found->second)) throw std::runtime_error("host memory is unregistered while a copy uses it");
+  registered.erase(found);
+}
+
+bool is_registered(const void* address, size_t nbytes) {
+  std::lock_guard lock(mutex);
+  auto* begin = const_cast<char*>(static_cast<const char*>(address));
+  auto after = registered.upper_bound(begin);
+  if (after == registered.begin()) return false;
+  auto before = std::prev(after);
+  return begin + nbytes <= before->first + before->second;
+}
+
+bool has_pending(const void* address, size_t nbytes) {
+  std::lock_guard lock(mutex);
+  auto* begin = static_cast<const char*>(address);
+  return std::any_of(pending_ranges.begin(), pending_ranges.end(), [&](const HostRange& range) {
+    return range.begin < begin + nbytes && begin < range.begin + range.nbytes;
+  });
+}
+
+void when_not_pending(void* address, size_t nbytes, Task action) {
+  std::lock_guard lock(mutex);
+  if (has_pending(address, nbytes)) {
+    deferred.push_back({{static_cast<char*>(address), nbytes, false}, std::move(action)});
+  } else {
+    action();
+  }
+}
+
+int64_t new_stream(int index) {
+  std::lock_guard lock(mutex);
+  Device& found = device(index);
+  auto created = std::make_unique<Queue>();
+  created->device = index;
+  created->id = static_cast<int64_t>(found.queues.size());
+  created->eagerness = draw_eagerness();
+  found.queues.push_back(std::move(created));
+  return found.queues.back()->id;
+}
+
+void enqueue(int index, int64_t stream, Task task) {
+  std::lock_guard lock(mutex);
+  raise_failure();
+  queue(index, stream).entries.push_back({std::move(task), nullptr, nullptr});
+  progress();
+}
+
+void enqueue_copy(int index, int64_t stream, HostRange host, Task task) {
+  std::lock_guard lock(mutex);
+  pending_ranges.push_back(host);
+  enqueue(index, stream, [host, task = std::move(task)] {
+    task();
+    release_range(host);
+  });
+}
+
+MarkerPtr record(int index, int64_t stream) {
+  std::lock_guard lock(mutex);
+  Queue& found = queue(index, stream);
+  auto marker = std::make_shared<Marker>();
+  marker->queue = &found;
+  if (found.entries.empty()) {
+    marker->passed = true;
+  } else {
+    found.entries.push_back({nullptr, nullptr, marker});
+  }
+  return marker;
+}
+
+void stream_waits(int index, int64_t stream, const MarkerPtr& marker) {
+  std::lock_guard lock(mutex);
+  if (marker && !marker->passed) queue(index, stream).entries.push_back({nullptr, marker, nullptr});
+}
+
+bool query(const MarkerPtr& marker) {
+  std::lock_guard lock(mutex);
+  progress();
+  return !marker || marker->passed;
+}
+
+bool query_stream(int index, int64_t stream) {
+  std::lock_guard lock(mutex);
+  progress();
+  return queue(index, stream).entries.empty();
+}
+
+void synchronize(const MarkerPtr& marker) {
+  std::lock_guard lock(mutex);
+  if (marker && !marker->passed) {
+    count(&HostWaits::event);
+    run_until(marker);
+  }
+  raise_failure();
+}
+
+void synchronize_stream(int index, int64_t stream) { drain(index, stream, &HostWaits::stream); }
+
+void synchronize_device(int index) {
+  std::lock_guard lock(mutex);
+  Device& found = device(index);
+  if (std::any_of(found.queues.begin(), found.queues.end(), [](auto& each) { return !each->entries.empty(); })) {
+    count(&HostWaits::stream);
+  }
+  run_everything(found);
+  raise_failure();
+}
+
+void drain(int index, int64_t stream, int64_t HostWaits::*counter) {
+  std::lock_guard lock(mutex);
+  Queue& found = queue(index, stream);
+  if (!found.entries.empty()) {
+    count(counter);
+    run_all(found);
+  }
+  raise_failure();
+}
+
+HostWaits host_waits() {
+  std::lock_guard lock(mutex);
+  return waits;
+}
+
+void reset_host_waits() {
+  std::lock_guard lock(mutex);
+  waits = HostWaits{};
+}
+
+void set_worker_thread(bool is_worker) { worker_thread = is_worker; }
+
+int64_t pending_tasks() {
+  std::lock_guard lock(mutex);
+  int64_t total = 0;
+  for (Device& each : devices) {
+    for (auto& queue : each.queues) total += static_cast<int64_t>(queue->entries.size());
+  }
+  return total;
+}
+
+}  // namespace strict
