@@ -21,7 +21,9 @@ def layers() -> nn.Module:
     return toys.layers(WIDTH, 8, nn.GELU)
 
 
-def waits_of_steps(tmp_path, *, update: bool = False, policy=None, seed: int = 1, **options) -> list[dict[str, int]]:
+def waits_of_steps(
+    tmp_path, *, update: bool = False, accumulation: int = 1, policy=None, seed: int = 1, **options
+) -> list[dict[str, int]]:
     """Train; return the host waits of each step, by what was called, and check that chunks moved or not."""
     strict_device.configure(seed=seed)
     data = [(batch.to("strict"),) for (batch,) in toys.inputs(STEPS, width=WIDTH, rows=8)]
@@ -31,7 +33,8 @@ def waits_of_steps(tmp_path, *, update: bool = False, policy=None, seed: int = 1
     waits = []
     for batch in data:
         strict_device.extension.reset_host_waits()
-        engine.backward(engine(*batch).float().square().mean(), update=update)
+        for number in range(accumulation):
+            engine.backward(engine(*batch).float().square().mean(), update=update and number == accumulation - 1)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
         waits.append(strict_device.extension.host_waits())
@@ -48,6 +51,8 @@ CASES = {
     "updated in backward": dict(device_memory="120KiB", update=True),
     "half of the parameters": dict(device_memory="60KiB"),
     "half of the parameters, updated in backward": dict(device_memory="60KiB", update=True),
+    "accumulated over three backwards": dict(device_memory="120KiB", accumulation=3),
+    "accumulated over two backwards, half of the parameters": dict(device_memory="60KiB", accumulation=2),
     "prefetched": dict(device_memory="60KiB", policy=AggressivePrefetch),
     "fetched on demand": dict(device_memory="60KiB", policy=DemandFetch),
 }

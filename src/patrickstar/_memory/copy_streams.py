@@ -68,6 +68,11 @@ class CopyStreams:
     def down_now(self, chunk: Chunk) -> None:
         chunk.on_host(chunk.whole).copy_(chunk.on_device(chunk.whole))
 
+    def issued(self, label: str) -> Transfer | None:
+        """Return a transfer that ends with the current stream's work so far; None on a CPU, where it has ended."""
+        accelerator = self.accelerator
+        return None if accelerator is None else StreamTransfer(accelerator, accelerator.record(), label)
+
     def _start(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream | None, label: str) -> Transfer:
         if self.accelerator is not None and stream is not None:
             with self.accelerator.use(stream):

@@ -10,6 +10,7 @@ from patrickstar._layout.schema import GRAD32, PARAM32
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._params.device_arithmetic import add_gradient, round_to_device
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._schedule.placement import Tier
 
@@ -112,7 +113,7 @@ class LocalShards:
         dtype = getattr(torch, managed.schema.master_dtype)
         if not managed.state.accumulated:
             return Gradient(managed.flat(managed.shard_chunk, in_order=in_order), None, dtype)
-        earlier = managed.flat(self.manager[GRAD32, managed.location.chunk])
+        earlier = managed.flat(self.manager[GRAD32, managed.location.chunk], in_order=in_order)
         if not managed.overlays_shard:
             return Gradient(earlier, None, dtype)
         return Gradient(managed.flat(managed.shard_chunk, in_order=in_order), earlier, dtype)
@@ -134,7 +135,7 @@ class LocalShards:
             self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
 
     def _count_transfer(self, managed: ManagedParam, source: Chunk, target: Chunk) -> None:
-        nbytes = managed.location.numel * managed.shard_chunk.dtype.itemsize
+        nbytes = managed.location.numel * min(source.dtype.itemsize, target.dtype.itemsize)
         if source.device_valid != target.device_valid and source.in_memory and target.in_memory:
             self.manager.count_transfer(nbytes, to_device=target.device_valid)
 
@@ -172,23 +173,32 @@ class LocalShards:
         """Overwrite this rank's shard with the rounded master."""
         # Making room for a gradient list may have evicted the shard, and no copy in flight may still read it.
         self.ensure_local(managed)
-        payload = managed.flat(managed.shard_chunk)
+        payload, master = managed.flat(managed.shard_chunk), self.manager[PARAM32, managed.location.chunk]
+        if self._is_computed_on_device(managed.shard_chunk, master):
+            round_to_device(payload, managed.flat(master, in_order=True))
+            master.h2d_transfer = self.manager.io_dispatch.copies.issued(repr(master))
+            self.manager.count_transfer(managed.location.numel * master.dtype.itemsize, to_device=True)
+            return
         for part_slice, part in self.parts(managed, PARAM32):
             copy_rounded(part, payload[part_slice])
+        self._count_transfer(managed, master, managed.shard_chunk)
+
+    def _is_computed_on_device(self, source: Chunk, listed: Chunk) -> bool:
+        """Return whether the device computes on `listed`. See [Note: lists on the host beside an accelerator]."""
+        self.manager.transfers.complete_io(listed)
+        on_host = listed.host_valid and not listed.device_resident
+        return on_host and source.device_valid and self.manager.hardware.has_gpu
 
     def _restore_own(self, managed: ManagedParam) -> None:
         """Restore the parameter where a gradient is stored in place of this rank's shard."""
-        master = self.manager[PARAM32, managed.location.chunk]
         self._round_master(managed)
-        self._count_transfer(managed, master, managed.shard_chunk)
         self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
 
     def _accumulate(self, managed: ManagedParam) -> None:
         """Add the gradient stored in place of a parameter to the gradient list."""
         self._ensure_list(managed)
         self.ensure_local(managed)  # making room for the list may have evicted it
-        self._count_transfer(managed, managed.shard_chunk, self.manager[GRAD32, managed.location.chunk])
-        self._add_to_list(managed, managed.flat(managed.shard_chunk))
+        self._add_to_list(managed, managed.shard_chunk)
 
     def _ensure_list(self, managed: ManagedParam) -> None:
         """Allocate the gradient-list chunk of a parameter if needed."""
@@ -205,11 +215,24 @@ class LocalShards:
         fits = self.manager.disk_tier is None or master_chunk.nbytes <= self.manager.host_tier.free_bytes
         return Tier.HOST if master_chunk.host_valid and fits else Tier.DISK
 
-    def _add_to_list(self, managed: ManagedParam, grad: torch.Tensor) -> None:
+    def _add_to_list(self, managed: ManagedParam, source: Chunk) -> None:
+        """Add a parameter's gradient, which is in `source`, to the gradient list."""
         self._ensure_list(managed)
-        for part_slice, total in self.parts(managed, GRAD32, write=True):
+        chunk = self.manager[GRAD32, managed.location.chunk]
+        grad = managed.flat(source)
+        if self._is_computed_on_device(source, chunk):
+            add_gradient(managed.flat(chunk, in_order=True), grad, first=not managed.state.accumulated)
+            chunk.d2h_transfer = self.manager.io_dispatch.copies.issued(repr(chunk))
+            nbytes = managed.location.numel * chunk.dtype.itemsize
+            self.manager.count_transfer(nbytes, to_device=False)
             if managed.state.accumulated:
-                total.add_(grad[part_slice].to(total.device, total.dtype))
-            else:
-                total.copy_(grad[part_slice])
+                self.manager.count_transfer(nbytes, to_device=True)
+            self.manager.mark_written(chunk, on_device=False)
+        else:
+            self._count_transfer(managed, source, chunk)
+            for part_slice, total in self.parts(managed, GRAD32, write=True):
+                if managed.state.accumulated:
+                    total.add_(grad[part_slice].to(total.device, total.dtype))
+                else:
+                    total.copy_(grad[part_slice])
         managed.state.accumulate()

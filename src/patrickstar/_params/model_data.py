@@ -84,6 +84,11 @@ class ModelData(LocalShards):
         if self.closed:
             raise TrainingError(f"parameter {managed_params[0].name!r} is used by a graph whose engine is closed")
         self._check_not_updated(managed_params)
+        if self.manager.hardware.has_gpu and (
+            with_gradients := [managed for managed in managed_params if managed.state.overlays_param]
+        ):
+            # The device moves evicted gradients out too: see [Note: lists on the host beside an accelerator].
+            self.fetch(self.chunks_to_fetch(with_gradients), gently=gently)
         self.restore_params(managed_params)
         chunks = self.chunks_to_fetch(managed_params)
         self.tracer.begin_moment(tuple(chunk.index for chunk in chunks), belongs)

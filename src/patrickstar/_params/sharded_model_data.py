@@ -85,7 +85,7 @@ class ShardedModelData(ModelData):
         if sum_chunk is not None:
             self.manager.transfers.wait_idle(sum_chunk)
             for managed in self._own_managed_params(index):
-                self._add_to_list(managed, managed.flat(sum_chunk))
+                self._add_to_list(managed, sum_chunk)
             self.manager.remove(sum_chunk)
 
     def begin_reduction(self, index: int, ranks: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:

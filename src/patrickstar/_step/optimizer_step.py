@@ -171,7 +171,9 @@ class OptimizerStep:
                 managed.chunk.transferred_bytes += count_update_transfers(manager, managed, managed.location.numel)
         if streamed is None:
             return self.kernels.start(spans, scales)
-        copies = [copy for copy in (shard_chunk.h2d_transfer, shard_chunk.d2h_transfer) if copy is not None]
+        sums = manager.chunks.get((GRAD32, shard_chunk.index))
+        used = [shard_chunk, *chunks, *([] if sums is None else [sums])]
+        copies = [copy for chunk in used for copy in (chunk.h2d_transfer, chunk.d2h_transfer) if copy is not None]
         return [streamed.submit(spans, scales, copies)]
 
     def span(self, managed: ManagedParam, rule: Rule, chunks: Sequence[Chunk], *, in_order: bool = False) -> Span:
@@ -179,7 +181,7 @@ class OptimizerStep:
 
         `in_order`: the caller waits for the gradients of a chunk that is on its way to the host.
         """
-        master, *states = [managed.flat(chunk) for chunk in chunks]
+        master, *states = [managed.flat(chunk, in_order=in_order) for chunk in chunks]
         param = managed.flat(managed.shard_chunk, in_order=in_order)
         return Span(param, self.data.gradient(managed, in_order=in_order), master, tuple(states), rule)
 
