@@ -1,15 +1,20 @@
 """Exactness on a CUDA device."""
 
+import threading
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from cuda_cases import DEVICE, gpt, marks
+from probes import model_data_of
 from torch import nn
 from toys import inputs, layers, mean_square
 
 import patrickstar as ps
 from patrickstar import testing
+from patrickstar._autograd.embedding_lookup import _rows_of_gradient
+from patrickstar._autograd.gradient_hooks import GradientHooks
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.update_rule import Gradient, Span
@@ -91,23 +96,87 @@ def test_gradients_are_evicted_while_parameters_are_updated():
     testing.assert_exact(build, batches, config, stress=False, loss_fn=lambda out, _: out.float().pow(2).mean())
 
 
-@pytest.mark.xfail(
-    DEVICE.type == "cuda", strict=False, reason="embedding rows summed on the host differ from CUDA's kernel"
-)
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_an_embedding_that_stays_on_the_host(precision):
-    """The lookup runs on the host if fetching the weight costs more than fetching its output; tokens repeat."""
+class Words(nn.Module):
+    """Model whose embedding is looked up on the host: its output is smaller than its weight.
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(4000, 64)
-            self.head = nn.Linear(64, 8)
+    Args:
+        options: Options of the embedding.
+        lookups: Number of lookups of the weight.
+    """
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.head(self.words(ids))
+    def __init__(self, options: dict[str, Any] | None = None, lookups: int = 1) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4000, 64, **options or {})
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+        self.lookups = lookups
 
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(ids)
+        for shift in range(1, self.lookups):
+            hidden = torch.tanh(hidden) + self.words((ids + shift) % 4000)
+        return self.body(hidden)
+
+
+def words(count: int, tokens: int = 128) -> list[tuple[torch.Tensor]]:
+    """Return batches in which tokens repeat."""
     generator = torch.Generator().manual_seed(3)
-    batches = [(torch.randint(0, 20, (4, 32), generator=generator).to(DEVICE),) for _ in range(4)]
+    return [(torch.randint(0, 20, (4, tokens // 4), generator=generator).to(DEVICE),) for _ in range(count)]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "model",
+    [Words, partial(Words, {"padding_idx": 3}), partial(Words, {"scale_grad_by_freq": True}), partial(Words, None, 2)],
+    ids=["plain", "padding", "scaled by frequency", "two lookups"],
+)
+def test_an_embedding_that_stays_on_the_host(model, precision):
+    """The lookup runs on the host if fetching the weight costs more than fetching its output; tokens repeat."""
     config = ps.Config(device=str(DEVICE), device_memory="1GiB", chunk_size=4096, precision=precision)
-    testing.assert_exact(Model, batches, config)
+    testing.assert_exact(model, words(4), config)
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_gradients_of_lookups_on_the_host_arrive_in_one_thread(monkeypatch, update):
+    """Else two threads would move chunks at once: autograd runs nodes of host tensors in the calling thread."""
+    threads = set()
+    accept = GradientHooks._accept
+
+    def watched(hooks, managed, *args, **kwargs):
+        threads.add(threading.get_ident())
+        accept(hooks, managed, *args, **kwargs)
+
+    monkeypatch.setattr(GradientHooks, "_accept", watched)
+    engine = testing.stressed(Words, ps.Config(device=str(DEVICE), chunk_size=4096))
+    for batch in words(4):
+        threads.clear()
+        engine.backward(engine(*batch).float().square().mean(), update=update)
+        engine.optimizer.step()
+        assert len(threads) == 1
+    assert any(managed.on_host for managed in model_data_of(engine).managed_params)
+    engine.close()
+
+
+def test_a_weight_with_a_hook_of_the_user_is_looked_up_on_the_device():
+    engine = testing.stressed(Words, ps.Config(device=str(DEVICE), chunk_size=4096))
+    weight, shapes = engine.module.words.weight, []
+    for number, batch in enumerate(words(4)):
+        if number == 2:
+            weight.register_hook(lambda grad: shapes.append(grad.shape))
+        engine.backward(engine(*batch).float().square().mean())
+        engine.optimizer.step()
+    assert shapes == [weight.shape] * 2
+    engine.close()
+
+
+@pytest.mark.parametrize("tokens", [40, 3000, 9000], ids=str)
+@pytest.mark.parametrize("scale", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_of_looked_up_rows_have_the_bits_of_the_whole_gradient(dtype, scale, tokens):
+    """CUDA's kernel sorts more than 3072 tokens and adds the rows of a long run of equal tokens in parts."""
+    generator = torch.Generator().manual_seed(7)
+    ids = (torch.rand(tokens, generator=generator).pow(4) * 10_000).long().to(DEVICE)  # few tokens occur often
+    grad = torch.randn(tokens, 64, generator=generator).to(DEVICE, dtype)
+    whole = torch.ops.aten.embedding_dense_backward(grad, ids, 10_000, -1, scale)
+    rows = _rows_of_gradient(grad, ids, scale)
+    found = torch.zeros(10_000, 64, dtype=dtype).index_add_(0, ids.cpu(), rows.cpu())
+    testing.assert_same_bits(whole.cpu(), found, "gradient")

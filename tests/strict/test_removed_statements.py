@@ -47,7 +47,7 @@ CALLS = {
 }
 SCENARIOS = 60
 """Scenarios without a failure before a statement counts as unnoticed."""
-LIMIT_S = 240
+LIMIT_S = 90
 
 
 def statements() -> list[tuple[str, str, int, str]]:

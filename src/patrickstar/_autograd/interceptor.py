@@ -10,7 +10,8 @@ from torch import nn
 from torch.autograd import Variable
 from torch.nn import functional as F
 
-from patrickstar._autograd.embedding_lookup import embedding_lookup
+from patrickstar._autograd.embedding_lookup import can_look_up_on_host, embedding_lookup
+from patrickstar._autograd.gradient_hooks import GradientHooks
 from patrickstar._autograd.param_attributes import (
     WRITERS,
     GradientAttribute,
@@ -34,18 +35,13 @@ from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._step.full_state import FullState
 from patrickstar._step.gradients import Gradients
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
-from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, PeerError, TrainingError
+from patrickstar.errors import BudgetError, DiskError, ModelError, MoveError, PeerError
 
 _GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
 _SET_DATA = descriptor("data").__set__
 _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 """Functions that expose memory outside PyTorch; they get a copy."""
 _SPECIAL = {_GET_GRAD, _SET_GRAD, _SET_DATA, torch.Tensor.detach} | _COPIED
-
-
-def _gradient_hook(param: Any) -> None:
-    """Post-accumulate hook. Holds no reference: autograd stores hooks where the garbage collector can't see them."""
-    param._interceptor.on_gradient(param._managed_params[0], param)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -59,12 +55,10 @@ class Interceptor:
     def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward, full_state: FullState) -> None:
         self.data = gradients.data
         self.full_state = full_state
-        self.loss_scaled = gradients.scaler.enabled
         self.gradient = GradientAttribute(gradients, optimizer_in_backward)
         self.optimizer_in_backward = optimizer_in_backward
-        self.backward_depth = 0
+        self.gradient_hooks = GradientHooks(gradients, optimizer_in_backward)
         self.window: Window | None = None
-        self.hooks: dict[ManagedParam, Any] = {}
         self.functions = CustomFunctions()
         self.listed: dict[ManagedParam, torch.Tensor] = {}
         """Entries of the state dict that a module is about to fill by `detach`, so that no parameter is fetched."""
@@ -74,53 +68,14 @@ class Interceptor:
     @property
     def in_backward(self) -> bool:
         """True while autograd runs, in `engine.backward` or otherwise."""
-        return self.backward_depth > 0 or self.window is not None
+        return self.gradient_hooks.backward_depth > 0 or self.window is not None
 
     # Parameters
 
     def intercept(self, managed: ManagedParam) -> None:
         """Start to intercept a parameter's operators and its gradients."""
         adopt_parameter(managed, self)
-        self.hook_gradient(managed)
-
-    def hook_gradient(self, managed: ManagedParam) -> None:
-        """Register the post-accumulate hook of a parameter that requires a gradient."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if managed.param.requires_grad and managed not in self.hooks:
-                self.hooks[managed] = managed.param.register_post_accumulate_grad_hook(_gradient_hook)
-
-    def close(self) -> None:
-        for hook in self.hooks.values():
-            hook.remove()
-        self.hooks.clear()
-
-    def on_gradient(self, managed: ManagedParam, param: torch.Tensor) -> None:
-        """Move the gradient that autograd accumulated in `param.grad` into the chunk."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if torch.is_grad_enabled():  # a backward with create_graph=True
-                with managing():
-                    self._take_gradient(managed, param)
-            else:
-                self._take_gradient(managed, param)
-
-    def _take_gradient(self, managed: ManagedParam, param: torch.Tensor) -> None:
-        if not self.backward_depth and self.loss_scaled:
-            raise TrainingError(
-                "with fp16 the loss must be scaled: call engine.backward(loss) instead of loss.backward()"
-            )
-        grad, param.grad = param.grad, None
-        assert grad is not None
-        if grad.layout is not torch.strided:
-            raise ModelError(
-                f"parameter {managed.name!r} got a gradient with layout {grad.layout}; chunks support dense "
-                f"gradients only: call its operator with sparse=False"
-            )
-        if managed.on_host and managed.stays_on_host:
-            self.data.manager.count_transfer(managed.lookups_in_graph_bytes, to_device=False)
-            managed.lookups_in_graph_bytes = 0
-        self.optimizer_in_backward.optimizer_step.complete((managed,))
-        self.data.accept_gradient(managed, grad)
-        self.optimizer_in_backward.on_gradient_ready(managed)
+        self.gradient_hooks.register(managed)
 
     # Operators
 
@@ -171,10 +126,9 @@ class Interceptor:
                 return self._operate_attribute(func, args, managed_params[0])
             if managed_params[0] in self.listed and type(tensors[0]) is ChunkParameter:
                 return self.listed.pop(managed_params[0])
-        if func is not F.embedding:
-            for managed in managed_params:
-                if managed.on_host:
-                    self.data.move_embedding_to_device(managed)
+        for managed in managed_params:
+            if managed.on_host and not can_look_up_on_host(func, args, kwargs, managed):
+                self.data.move_embedding_to_device(managed)
         before = GraphSnapshot.now(args, kwargs)
         if self.data.residency.covers(managed_params):
             self._note(managed_params)
@@ -229,7 +183,7 @@ class Interceptor:
                 args, copied = copied_in_full(args)
         versions = [_version(tensor) for tensor in tensors]
         if func is F.embedding and managed_params[0].embedding:
-            out = embedding_lookup(args, kwargs, managed_params[0], self.data.manager)
+            out = embedding_lookup(args, kwargs, managed_params[0], self.data.manager, self.gradient_hooks)
         else:
             out = run_with_retry(func, args, kwargs, managed_params[0], self.data)
         if versions != [_version(tensor) for tensor in tensors]:
@@ -355,7 +309,7 @@ class Interceptor:
                 f"interception"
             )
         with torch._C.DisableTorchFunctionSubclass(), managing():
-            if self.window is None and not self.backward_depth:
+            if self.window is None and not self.gradient_hooks.backward_depth:
                 self.optimizer_in_backward.check_inactive("another backward")
                 self.data.begin_backward()
                 Variable._execution_engine.queue_callback(self.end_backward)
@@ -364,7 +318,7 @@ class Interceptor:
 
     def abandon(self) -> None:
         """Close the window that a failed backward outside `engine.backward` left open."""
-        if self.window is not None and not self.backward_depth:
+        if self.window is not None and not self.gradient_hooks.backward_depth:
             self.end_backward()
 
     @defer_sigint
@@ -372,7 +326,7 @@ class Interceptor:
         """End a backward: close the open window."""
         with torch._C.DisableTorchFunctionSubclass(), managing():
             self._close()
-            if not self.backward_depth:
+            if not self.gradient_hooks.backward_depth:
                 self.data.finish_backward_gradients()
 
     def _open(self, window: Window) -> None:

@@ -148,7 +148,7 @@ class EngineCore:
             with managing():
                 move_params(self.module, self.layout, plan.placement, params, self.data, self.interceptor, weights)
         except BaseException:
-            self.interceptor.close()
+            self.interceptor.gradient_hooks.close()
             self.model_state.release()
             raise
         if world.size > 1:

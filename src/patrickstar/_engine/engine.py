@@ -251,7 +251,7 @@ class Engine(EngineState):
         self._core.interceptor.abandon()
         # Gradients of several processes are complete only after all processes have synchronized, at the step.
         groups = self.optimizer.group_by_managed_param() if update and self.world.size == 1 else None
-        self._core.interceptor.backward_depth += 1
+        self._core.interceptor.gradient_hooks.backward_depth += 1
         self._core.data.begin_backward(accumulate)
         if groups is not None:
             self._core.optimizer_in_backward.begin(groups)
@@ -262,7 +262,7 @@ class Engine(EngineState):
                     scaled = loss * self._core.scaler.scale if self._core.scaler.enabled else loss
                     torch.autograd.backward(scaled, retain_graph=retain_graph)
             finally:
-                self._core.interceptor.backward_depth -= 1
+                self._core.interceptor.gradient_hooks.backward_depth -= 1
             self._core.interceptor.end_backward()
             self._core.optimizer_in_backward.wait()
             with torch.no_grad():

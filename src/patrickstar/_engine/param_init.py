@@ -245,7 +245,7 @@ def unfreeze(
         for where, part in data.parts(managed, PARAM32, write=True):
             part.copy_(flat[where])
         data.set_param_views([managed.chunk])
-        interceptor.hook_gradient(managed)
+        interceptor.gradient_hooks.register(managed)
     data.synchronize_processes(Request.STATE)  # other processes may still fetch the old chunks
     for old in [index for index, remaining in data.by_chunk.items() if not remaining]:
         for kind in (PARAM16, SHARD16):

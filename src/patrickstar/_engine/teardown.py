@@ -52,7 +52,7 @@ def release(interceptor: Interceptor, module_hooks: ModuleHooks, state: ModelSta
         finally:
             state.data.manager.cancel_transfers()
             state.data.manager.io_dispatch.salvaging = True
-            interceptor.close()
+            interceptor.gradient_hooks.close()
             interceptor.optimizer_in_backward.optimizer_step.close()
             lost = state.release()
             if state.data.comm is not None:

@@ -1,0 +1,83 @@
+"""Hooks on parameters that move each complete gradient into its chunk."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.model_data import ModelData
+from patrickstar._params.modes import managing
+from patrickstar._step.gradients import Gradients
+from patrickstar._step.optimizer_in_backward import OptimizerInBackward
+from patrickstar.errors import ModelError, TrainingError
+
+
+def _gradient_hook(param: Any) -> None:
+    """Post-accumulate hook. Holds no reference: autograd stores hooks where the garbage collector can't see them."""
+    param._interceptor.gradient_hooks.on_gradient(param._managed_params[0], param)
+
+
+class GradientHooks:
+    """Moves gradients that autograd has completed into the chunks of one engine."""
+
+    def __init__(self, gradients: Gradients, optimizer_in_backward: OptimizerInBackward) -> None:
+        self.data: ModelData = gradients.data
+        self.optimizer_in_backward = optimizer_in_backward
+        self.loss_scaled = gradients.scaler.enabled
+        self.backward_depth = 0
+        """Number of running calls of `engine.backward`, which scales the loss."""
+        self._hooks: dict[ManagedParam, Any] = {}
+
+    def register(self, managed: ManagedParam) -> None:
+        """Register the post-accumulate hook of a parameter that requires a gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if managed.param.requires_grad and managed not in self._hooks:
+                self._hooks[managed] = managed.param.register_post_accumulate_grad_hook(_gradient_hook)
+
+    def close(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def on_gradient(self, managed: ManagedParam, param: torch.Tensor) -> None:
+        """Move the gradient that autograd accumulated in `param.grad` into the chunk."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad, param.grad = param.grad, None
+            if grad is None:  # autograd completes the gradient of a parameter whose operators gave none, too
+                return
+            if grad.layout is not torch.strided:
+                raise ModelError(
+                    f"parameter {managed.name!r} got a gradient with layout {grad.layout}; chunks support dense "
+                    f"gradients only: call its operator with sparse=False"
+                )
+            if managed.on_host and managed.stays_on_host:
+                self.data.manager.count_transfer(managed.lookups_in_graph_bytes, to_device=False)
+                managed.lookups_in_graph_bytes = 0
+            self._accept(managed, grad)
+
+    def on_lookup_gradient(self, managed: ManagedParam, grad: torch.Tensor, lookup_bytes: int) -> None:
+        """Move the gradient of one lookup on the host into the chunk. See [Note: lookups on the host].
+
+        Args:
+            grad: Gradient of the whole weight, on the host.
+            lookup_bytes: Bytes of the lookup's output.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            managed.lookups_in_graph_bytes = max(0, managed.lookups_in_graph_bytes - lookup_bytes)
+            self._accept(managed, grad, complete=managed.lookups_in_graph_bytes == 0)
+
+    def _accept(self, managed: ManagedParam, grad: torch.Tensor, complete: bool = True) -> None:
+        # In a backward with create_graph=True gradients are enabled here.
+        with managing() if torch.is_grad_enabled() else nullcontext():
+            self._move(managed, grad, complete)
+
+    def _move(self, managed: ManagedParam, grad: torch.Tensor, complete: bool) -> None:
+        if not self.backward_depth and self.loss_scaled:
+            raise TrainingError(
+                "with fp16 the loss must be scaled: call engine.backward(loss) instead of loss.backward()"
+            )
+        self.optimizer_in_backward.optimizer_step.complete((managed,))
+        self.data.accept_gradient(managed, grad)
+        if complete:
+            self.optimizer_in_backward.on_gradient_ready(managed)
