@@ -5,9 +5,12 @@ As a program it runs scenarios until one fails, with one statement of one module
 """
 
 import ast
+import copy
 import faulthandler
+import gc
 import importlib.abc
 import importlib.util
+import itertools
 import os
 import random
 import sys
@@ -17,97 +20,165 @@ from pathlib import Path
 from typing import Any
 
 WIDTH, LAYERS, STEPS = 48, 6, 4
+MODELS = "layers", "uneven layers", "words"
 _EXPECTED: dict[Any, Any] = {}
 PARAM16_BYTES = LAYERS * 2 * (WIDTH * WIDTH + WIDTH)
 
 
-def run(seed: int) -> None:
-    """Run a random loop with random budgets by a random schedule, and compare it with plain PyTorch."""
-    import strict_device
-    import torch
+def _build(model: str) -> Any:
+    """Build a model: equal layers, layers whose chunks leave gaps of different sizes on the host, or an embedding."""
     import toys
     from torch import nn
+
+    if model == "layers":
+        return toys.layers(WIDTH, LAYERS, nn.GELU)
+    if model == "uneven layers":
+        widths = [48, 20, 72, 33, 64, 12, 80, 48]
+        return nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(widths)))
+    return nn.Sequential(nn.Embedding(500, WIDTH), toys.layers(WIDTH, 4, nn.GELU))
+
+
+def _data(model: str, count: int) -> list[Any]:
+    """Return batches on the device."""
+    import torch
+    import toys
+
+    if model == "words":
+        generator = torch.Generator().manual_seed(2)
+        return [torch.randint(0, 40, (3, 8), generator=generator).to("strict") for _ in range(count)]
+    return [batch.to("strict") for (batch,) in toys.inputs(count, width=WIDTH, rows=24)]
+
+
+def _loop(trainer: Any, model: str, accumulation: int, clip: bool, options: tuple[str, ...], update: bool) -> list[Any]:
+    """Train some steps without a wait between them."""
+    import torch
+
+    results: list[Any] = []
+    for number, batch in enumerate(_data(model, accumulation * STEPS)):
+        last, step = number % accumulation == accumulation - 1, number // accumulation
+        loss = trainer(batch).float().square().mean()
+        trainer.backward(loss / accumulation, **({"update": True} if update and last else {}))
+        results.append(loss.detach().clone())
+        if not last:
+            continue
+        if "discard" in options and step == 2:
+            trainer.optimizer.zero_grad()
+            continue
+        if clip:
+            results.append(trainer.clip_grad_norm_(0.5).clone())
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        if "read" in options and step in (1, 2):
+            results += [value.clone() for value in trainer.state_dict().values()]
+        if "evaluate" in options and step in (0, 2):
+            with torch.no_grad():
+                results.append(trainer.eval()(batch).clone())
+            trainer.train()
+        if "load" in options and step in (0, 2):
+            state = {name: value.clone() for name, value in trainer.state_dict().items()}
+            trainer.load_state_dict({name: value.mul_(0.5) for name, value in state.items()})
+        if "optimizer states" in options and step in (0, 2):
+            trainer.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
+    return results
+
+
+def _expected(precision: str, *options: Any) -> Any:
+    """Return the results and parameters of plain PyTorch, which are the same in all scenarios of these options."""
+    import strict_device
+    import torch
+
+    import patrickstar as ps
+    from patrickstar import testing
+
+    if (precision, *options) not in _EXPECTED:
+        strict_device.configure()
+        torch.manual_seed(0)
+        reference = testing.ReferenceTrainer(
+            lambda: _build(options[0]), ps.Config(device="strict", precision=precision)
+        )
+        _EXPECTED[precision, *options] = _loop(reference, *options, False), reference.state_dict()
+    return _EXPECTED[precision, *options]
+
+
+def run(seed: int) -> bool:
+    """Run a random loop with random budgets by a random schedule, and compare it with plain PyTorch.
+
+    Returns:
+        False if the budgets are too small for the loop.
+    """
+    import strict_device
+    import torch
 
     import patrickstar as ps
     from patrickstar import testing
     from patrickstar._engine.engine import Engine
+    from patrickstar._memory.accelerator import Accelerator
     from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch
-
-    def build() -> nn.Module:
-        return toys.layers(WIDTH, LAYERS, nn.GELU)
-
-    def loop(trainer: Any, accumulation: int, clip: bool, reads: bool, update: bool = False) -> list[torch.Tensor]:
-        """Train some steps without a wait between them."""
-        results = []
-        for number, (batch,) in enumerate(data(accumulation * STEPS)):
-            last = number % accumulation == accumulation - 1
-            loss = trainer(batch).float().square().mean()
-            trainer.backward(loss / accumulation, **({"update": True} if update and last else {}))
-            results.append(loss.detach().clone())
-            if not last:
-                continue
-            if clip:
-                results.append(trainer.clip_grad_norm_(0.5).clone())
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
-            if reads and number == accumulation * STEPS // 2:
-                results += [value.clone() for value in trainer.state_dict().values()]
-                with torch.no_grad():
-                    results.append(trainer.eval()(batch).clone())
-                trainer.train()
-        return results
-
-    def data(count: int) -> list[tuple[torch.Tensor]]:
-        return [(batch.to("strict"),) for (batch,) in toys.inputs(count, width=WIDTH, rows=24)]
-
-    def expected(*options: Any) -> Any:
-        """Return the results and parameters of plain PyTorch, which are the same in all scenarios of these options."""
-        if options not in _EXPECTED:
-            strict_device.configure()
-            torch.manual_seed(0)
-            reference = testing.ReferenceTrainer(build, ps.Config(device="strict"))
-            _EXPECTED[options] = loop(reference, *options), reference.state_dict()
-        return _EXPECTED[options]
+    from patrickstar.errors import BudgetError
 
     choice = random.Random(seed)
-    accumulation, clip, reads = choice.choice([1, 1, 2]), choice.random() < 0.3, choice.random() < 0.4
-    results, parameters = expected(accumulation, clip, reads)
+    model, accumulation, clip = choice.choice(MODELS), choice.choice([1, 1, 2]), choice.random() < 0.3
+    options = tuple(
+        name for name in ("discard", "read", "evaluate", "load", "optimizer states") if choice.random() < 0.2
+    )
+    precision = choice.choice(["bf16", "bf16", "fp32"])
+    results, parameters = _expected(precision, model, accumulation, clip, options)
     with tempfile.TemporaryDirectory() as directory:
         disk = ps.Disk(directory) if choice.random() < 0.35 else None
+        itemsize = 2 if precision == "bf16" else 4
+        device = choice.choice([0.45, 0.7, 1.6, 20] if model != "words" else [1.5, 2, 3, 20])
+        numel = sum(values.numel() for values in parameters.values())
+        needed = numel * (12 + itemsize) // 1024  # masters, two states and evicted parameters, in KiB
+        tight = choice.random() < 0.5
         config = ps.Config(
             device="strict",
-            chunk_size=choice.choice(["5KiB", "10KiB"]),
-            device_memory=int(choice.choice([0.45, 0.7, 1.6, 20]) * PARAM16_BYTES) + 16384,
-            host_memory="300KiB" if disk is not None else "4MiB",
+            precision=precision,
+            chunk_size=choice.choice(["5KiB", "10KiB", "16KiB"]),
+            device_memory=int(device * PARAM16_BYTES * itemsize / 2) + 16384,
+            host_memory=1024
+            * (choice.randint(90, 300) if disk is not None else needed + choice.randint(24, 90) if tight else 4096),
             disk=disk,
             activation_offload=choice.random() < 0.3,
         )
-        strict_device.configure(seed=seed)
-        torch.manual_seed(0)
+        room = choice.choice([0, 0, 100, 200, 400]) * 1024
         policy = choice.choice([None, AggressivePrefetch, DemandFetch])
-        engine = Engine(
-            build,
-            config,
-            meter=testing.NoMeter(),
-            poison=True,
-            page_bytes=4096,
-            prefetch_policy=policy,
-            evict_everything=choice.random() < 0.2,
-        )
+        evict_everything = choice.random() < 0.2
+        update = accumulation == 1 and not clip and "discard" not in options and choice.random() < 0.4
+        close = choice.random() < 0.5
+        strict_device.configure(seed=seed)
+        if room:
+            gc.collect()
+            allocated = Accelerator(torch.device("strict")).allocated_bytes
+            strict_device.configure(seed=seed, capacity=allocated + int(config.device_memory) + room)
+        torch.manual_seed(0)
         try:
-            update = accumulation == 1 and not clip and choice.random() < 0.4
-            found = loop(engine, accumulation, clip, reads, update)
-            if choice.random() < 0.5:  # close with copies in flight
+            engine = Engine(
+                lambda: _build(model),
+                config,
+                meter=testing.NoMeter(),
+                poison=True,
+                page_bytes=4096,
+                prefetch_policy=policy,
+                evict_everything=evict_everything,
+            )
+        except BudgetError:
+            return False
+        try:
+            found = _loop(engine, model, accumulation, clip, options, update)
+            if close:  # with copies in flight
                 module = engine.module
-                engine(data(1)[0][0])
+                engine(_data(model, 1)[0])
                 engine.close()
                 values = {name: value.detach() for name, value in module.state_dict().items()}
             else:
                 values = engine.state_dict()
             testing.assert_same_bits(results, found, f"scenario {seed}: results")
             testing.assert_same_bits(parameters, dict(values), f"scenario {seed}: parameters")
+        except (BudgetError, torch.OutOfMemoryError):
+            return False
         finally:
             engine.close()
+    return True
 
 
 class Removal(importlib.abc.MetaPathFinder, SourceFileLoader):
@@ -144,8 +215,13 @@ def main(module: str, path: str, line: int, count: int) -> None:
     """Run scenarios with one statement removed; return if none fails."""
     faulthandler.enable()
     sys.meta_path.insert(0, Removal(module, path, line))
-    for seed in range(count):
-        run(seed)
+    from test_exactness import run_schedule
+
+    with tempfile.TemporaryDirectory() as directory:
+        for seed in range(count):
+            run(seed)
+            if seed % 4 == 3:
+                run_schedule(seed, directory)
 
 
 if __name__ == "__main__":

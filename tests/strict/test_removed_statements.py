@@ -45,9 +45,9 @@ CALLS = {
     "synchronize",
     "_wait_for_transfers",
 }
-SCENARIOS = 60
+SCENARIOS = 160
 """Scenarios without a failure before a statement counts as unnoticed."""
-LIMIT_S = 90
+LIMIT_S = 150
 
 
 def statements() -> list[tuple[str, str, int, str]]:
