@@ -51,15 +51,17 @@ def result(tensor: torch.Tensor, transfer) -> torch.Tensor:
 def test_a_gather_waits_for_computation_and_returns_all_shards(group):
     whole, values = torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE), numbers()
     busy()
-    group.shard(whole, CUTS).copy_(values)
-    assert torch.equal(result(whole, group.all_gather(whole, CUTS)), values.cpu())
+    assert torch.equal(result(whole, group.all_gather(values, whole, CUTS)), values.cpu())
 
 
 def test_a_shard_is_sent(group):
-    whole = numbers()
-    expected = whole.cpu().clone()
-    own = group.shard(whole, CUTS).cpu()
-    assert torch.equal(result(whole, group.gather_to(own, whole, CUTS, [0])), expected)
+    whole, own = torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE), numbers().cpu()
+    assert torch.equal(result(whole, group.gather_to(own, whole, CUTS, [0])), own)
+
+
+def test_a_shard_on_the_host_is_gathered(group):
+    whole, own = torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE), numbers().cpu()
+    assert torch.equal(result(whole, group.all_gather(own, whole, CUTS)), own)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

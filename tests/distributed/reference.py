@@ -68,6 +68,6 @@ class AveragingTrainer(testing.ReferenceTrainer):
             self.averaged = True
             self.reduce()
             for param, total in self.sums.items():
-                self.masters[param].grad = total * (1.0 / dist.get_world_size())
+                self.masters[param].grad = (total * (1.0 / dist.get_world_size())).to(param.device)
             self.sums.clear()
         super().unscale()

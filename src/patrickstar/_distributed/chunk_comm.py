@@ -20,6 +20,9 @@ class ShardOwner(Protocol):
     def parameters(self, index: int) -> torch.Tensor:
         """Return the `param16` shard of a chunk that this process owns, on its current tier."""
 
+    def keep_parameters(self, index: int, reader: Transfer) -> None:
+        """Keep the `param16` shard of a chunk unchanged until `reader` has ended."""
+
     def begin_reduction(self, index: int, ranks: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
         """Prepare the reduction of a chunk's gradients from these ranks.
 
@@ -160,12 +163,12 @@ class ChunkComm:
         if me in ranks:
             assert self._gather_target is not None
             whole = self._gather_target.on_device(self._gather_target.whole)
-            self.collectives.shard(whole, shard_bounds).copy_(own)
             self.counters.h2d_bytes += own.nbytes
         with profiler_range("all-gather", f"param16[{index}]"):
             if len(ranks) == self.world.size:
                 assert whole is not None
-                self._gathering = self.collectives.all_gather(whole, shard_bounds)
+                self._gathering = self.collectives.all_gather(own, whole, shard_bounds)
+                self._owner.keep_parameters(index, self._gathering)
             else:
                 sending = self.collectives.gather_to(own, whole, shard_bounds, ranks)
                 if whole is not None:

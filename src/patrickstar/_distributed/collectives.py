@@ -1,5 +1,6 @@
 """Collectives on chunks, on a worker thread (CPU) or a separate stream (GPU)."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +16,7 @@ from patrickstar._memory.copy_streams import StreamTransfer
 from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.worker_pool import Job, WorkerPool
-from patrickstar.errors import MoveError
+from patrickstar.errors import MoveError, PeerError
 
 # [Note: summation order]
 # With gloo, gradients are sent in their own dtype; each owner sums its shard in fp32 (fp64 for fp64), from +0, in rank
@@ -23,6 +24,9 @@ from patrickstar.errors import MoveError
 # 2.00 times the bytes, measured on the loopback device. On an accelerator it is `reduce_scatter_tensor`, with the order
 # and rounding of NCCL or its counterpart. In both cases the optimizer step divides the sum by the number of processes
 # in fp32.
+
+CHECK_S = 1.0
+"""Seconds between checks of the other processes while the host waits for a collective of the device."""
 
 Bounds = tuple[int, ...]
 """Start of each process's shard, in elements, and the end of the last."""
@@ -40,14 +44,14 @@ class Collectives(ABC):
         return whole[bounds[rank] : bounds[rank + 1]]
 
     @abstractmethod
-    def all_gather(self, whole: torch.Tensor, bounds: Bounds) -> Transfer:
-        """All-gather `whole`; each process has stored its own shard in it."""
+    def all_gather(self, own: torch.Tensor, whole: torch.Tensor, bounds: Bounds) -> Transfer:
+        """All-gather the processes' shards, which may be on the host, into `whole`."""
 
     @abstractmethod
     def gather_to(
         self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]
     ) -> Transfer:
-        """Gather all shards in `whole` on these ranks, which have stored their own; the other ranks only send."""
+        """Gather the shards into `whole` on these ranks; the other ranks only send."""
 
     @abstractmethod
     def reduce_scatter(
@@ -100,7 +104,8 @@ class GlooCollectives(Collectives):
         super().__init__(world)
         self._thread = WorkerPool(1, "peers", PAGE_BYTES)
 
-    def all_gather(self, whole: torch.Tensor, bounds: Bounds) -> Transfer:
+    def all_gather(self, own: torch.Tensor, whole: torch.Tensor, bounds: Bounds) -> Transfer:
+        self.shard(whole, bounds).copy_(own)
         if not self.even(bounds):
             owner = self.owner(bounds)
             return self._submit(lambda _: dist.broadcast(whole, group_src=owner, group=self.world.data), "a broadcast")
@@ -109,6 +114,8 @@ class GlooCollectives(Collectives):
     def gather_to(
         self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]
     ) -> Transfer:
+        if whole is not None:
+            self.shard(whole, bounds).copy_(own)
         return self._submit(lambda _: self._gather_to(own, whole, bounds, ranks), "a gather onto some ranks")
 
     def reduce_scatter(
@@ -184,6 +191,22 @@ def _finish(works: Sequence[Any]) -> None:
             work.wait()
 
 
+class StreamCollective(StreamTransfer):
+    """Collective on a stream. The host waits for it only as long as all processes run."""
+
+    def __init__(self, collectives: "StreamCollectives", event: torch.Event, label: str) -> None:
+        super().__init__(collectives.accelerator, event, label)
+        self.collectives = collectives
+
+    def wait(self) -> None:
+        self.collectives.wait(self.event)
+
+    def cancel(self) -> None:
+        """Wait for the end; ignore an error."""
+        with suppress(PeerError):
+            self.wait()
+
+
 class StreamCollectives(Collectives):
     """Collectives of an accelerator (NCCL on CUDA) on a separate stream. Not yet run on a GPU."""
 
@@ -191,9 +214,12 @@ class StreamCollectives(Collectives):
         super().__init__(world)
         self.accelerator = accelerator
         self.stream = accelerator.new_stream()
+        self._checked = 0.0
+        """Time of the last check of the other processes."""
 
-    def all_gather(self, whole: torch.Tensor, bounds: Bounds) -> Transfer:
+    def all_gather(self, own: torch.Tensor, whole: torch.Tensor, bounds: Bounds) -> Transfer:
         with self._on_stream("an all-gather") as done:
+            self.shard(whole, bounds).copy_(own, non_blocking=True)
             if self.even(bounds):
                 gather_into(whole, self.shard(whole, bounds), self.world.data)
             else:
@@ -205,6 +231,8 @@ class StreamCollectives(Collectives):
     ) -> Transfer:
         with self._on_stream("a gather onto some ranks") as done:
             own = own.to(self.accelerator.device, non_blocking=True)
+            if whole is not None:
+                self.shard(whole, bounds).copy_(own)
             pairs = []
             for rank in range(self.world.size):
                 if rank == self.world.rank:
@@ -235,13 +263,33 @@ class StreamCollectives(Collectives):
             return done()
 
     def close(self) -> None:
-        self.accelerator.wait(self.accelerator.record(self.stream))
+        with suppress(PeerError):
+            self.wait(self.accelerator.record(self.stream))
+
+    def wait(self, event: torch.Event) -> None:
+        """Block the calling thread until an event has passed. Raises PeerError if a process has ended meanwhile.
+
+        A kernel that waits for a process that has ended would never end, so the collectives are aborted then.
+        """
+        if self.world.aborted:
+            raise self.world.explain_failure(RuntimeError("the collectives of this device were aborted"))
+        self.accelerator.wait(event, self._check_processes)
+
+    def _check_processes(self) -> None:
+        now = time.monotonic()
+        if now < self._checked + CHECK_S:
+            return
+        self._checked = now
+        if self.world.has_lost_process():
+            error = self.world.explain_failure(RuntimeError("a collective of the device waits for it"))
+            self.world.abort_data()
+            raise error
 
     @contextmanager
     def _on_stream(self, label: str) -> Iterator[Callable[[], Transfer]]:
         """Launch on the stream, ordered after the current one; yield a function that returns the transfer."""
         with self.accelerator.use(self.stream):
-            yield lambda: StreamTransfer(self.accelerator, self.accelerator.record(), label)
+            yield lambda: StreamCollective(self, self.accelerator.record(), label)
 
 
 def collectives(world: World, accelerator: Accelerator | None) -> Collectives:

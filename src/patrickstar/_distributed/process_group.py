@@ -40,6 +40,8 @@ class World:
         """Create groups for control messages and for data; all processes must call this."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.closed = False
+        self.aborted = False
+        """True once the collectives of the device were aborted, since a process ended."""
         self.users = 0
         """Number of open engines."""
         self.coordinator: Any = None
@@ -225,6 +227,19 @@ class World:
         except psutil.Error:
             return False
 
+    def has_lost_process(self) -> bool:
+        """Return whether a process of this machine has ended, or another process has found one that has."""
+        try:
+            found = self._store.check([f"{self._prefix}gone"])
+        except (RuntimeError, dist.DistError):
+            return True  # the process that hosts the store has ended
+        return found or not all(self._is_alive(rank) for rank in self.local_ranks)
+
+    def abort_data(self) -> None:
+        """End the collectives of the device, which may wait for a process that has ended."""
+        self.aborted = True
+        distributed_c10d._abort_process_group(self.data)
+
     def abort(self, error: BaseException) -> None:
         """Announce that an engine could not be created here, and close."""
         self.announce(f"could not start: {type(error).__name__}: {error}")
@@ -239,7 +254,7 @@ class World:
         if self.coordinator is not None:
             self.coordinator.collectives.close()
         if dist.is_initialized():
-            for group in (self.control, self.data, self._checkpoints):
+            for group in (self.control, None if self.aborted else self.data, self._checkpoints):
                 if group is not None:
                     dist.destroy_process_group(group)
 

@@ -1,8 +1,9 @@
 """Accelerator: streams, events, page-locked host memory, allocator and random state of one device beside the host."""
 
 import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ COLLECTIVE_BYTES = 1 << 30
 """Left free in addition if several processes train: buffers of NCCL or of another collective library."""
 MIN_PERCENT = 60
 """Lower limit of the default budget on small devices, where `OUTSIDE_BYTES` would leave almost nothing."""
+
+POLL_S = 50e-6
+"""Seconds between two queries of an event whose wait may be ended."""
 
 # [Note: waits for the device]
 # A thread that waits for the device launches nothing meanwhile: the device runs out of work, and copies and updates
@@ -142,11 +146,21 @@ class Accelerator:
         """Order later work of the current stream after an event. The host does not wait."""
         self.current_stream().wait_event(event)
 
-    def wait(self, event: torch.Event) -> None:
-        """Block the calling thread until an event has passed; count it."""
-        if not event.query():
-            self.host_waits += not getattr(self._thread, "is_worker", False)
+    def wait(self, event: torch.Event, check: Callable[[], None] | None = None) -> None:
+        """Block the calling thread until an event has passed; count it.
+
+        Args:
+            check: Called again and again meanwhile. It raises an exception to end the wait.
+        """
+        if event.query():
+            return
+        self.host_waits += not getattr(self._thread, "is_worker", False)
+        if check is None:
             event.synchronize()
+            return
+        while not event.query():
+            check()
+            time.sleep(POLL_S)
 
     def synchronize(self) -> None:
         """Block the calling thread until the device has finished all work."""

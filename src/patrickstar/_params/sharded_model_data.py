@@ -12,6 +12,7 @@ from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.tracer import Tracer
+from patrickstar._memory.transfer import Transfer
 from patrickstar._params.grad_accumulation import GradAccumulation
 from patrickstar._params.local_shards import follow_written
 from patrickstar._params.managed_param import ManagedParam
@@ -77,6 +78,11 @@ class ShardedModelData(ModelData):
             self.manager.ensure_in_memory(own)
             self.update_param_views()
         return own.current(own.whole)
+
+    def keep_parameters(self, index: int, reader: Transfer) -> None:
+        own = self.manager[SHARD16, index]
+        if not own.device_valid and self.manager.hardware.has_gpu:
+            own.h2d_transfer = reader
 
     def _finish_reduction(self, index: int) -> None:
         """Finish the pending reduction of a chunk and fold it into grad32."""

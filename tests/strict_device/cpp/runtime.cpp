@@ -22,10 +22,13 @@ struct Queue;
 struct Marker {
   bool passed = false;
   Queue* queue = nullptr;
+  int queries = 0;
 };
 
 namespace {
 
+// Queries after which an event has passed: a thread that polls for it waits for the device.
+constexpr int kQueries = 100;
 constexpr size_t kAlign = 512, kPage = 4096, kSpace = size_t{1} << 36;
 
 std::recursive_mutex mutex;
@@ -477,6 +480,10 @@ void stream_waits(int index, int64_t stream, const MarkerPtr& marker) {
 bool query(const MarkerPtr& marker) {
   std::lock_guard lock(mutex);
   progress();
+  if (marker && !marker->passed && ++marker->queries >= kQueries) {
+    count(&HostWaits::event);
+    run_until(marker);
+  }
   return !marker || marker->passed;
 }
 

@@ -1,0 +1,102 @@
+"""Law 1 for two processes with a strict device each, and the end of a collective whose peer has ended."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import ranks
+from distributed.reference import AveragingTrainer
+from distributed.test_exactness import random_config, random_shape
+from sampling import draws
+from toys import train
+
+from patrickstar import testing
+from patrickstar._distributed.process_group import World
+from patrickstar._engine.engine import Engine
+
+WITHIN_S = 30.0
+
+
+def on_device(seeds: list[int]) -> None:
+    """Train random models on strict devices; runs in each process."""
+    import strict_device
+
+    dist.init_process_group("gloo")
+    world = World(torch.device("strict", 0))
+    for seed in seeds:
+        draw = random.Random(seed)
+        shape = random_shape(draw)
+        config = random_config(draw).model_copy(
+            update={"device": "strict", "host_memory": 1 << 23, "device_memory": draw.choice([1 << 14, 1 << 17])}
+        )
+        loop = {"accumulation": draw.choice([1, 1, 2, 4]), "reduce_once": draw.random() < 0.5}
+        max_norm = draw.choice([None, 0.1])
+        generator = torch.Generator().manual_seed(1000 * seed + world.rank)
+        data = [(torch.randint(0, 11, (2, 4), generator=generator).to("strict"),) for _ in range(4)]
+        print(f"seed {seed}: {shape}, {config!r}", flush=True)
+        strict_device.configure()
+        torch.manual_seed(seed)
+        reference = AveragingTrainer(shape.build, config)
+        expected = train(reference, data, max_norm=max_norm, **loop)
+        strict_device.configure(seed=100 * seed + world.rank)
+        torch.manual_seed(seed)
+        engine = Engine(
+            shape.build,
+            config,
+            poison=True,
+            world=world,
+            meter=testing.NoMeter(),
+            evict_everything=draw.random() < 0.5,
+        )
+        found = train(engine, data, max_norm=max_norm, **loop)
+        testing.assert_same_bits(expected, found, "results")
+        testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
+        engine.close()
+    dist.destroy_process_group()
+
+
+def test_no_schedule_changes_the_results_of_two_processes():
+    ranks.run(2, on_device, seeds=list(range(draws(12))))
+
+
+def waits() -> None:
+    """End rank 1 while rank 0 waits for an event that never passes; runs in each process."""
+    import strict_device  # noqa: F401
+
+    from patrickstar._distributed.collectives import StreamCollectives
+    from patrickstar._memory.hardware import Hardware
+
+    class NeverPasses:
+        """Event of a collective that waits for a process that has ended."""
+
+        def query(self) -> bool:
+            return False
+
+    dist.init_process_group("gloo")
+    device = torch.device("strict", 0)
+    world = World(device)
+    if world.rank == 1:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    accelerator = Hardware(device).accelerator
+    assert accelerator is not None
+    collectives = StreamCollectives(world, accelerator)
+    accelerator.record = lambda stream=None: NeverPasses()  # type: ignore[method-assign]
+    try:
+        collectives.wait(NeverPasses())
+    finally:
+        collectives.close()
+        world.close()
+
+
+@pytest.mark.parametrize("rank", [1])
+def test_a_collective_ends_with_its_peer(rank):
+    started = time.monotonic()
+    ended = ranks.wait(ranks.start(2, waits), WITHIN_S)
+    assert ended[rank].code == -signal.SIGKILL
+    assert ended[0].code == 1 and f"PeerError: rank {rank} (process" in ended[0].text, ended[0].text[-3000:]
+    assert time.monotonic() - started < WITHIN_S
