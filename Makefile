@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Made last by the set-up: while it is newer than what it depends on, nothing is installed again.
 INSTALLED := $(VENV)/installed
 
-.PHONY: train test nightly bench bench-disk gpu check format clean
+.PHONY: train test nightly mutations bench bench-disk gpu check format clean
 
 # 89 million parameters: 1.2 GB of model data, five times the device budget.
 train: $(INSTALLED)
@@ -23,11 +23,20 @@ PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 test: check
 	$(PYTEST) -m "not slow"
 	$(PYTEST) -m "not slow" --late-copies 1 $(LATE)
+	$(STRICT) $(PYTEST) -m "not slow" tests/strict tests/cuda
 
 nightly: check
 	$(PYTEST) --hypothesis-profile nightly tests benchmarks/tests
 	$(PYTEST) --hypothesis-profile nightly --late-copies 1 tests/autograd tests/laws/test_exactness.py
 	$(PYTEST) --hypothesis-profile nightly --resident tests/autograd
+	$(STRICT) $(PYTEST) --hypothesis-profile nightly tests/strict tests/cuda
+
+# Training without each statement that waits for a device: two hours.
+mutations: $(INSTALLED)
+	$(STRICT) $(BIN)/python tests/strict/removed_statements.py $(ONLY)
+
+# Tests that need an accelerator run on a simulated one: tests/strict_device.
+STRICT := PATRICKSTAR_TEST_DEVICE=strict
 
 # What runs a second time, beside a simulated accelerator: sharing, accumulation and early updates.
 LATE := tests/autograd/test_sharing.py tests/autograd/test_accumulation.py tests/autograd/test_early_update.py

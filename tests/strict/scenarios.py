@@ -1,7 +1,7 @@
 """Training loops on the strict device that together use every copy, wait and order of an engine.
 
 As a program it runs scenarios until one fails, with one statement of one module removed:
-`python scenarios.py MODULE LINE COUNT`. See [Note: removed statements] in `test_removed_statements.py`.
+`python scenarios.py MODULE LINE COUNT`. See [Note: removed statements] in `removed_statements.py`.
 """
 
 import ast
