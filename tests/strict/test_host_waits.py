@@ -26,7 +26,7 @@ def waits_of_steps(
 ) -> list[dict[str, int]]:
     """Train; return the host waits of each step, by what was called, and check that chunks moved or not."""
     strict_device.configure(seed=seed)
-    data = [(batch.to("strict"),) for (batch,) in toys.inputs(STEPS, width=WIDTH, rows=8)]
+    data = [(batch.to("strict"),) for (batch,) in toys.inputs(STEPS, width=WIDTH, rows=32)]
     config = ps.Config(device="strict", chunk_size="18KiB", **{"host_memory": "8MiB"} | options)
     hooks = {"meter": testing.NoMeter(), "poison": True, "page_bytes": 4096}
     engine = Engine(layers, config, prefetch_policy=policy, **hooks)
@@ -41,6 +41,8 @@ def waits_of_steps(
     moved = engine.stats.last.h2d_bytes
     assert (moved > 0) == (int(config.device_memory) < 4 * PARAM16_BYTES)
     assert (engine.inspect().disk is not None) == (config.disk is not None)
+    activations = engine.stats.last.host_peak_non_model_bytes - 3 * 2 * WIDTH * WIDTH
+    assert (activations >= 8 * 32 * WIDTH * 2) == config.activation_offload
     engine.close()
     return waits
 
@@ -53,6 +55,7 @@ CASES = {
     "half of the parameters, updated in backward": dict(device_memory="60KiB", update=True),
     "accumulated over three backwards": dict(device_memory="120KiB", accumulation=3),
     "accumulated over two backwards, half of the parameters": dict(device_memory="60KiB", accumulation=2),
+    "offloaded activations": dict(device_memory="120KiB", activation_offload=True),
     "prefetched": dict(device_memory="60KiB", policy=AggressivePrefetch),
     "fetched on demand": dict(device_memory="60KiB", policy=DemandFetch),
 }

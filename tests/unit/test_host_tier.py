@@ -46,6 +46,35 @@ class CountedTransfer(CompletedTransfer):
         self.waits += 1
 
 
+class PendingTransfer(CountedTransfer):
+    """Transfer that ends when it is waited for."""
+
+    @property
+    def done(self) -> bool:
+        return self.waits > 0
+
+
+def test_a_released_block_is_used_again_after_its_copy():
+    host, copy = tier(3 * ALIGN_BYTES), PendingTransfer()
+    block = host.allocate_block(2 * ALIGN_BYTES)
+    host.copy_issued(block, copy)
+    host.release_block(block)
+    assert host.other_bytes == 0
+    assert host.allocate_block(ALIGN_BYTES).start == 2 * ALIGN_BYTES, "the copy still reads or writes the first bytes"
+    assert not copy.waits
+    assert host.allocate_block(2 * ALIGN_BYTES).start == 0
+    assert copy.waits == 1
+
+
+def test_blocks_move_after_their_copies():
+    host, copy = tier(4 * ALIGN_BYTES), PendingTransfer()
+    first, second = host.allocate_block(ALIGN_BYTES), host.allocate_block(ALIGN_BYTES)
+    host.copy_issued(second, copy)
+    host.release_block(first)
+    assert host.allocate_block(3 * ALIGN_BYTES).start == ALIGN_BYTES
+    assert copy.waits == 1 and second.start == 0
+
+
 # Accounting
 
 

@@ -1,4 +1,8 @@
-"""Activation offload: saved tensors are on the host between forward and backward, within the host budget."""
+"""Activation offload: saved tensors are on the host between forward and backward, within the host budget.
+
+Copies run in the order of the device's compute, and the host does not wait for them. So the device's memory is used
+again in that order too, and its peak does not depend on the speed of copies.
+"""
 
 import weakref
 from collections.abc import Iterator
@@ -30,10 +34,17 @@ class _HostActivation:
         weakref.finalize(self, manager.host_tier.release_block, self.block).atexit = False
         self.source = source
         self.meta = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
-        with manager.io_dispatch.stalled():
-            self._host_view(manager).copy_(tensor)
-            manager.count_transfer(nbytes, to_device=False)
         self.device, self.manager, self.nbytes = tensor.device, manager, nbytes
+        with manager.io_dispatch.stalled():
+            self._host_view(manager).copy_(tensor, non_blocking=True)
+            self._issued(to_device=False)
+
+    def _issued(self, to_device: bool) -> None:
+        """Count a copy, and keep the block until it has ended."""
+        self.manager.count_transfer(self.nbytes, to_device=to_device)
+        copy = self.manager.io_dispatch.copies.issued("an offloaded activation")
+        if copy is not None:
+            self.manager.host_tier.copy_issued(self.block, copy)
 
     def _host_view(self, manager: ChunkManager) -> torch.Tensor:
         """Return a view of the host copy; the arena may have moved its block since the last call."""
@@ -42,8 +53,9 @@ class _HostActivation:
 
     def to_device(self) -> torch.Tensor:
         with self.manager.io_dispatch.stalled():
-            tensor = torch.empty_like(self.meta, device=self.device).copy_(self._host_view(self.manager))
-            self.manager.count_transfer(self.nbytes, to_device=True)
+            tensor = torch.empty_like(self.meta, device=self.device)
+            tensor.copy_(self._host_view(self.manager), non_blocking=True)
+            self._issued(to_device=True)
         return tensor
 
 

@@ -7,6 +7,7 @@ import torch
 from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.chunk import Chunk, fill_poison
 from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock, HostArena
+from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.vm_pool import round_up
 from patrickstar.errors import BudgetError
 
@@ -36,6 +37,10 @@ class HostTier:
         self.moved: set[Chunk] = set()
         """Chunks that compaction has moved since `ChunkManager.drain_moved`."""
         self._owners: dict[ArenaBlock, Chunk] = {}
+        self._block_copies: dict[ArenaBlock, Transfer] = {}
+        """Last copy that reads or writes a block that is no chunk."""
+        self._released: list[tuple[ArenaBlock, Transfer]] = []
+        """Released blocks whose copy had not ended."""
 
     @property
     def free_bytes(self) -> int:
@@ -99,9 +104,29 @@ class HostTier:
         self.other_peak = max(self.other_peak, self.other_bytes)
         return block
 
+    def copy_issued(self, block: ArenaBlock, copy: Transfer) -> None:
+        """Keep a block where it is until a copy, the last one that reads or writes it, has ended."""
+        self._block_copies[block] = copy
+
     def release_block(self, block: ArenaBlock) -> None:
-        block.arena.free(block)
+        """Release a block. Its memory is used again once the last copy has ended."""
+        copy = self._block_copies.pop(block, None)
+        if copy is None or copy.done:
+            block.arena.free(block)
+        else:
+            self._released.append((block, copy))
         self.other_bytes -= block.nbytes
+
+    def _free_released(self, wait: bool) -> None:
+        """Free the released blocks whose copy has ended; `wait`: wait for all copies."""
+        released, self._released = self._released, []
+        for block, copy in released:
+            if wait:
+                copy.wait()
+            if wait or copy.done:
+                block.arena.free(block)
+            else:
+                self._released.append((block, copy))
 
     def reserve(self, nbytes: int, description: str) -> None:
         """Count memory outside of the arenas, which the caller writes now, until `release_reservation`."""
@@ -132,10 +157,17 @@ class HostTier:
         return next((block for block in blocks if block is not None), None)
 
     def _new_block(self, nbytes: int, description: str) -> ArenaBlock:
+        if self._released:
+            self._free_released(wait=False)
         block = self._first_fit(nbytes)
+        if block is None and self._released:
+            self._free_released(wait=True)
+            block = self._first_fit(nbytes)
         if block is None:
             for finish in self.finish_updates:
                 finish()
+            for copy in self._block_copies.values():
+                copy.wait()
             for chunk in self._owners.values():
                 _wait_for_transfers(chunk)
             for arena in self.arenas:
