@@ -44,9 +44,9 @@ class DelayedCopies(CopyStreams):
         self._delay(self.down_stream)
         return super().down(chunk)
 
-    def _delay(self, stream: torch.cuda.Stream | None) -> None:
-        if stream is not None:
-            with torch.cuda.stream(stream):
+    def _delay(self, stream: torch.Stream | None) -> None:
+        if self.accelerator is not None and stream is not None:
+            with self.accelerator.use(stream, after_current=False):
                 torch.cuda._sleep(DELAY_CYCLES)
 
 
@@ -54,7 +54,7 @@ class DelayedHardware(Hardware):
     """Hardware of this machine with delayed copies."""
 
     def copies(self) -> CopyStreams:
-        return DelayedCopies(self.device)
+        return DelayedCopies(self.accelerator)
 
 
 def late_copies(record: Record, device: torch.device) -> None:
