@@ -56,7 +56,7 @@ class LateCopies(CopyStreams):
         if not ON_GPU:
             time.sleep(1e-3)  # the strict device is late in any case
             return
-        with torch.cuda.stream(stream):
+        with self.accelerator.use(stream, after_current=False):
             torch.cuda._sleep(CYCLES // 20)
 
 
@@ -123,7 +123,7 @@ def test_a_copy_runs_on_its_own_stream_and_computation_waits_for_it_on_the_gpu()
     chunk.host_valid = True
     chunk.allocate_device()
     chunk.on_device(chunk.whole).fill_(7.0)
-    with torch.cuda.stream(copies.up_stream):
+    with copies.accelerator.use(copies.up_stream, after_current=False):
         torch.cuda._sleep(CYCLES)
     transfer = copies.up(chunk)
     assert not transfer.done, "the copy overlaps with computation"
@@ -132,7 +132,7 @@ def test_a_copy_runs_on_its_own_stream_and_computation_waits_for_it_on_the_gpu()
     assert not transfer.done, "the host has not waited for the copy"
     assert bool(fetched)
     chunk.on_device(chunk.whole).fill_(5.0)
-    with torch.cuda.stream(copies.down_stream):
+    with copies.accelerator.use(copies.down_stream, after_current=False):
         torch.cuda._sleep(CYCLES)
     down = copies.down(chunk)
     assert not down.done
