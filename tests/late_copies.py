@@ -16,12 +16,18 @@ query of its state finds, by the seeded schedule, that it is done.
 Updates on the host, which run on threads while the device computes, are late as well (`LateKernels`): they run when
 they are waited for.
 
+The device's arithmetic on lists on the host (`patrickstar._params.device_arithmetic`) is eager as well. It sees what
+the device has written to the host in earlier copies, for which the host need not have waited.
+
 The simulation does not detect errors of computation that is late itself, of threads, or of device types.
 """
 
 import ctypes
 import random
+import weakref
 from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
 import torch
 
@@ -31,6 +37,7 @@ from patrickstar._memory.chunk import Chunk, fill_poison
 from patrickstar._memory.copy_streams import CopyStreams, StreamTransfer
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.vm_pool import PagePool, VMRange
+from patrickstar._params import device_arithmetic, local_shards
 
 CPU = torch.device("cpu")
 
@@ -219,6 +226,7 @@ class LateHardware(Hardware):
     def __init__(self, seed: int, failures: float = 0.0, failures_in_a_row: int = 1) -> None:
         super().__init__(CPU)
         self.has_gpu = True
+        _simulated.add(self)
         self.schedule = random.Random(seed)
         self.failures = failures
         self.failures_in_a_row = failures_in_a_row
@@ -254,3 +262,23 @@ class LateHardware(Hardware):
 
     def page_pool(self) -> PagePool | None:
         return FragmentedPool(self)
+
+
+_simulated: weakref.WeakSet[LateHardware] = weakref.WeakSet()
+
+
+def _after_copies(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function of two tensors that sees what earlier copies of the device have written to the host."""
+
+    @wraps(function)
+    def wrapper(target: torch.Tensor, source: torch.Tensor, **options: Any) -> None:
+        for hardware in _simulated:
+            for tensor in (target, source):
+                hardware.arrive(tensor.data_ptr(), tensor.nbytes)
+        function(target, source, **options)
+
+    return wrapper
+
+
+local_shards.add_gradient = _after_copies(device_arithmetic.add_gradient)  # type: ignore[attr-defined]
+local_shards.round_to_device = _after_copies(device_arithmetic.round_to_device)  # type: ignore[attr-defined]
