@@ -1,6 +1,7 @@
 // Operators of the strict device: each queues the CPU's kernel on the current stream, for memory that it names by
 // address. Closures never hold tensors: these would keep memory alive, and hide that it was freed too early.
 #include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
 #include <ATen/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
@@ -55,6 +56,12 @@ struct KernelGuard {
   c10::impl::ForceDispatchKeyGuard guard{c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
                                          c10::default_excluded_set |
                                              c10::autograd_dispatch_keyset_with_ADInplaceOrView};
+
+  // Any thread may run a kernel. With another number of threads some libraries give other bits.
+  KernelGuard() {
+    thread_local const bool initialized = (at::init_num_threads(), true);
+    (void)initialized;
+  }
 };
 
 // Apply a function to every tensor of a value.
