@@ -9,6 +9,7 @@ gets none. So a weight with hooks of the user is looked up on the device.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,15 +21,17 @@ from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._params.managed_param import ManagedParam
 
 
-def _options(
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> tuple[int | None, bool, bool]:
-    """Return the options of `F.embedding` that its gradient depends on, and whether lookups on the host support all."""
-    return padding_idx, scale_grad_by_freq, max_norm is None and not sparse
+@dataclass(frozen=True)
+class _Lookup:
+    """Arguments of `F.embedding`, by its names and with its defaults."""
+
+    input: torch.Tensor
+    weight: torch.Tensor
+    padding_idx: int | None = None
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    scale_grad_by_freq: bool = False
+    sparse: bool = False
 
 
 def can_look_up_on_host(
@@ -39,8 +42,8 @@ def can_look_up_on_host(
         return False
     weight: Any = managed.param
     hooks = len(weight._backward_hooks or ()) + len(weight._post_accumulate_grad_hooks or ())
-    given = {name: value for name, value in kwargs.items() if name not in ("input", "weight")}
-    return hooks <= 1 and _options(*args[2:], **given)[2]  # one is the engine's
+    lookup = _Lookup(*args, **kwargs)
+    return hooks <= 1 and lookup.max_norm is None and not lookup.sparse  # one hook is the engine's
 
 
 def embedding_lookup(
@@ -54,17 +57,17 @@ def embedding_lookup(
     out: torch.Tensor
     if not managed.stays_on_host:
         out = F.embedding(*args, **kwargs)
-    elif manager.hardware.has_gpu:
-        ids, weight = (*args, *(kwargs[name] for name in ("input", "weight")[len(args) :]))[:2]
-        given = {name: value for name, value in kwargs.items() if name not in ("input", "weight")}
-        out = _HostLookup.apply(  # type: ignore[no-untyped-call]
-            weight, ids, _options(*args[2:], **given)[:2], managed, manager, gradient_hooks
-        )
-        manager.count_transfer(out.nbytes, to_device=True)
     else:
-        host = manager.hardware.host_device
-        host_args: Any = [value.to(host) if isinstance(value, torch.Tensor) else value for value in args]
-        out = F.embedding(*host_args, **kwargs).to(manager.device)
+        if manager.hardware.has_gpu:
+            lookup = _Lookup(*args, **kwargs)
+            options = lookup.padding_idx, lookup.scale_grad_by_freq
+            out = _HostLookup.apply(  # type: ignore[no-untyped-call]
+                lookup.weight, lookup.input, options, managed, manager, gradient_hooks
+            )
+        else:
+            host = manager.hardware.host_device
+            host_args: Any = [value.to(host) if isinstance(value, torch.Tensor) else value for value in args]
+            out = F.embedding(*host_args, **kwargs).to(manager.device)
         manager.count_transfer(out.nbytes, to_device=True)
     if out.requires_grad:
         managed.lookup_bytes += out.nbytes
