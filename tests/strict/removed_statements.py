@@ -1,9 +1,9 @@
-"""Training on the strict device without one statement that waits: `make mutations`.
+"""Tests without one statement that waits: `make mutations`.
 
 [Note: removed statements]
 Each statement below waits for the device or a worker, orders streams, or keeps memory where work in progress uses it.
-With one of them removed, a scenario of `scenarios.py` should give other bits, fail or never end. Statements are found
-by what they call, so that a new one is tried too.
+With one of them removed, a test fails, or a scenario of `scenarios.py` gives other bits, fails or never ends.
+Statements are found by what they call, so that a new one is tried too.
 """
 
 import ast
@@ -11,12 +11,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import scenarios
+import removal
 
 MODULES = {
+    "direct_writer": "_checkpoint",
     "accelerator": "_memory",
     "chunk": "_memory",
     "chunk_manager": "_memory",
@@ -25,6 +27,7 @@ MODULES = {
     "disk_tier": "_memory",
     "host_tier": "_memory",
     "transfers": "_memory",
+    "disk_optimizer_step": "_step",
     "optimizer_in_backward": "_step",
     "optimizer_step": "_step",
     "streamed_update": "_step",
@@ -35,6 +38,8 @@ CALLS = {
     "ensure_in_memory",
     "finish",
     "finish_streamed",
+    "release",
+    "settle",
     "order",
     "wait",
     "wait_event",
@@ -43,8 +48,12 @@ CALLS = {
     "wait_idle",
     "wait_stream",
     "synchronize",
+    "_finish",
+    "_order",
+    "_wait_for",
     "_wait_for_transfers",
 }
+TESTS = "unit/test_in_flight.py", "unit/test_host_tier.py", "unit/test_disk_optimizer_step.py"
 SCENARIOS = 160
 """Scenarios without a failure before a statement counts as unnoticed."""
 LIMIT_S = 150
@@ -71,22 +80,53 @@ def statements() -> list[tuple[str, str, int, str]]:
     return found
 
 
-def outcome(module: str, path: str, line: int) -> str:
-    """Run scenarios without a statement; return how they ended, or an empty string if none failed."""
-    program = [sys.executable, scenarios.__file__, module, path, str(line), str(SCENARIOS)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    try:
-        ended = subprocess.run(program, capture_output=True, text=True, timeout=LIMIT_S, env=env)
-    except subprocess.TimeoutExpired:
-        return "never ends"
-    if ended.returncode == 0:
-        return ""
-    lines = ended.stderr.strip().splitlines()
-    return (
-        f"signal {-ended.returncode}"
-        if ended.returncode < 0
-        else next((line for line in lines[::-1] if "Error" in line), lines[-1])
-    )
+def programs() -> Iterator[tuple[str, list[str], dict[str, str]]]:
+    """Yield the programs that may notice a removed statement, the shortest first: name, arguments and environment."""
+    here = Path(__file__).parent
+    tests = here.parent
+    pytest = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "removal"]
+    strict = {"PATRICKSTAR_TEST_DEVICE": "strict"}
+    yield "tests", [*pytest, *(str(tests / path) for path in TESTS)], {}
+    yield "late copies", [*pytest, str(tests / "laws/test_late_copies.py"), "-k", "schedule_of_late"], {}
+    yield "strict device", [*pytest, str(here / "test_chunks.py"), str(here / "test_saves.py")], strict
+    yield "scenarios", [str(here / "scenarios.py"), str(SCENARIOS)], strict
+
+
+def outcome(module: str, path: str, line: int, only: str = "") -> str:
+    """Run tests and scenarios without a statement.
+
+    Args:
+        only: Name of the only program to be run.
+
+    Returns:
+        What noticed it and how it ended; an empty string if nothing did.
+    """
+    base = {name: value for name, value in os.environ.items() if name != "PATRICKSTAR_TEST_DEVICE"}
+    base |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    base[removal.VARIABLE] = f"{module} {path} {line}"
+    for name, program, env in programs():
+        if only not in ("", name):
+            continue
+        try:
+            ended = subprocess.run(
+                [sys.executable, *program], capture_output=True, text=True, timeout=LIMIT_S, env=base | env
+            )
+        except subprocess.TimeoutExpired:
+            return f"{name}: never ends"
+        if ended.returncode:
+            return f"{name}: {_reason(ended)}"
+    return ""
+
+
+def _reason(ended: subprocess.CompletedProcess[str]) -> str:
+    """Return how a program failed."""
+    failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if failed:
+        return failed[0].split(" - ")[0].rsplit("/", 1)[-1]
+    if ended.returncode < 0:
+        return f"signal {-ended.returncode}"
+    lines = ended.stderr.strip().splitlines() or ended.stdout.strip().splitlines() or [""]
+    return next((line for line in lines[::-1] if "Error" in line), lines[-1])
 
 
 def main(only: str = "") -> int:

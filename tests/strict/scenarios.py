@@ -1,21 +1,17 @@
 """Training loops on the strict device that together use every copy, wait and order of an engine.
 
-As a program it runs scenarios until one fails, with one statement of one module removed:
-`python scenarios.py MODULE LINE COUNT`. See [Note: removed statements] in `removed_statements.py`.
+As a program, `python scenarios.py COUNT`, it runs scenarios until one fails.
+See [Note: removed statements] in `removed_statements.py`.
 """
 
-import ast
 import copy
 import faulthandler
 import gc
-import importlib.abc
-import importlib.util
 import itertools
 import os
 import random
 import sys
 import tempfile
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -181,40 +177,10 @@ def run(seed: int) -> bool:
     return True
 
 
-class Removal(importlib.abc.MetaPathFinder, SourceFileLoader):
-    """Importer of a module without the statement that begins in one line."""
-
-    def __init__(self, name: str, path: str, line: int) -> None:
-        super().__init__(name, path)
-        self.line = line
-        self.removed = 0
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """Find the module, and leave all others to other importers."""
-        return (
-            importlib.util.spec_from_file_location(fullname, self.path, loader=self) if fullname == self.name else None
-        )
-
-    def get_code(self, fullname: str) -> Any:
-        """Return the module's code with `pass` in place of the statement."""
-        tree = ast.parse(Path(self.path).read_text())
-
-        class Remover(ast.NodeTransformer):
-            def visit(transformer, node: ast.AST) -> Any:
-                if isinstance(node, ast.stmt) and node.lineno == self.line and not hasattr(node, "body"):
-                    self.removed += 1
-                    return ast.copy_location(ast.Pass(), node)
-                return transformer.generic_visit(node)
-
-        code = compile(ast.fix_missing_locations(Remover().visit(tree)), self.path, "exec")
-        assert self.removed == 1, f"{self.removed} statements begin in line {self.line} of {self.path}"
-        return code
-
-
-def main(module: str, path: str, line: int, count: int) -> None:
-    """Run scenarios with one statement removed; return if none fails."""
+def main(count: int) -> None:
+    """Run scenarios; return if none fails."""
     faulthandler.enable()
-    sys.meta_path.insert(0, Removal(module, path, line))
+    import removal  # noqa: F401  without the statement that the environment names
     from test_exactness import run_schedule
 
     with tempfile.TemporaryDirectory() as directory:
@@ -227,4 +193,4 @@ def main(module: str, path: str, line: int, count: int) -> None:
 if __name__ == "__main__":
     os.environ["PATRICKSTAR_TEST_DEVICE"] = "strict"
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(int(sys.argv[1]))

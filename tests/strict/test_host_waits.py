@@ -1,8 +1,11 @@
 """Law: in a planned step no thread but worker threads waits for the device."""
 
+import threading
+
 import pytest
 import strict_device
 import toys
+from probes import disk_step_of
 from torch import nn
 
 import patrickstar as ps
@@ -27,6 +30,7 @@ def waits_of_steps(
     """Train; return the host waits of each step, by what was called, and check that chunks moved or not."""
     strict_device.configure(seed=seed)
     data = [(batch.to("strict"),) for (batch,) in toys.inputs(STEPS, width=WIDTH, rows=32)]
+    options |= {"disk": ps.Disk(tmp_path)} if "disk" in options else {}
     config = ps.Config(device="strict", chunk_size="18KiB", **{"host_memory": "8MiB"} | options)
     hooks = {"meter": testing.NoMeter(), "poison": True, "page_bytes": 4096}
     engine = Engine(layers, config, prefetch_policy=policy, **hooks)
@@ -41,8 +45,11 @@ def waits_of_steps(
     moved = engine.stats.last.h2d_bytes
     assert (moved > 0) == (int(config.device_memory) < 4 * PARAM16_BYTES)
     assert (engine.inspect().disk is not None) == (config.disk is not None)
-    activations = engine.stats.last.host_peak_non_model_bytes - 3 * 2 * WIDTH * WIDTH
-    assert (activations >= 8 * 32 * WIDTH * 2) == config.activation_offload
+    if config.disk is None:  # whose pages pass through host memory that is no chunk's either
+        activations = engine.stats.last.host_peak_non_model_bytes - 3 * 2 * WIDTH * WIDTH
+        assert (activations >= 8 * 32 * WIDTH * 2) == config.activation_offload
+    else:
+        assert {param.optimizer_tier for param in engine.inspect().parameters} == {"disk"}
     engine.close()
     return waits
 
@@ -56,6 +63,7 @@ CASES = {
     "accumulated over three backwards": dict(device_memory="120KiB", accumulation=3),
     "accumulated over two backwards, half of the parameters": dict(device_memory="60KiB", accumulation=2),
     "offloaded activations": dict(device_memory="120KiB", activation_offload=True),
+    "optimizer states on disk": dict(device_memory="120KiB", host_memory="160KiB", disk=True),
     "prefetched": dict(device_memory="60KiB", policy=AggressivePrefetch),
     "fetched on demand": dict(device_memory="60KiB", policy=DemandFetch),
 }
@@ -66,3 +74,28 @@ CASES = {
 def test_a_planned_step_does_not_wait(case, seed, tmp_path):
     waits = waits_of_steps(tmp_path, seed=seed, **CASES[case])
     assert waits[PLANNED:] == [{"event": 0, "stream": 0, "copy": 0, "op": 0}] * (STEPS - PLANNED)
+
+
+def test_a_step_ends_before_its_pages_from_disk_are_updated(tmp_path):
+    strict_device.configure(seed=1)
+    options = dict(device_memory="120KiB", host_memory="160KiB", disk=ps.Disk(tmp_path))
+    config = ps.Config(device="strict", chunk_size="18KiB", **options)
+    engine = Engine(layers, config, meter=testing.NoMeter(), poison=True, page_bytes=4096)
+    ((batch,),) = toys.inputs(1, width=WIDTH, rows=32)
+    batch = batch.to("strict")
+    pipeline, opened = disk_step_of(engine), threading.Event()
+    for number in range(4):
+        engine.backward(engine(batch).float().square().mean())
+        if number == 3:  # from here on the worker thread does nothing
+            pipeline.finish()
+            pipeline._streamed._pool.submit([lambda stage: opened.wait(60)], "an update without end")
+        engine.optimizer.step()
+    while not pipeline._running:
+        pipeline.progress()
+    assert not opened.is_set() and pipeline.pending
+    assert all(pages.owner.param16.pins for pages in pipeline._running)
+    opened.set()
+    engine.optimizer.zero_grad()
+    engine(batch)
+    assert not pipeline.pending and not pipeline._running
+    engine.close()

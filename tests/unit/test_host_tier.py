@@ -287,6 +287,17 @@ def test_transfers_in_flight_are_waited_for_before_blocks_move(kind):
     assert copy.waits == 2, "nor may its block be reused"
 
 
+def test_updates_are_finished_before_blocks_move():
+    host = tier(8 * ALIGN_BYTES)
+    first, second, third, _ = (chunk_on(host, 2, value, value) for value in range(4))
+    host.free(first)
+    host.free(third)
+    finished = []
+    host.finish_updates.append(lambda: finished.append(second.host_block.start))
+    chunk_on(host, 4)
+    assert finished == [2 * ALIGN_BYTES] and second.host_block.start == 0
+
+
 class Operations(RuleBasedStateMachine):
     """Allocations within the budget succeed; each chunk and block is filled with its own number."""
 

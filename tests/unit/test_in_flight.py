@@ -1,6 +1,8 @@
 """Copies in flight while the host tier compacts or frees their blocks."""
 
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,7 +10,12 @@ import torch
 from patrickstar._layout.schema import PARAM16, PARAM32
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.direct_io import BLOCK_BYTES
+from patrickstar._memory.disk_tier import DiskTier
 from patrickstar._memory.host_arena import ALIGN_BYTES
+from patrickstar._memory.swap_file import SwapFile
+from patrickstar._memory.transfer import CompletedTransfer, Transfer
+from patrickstar._memory.transfer_counters import TransferCounters
 from patrickstar._schedule.placement import Tier
 
 CPU = torch.device("cpu")
@@ -90,3 +97,114 @@ def test_removing_a_chunk_waits_for_its_fetch():
     assert (newcomer.on_host(newcomer.whole) == 9.0).all()
     assert (other.on_host(other.whole) == 3.0).all()
     manager.close()
+
+
+class LateTransfer(CompletedTransfer):
+    """Transfer that runs when it is waited for."""
+
+    def __init__(self, label: str, run: Callable[[], object]) -> None:
+        super().__init__(label)
+        self._run: Callable[[], object] | None = run
+
+    @property
+    def done(self) -> bool:
+        return self._run is None
+
+    def wait(self) -> None:
+        if self._run is not None:
+            self._run()
+            self._run = None
+
+
+class Peers:
+    """Other processes, whose shards hold the number of earlier gathers of the chunk."""
+
+    serving = False
+
+    def __init__(self) -> None:
+        self.counters = TransferCounters()
+        self.gathers = 0
+
+    def gather(self, chunk: Chunk) -> Transfer:
+        value, self.gathers = self.gathers, self.gathers + 1
+        return LateTransfer("a gather", lambda: chunk.on_device(chunk.whole).fill_(value))
+
+    def request_reduction(self, chunk: Chunk) -> Transfer:
+        return LateTransfer("a reduction", lambda: None)
+
+
+@pytest.fixture
+def shared():
+    """Return a manager and a chunk that it shares with other processes and has gathered."""
+    manager = ChunkManager(CPU, 4 * ALIGN_BYTES, 4 * ALIGN_BYTES, poison=True, comm=Peers())
+    chunk = manager.new_shared_chunk(PARAM16, 0, ALIGN_BYTES // 4, "float32")
+    manager.fetch([chunk])
+    assert (chunk.on_device(chunk.whole) == 0).all()
+    yield manager, chunk
+    manager.close()
+
+
+def test_a_chunk_is_gathered_over_its_gradients(shared):
+    manager, chunk = shared
+    chunk.on_device(chunk.whole).fill_(-1)
+    manager.mark_written(chunk, on_device=True)
+    manager.regather(chunk)
+    assert chunk.device_valid and not manager.transfers.in_flight
+    assert (chunk.on_device(chunk.whole) == 1).all()
+
+
+@pytest.mark.parametrize("direction", ["gather", "reduction"])
+def test_a_stale_chunk_is_dropped_with_what_is_in_flight(shared, direction):
+    manager, chunk = shared
+    if direction == "gather":
+        manager.device_tier.free(chunk)
+        manager.transfers.start_fetch(chunk, urgent=False)
+    else:
+        manager.transfers.evict_by_reduction(chunk)
+    manager.drop_gathered([0])
+    assert not manager.transfers.in_flight and manager.device_tier.used == 0
+
+
+class SlowFile(SwapFile):
+    """Swap file that takes 10 ms for each page."""
+
+    def read(self, *args) -> None:
+        time.sleep(0.01)
+        super().read(*args)
+
+    def write(self, *args) -> None:
+        time.sleep(0.01)
+        super().write(*args)
+
+
+@pytest.fixture
+def with_disk(tmp_path):
+    """Return a manager with a slow disk."""
+    file = SlowFile(tmp_path, 1 << 20, checksums=True, capacity_bytes=None)
+    manager = ChunkManager(CPU, 1 << 16, 1 << 20, poison=True, disk=DiskTier(file, BLOCK_BYTES))
+    yield manager
+    manager.close()
+
+
+def on_disk(manager: ChunkManager, value: float) -> Chunk:
+    """Return a chunk of several pages on disk."""
+    chunk = manager.new_chunk(PARAM32, 0, 3 * BLOCK_BYTES // 4, "float32", Tier.HOST)
+    chunk.on_host(chunk.whole).fill_(value)
+    manager.mark_written(chunk, on_device=False)
+    manager.move_to_tier(chunk, Tier.DISK)
+    return chunk
+
+
+def test_a_chunk_is_read_from_disk_completely_before_it_is_used(with_disk):
+    chunk = on_disk(with_disk, 2.0)
+    with_disk.move_to_tier(chunk, Tier.HOST)
+    assert (chunk.on_host(chunk.whole) == 2.0).all()
+
+
+@pytest.mark.parametrize("kind", ["page_reads", "page_writes"])
+def test_a_chunk_moves_after_its_pages(with_disk, kind):
+    chunk = on_disk(with_disk, 2.0)
+    page = LateTransfer("a page", lambda: None)
+    getattr(chunk, kind).append(page)
+    with_disk.move_to_tier(chunk, Tier.HOST)
+    assert page.done

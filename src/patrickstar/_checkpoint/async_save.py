@@ -32,9 +32,10 @@ POLL_S = 0.02
 # [Note: saving beside training]
 # Master parameters and optimizer states change only in updates. They are therefore written page by page, between
 # operators of the following forward and backward passes, as fast as the disk accepts pages. Bytes in host memory are
-# written without a copy; only bytes that are elsewhere or not contiguous pass through a few buffer pages. Before a
-# chunk is updated, its remaining pages are passed to the writer and waited for. Only the training thread reads chunks;
-# the save thread plans with the other processes, writes the manifest and waits for the bytes.
+# written without a copy; only bytes that are elsewhere or not contiguous pass through a few buffer pages, to which an
+# accelerator copies beside its work. Before a chunk is updated, its remaining pages are passed to the writer and waited
+# for. Only the training thread reads chunks; the save thread plans with the other processes, writes the manifest and
+# waits for the bytes.
 
 
 class AsyncSave:
@@ -66,17 +67,18 @@ class AsyncSave:
         self._remaining = Counter(shard.managed.location.chunk for shard in shards if shard.managed is not None)
         """Number of shards per chunk that are not copied yet."""
         self._next = next(self._slices, None)
-        self._addresses = {
-            number: next(read_slice(shard, data, slice(0, 1))).data_ptr()
+        firsts = {
+            number: next(read_slice(shard, data, slice(0, 1)))
             for number, shard in enumerate(shards)
             if shard.box.numel and self._owner(shard) is not None
         }
-        writer = CheckpointWriter(target, self, page_bytes=page_bytes)
+        self._addresses = {number: first.data_ptr() for number, first in firsts.items() if first.device.type == "cpu"}
+        writer = CheckpointWriter(target, self, page_bytes=page_bytes, accelerator=data.manager.hardware.accelerator)
         planner = ShardSavePlanner(shards, data)
 
         def run() -> None:
             try:
-                data.manager.hardware.enter_thread()
+                data.manager.hardware.enter_worker()
                 save(writer, planner, group)
                 if done is not None:
                     done()
@@ -196,12 +198,11 @@ class AsyncSave:
             self._end(None)
 
     def _owner(self, shard: TensorShard) -> Chunk | None:
-        """Return the chunk if the shard's bytes can be written directly from its host memory."""
+        """Return the chunk if the shard's bytes can be written, or copied by the device, from its memory."""
         if shard.managed is None or not shard.managed.row_major:
             return None
         chunk = self.data.manager[list_kind(shard.managed, shard.kind), shard.managed.location.chunk]
-        on_gpu = chunk.device_valid and chunk.device.type != "cpu"
-        return chunk if chunk.in_memory and not on_gpu else None
+        return chunk if chunk.in_memory else None
 
     def _end(self, error: BaseException | None) -> None:
         self._next, self._copy_error = None, error

@@ -12,9 +12,11 @@ import torch
 from xxhash import xxh3_64_hexdigest
 
 from patrickstar._layout.byte_size import format_size
+from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.direct_io import BLOCK_BYTES, FULL, PAGE_BYTES, free_bytes, reserve, transfer_all, try_direct
+from patrickstar._memory.host_arena import HostArena
 from patrickstar._memory.transfer import Transfer
-from patrickstar._memory.vm_pool import private_memory, round_up
+from patrickstar._memory.vm_pool import round_up
 from patrickstar._memory.worker_pool import WorkerPool
 from patrickstar.errors import CheckpointError, MoveError
 
@@ -25,9 +27,12 @@ PAGES = 2 * WRITERS + 1
 
 # [Note: zero-copy writes]
 # A caller may pass bytes with an owner instead of having them copied. A page that is one contiguous, aligned piece of
-# memory is written from there; a writer thread assembles other pages when it writes them. Before owned bytes change or
-# move, the owner must be released: bytes in the incomplete page are copied, and writes in flight are waited for. Bytes
-# without an owner are copied at once.
+# host memory is written from there; a writer thread assembles other pages when it writes them. Before owned bytes
+# change or move, the owner must be released: bytes in the incomplete page are copied, and writes in flight are waited
+# for. Bytes without an owner are copied at once.
+#
+# Bytes of an accelerator are copied on a stream of their own. The writer thread waits for that; the caller does not.
+# The release of their owner orders later work of the device after the copies.
 
 
 @dataclass
@@ -49,20 +54,32 @@ class DirectWriter:
 
     Allocates `PAGES` pages of `page_bytes`. Computes the checksum of every page: XXH3, 64 bits, in hex. Raises
     CheckpointError if the file cannot be created or the disk is full.
+
+    Args:
+        accelerator: The accelerator whose bytes may be written; without it, the caller waits for their copies.
     """
 
-    def __init__(self, path: Path, nbytes: int, *, page_bytes: int = PAGE_BYTES) -> None:
+    def __init__(
+        self, path: Path, nbytes: int, *, page_bytes: int = PAGE_BYTES, accelerator: Accelerator | None = None
+    ) -> None:
         assert page_bytes % BLOCK_BYTES == 0, f"page_bytes={page_bytes} is not a multiple of {BLOCK_BYTES}"
         self.path, self.nbytes, self.page_bytes = path, nbytes, page_bytes
         self.sums = [""] * -(-nbytes // page_bytes)
         self.accepted_bytes = 0
         """Bytes passed to `write` so far."""
-        self._workers = WorkerPool(WRITERS, "save", page_bytes)
-        self._buffers = torch.frombuffer(private_memory((WRITERS + 1) * page_bytes), dtype=torch.uint8)
-        self._buffers = self._buffers.view(-1, page_bytes)
+        self._accelerator = accelerator
+        self._stream = None if accelerator is None else accelerator.new_stream()
+        self._workers = WorkerPool(
+            WRITERS, "save", page_bytes, begin=None if accelerator is None else accelerator.enter_worker
+        )
+        self._arena = HostArena((WRITERS + 1) * page_bytes, accelerator)
+        self._buffers = self._arena.memory.view(-1, page_bytes)
         self._buffers.zero_()  # touch the pages now, so that the memory meter counts them
         self._parts: list[_Part] = []
         """Parts of the page that is not full yet."""
+        self._copied: torch.Event | None = None
+        """Event behind the last copy from the accelerator."""
+        self._copied_by_owner: dict[Hashable, torch.Event] = {}
         self._in_flight: deque[Transfer] = deque()
         self._in_flight_by_owner: dict[Hashable, list[Transfer]] = {}
         """Writes in flight, by owner of their bytes."""
@@ -83,9 +100,9 @@ class DirectWriter:
         return sum(not transfer.done for transfer in self._in_flight) < WRITERS
 
     def write(self, values: torch.Tensor, owner: Hashable = None) -> None:
-        """Append the bytes of a contiguous tensor on any device; with an `owner`, it must be in host memory.
+        """Append the bytes of a contiguous tensor on any device; see [Note: zero-copy writes] for `owner`.
 
-        See [Note: zero-copy writes]. Raises CheckpointError if the disk fails.
+        Raises CheckpointError if the disk fails.
         """
         source = values.detach().reshape(-1).view(torch.uint8)
         first = 0
@@ -104,7 +121,13 @@ class DirectWriter:
         number = self.accepted_bytes // self.page_bytes
         parts, self._parts = self._parts, []
         for part in parts:
-            self._add(number, part.begin, part.memory(), None if part.owner == owner else part.owner)
+            if part.owner == owner:
+                self._add(number, part.begin, part.memory(), None)
+            else:
+                self._parts.append(part)
+        if owner in self._copied_by_owner:
+            assert self._accelerator is not None
+            self._accelerator.order(self._copied_by_owner.pop(owner))
         for transfer in self._in_flight_by_owner.pop(owner, ()):
             try:
                 transfer.wait()
@@ -126,27 +149,36 @@ class DirectWriter:
     def abandon(self) -> None:
         """Close the file without completing it."""
         self._workers.close()
+        self._arena.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _add(self, number: int, begin: int, part: torch.Tensor, owner: Hashable) -> None:
         """Add a part to the current page, directly after the previous part."""
-        if owner is None:
-            part = self._copied(number, begin, part)
+        if owner is None or part.device.type != "cpu":
+            part, owner = self._copy(number, begin, part, owner), None
         last = self._parts[-1] if self._parts else None
         if last is not None and last.owner == owner and last.address + last.nbytes == part.data_ptr():
             last.nbytes += part.numel()
         else:
             self._parts.append(_Part(begin, part.data_ptr(), part.numel(), owner, part))
 
-    def _copied(self, number: int, begin: int, part: torch.Tensor) -> torch.Tensor:
+    def _copy(self, number: int, begin: int, part: torch.Tensor, owner: Hashable) -> torch.Tensor:
         """Copy a part into the page's buffer; the previous page in this buffer is written already."""
         target = self._buffers[number % (WRITERS + 1)][begin : begin + part.numel()]
-        if part.device.type != "cpu":
+        if part.device.type == "cpu":
+            ctypes.memmove(target.data_ptr(), part.data_ptr(), part.numel())
+        elif self._accelerator is None or self._stream is None:
             target.copy_(part)
         else:
-            ctypes.memmove(target.data_ptr(), part.data_ptr(), part.numel())
+            with self._accelerator.use(self._stream):
+                target.copy_(part, non_blocking=True)
+                self._copied = self._accelerator.record()
+            if owner is None:
+                self._accelerator.order(self._copied)
+            else:
+                self._copied_by_owner[owner] = self._copied
         return target
 
     def _wait_for(self, limit: int) -> None:
@@ -165,9 +197,12 @@ class DirectWriter:
     def _send(self, number: int, length: int) -> None:
         self._wait_for(WRITERS - 1)
         parts, fd, sums, offset = self._parts, self._fd, self.sums, number * self.page_bytes
+        accelerator, copied = self._accelerator, self._copied
         whole = round_up(length, BLOCK_BYTES) if self._direct else length
 
         def run(stage: torch.Tensor) -> None:
+            if accelerator is not None and copied is not None:
+                accelerator.wait(copied)
             address = parts[0].address
             if len(parts) > 1 or address % BLOCK_BYTES or parts[0].nbytes < whole:
                 address = stage.data_ptr()

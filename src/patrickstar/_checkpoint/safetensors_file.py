@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from patrickstar._checkpoint.direct_writer import DirectWriter
+from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.direct_io import BLOCK_BYTES, PAGE_BYTES
 
 DTYPES = {
@@ -54,7 +55,8 @@ class SafetensorsFile(DirectWriter):
 
     `metadata` goes into the header. `addresses`: memory addresses, by index in `entries`, of tensors to be written
     without a copy; tensors called `padding.N` precede them, so that address and file offset have the same alignment.
-    Buffers a few pages of `page_bytes`. Raises CheckpointError if the disk fails, or at once if it is full.
+    Buffers a few pages of `page_bytes`. `accelerator`: see `DirectWriter`. Raises CheckpointError if the disk fails, or
+    at once if it is full.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class SafetensorsFile(DirectWriter):
         *,
         addresses: Mapping[int, int] | None = None,
         page_bytes: int = PAGE_BYTES,
+        accelerator: Accelerator | None = None,
     ) -> None:
         padded = list(_padded(entries, addresses or {}))
         header = _header(padded, metadata or {})
@@ -78,7 +81,7 @@ class SafetensorsFile(DirectWriter):
             else:
                 self.starts.append(end)
             end += entry.nbytes
-        super().__init__(path, end, page_bytes=page_bytes)
+        super().__init__(path, end, page_bytes=page_bytes, accelerator=accelerator)
         self.write(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
     def write(self, values: torch.Tensor, owner: Hashable = None) -> None:

@@ -16,6 +16,7 @@ from torch.futures import Future
 from patrickstar._checkpoint.atomic_dir import AtomicDir, list_checkpoints
 from patrickstar._checkpoint.manifest import Manifest, ManifestFile, ManifestTensor, StoredBox
 from patrickstar._checkpoint.safetensors_file import SafetensorsFile, TensorEntry
+from patrickstar._memory.accelerator import Accelerator
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,16 @@ def entry_of(item: WriteItem) -> TensorEntry:
 class CheckpointWriter(StorageWriter):
     """Writer into a hidden folder that is renamed to `target` once all processes have written.
 
-    Raises CheckpointError if `target` exists or if the disk is full or fails.
+    `accelerator`: see `DirectWriter`. Raises CheckpointError if `target` exists or if the disk is full or fails.
     """
 
-    def __init__(self, target: Path, source: DataSource, *, page_bytes: int) -> None:
+    def __init__(
+        self, target: Path, source: DataSource, *, page_bytes: int, accelerator: Accelerator | None = None
+    ) -> None:
         self.target = target
         self.source = source
         self.page_bytes = page_bytes
+        self.accelerator = accelerator
         self._partial: AtomicDir | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -93,7 +97,9 @@ class CheckpointWriter(StorageWriter):
         entries = [entry_of(item) for item in plan.items]
         path = Path(folder) / file_name(rank)
         addresses = self.source.addresses(plan.items)
-        file = SafetensorsFile(path, entries, addresses=addresses, page_bytes=self.page_bytes)
+        file = SafetensorsFile(
+            path, entries, addresses=addresses, page_bytes=self.page_bytes, accelerator=self.accelerator
+        )
         try:
             self.source.fill(file, plan.items, planner)
             file.close()

@@ -37,6 +37,7 @@ def release(interceptor: Interceptor, module_hooks: ModuleHooks, state: ModelSta
         if state.data.saving is not None:
             state.data.saving.cancel("the engine was closed")
         module_hooks.close()
+        interceptor.optimizer_in_backward.optimizer_step.settle()
         state.data.release_all()
         if state.data.comm is not None and not state.synchronized:
             cause = sys.exc_info()[1] or state.data.manager.io_dispatch.failed

@@ -212,9 +212,8 @@ class Chunk:
 
     @property
     def read_storage(self) -> torch.UntypedStorage:
-        """Storage to read from: the device's, unless only the host copy is valid."""
+        """Storage of a valid copy: the device's, unless only the host copy is valid."""
         if self.host is not None and not self.device_valid:
-            self.wait_for_d2h()
             return self.host.untyped_storage()
         return self.storage
 

@@ -206,7 +206,10 @@ class ChunkManager(DeviceEviction):
         self.make_room(0, protect=chunks, gently=gently)
 
     def ensure_in_memory(self, *chunks: Chunk) -> None:
-        """Ensure that chunks are on the device or host with no copy in flight, so that they can be written."""
+        """Ensure that chunks are on the device or host, and that no copy reads them, so that they can be written.
+
+        Views of a host copy wait until the device has written it.
+        """
         if any(chunk.fetch_transfer is not None or not chunk.in_memory for chunk in chunks):
             self.fetch(chunks)
         for chunk in chunks:
@@ -214,8 +217,6 @@ class ChunkManager(DeviceEviction):
                 # An earlier fetch, ordered on the compute stream only, may still read the bytes to be written.
                 self.io_dispatch.wait(chunk.h2d_transfer)
                 chunk.h2d_transfer = None
-            if not chunk.device_valid:
-                chunk.wait_for_d2h()
 
     @defer_sigint
     def mark_written(self, chunk: Chunk, on_device: bool) -> None:

@@ -21,8 +21,9 @@ from patrickstar._step.streamed_update import StreamedUpdates
 # returns. Pages are read ahead in the order in which the next forward uses the parameters. Pages whose reads have
 # finished are updated at the end of each operator; an operator that uses a parameter with a deferred update waits for
 # that update. On a CPU the update runs between operators, so that both can use all cores; only disk I/O overlaps with
-# operators. Until the update, the gradient overlays the parameter and `update_pending` is set: no code may use that
-# gradient for anything else.
+# operators. Beside an accelerator a worker thread runs it (see [Note: updates beside an accelerator]), and the chunk of
+# its parameters stays where it is meanwhile. Until the update, the gradient overlays the parameter and `update_pending`
+# is set: no code may use that gradient for anything else.
 #
 # Updates run in the same order in each step. So staging buffers that the queued updates do not need are filled
 # speculatively with pages of the expected next updates. This keeps the disk busy when a step has no I/O of its own,
@@ -64,6 +65,8 @@ class DiskOptimizerStep:
         """Read pages before an update waits for them."""
         self._kernels, self._streamed = kernels, streamed
         self._updates: list[DiskUpdate] = []
+        self._running: dict[PageSet, list[Chunk]] = {}
+        """Page sets that the worker thread updates, in order, each with the chunks in memory that it uses."""
         self._expected: dict[int, list[tuple[int, int]]] = {}
         """Pages by chunk index, in the order in which the updates were last submitted."""
 
@@ -96,7 +99,8 @@ class DiskOptimizerStep:
 
     def reorder(self, key: Callable[[int], int]) -> None:
         """Sort the updates that have not started by this key of their chunk index."""
-        started = {pages.owner for pages in self._queued()} | {update for update in self._updates if update.updated}
+        in_memory = {pages.owner for pages in (*self._queued(), *self._running)}
+        started = in_memory | {update for update in self._updates if update.updated}
         self._updates.sort(key=lambda update: (-1, 0) if update in started else (0, key(update.index)))
 
     @defer_sigint
@@ -104,6 +108,8 @@ class DiskOptimizerStep:
         """Update the pages whose reads have finished, and start the next reads; never wait for the disk."""
         if not self.reads_ahead:
             return
+        while (running := next(iter(self._running), None)) is not None and running.update.done:
+            self._finish(running)
         self._read_ahead()
         while queued := self._queued():
             param16 = queued[0].owner.param16
@@ -120,17 +126,23 @@ class DiskOptimizerStep:
         while wanted & self.pending:
             self._read_ahead()
             queued = self._queued()
-            if not queued:
+            if queued and (queued[0].owner.index in wanted or not self._running):
+                self.staging_pool.complete(queued[0])
+                self.data.manager.ensure_in_memory(queued[0].owner.param16)
+                self.data.update_param_views()
+                self._update(queued[0])
+            elif self._running:
+                self._finish(next(iter(self._running)))
+            else:
                 self.staging_pool.wait([write for pages in self.staging_pool.live for write in pages.writes])
-                continue
-            self.staging_pool.complete(queued[0])
-            self.staging_pool.wait(queued[0].reads)
-            self.data.manager.ensure_in_memory(queued[0].owner.param16)
-            self.data.update_param_views()
-            self._update(queued[0])
         if indices is None:
             self.staging_pool.wait([write for pages in self.staging_pool.live for write in pages.writes])
             self.staging_pool.collect()
+
+    def settle(self) -> None:
+        """Wait for the updates that the worker thread runs; others stay deferred."""
+        while (running := next(iter(self._running), None)) is not None:
+            self._finish(running)
 
     @defer_sigint
     def _abort(self, error: BaseException) -> None:
@@ -139,6 +151,9 @@ class DiskOptimizerStep:
             managed for update in self._updates for managed in update.rules if managed.state.update_pending
         ]
         self._updates.clear()
+        for pages in list(self._running):
+            pages.update.cancel()
+            self._release(pages)
         if self.data.manager.io_dispatch.failed is not None:
             self.staging_pool.live.clear()
             return
@@ -154,7 +169,11 @@ class DiskOptimizerStep:
 
     def _queued(self) -> list[PageSet]:
         """Return the page sets that wait for their update, in order."""
-        queued = [pages for pages in self.staging_pool.live if pages.owner is not None and not pages.updated]
+        queued = [
+            pages
+            for pages in self.staging_pool.live
+            if pages.owner is not None and not pages.updated and pages not in self._running
+        ]
         rank = {update: number for number, update in enumerate(self._updates)}
         return sorted(queued, key=lambda pages: (rank[pages.owner], pages.first))
 
@@ -212,7 +231,7 @@ class DiskOptimizerStep:
 
     @defer_sigint
     def _update(self, pages: PageSet) -> None:
-        """Update the elements of a page set, and start to write it back."""
+        """Update the elements of a page set and start to write it back; beside an accelerator, only start to update."""
         update = pages.owner
         try:
             self.staging_pool.wait(pages.reads)
@@ -224,33 +243,68 @@ class DiskOptimizerStep:
                     spans.append(self._span(managed, rule, part, pages.first, views))
                     if managed.shard_chunk.device_valid:  # states are on the host
                         count_update_transfers(self.data.manager, managed, part.stop - part.start)
-            if self._streamed is None:
-                self._kernels.update(spans, update.scales)
-            else:
-                self._streamed.submit(spans, update.scales, []).finish()
-            self.data.manager.mark_written(update.param16, on_device=update.param16.device_valid)
-            self.staging_pool.write(pages, [chunk for chunk in pages.lists if chunk.kind != GRAD32])
-            pages.updated = True
-            update.updated += 1
-            if update.updated == len(update.pages):
-                self.data.mark_updated(update.rules)
-                self._updates.remove(update)
+            if self._streamed is not None:
+                self._hold(pages, self._streamed, spans)
+                return
+            self._kernels.update(spans, update.scales)
+            self._end(pages)
         except BaseException as error:
             # Ctrl-C or an error may strike at any line. Each page on disk is intact: restore parameters from the pages.
             self._abort(error)
             raise
+
+    def _hold(self, pages: PageSet, streamed: StreamedUpdates, spans: Sequence[Span]) -> None:
+        """Start to update a page set; keep the chunks in memory that it uses where they are until `_release`."""
+        owner, sums = pages.owner, self.data.manager.chunks.get((GRAD32, pages.index))
+        chunks = [owner.param16, *([] if sums is None or sums in pages.lists else [sums])]
+        copies = [copy for chunk in chunks for copy in (chunk.h2d_transfer, chunk.d2h_transfer) if copy is not None]
+        pages.update = streamed.submit(spans, owner.scales, copies)
+        self._running[pages] = chunks
+        for chunk in chunks:
+            chunk.pins += 1
+            if not chunk.device_valid:
+                chunk.d2h_transfer = pages.update.job
+
+    def _release(self, pages: PageSet) -> None:
+        for chunk in self._running.pop(pages):
+            chunk.pins -= 1
+            if chunk.d2h_transfer is pages.update.job:
+                chunk.d2h_transfer = None
+
+    @defer_sigint
+    def _finish(self, pages: PageSet) -> None:
+        """Wait for a running update, and start to write the page set back."""
+        try:
+            pages.update.finish()
+            self._release(pages)
+            self._end(pages)
+        except BaseException as error:
+            self._abort(error)
+            raise
+
+    def _end(self, pages: PageSet) -> None:
+        """Start to write an updated page set back; after the last one, the chunk's parameters are updated."""
+        update = pages.owner
+        self.data.manager.mark_written(update.param16, on_device=update.param16.device_valid)
+        self.staging_pool.write(pages, [chunk for chunk in pages.lists if chunk.kind != GRAD32])
+        pages.updated = True
+        update.updated += 1
+        if update.updated == len(update.pages):
+            self.data.mark_updated(update.rules)
+            self._updates.remove(update)
 
     def _span(
         self, managed: ManagedParam, rule: Rule, part: slice, first: int, views: Mapping[str, torch.Tensor]
     ) -> Span:
         """Return the tensors that the update of elements `part` accesses, on pages that begin at element `first`."""
         on_page = slice(managed.location.offset + part.start - first, managed.location.offset + part.stop - first)
-        param = managed.flat(managed.shard_chunk)[part]
+        in_order = self._streamed is not None  # it waits for the chunks' copies
+        param = managed.flat(managed.shard_chunk, in_order=in_order)[part]
         accumulated = None
         if managed.state.accumulated:
             page = views.get(GRAD32)
             chunk = self.data.manager[GRAD32, managed.location.chunk]
-            accumulated = page[on_page] if page is not None else managed.flat(chunk)[part]
+            accumulated = page[on_page] if page is not None else managed.flat(chunk, in_order=in_order)[part]
         dtype = getattr(torch, managed.schema.master_dtype)
         if managed.overlays_shard:
             grad = Gradient(param, accumulated, dtype)

@@ -103,6 +103,11 @@ class OptimizerStep:
             self.disk_step.progress()
         self.data.continue_save()
 
+    def settle(self) -> None:
+        """Wait for deferred updates that have begun: until then they keep chunks where they are."""
+        if self.disk_step is not None:
+            self.disk_step.settle()
+
     def complete(self, managed_params: Sequence[ManagedParam] | None = None) -> None:
         """Wait for deferred updates of these parameters (default: all)."""
         if self.disk_step is None:

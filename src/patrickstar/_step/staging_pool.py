@@ -53,6 +53,8 @@ class PageSet:
     """Disk versions of the chunks when the reads started."""
     owner: Any = None
     """The `DiskUpdate` that reads it; None for a speculative read."""
+    update: Any = None
+    """The `StreamedUpdate` that updates it, once started, beside an accelerator."""
     updated: bool = False
     reads: list[Transfer] = field(default_factory=list)
     writes: list[Transfer] = field(default_factory=list)

@@ -49,10 +49,25 @@ class StreamedUpdate:
     uploaded: torch.Event | None = None
     """Event behind the parameters that were copied to the device last."""
 
+    @property
+    def done(self) -> bool:
+        """True once it has ended, with or without an error."""
+        assert self.job is not None, "the update has not been submitted"
+        return self.job.done
+
+    def cancel(self) -> None:
+        """Cancel what has not begun, wait for the rest, and order later work of the current stream after it."""
+        assert self.job is not None, "the update has not been submitted"
+        self.job.cancel()
+        self._order()
+
     def finish(self) -> None:
         """Wait for the update, and order later work of the current stream after it. Raises its error."""
         assert self.job is not None, "the update has not been submitted"
         self.job.wait()
+        self._order()
+
+    def _order(self) -> None:
         if self.uploaded is not None:
             self.accelerator.order(self.uploaded)
         self.spans = ()

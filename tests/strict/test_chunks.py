@@ -1,0 +1,171 @@
+"""Chunks on the strict device: what each wait of the memory layer is for."""
+
+import pytest
+import strict_device
+import torch
+
+from patrickstar._layout.schema import PARAM16
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.host_arena import ALIGN_BYTES
+from patrickstar._schedule.placement import Tier
+
+DEVICE = torch.device("strict", 0)
+NUMEL = ALIGN_BYTES // 4
+DEVICE_CHUNKS, HOST_CHUNKS = 3, 4
+SEEDS = range(8)
+
+pytestmark = pytest.mark.parametrize("seed", SEEDS)
+
+
+@pytest.fixture
+def manager(seed):
+    """Return a manager with room for a few chunks on each tier. Work of the device is late by a schedule."""
+    strict_device.configure(seed=seed)
+    manager = ChunkManager(DEVICE, DEVICE_CHUNKS * ALIGN_BYTES, HOST_CHUNKS * ALIGN_BYTES, poison=True)
+    yield manager
+    manager.close()
+
+
+def filled(manager: ChunkManager, index: int, tier: Tier, value: float) -> Chunk:
+    """Create a chunk on one tier, filled with a value."""
+    chunk = manager.new_chunk(PARAM16, index, NUMEL, "float32", tier)
+    chunk.current(chunk.whole).fill_(value)
+    manager.mark_written(chunk, on_device=tier is Tier.DEVICE)
+    return chunk
+
+
+def start_eviction(manager: ChunkManager, chunk: Chunk) -> None:
+    """Start to copy a chunk to the host."""
+    assert manager._ensure_host_block(chunk)
+    manager.transfers.start_eviction(chunk, Tier.HOST)
+
+
+def evicted(manager: ChunkManager, index: int, value: float) -> Chunk:
+    """Return a chunk on the host that the device may have yet to write."""
+    chunk = filled(manager, index, Tier.DEVICE, value)
+    start_eviction(manager, chunk)
+    manager.transfers.complete(chunk)
+    assert chunk.host_valid and not chunk.device_resident
+    return chunk
+
+
+def fetched_and_dropped(manager: ChunkManager, index: int, value: float) -> tuple[Chunk, torch.Tensor]:
+    """Return a chunk that was fetched and evicted without a copy, and what the device reads in between."""
+    chunk = filled(manager, index, Tier.HOST, value)
+    manager.fetch([chunk])
+    read = chunk.on_device(chunk.whole).clone()
+    manager._evict(chunk)
+    assert chunk.host_valid and not chunk.device_resident
+    return chunk, read
+
+
+@pytest.mark.parametrize("view", ["on_host", "flat"])
+def test_a_view_of_the_host_copy_waits_for_the_device(manager, view):
+    chunk = evicted(manager, 0, 2.0)
+    values = chunk.on_host(chunk.whole) if view == "on_host" else chunk.flat(0, NUMEL)
+    assert (values == 2).all()
+
+
+def test_the_host_copy_is_not_written_while_the_device_reads_it(manager):
+    chunk, read = fetched_and_dropped(manager, 0, 2.0)
+    manager.ensure_in_memory(chunk)
+    chunk.on_host(chunk.whole).fill_(9)
+    assert (read == 2).all().item()
+
+
+def test_no_copy_uses_the_host_after_a_chunk_is_idle(manager):
+    read_by_copy, read = fetched_and_dropped(manager, 0, 2.0)
+    written_by_copy = evicted(manager, 1, 3.0)
+    in_flight = filled(manager, 2, Tier.HOST, 4.0)
+    manager.transfers.start_fetch(in_flight, urgent=False)
+    for chunk in (read_by_copy, written_by_copy, in_flight):
+        manager.transfers.wait_idle(chunk)
+        chunk._host_view(chunk.whole).add_(10)
+    assert (read == 2).all().item()
+    assert (written_by_copy.on_host(written_by_copy.whole) == 13).all()
+    assert (in_flight.on_device(in_flight.whole) == 4).all().item()
+
+
+@pytest.mark.parametrize("direction", ["fetch", "evict"])
+def test_a_chunk_in_flight_is_moved_once_it_has_arrived(manager, direction):
+    chunk = filled(manager, 0, Tier.HOST if direction == "fetch" else Tier.DEVICE, 2.0)
+    if direction == "fetch":
+        manager.transfers.start_fetch(chunk, urgent=False)
+    else:
+        start_eviction(manager, chunk)
+    manager.move_to_tier(chunk, Tier.HOST)
+    assert not manager.transfers.in_flight and manager.device_tier.used == 0
+    assert (chunk.on_host(chunk.whole) == 2).all()
+
+
+@pytest.mark.parametrize("direction", ["fetch", "evict"])
+def test_a_removed_chunk_leaves_nothing_in_flight(manager, direction):
+    chunk = filled(manager, 0, Tier.HOST if direction == "fetch" else Tier.DEVICE, 2.0)
+    if direction == "fetch":
+        manager.transfers.start_fetch(chunk, urgent=False)
+    else:
+        start_eviction(manager, chunk)
+    manager.remove(chunk)
+    assert not manager.transfers.in_flight
+    assert (manager.device_tier.used, manager.host_tier.used) == (0, 0)
+    successors = filled(manager, 1, Tier.DEVICE, 8.0), filled(manager, 2, Tier.HOST, 9.0)
+    torch.accelerator.synchronize()
+    assert [set(each.current(each.whole).cpu().tolist()) for each in successors] == [{8.0}, {9.0}]
+
+
+def test_all_transfers_end_at_once(manager):
+    up, down = filled(manager, 0, Tier.HOST, 2.0), filled(manager, 1, Tier.DEVICE, 3.0)
+    manager.transfers.start_fetch(up, urgent=False)
+    start_eviction(manager, down)
+    manager.complete_transfers()
+    assert not manager.transfers.in_flight
+    assert up.device_valid and down.host_valid and not down.device_resident
+
+
+def test_transfers_that_have_ended_free_their_memory_without_a_wait(manager):
+    chunk = filled(manager, 0, Tier.DEVICE, 3.0)
+    start_eviction(manager, chunk)
+    torch.accelerator.synchronize()
+    manager.poll_transfers()
+    assert not manager.transfers.in_flight and manager.device_tier.used == 0
+
+
+def test_memory_of_running_evictions_is_freed_for_a_retry(manager):
+    chunk = filled(manager, 0, Tier.DEVICE, 3.0)
+    start_eviction(manager, chunk)
+    manager.free_memory(0)
+    assert manager.device_tier.used == 0
+    assert (chunk.on_host(chunk.whole) == 3).all()
+
+
+def test_a_freed_host_block_is_not_written_by_the_copy_before(manager):
+    chunk = evicted(manager, 0, 2.0)
+    manager.host_tier.free(chunk)
+    successor = filled(manager, 1, Tier.HOST, 9.0)
+    torch.accelerator.synchronize()
+    assert (successor.on_host(successor.whole) == 9).all()
+
+
+def test_an_only_copy_in_flight_survives_the_cancelling_of_all_transfers(manager):
+    chunk = filled(manager, 0, Tier.HOST, 2.0)
+    manager.transfers.start_fetch(chunk, urgent=False)
+    manager.host_tier.free(chunk)
+    manager.cancel_transfers()
+    assert chunk.device_valid
+    assert (chunk.on_device(chunk.whole) == 2).all().item()
+
+
+def test_held_chunks_stay_while_others_are_evicted(manager):
+    held, other = filled(manager, 0, Tier.DEVICE, 2.0), filled(manager, 1, Tier.DEVICE, 3.0)
+    manager.hold(held)
+    manager.make_room((DEVICE_CHUNKS - 1) * ALIGN_BYTES, protect=())
+    assert held.device_valid and not other.device_resident
+    manager.withdraw_holds()
+
+
+def test_a_chunk_that_makes_room_for_a_new_one_on_the_host_is_valid_at_once(manager):
+    first, *_ = [filled(manager, index, Tier.HOST, float(index)) for index in range(HOST_CHUNKS)]
+    manager.transfers.keep_duplicates = False
+    filled(manager, HOST_CHUNKS, Tier.HOST, 9.0)
+    assert first.device_valid and not manager.transfers.in_flight

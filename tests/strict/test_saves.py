@@ -1,0 +1,73 @@
+"""Checkpoints written beside training on the strict device."""
+
+import pytest
+import strict_device
+import torch
+import toys
+from torch import nn
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._engine.engine import Engine
+
+WIDTH = 64
+PAGE_BYTES = 4096
+
+
+def build() -> nn.Module:
+    return toys.layers(WIDTH, 6, nn.GELU)
+
+
+def new_engine(device_memory: str) -> Engine:
+    torch.manual_seed(0)
+    config = ps.Config(device="strict", chunk_size="18KiB", device_memory=device_memory, host_memory="8MiB")
+    return Engine(build, config, meter=testing.NoMeter(), poison=True, page_bytes=PAGE_BYTES)
+
+
+def data() -> torch.Tensor:
+    return toys.inputs(1, width=WIDTH, rows=32)[0][0].to("strict")
+
+
+def step(engine: Engine, batch: torch.Tensor) -> None:
+    engine.backward(engine(batch).float().square().mean())
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("device_memory", ["16MiB", "160KiB"])
+def test_a_checkpoint_holds_the_step_before_it(tmp_path, device_memory, seed):
+    """States are on the device with the larger budget, and on the host with the smaller one."""
+    strict_device.configure(seed=seed)
+    engine, batch = new_engine(device_memory), data()
+    for _ in range(2):
+        step(engine, batch)
+    tiers = {param.optimizer_tier for param in engine.inspect().parameters}
+    assert tiers == {"device" if device_memory == "16MiB" else "host"}
+    engine.save(tmp_path / "checkpoint", wait=False)
+    for _ in range(2):
+        step(engine, batch)
+    engine.close()
+    expected = new_engine(device_memory)
+    for _ in range(2):
+        step(expected, batch)
+    loaded = new_engine(device_memory)
+    loaded.load(tmp_path / "checkpoint")
+    testing.assert_same_bits(expected.state_dict(), loaded.state_dict(), "parameters")
+    testing._assert_same_states(expected.optimizer.state_dict(), loaded.optimizer.state_dict())
+    expected.close()
+    loaded.close()
+
+
+@pytest.mark.parametrize("device_memory", ["16MiB", "160KiB"])
+def test_a_step_beside_a_save_does_not_wait_for_the_device(tmp_path, device_memory):
+    strict_device.configure(seed=1)
+    engine, batch = new_engine(device_memory), data()
+    for _ in range(5):
+        step(engine, batch)
+    engine.save(tmp_path / "checkpoint", wait=False)
+    torch.accelerator.synchronize()
+    strict_device.extension.reset_host_waits()
+    step(engine, batch)
+    assert strict_device.extension.host_waits() == {"event": 0, "stream": 0, "copy": 0, "op": 0}
+    engine.close()
