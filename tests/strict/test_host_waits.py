@@ -1,11 +1,8 @@
 """Law: in a planned step no thread but worker threads waits for the device."""
 
-import threading
-
 import pytest
 import strict_device
 import toys
-from probes import disk_step_of
 from torch import nn
 
 import patrickstar as ps
@@ -74,28 +71,3 @@ CASES = {
 def test_a_planned_step_does_not_wait(case, seed, tmp_path):
     waits = waits_of_steps(tmp_path, seed=seed, **CASES[case])
     assert waits[PLANNED:] == [{"event": 0, "stream": 0, "copy": 0, "op": 0}] * (STEPS - PLANNED)
-
-
-def test_a_step_ends_before_its_pages_from_disk_are_updated(tmp_path):
-    strict_device.configure(seed=1)
-    options = dict(device_memory="120KiB", host_memory="160KiB", disk=ps.Disk(tmp_path))
-    config = ps.Config(device="strict", chunk_size="18KiB", **options)
-    engine = Engine(layers, config, meter=testing.NoMeter(), poison=True, page_bytes=4096)
-    ((batch,),) = toys.inputs(1, width=WIDTH, rows=32)
-    batch = batch.to("strict")
-    pipeline, opened = disk_step_of(engine), threading.Event()
-    for number in range(4):
-        engine.backward(engine(batch).float().square().mean())
-        if number == 3:  # from here on the worker thread does nothing
-            pipeline.finish()
-            pipeline._streamed._pool.submit([lambda stage: opened.wait(60)], "an update without end")
-        engine.optimizer.step()
-    while not pipeline._running:
-        pipeline.progress()
-    assert not opened.is_set() and pipeline.pending
-    assert all(pages.owner.param16.pins for pages in pipeline._running)
-    opened.set()
-    engine.optimizer.zero_grad()
-    engine(batch)
-    assert not pipeline.pending and not pipeline._running
-    engine.close()

@@ -376,6 +376,8 @@ class ChunkManager(DeviceEviction):
                     break
                 self.move_to_tier(chunk, Tier.DISK)
                 self.device_tier.moved.add(chunk)
+            if not self.host_tier.has_room(nbytes) and self.settle_updates():
+                return self.free_host(nbytes)
         return self.host_tier.has_room(nbytes)
 
     def count_transfer(self, nbytes: int, *, to_device: bool) -> None:

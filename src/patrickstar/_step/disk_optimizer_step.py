@@ -139,10 +139,12 @@ class DiskOptimizerStep:
             self.staging_pool.wait([write for pages in self.staging_pool.live for write in pages.writes])
             self.staging_pool.collect()
 
-    def settle(self) -> None:
-        """Wait for the updates that the worker thread runs; others stay deferred."""
+    def settle(self) -> bool:
+        """Wait for the updates that the worker thread runs; others stay deferred. Return whether there were any."""
+        any_running = bool(self._running)
         while (running := next(iter(self._running), None)) is not None:
             self._finish(running)
+        return any_running
 
     @defer_sigint
     def _abort(self, error: BaseException) -> None:

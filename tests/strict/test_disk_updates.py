@@ -1,0 +1,90 @@
+"""Updates of pages from disk, which a worker thread runs beside the strict device."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import strict_device
+import toys
+from probes import disk_step_of, manager_of
+from torch import nn
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._engine.engine import Engine
+from patrickstar._schedule.placement import Tier
+
+WIDTH = 64
+
+
+@contextmanager
+def new_engine(directory: Path) -> Iterator[Engine]:
+    """Return an engine whose optimizer states are on disk."""
+    strict_device.configure(seed=1)
+    options = dict(device_memory="120KiB", host_memory="280KiB", disk=ps.Disk(directory))
+    config = ps.Config(device="strict", chunk_size="18KiB", **options)
+    hooks = dict(meter=testing.NoMeter(), poison=True, page_bytes=4096)
+    with Engine(lambda: toys.layers(WIDTH, 8, nn.GELU), config, **hooks) as engine:
+        yield engine
+
+
+def backward(engine: Engine) -> None:
+    ((batch,),) = toys.inputs(1, width=WIDTH, rows=32)
+    engine.backward(engine(batch.to("strict")).float().square().mean())
+
+
+@contextmanager
+def updates_in_progress(engine: Engine, tier: Tier = Tier.DEVICE) -> Iterator[threading.Event]:
+    """Return a context after a step whose updates do not end before the event is set.
+
+    `tier`: of the first gradients.
+    """
+    pipeline, opened = disk_step_of(engine), threading.Event()
+    for _ in range(3):
+        backward(engine)
+        engine.optimizer.step()
+    pipeline.finish()
+    backward(engine)
+    manager = manager_of(engine)
+    manager.move_to_tier(manager.param16[0], tier)
+    pipeline._streamed._pool.submit([lambda stage: opened.wait(60)], "an update without end")
+    engine.optimizer.step()
+    while not pipeline._running:
+        pipeline.progress()
+    try:
+        yield opened
+    finally:
+        opened.set()
+
+
+def test_a_step_ends_before_its_pages_are_updated(tmp_path):
+    with new_engine(tmp_path) as engine:
+        pipeline = disk_step_of(engine)
+        with updates_in_progress(engine):
+            assert pipeline.pending
+            assert all(pages.owner.param16.pins for pages in pipeline._running)
+        engine.optimizer.zero_grad()
+        backward(engine)
+        assert not pipeline.pending and not pipeline._running
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+def test_room_is_made_once_updates_have_ended(tmp_path, tier):
+    """Chunks that are being updated stay where they are; if nothing else makes room, the updates are waited for."""
+    with new_engine(tmp_path) as engine:
+        manager = manager_of(engine)
+        with updates_in_progress(engine, tier) as opened:
+            updated = {pages.owner.param16 for pages in disk_step_of(engine)._running}
+            assert manager.param16[0] in updated and manager.param16[0].device_valid == (tier is Tier.DEVICE)
+            timer = threading.Timer(0.2, opened.set)
+            timer.start()
+            if tier is Tier.DEVICE:
+                manager.make_room(manager.device_tier.chunkable_bytes, protect=())
+                assert manager.device_tier.used == 0
+            else:
+                assert manager.free_host(manager.host_tier.budget_bytes - manager.host_tier.other_bytes)
+                assert manager.host_tier.used == 0
+            timer.join()
+        assert not disk_step_of(engine)._running
