@@ -18,6 +18,7 @@ from patrickstar._autograd.gradient_hooks import GradientHooks
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.update_rule import Gradient, Span
+from patrickstar.errors import ModelError
 
 pytestmark = marks
 
@@ -33,6 +34,21 @@ def token_batches(count: int) -> list[dict[str, torch.Tensor]]:
 def test_exact_with_everything_evicted(precision, checkpointing):
     config = ps.Config(device=str(DEVICE), device_memory="1GiB", chunk_size=4096, precision=precision)
     testing.assert_exact(gpt(checkpointing), token_batches(3), config, max_norm=0.5)
+
+
+@pytest.mark.parametrize("way", ["wrapped", "in place"])
+def test_cuda_graphs_are_refused_by_name(way):
+    """They would replay kernels at addresses that chunks have left."""
+
+    def build() -> nn.Module:
+        block = nn.Linear(4, 4)
+        if way == "in place":
+            block.compile(mode="reduce-overhead")
+            return nn.Sequential(nn.Linear(4, 4), block)
+        return nn.Sequential(nn.Linear(4, 4), torch.compile(block, mode="reduce-overhead"))
+
+    with pytest.raises(ModelError, match=r"module '1.*is compiled with CUDA graphs .*max-autotune-no-cudagraphs"):
+        ps.initialize(build, ps.Config(device=str(DEVICE)))
 
 
 def test_exact_with_accumulation_and_offloaded_activations():

@@ -16,6 +16,7 @@ from torch import nn
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._autograd.windows import ModuleUse
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar.errors import ModelError
 
 FAST_PATH_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -82,8 +83,12 @@ class ModuleHooks:
         self._saved: set[nn.Module] = set()
 
     def notice(self, module: nn.Module) -> None:
-        """Hook modules that are not hooked yet; users may add and compile modules at any time."""
-        for submodule in module.modules():
+        """Hook modules that are not hooked yet; users may add and compile modules at any time.
+
+        Raises:
+            ModelError: A module is compiled to CUDA graphs.
+        """
+        for name, submodule in module.named_modules():
             if submodule._parameters and submodule not in self._saved:
                 before, after = EngineHook(self.before_state_dict), EngineHook(self.after_state_dict)
                 self._undo.append(submodule.register_state_dict_pre_hook(before).remove)
@@ -95,12 +100,26 @@ class ModuleHooks:
             if isinstance(submodule, FAST_PATH_LAYERS):
                 self._wrap_forward(submodule)
             elif isinstance(submodule, torch._dynamo.OptimizedModule):
+                self._check_graphs(name, submodule)
                 self._hook(submodule)
             elif submodule._compiled_call_impl is not None:
+                self._check_graphs(name, submodule._compiled_call_impl)
                 self._wrap_call(submodule)
             else:
                 continue
             self._hooked.add(submodule)
+
+    def _check_graphs(self, name: str, compiled: Any) -> None:
+        """Raise ModelError if CUDA graphs would replay a compiled module at addresses that its parameters have left."""
+        config = compiled.get_compiler_config() if hasattr(compiled, "get_compiler_config") else None
+        has_graphs = config is not None and config.get("triton.cudagraphs", False)
+        if has_graphs and self.interceptor.data.manager.hardware.accelerator is not None:
+            subject = f"module {name!r}" if name else "the model"
+            raise ModelError(
+                f"{subject} is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), which read "
+                f"parameters at fixed addresses, and the engine moves them: compile it without a mode, or with "
+                f"mode='max-autotune-no-cudagraphs'"
+            )
 
     def _keep_layout(self, module: nn.Module) -> None:
         """Keep a 4-bit layer of bitsandbytes from packing its weight anew for AVX-512: its chunk has another shape."""
