@@ -45,6 +45,8 @@ CALLS = {
     "wait_event",
     "wait_fetch",
     "wait_for_d2h",
+    "wait_for_update",
+    "_settle",
     "wait_idle",
     "wait_stream",
     "synchronize",

@@ -14,6 +14,7 @@ from torch import nn
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
+from patrickstar._memory.chunk import Chunk
 from patrickstar._schedule.placement import Tier
 
 WIDTH = 64
@@ -64,27 +65,38 @@ def test_a_step_ends_before_its_pages_are_updated(tmp_path):
         pipeline = disk_step_of(engine)
         with updates_in_progress(engine):
             assert pipeline.pending
-            assert all(pages.owner.param16.pins for pages in pipeline._running)
+            assert all(pages.owner.param16.finish_update is not None for pages in pipeline._running)
         engine.optimizer.zero_grad()
         backward(engine)
         assert not pipeline.pending and not pipeline._running
 
 
-@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
-def test_room_is_made_once_updates_have_ended(tmp_path, tier):
-    """Chunks that are being updated stay where they are; if nothing else makes room, the updates are waited for."""
+def updated(engine: Engine) -> set[Chunk]:
+    """Return the `param16` chunks whose update is in progress."""
+    return {pages.owner.param16 for pages in disk_step_of(engine)._running}
+
+
+@pytest.mark.parametrize(
+    ("tier", "move"), [(Tier.DEVICE, "evict"), (Tier.DEVICE, "move"), (Tier.HOST, "fetch"), (Tier.HOST, "free")]
+)
+def test_a_chunk_moves_once_its_update_has_ended(tmp_path, tier, move):
+    """Chunks that are being updated count as any other: what moves does not depend on the speed of the thread."""
     with new_engine(tmp_path) as engine:
         manager = manager_of(engine)
+        chunk = manager.param16[0]
         with updates_in_progress(engine, tier) as opened:
-            updated = {pages.owner.param16 for pages in disk_step_of(engine)._running}
-            assert manager.param16[0] in updated and manager.param16[0].device_valid == (tier is Tier.DEVICE)
+            assert chunk in updated(engine) and chunk.device_valid == (tier is Tier.DEVICE)
             timer = threading.Timer(0.2, opened.set)
             timer.start()
-            if tier is Tier.DEVICE:
+            if move == "evict":
                 manager.make_room(manager.device_tier.chunkable_bytes, protect=())
-                assert manager.device_tier.used == 0
+            elif move == "move":
+                manager.move_to_tier(chunk, Tier.HOST)
+            elif move == "fetch":
+                manager.queue_fetches([chunk])
+                assert not opened.is_set() and not chunk.device_bytes, "a prefetch does not wait"
+                manager.fetch([chunk])
             else:
                 assert manager.free_host(manager.host_tier.budget_bytes - manager.host_tier.other_bytes)
-                assert manager.host_tier.used == 0
+            assert opened.is_set() and chunk not in updated(engine) and chunk.finish_update is None
             timer.join()
-        assert not disk_step_of(engine)._running

@@ -302,7 +302,6 @@ class EngineCore:
             self.interceptor.window = None
             self.interceptor.functions.clear()
             self.optimizer_in_backward.cancel()
-            self.optimizer_step.settle()
             self.data.release_all()
             self.data.update_param_views()
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

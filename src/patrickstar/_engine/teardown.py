@@ -37,7 +37,6 @@ def release(interceptor: Interceptor, module_hooks: ModuleHooks, state: ModelSta
         if state.data.saving is not None:
             state.data.saving.cancel("the engine was closed")
         module_hooks.close()
-        interceptor.optimizer_in_backward.optimizer_step.settle()
         state.data.release_all()
         if state.data.comm is not None and not state.synchronized:
             cause = sys.exc_info()[1] or state.data.manager.io_dispatch.failed
@@ -46,6 +45,8 @@ def release(interceptor: Interceptor, module_hooks: ModuleHooks, state: ModelSta
         try:
             if state.keep_values:
                 interceptor.optimizer_in_backward.optimizer_step.complete()
+            else:
+                interceptor.optimizer_in_backward.optimizer_step.settle()
             state.data.manager.complete_transfers()
         except (DiskError, MoveError, TrainingError) as error:
             # Lost parameters are found, and named, when they are read back.

@@ -1,6 +1,6 @@
 """Chunk: a contiguous buffer with a copy on the device, on the host or on disk, or on several of them."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -116,6 +116,8 @@ class Chunk:
         """H2D copy ordered on the compute stream, not yet synchronized with the host."""
         self.d2h_transfer: Transfer | None = None
         """D2H copy ordered on the compute stream, for which the host waits before it accesses the host copy."""
+        self.finish_update: Callable[[], None] | None = None
+        """Finishes the update in progress that uses the chunk's memory. See [Note: deferred updates]."""
         self.save_reader: MemoryReader | None = None
         """Checkpoint writer that must finish before the chunk's memory is written or freed."""
         self.page_reads: list[Transfer] = []
@@ -216,6 +218,11 @@ class Chunk:
         if self.host is not None and not self.device_valid:
             return self.host.untyped_storage()
         return self.storage
+
+    def wait_for_update(self) -> None:
+        """Finish the update in progress that uses this chunk's memory, before the memory is copied or freed."""
+        if self.finish_update is not None:
+            self.finish_update()
 
     def wait_for_save(self) -> None:
         """Wait until no checkpoint writer reads this chunk's memory."""

@@ -300,7 +300,7 @@ class ChunkManager(DeviceEviction):
         """Start queued fetches in order, up to the first that must wait for evictions or an update of its host copy."""
         while self._fetch_queue:
             chunk = self._fetch_queue[0]
-            updating = chunk.pins > 0 and not chunk.device_bytes
+            updating = (chunk.pins > 0 or chunk.finish_update is not None) and not chunk.device_bytes
             if (
                 updating
                 or chunk.eviction_transfer is not None
@@ -376,8 +376,6 @@ class ChunkManager(DeviceEviction):
                     break
                 self.move_to_tier(chunk, Tier.DISK)
                 self.device_tier.moved.add(chunk)
-            if not self.host_tier.has_room(nbytes) and self.settle_updates():
-                return self.free_host(nbytes)
         return self.host_tier.has_room(nbytes)
 
     def count_transfer(self, nbytes: int, *, to_device: bool) -> None:

@@ -42,8 +42,6 @@ class DeviceEviction:
         self.now = 0
         self._fetch_queue: deque[Chunk] = deque()
         """Prefetches that start once the evictions before them have freed enough memory."""
-        self.settle_updates: Callable[[], bool] = lambda: False
-        """Finishes the updates in progress, which keep chunks where they are; returns whether there were any."""
         self.held: list[Chunk] = []
         """Chunks pinned until the iteration ends. See [Note: resident iterations]."""
 
@@ -85,9 +83,7 @@ class DeviceEviction:
                 break
             self.transfers.complete(chunk)
         if self.device_tier.used + nbytes > self.device_tier.chunkable_bytes:
-            if not self.settle_updates():
-                self._raise_device_budget(nbytes + later_bytes, protected)
-            self._evict_until(nbytes, soft_limit, protected, later_bytes, gently)
+            self._raise_device_budget(nbytes + later_bytes, protected)
 
     def _evict_params(self, evictable: Iterable[Chunk], target_bytes: int) -> None:
         """Evict `param16` chunks in the policy's order until at most `target_bytes` of chunks remain."""
@@ -172,7 +168,6 @@ class DeviceEviction:
     @defer_sigint
     def free_memory(self, nbytes: int | None = None, protect: Iterable[Chunk] = ()) -> None:
         """Evict idle `param16` chunks of `nbytes` (default: all) and empty the allocator's cache after an OOM error."""
-        self.settle_updates()
         protected = set(protect)
         self._evict_params(self._evictable(protected), -1 if nbytes is None else self._bytes_after_transfers - nbytes)
         for chunk in self._evicting(protected):
@@ -205,6 +200,7 @@ class DeviceEviction:
         if chunk in self._fetch_queue:
             self._fetch_queue.remove(chunk)
             return
+        chunk.wait_for_update()
         if chunk.fetch_transfer is not None:
             self.transfers.complete(chunk)
         if self._start_eviction(chunk):

@@ -61,6 +61,7 @@ class ChunkTransfers:
 
     def start_fetch(self, chunk: Chunk, urgent: bool) -> None:
         """Start a chunk's transfer to the device. Raises OutOfMemoryError without any change."""
+        chunk.wait_for_update()
         self.in_flight[chunk] = None  # first: Ctrl-C may interrupt between any two lines
         try:
             self.device_tier.allocate(chunk)
@@ -182,6 +183,7 @@ class ChunkTransfers:
     @defer_sigint
     def complete_io(self, chunk: Chunk) -> None:
         """Complete a chunk's transfer and wait for its pages; copies of an accelerator may only be ordered."""
+        chunk.wait_for_update()
         if chunk in self.in_flight:
             self.complete(chunk)
         for transfer in (*chunk.page_reads, *chunk.page_writes):

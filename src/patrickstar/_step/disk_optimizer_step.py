@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -21,9 +22,11 @@ from patrickstar._step.streamed_update import StreamedUpdates
 # returns. Pages are read ahead in the order in which the next forward uses the parameters. Pages whose reads have
 # finished are updated at the end of each operator; an operator that uses a parameter with a deferred update waits for
 # that update. On a CPU the update runs between operators, so that both can use all cores; only disk I/O overlaps with
-# operators. Beside an accelerator a worker thread runs it (see [Note: updates beside an accelerator]), and the chunk of
-# its parameters stays where it is meanwhile. Until the update, the gradient overlays the parameter and `update_pending`
-# is set: no code may use that gradient for anything else.
+# operators. Beside an accelerator a worker thread runs it (see [Note: updates beside an accelerator]). It counts as
+# running until the training thread has finished it, which it does at the end of an operator, or before a chunk that the
+# update uses moves (`Chunk.finish_update`). So no choice of chunks to evict depends on the speed of the thread. Until
+# the update, the gradient overlays the parameter and `update_pending` is set: no code may use that gradient for
+# anything else.
 #
 # Updates run in the same order in each step. So staging buffers that the queued updates do not need are filled
 # speculatively with pages of the expected next updates. This keeps the disk busy when a step has no I/O of its own,
@@ -139,12 +142,15 @@ class DiskOptimizerStep:
             self.staging_pool.wait([write for pages in self.staging_pool.live for write in pages.writes])
             self.staging_pool.collect()
 
-    def settle(self) -> bool:
-        """Wait for the updates that the worker thread runs; others stay deferred. Return whether there were any."""
-        any_running = bool(self._running)
-        while (running := next(iter(self._running), None)) is not None:
-            self._finish(running)
-        return any_running
+    def settle(self) -> None:
+        """Wait for the updates that the worker thread runs; others stay deferred."""
+        while self._running:
+            self._finish(next(iter(self._running)))
+
+    def _settle(self, pages: PageSet) -> None:
+        """Wait for the updates up to this one, which the worker thread runs in order."""
+        while pages in self._running:
+            self._finish(next(iter(self._running)))
 
     @defer_sigint
     def _abort(self, error: BaseException) -> None:
@@ -256,20 +262,21 @@ class DiskOptimizerStep:
             raise
 
     def _hold(self, pages: PageSet, streamed: StreamedUpdates, spans: Sequence[Span]) -> None:
-        """Start to update a page set; keep the chunks in memory that it uses where they are until `_release`."""
+        """Start to update a page set. The chunks in memory that it uses move once it is finished."""
         owner, sums = pages.owner, self.data.manager.chunks.get((GRAD32, pages.index))
         chunks = [owner.param16, *([] if sums is None or sums in pages.lists else [sums])]
         copies = [copy for chunk in chunks for copy in (chunk.h2d_transfer, chunk.d2h_transfer) if copy is not None]
         pages.update = streamed.submit(spans, owner.scales, copies)
         self._running[pages] = chunks
         for chunk in chunks:
-            chunk.pins += 1
+            chunk.finish_update = partial(self._settle, pages)
             if not chunk.device_valid:
                 chunk.d2h_transfer = pages.update.job
 
     def _release(self, pages: PageSet) -> None:
         for chunk in self._running.pop(pages):
-            chunk.pins -= 1
+            if not any(chunk in others for others in self._running.values()):
+                chunk.finish_update = None
             if chunk.d2h_transfer is pages.update.job:
                 chunk.d2h_transfer = None
 

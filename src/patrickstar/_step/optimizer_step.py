@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 
@@ -50,8 +49,6 @@ class OptimizerStep:
             if staging_size is not None
             else None
         )
-        settle = WeakMethod(self.settle)  # a strong reference would keep a dropped engine alive
-        manager.settle_updates = lambda: (method := settle()) is not None and method()
         self._order: dict[int, None] = {}
 
     @property
@@ -106,13 +103,10 @@ class OptimizerStep:
             self.disk_step.progress()
         self.data.continue_save()
 
-    def settle(self) -> bool:
-        """Wait for deferred updates that have begun: until then they keep chunks where they are.
-
-        Returns:
-            Whether there were any.
-        """
-        return self.disk_step is not None and self.disk_step.settle()
+    def settle(self) -> None:
+        """Wait for deferred updates that have begun."""
+        if self.disk_step is not None:
+            self.disk_step.settle()
 
     def complete(self, managed_params: Sequence[ManagedParam] | None = None) -> None:
         """Wait for deferred updates of these parameters (default: all)."""
