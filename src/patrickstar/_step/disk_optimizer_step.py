@@ -142,12 +142,12 @@ class DiskOptimizerStep:
             self.staging_pool.wait([write for pages in self.staging_pool.live for write in pages.writes])
             self.staging_pool.collect()
 
-    def settle(self) -> None:
+    def finish_running(self) -> None:
         """Wait for the updates that the worker thread runs; others stay deferred."""
         while self._running:
             self._finish(next(iter(self._running)))
 
-    def _settle(self, pages: PageSet) -> None:
+    def _finish_until(self, pages: PageSet) -> None:
         """Wait for the updates up to this one, which the worker thread runs in order."""
         while pages in self._running:
             self._finish(next(iter(self._running)))
@@ -269,7 +269,7 @@ class DiskOptimizerStep:
         pages.update = streamed.submit(spans, owner.scales, copies)
         self._running[pages] = chunks
         for chunk in chunks:
-            chunk.finish_update = partial(self._settle, pages)
+            chunk.finish_update = partial(self._finish_until, pages)
             if not chunk.device_valid:
                 chunk.d2h_transfer = pages.update.job
 

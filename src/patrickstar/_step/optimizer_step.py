@@ -103,10 +103,10 @@ class OptimizerStep:
             self.disk_step.progress()
         self.data.continue_save()
 
-    def settle(self) -> None:
+    def finish_running(self) -> None:
         """Wait for deferred updates that have begun."""
         if self.disk_step is not None:
-            self.disk_step.settle()
+            self.disk_step.finish_running()
 
     def complete(self, managed_params: Sequence[ManagedParam] | None = None) -> None:
         """Wait for deferred updates of these parameters (default: all)."""
