@@ -58,9 +58,11 @@ CALLS = {
     "_wait_for_transfers",
 }
 TESTS = "unit/test_in_flight.py", "unit/test_host_tier.py", "unit/test_disk_optimizer_step.py"
+STRICT = "test_chunks.py", "test_disk_updates.py", "test_saves.py"
 SCENARIOS = 160
 """Scenarios without a failure before a statement counts as unnoticed."""
 LIMIT_S = 150
+"""Seconds after which a program counts as one that never ends."""
 
 
 def statements() -> list[tuple[str, str, int, str]]:
@@ -91,8 +93,8 @@ def programs() -> Iterator[tuple[str, list[str], dict[str, str]]]:
     pytest = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "removal"]
     strict = {"PATRICKSTAR_TEST_DEVICE": "strict"}
     yield "tests", [*pytest, *(str(tests / path) for path in TESTS)], {}
+    yield "strict device", [*pytest, *(str(here / path) for path in STRICT)], strict
     yield "late copies", [*pytest, str(tests / "laws/test_late_copies.py"), "-k", "schedule_of_late"], {}
-    yield "strict device", [*pytest, str(here / "test_chunks.py"), str(here / "test_saves.py")], strict
     yield "scenarios", [str(here / "scenarios.py"), str(SCENARIOS)], strict
 
 
