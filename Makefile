@@ -31,7 +31,7 @@ nightly: check
 	$(PYTEST) --hypothesis-profile nightly --resident tests/autograd
 	$(STRICT) $(PYTEST) --hypothesis-profile nightly tests/strict tests/cuda
 
-# Tests without each statement that waits: two hours.
+# Tests without each statement that waits, in turn: an hour.
 mutations: $(INSTALLED)
 	$(BIN)/python tests/strict/removed_statements.py $(ONLY)
 
