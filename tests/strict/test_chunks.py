@@ -41,6 +41,16 @@ def start_eviction(manager: ChunkManager, chunk: Chunk) -> None:
     manager.transfers.start_eviction(chunk, Tier.HOST)
 
 
+def in_flight(manager: ChunkManager, direction: str) -> Chunk:
+    """Return a chunk that is on its way to the device or from it, filled with 2."""
+    chunk = filled(manager, 0, Tier.HOST if direction == "fetch" else Tier.DEVICE, 2.0)
+    if direction == "fetch":
+        manager.transfers.start_fetch(chunk, urgent=False)
+    else:
+        start_eviction(manager, chunk)
+    return chunk
+
+
 def evicted(manager: ChunkManager, index: int, value: float) -> Chunk:
     """Return a chunk on the host that the device may have yet to write."""
     chunk = filled(manager, index, Tier.DEVICE, value)
@@ -89,11 +99,7 @@ def test_no_copy_uses_the_host_after_a_chunk_is_idle(manager):
 
 @pytest.mark.parametrize("direction", ["fetch", "evict"])
 def test_a_chunk_in_flight_is_moved_once_it_has_arrived(manager, direction):
-    chunk = filled(manager, 0, Tier.HOST if direction == "fetch" else Tier.DEVICE, 2.0)
-    if direction == "fetch":
-        manager.transfers.start_fetch(chunk, urgent=False)
-    else:
-        start_eviction(manager, chunk)
+    chunk = in_flight(manager, direction)
     manager.move_to_tier(chunk, Tier.HOST)
     assert not manager.transfers.in_flight and manager.device_tier.used == 0
     assert (chunk.on_host(chunk.whole) == 2).all()
@@ -101,11 +107,7 @@ def test_a_chunk_in_flight_is_moved_once_it_has_arrived(manager, direction):
 
 @pytest.mark.parametrize("direction", ["fetch", "evict"])
 def test_a_removed_chunk_leaves_nothing_in_flight(manager, direction):
-    chunk = filled(manager, 0, Tier.HOST if direction == "fetch" else Tier.DEVICE, 2.0)
-    if direction == "fetch":
-        manager.transfers.start_fetch(chunk, urgent=False)
-    else:
-        start_eviction(manager, chunk)
+    chunk = in_flight(manager, direction)
     manager.remove(chunk)
     assert not manager.transfers.in_flight
     assert (manager.device_tier.used, manager.host_tier.used) == (0, 0)
