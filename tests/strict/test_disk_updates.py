@@ -100,3 +100,15 @@ def test_a_chunk_moves_once_its_update_has_ended(tmp_path, tier, move):
                 assert manager.free_host(manager.host_tier.budget_bytes - manager.host_tier.other_bytes)
             assert opened.is_set() and chunk not in updated(engine) and chunk.finish_update is None
             timer.join()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_engine_closes_with_updates_in_progress(tmp_path, keep):
+    with new_engine(tmp_path) as engine:
+        with updates_in_progress(engine) as opened:
+            timer = threading.Timer(0.2, opened.set)
+            timer.start()
+            engine.close(keep=keep)
+            timer.join()
+        assert not disk_step_of(engine)._running
+        assert all(param.isnan().all() != keep for param in engine.module.parameters())

@@ -1,15 +1,17 @@
 """The update from disk to disk: what is read when, and that the ring's pages all come back."""
 
+import time
 from functools import partial
 
 import pytest
 import torch
-from probes import disk_step_of, model_data_of
+from probes import disk_step_of, manager_of, model_data_of
 from torch import nn
 from toys import inputs, layers, mean_square, train
 
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
+from patrickstar._memory.swap_file import SwapFile
 from patrickstar._schedule.prefetch import DemandFetch
 from patrickstar._step.staging_pool import StagingSize
 from patrickstar.testing import NoMeter
@@ -57,6 +59,21 @@ def test_all_pages_come_back_and_nothing_is_read_twice(tmp_path):
     read = after.disk_read_bytes - before.disk_read_bytes
     assert abs(read - param16 - 4 * on_disk) <= ring.size.nbytes + engine.layout.param16_bytes * 4
     assert all(there.owner is None for there in ring.live), "an update holds pages after its end"
+    engine.close()
+
+
+def test_after_the_last_update_every_page_is_on_disk(tmp_path, monkeypatch):
+    write = SwapFile.write
+
+    def slow_write(*args) -> None:
+        time.sleep(0.01)
+        write(*args)
+
+    monkeypatch.setattr(SwapFile, "write", slow_write)
+    engine = engine_on(tmp_path)
+    steps(engine, 2)
+    disk_step_of(engine).finish()
+    assert not any(chunk.has_page_writes for chunk in manager_of(engine).chunks.values())
     engine.close()
 
 
