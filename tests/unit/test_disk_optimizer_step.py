@@ -2,6 +2,7 @@
 
 import time
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -62,7 +63,9 @@ def test_all_pages_come_back_and_nothing_is_read_twice(tmp_path):
     engine.close()
 
 
-def test_after_the_last_update_every_page_is_on_disk(tmp_path, monkeypatch):
+@pytest.fixture
+def slow_writes(monkeypatch):
+    """Let the disk take 10 ms to write a page."""
     write = SwapFile.write
 
     def slow_write(*args) -> None:
@@ -70,6 +73,35 @@ def test_after_the_last_update_every_page_is_on_disk(tmp_path, monkeypatch):
         write(*args)
 
     monkeypatch.setattr(SwapFile, "write", slow_write)
+
+
+def test_who_waits_for_a_buffer_sleeps(tmp_path, slow_writes):
+    engine = engine_on(tmp_path)
+    pipeline = disk_step_of(engine)
+    steps(engine, 2)
+    pages = sum(len(update.pages) for update in pipeline._updates)
+    with mock.patch.object(pipeline, "_read_ahead", wraps=pipeline._read_ahead) as read_ahead:
+        pipeline.finish()
+    assert 0 < read_ahead.call_count <= 3 * pages
+    engine.close()
+
+
+def test_reads_that_were_interrupted_are_made_up_for(tmp_path):
+    engine = engine_on(tmp_path)
+    pipeline = disk_step_of(engine)
+    steps(engine, 2)
+    while not pipeline._queued():
+        assert pipeline.pending
+        pipeline._read_ahead()
+    interrupted = pipeline._queued()[0]
+    pipeline.staging_pool.wait(interrupted.reads)
+    interrupted.reads.clear()
+    pipeline.finish()
+    assert len(interrupted.reads) == len(interrupted.lists)
+    engine.close()
+
+
+def test_after_the_last_update_every_page_is_on_disk(tmp_path, slow_writes):
     engine = engine_on(tmp_path)
     steps(engine, 2)
     disk_step_of(engine).finish()
