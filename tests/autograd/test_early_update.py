@@ -66,12 +66,11 @@ def test_the_same_bits_while_operators_run(precision):
     def script(trainer, optimizer):
         waits = []
         if isinstance(trainer, Engine):
-            in_backward = optimizer_in_backward_of(trainer)
-            in_backward.in_background = True
-            wait = in_backward.wait
-            in_backward.wait = lambda: (waits.append(len(in_backward._running)), wait())
-        for step in range(4):
-            loss = mean_square(trainer(normal(2, width, seed=step)))
+            step = optimizer_in_backward_of(trainer).optimizer_step
+            step.in_background, wait = True, step.wait
+            step.wait = lambda: (waits.append(len(step._running)), wait())
+        for seed in range(4):
+            loss = mean_square(trainer(normal(2, width, seed=seed)))
             trainer.backward(loss, update=True)
             optimizer.step()
         assert any(waits) or not isinstance(trainer, Engine)
@@ -268,12 +267,13 @@ def test_a_resumed_engine_observes_a_step_first():
 def test_close_waits_for_running_updates():
     width = 1200
     engine = Engine(lambda: nn.Linear(width, width), small_chunks("bf16", chunk_bytes=1 << 23), meter=testing.NoMeter())
-    optimizer_in_backward_of(engine).in_background = True
+    optimizer_step = optimizer_in_backward_of(engine).optimizer_step
+    optimizer_step.in_background = True
     x = normal(2, width)
     for _ in range(3):
         engine.backward(mean_square(engine(x)), update=True)
         engine.optimizer.step()
     engine.backward(mean_square(engine(x)), update=True)
-    assert not optimizer_in_backward_of(engine)._running
+    assert not optimizer_step._running
     engine.close()
     assert all(param.isfinite().all() for param in engine.module.parameters())

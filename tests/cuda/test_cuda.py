@@ -36,19 +36,23 @@ def test_exact_with_everything_evicted(precision, checkpointing):
     testing.assert_exact(gpt(checkpointing), token_batches(3), config, max_norm=0.5)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("way", ["wrapped", "in place"])
 def test_cuda_graphs_are_refused_by_name(way):
     """They would replay kernels at addresses that chunks have left."""
 
-    def build() -> nn.Module:
-        block = nn.Linear(4, 4)
-        if way == "in place":
-            block.compile(mode="reduce-overhead")
-            return nn.Sequential(nn.Linear(4, 4), block)
-        return nn.Sequential(nn.Linear(4, 4), torch.compile(block, mode="reduce-overhead"))
-
+    block = nn.Linear(4, 4)
+    if way == "in place":
+        block.compile(mode="reduce-overhead")
+    model = nn.Sequential(nn.Linear(4, 4), block if way == "in place" else torch.compile(block, mode="reduce-overhead"))
+    values = [param.detach().clone() for param in model.parameters()]
+    config = ps.Config(device=str(DEVICE))
     with pytest.raises(ModelError, match=r"module '1.*is compiled with CUDA graphs .*max-autotune-no-cudagraphs"):
-        ps.initialize(build, ps.Config(device=str(DEVICE)))
+        ps.initialize(model, config)
+    model[1] = block
+    block._compiled_call_impl = None
+    testing.assert_same_bits(values, [param.detach() for param in model.parameters()], "parameters after the refusal")
+    ps.initialize(model, config)[0].close()
 
 
 def test_exact_with_accumulation_and_offloaded_activations():

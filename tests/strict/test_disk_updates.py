@@ -2,13 +2,15 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import strict_device
+import torch
 import toys
-from probes import disk_step_of, manager_of
+from probes import disk_step_of, manager_of, optimizer_in_backward_of
 from torch import nn
 
 import patrickstar as ps
@@ -16,6 +18,7 @@ from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar._memory.chunk import Chunk
 from patrickstar._schedule.placement import Tier
+from patrickstar.errors import DiskError
 
 WIDTH = 64
 
@@ -31,9 +34,18 @@ def new_engine(directory: Path) -> Iterator[Engine]:
         yield engine
 
 
-def backward(engine: Engine) -> None:
+def backward(engine: Engine, hook=None, **options) -> None:
     ((batch,),) = toys.inputs(1, width=WIDTH, rows=32)
-    engine.backward(engine(batch.to("strict")).float().square().mean())
+    batch = batch.to("strict").requires_grad_(hook is not None)
+    if hook is not None:
+        batch.register_hook(hook)
+    engine.backward(engine(batch).float().square().mean(), **options)
+
+
+def updated(engine: Engine) -> set[Chunk]:
+    """Return the `param16` chunks whose update is in progress."""
+    live = disk_step_of(engine).staging_pool.live
+    return {pages.owner.param16 for pages in live if pages.update is not None and not pages.updated}
 
 
 @contextmanager
@@ -52,7 +64,7 @@ def updates_in_progress(engine: Engine, tier: Tier = Tier.DEVICE) -> Iterator[th
     manager.move_to_tier(manager.param16[0], tier)
     pipeline._streamed._pool.submit([lambda stage: opened.wait(60)], "an update without end")
     engine.optimizer.step()
-    while not pipeline._running:
+    while not updated(engine):
         pipeline.progress()
     try:
         yield opened
@@ -65,15 +77,10 @@ def test_a_step_ends_before_its_pages_are_updated(tmp_path):
         pipeline = disk_step_of(engine)
         with updates_in_progress(engine):
             assert pipeline.pending
-            assert all(pages.owner.param16.finish_update is not None for pages in pipeline._running)
+            assert all(chunk.finish_update is not None for chunk in updated(engine))
         engine.optimizer.zero_grad()
         backward(engine)
-        assert not pipeline.pending and not pipeline._running
-
-
-def updated(engine: Engine) -> set[Chunk]:
-    """Return the `param16` chunks whose update is in progress."""
-    return {pages.owner.param16 for pages in disk_step_of(engine)._running}
+        assert not pipeline.pending and not updated(engine)
 
 
 @pytest.mark.parametrize(
@@ -110,5 +117,45 @@ def test_an_engine_closes_with_updates_in_progress(tmp_path, keep):
             timer.start()
             engine.close(keep=keep)
             timer.join()
-        assert not disk_step_of(engine)._running
+        assert not updated(engine)
         assert all(param.isnan().all() != keep for param in engine.module.parameters())
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+@pytest.mark.parametrize("error", [DiskError("the disk is gone"), KeyboardInterrupt()], ids=repr)
+def test_an_engine_closes_after_an_error_with_updates_in_progress(tmp_path, monkeypatch, tier, error):
+    with new_engine(tmp_path) as engine:
+        pipeline, names = disk_step_of(engine), dict(engine.module.named_parameters())
+        with updates_in_progress(engine, tier) as opened:
+            timer = threading.Timer(0.2, opened.set)
+            timer.start()
+            monkeypatch.setattr(pipeline.staging_pool, "collect", mock.Mock(side_effect=error))
+            with suppress(type(error)):
+                engine.close()
+            timer.join()
+        assert not len(pipeline._running)
+        assert all(type(param) is nn.Parameter and param.device.type == "cpu" for param in names.values())
+        assert all(param.untyped_storage().nbytes() > 0 for param in names.values())
+
+
+def test_a_failed_backward_waits_for_its_updates(tmp_path):
+    strict_device.configure(seed=1)
+    config = ps.Config(device="strict", chunk_size="18KiB", device_memory="120KiB", host_memory="8MiB")
+    with Engine(lambda: toys.layers(WIDTH, 8, nn.GELU), config, meter=testing.NoMeter(), poison=True) as engine:
+        for _ in range(3):
+            backward(engine, update=True)
+            engine.optimizer.step()
+        step, opened = optimizer_in_backward_of(engine).optimizer_step, threading.Event()
+        step.streamed._pool.submit([lambda stage: opened.wait(60)], "an update without end")
+        timer = threading.Timer(0.5, opened.set)
+        running = []
+
+        def fail(gradient: torch.Tensor) -> None:
+            running.append(len(step._running))
+            timer.start()
+            raise ValueError("no gradient")
+
+        with pytest.raises(ValueError, match="no gradient"):
+            backward(engine, hook=fail, update=True)
+        assert running[0] > 0 and not len(step._running)
+        timer.join()

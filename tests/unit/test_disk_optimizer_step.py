@@ -13,15 +13,17 @@ from toys import inputs, layers, mean_square, train
 import patrickstar as ps
 from patrickstar._engine.engine import Engine
 from patrickstar._memory.swap_file import SwapFile
+from patrickstar._schedule.placement import Tier
 from patrickstar._schedule.prefetch import DemandFetch
 from patrickstar._step.staging_pool import StagingSize
-from patrickstar.testing import NoMeter
+from patrickstar.testing import NoMeter, assert_same_bits
 
 WIDTH = 64
 
 
-def engine_on(folder, **hooks) -> Engine:
-    config = ps.Config(device="cpu", chunk_size=8448, device_memory="24KiB", host_memory="140KiB", disk=ps.Disk(folder))
+def engine_on(folder, device_memory="24KiB", host_memory="140KiB", **hooks) -> Engine:
+    memory = {"device_memory": device_memory, "host_memory": host_memory}
+    config = ps.Config(device="cpu", chunk_size=8448, disk=ps.Disk(folder), **memory)
     torch.manual_seed(0)
     return Engine(partial(layers, WIDTH, 12, nn.Tanh), config, meter=NoMeter(), poison=True, page_bytes=4096, **hooks)
 
@@ -107,6 +109,42 @@ def test_after_the_last_update_every_page_is_on_disk(tmp_path, slow_writes):
     disk_step_of(engine).finish()
     assert not any(chunk.has_page_writes for chunk in manager_of(engine).chunks.values())
     engine.close()
+
+
+def test_gradients_on_disk_are_read_for_an_update_on_the_host(tmp_path):
+    results = []
+    for moved in (False, True):
+        engine = engine_on(tmp_path, host_memory="600KiB")
+        steps(engine, 2)
+        on_host = {param.chunk for param in engine.inspect().parameters if param.optimizer_tier == "host"}
+        assert on_host
+        engine.backward(mean_square(engine(*inputs(1, WIDTH, rows=4)[0])))
+        for index in on_host if moved else ():
+            chunk = manager_of(engine).param16[index]
+            manager_of(engine).move_to_tier(chunk, Tier.DISK)
+            assert not chunk.in_memory
+        model_data_of(engine).update_param_views()
+        engine.optimizer.step()
+        results.append(engine.state_dict())
+        engine.close()
+    assert_same_bits(*results, "parameters")
+
+
+def test_a_gradient_is_assigned_after_the_deferred_update(tmp_path):
+    """As in a loop that computes gradients by itself."""
+    results = []
+    for memory in ({}, {"device_memory": "64MiB", "host_memory": "64MiB"}):
+        engine = engine_on(tmp_path, **memory)
+        steps(engine, 2)
+        for value in (0.1, -0.2):
+            assert memory or disk_step_of(engine).pending
+            gradients = [torch.full(param.shape, value, dtype=param.dtype) for param in engine.module.parameters()]
+            for param, gradient in zip(engine.module.parameters(), gradients, strict=True):
+                param.grad = gradient
+            engine.optimizer.step()
+        results.append(engine.state_dict())
+        engine.close()
+    assert_same_bits(*results, "parameters")
 
 
 def test_without_looking_ahead_pages_are_read_when_they_are_waited_for(tmp_path):

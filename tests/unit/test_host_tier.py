@@ -293,7 +293,7 @@ def test_updates_are_finished_before_blocks_move():
     host.free(first)
     host.free(third)
     finished = []
-    host.finish_updates.append(lambda: finished.append(second.host_block.start))
+    second.finish_update = lambda: finished.append(second.host_block.start)
     chunk_on(host, 4)
     assert finished == [2 * ALIGN_BYTES] and second.host_block.start == 0
 

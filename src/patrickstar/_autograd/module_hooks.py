@@ -26,6 +26,20 @@ def _managed_params_of(module: nn.Module) -> tuple[ManagedParam, ...]:
     return tuple(param._managed_params[0] for param in module.parameters() if hasattr(param, "_managed_params"))
 
 
+def check_no_graphs(model: nn.Module) -> None:
+    """Raise ModelError if a module is compiled to CUDA graphs, which would read parameters where chunks were before."""
+    for name, module in model.named_modules():
+        compiled = module if isinstance(module, torch._dynamo.OptimizedModule) else module._compiled_call_impl
+        config = compiled.get_compiler_config() if hasattr(compiled, "get_compiler_config") else None
+        if config is not None and config.get("triton.cudagraphs", False):
+            subject = f"module {name!r}" if name else "the model"
+            raise ModelError(
+                f"{subject} is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), which read "
+                f"parameters at fixed addresses, and the engine moves them: compile it without a mode, or with "
+                f"mode='max-autotune-no-cudagraphs'"
+            )
+
+
 class EngineHook:
     """Hook that an engine registers on a module. Copies of the module have it without effect."""
 
@@ -88,7 +102,9 @@ class ModuleHooks:
         Raises:
             ModelError: A module is compiled to CUDA graphs.
         """
-        for name, submodule in module.named_modules():
+        if self.interceptor.data.manager.hardware.accelerator is not None:
+            check_no_graphs(module)
+        for submodule in module.modules():
             if submodule._parameters and submodule not in self._saved:
                 before, after = EngineHook(self.before_state_dict), EngineHook(self.after_state_dict)
                 self._undo.append(submodule.register_state_dict_pre_hook(before).remove)
@@ -100,26 +116,12 @@ class ModuleHooks:
             if isinstance(submodule, FAST_PATH_LAYERS):
                 self._wrap_forward(submodule)
             elif isinstance(submodule, torch._dynamo.OptimizedModule):
-                self._check_graphs(name, submodule)
                 self._hook(submodule)
             elif submodule._compiled_call_impl is not None:
-                self._check_graphs(name, submodule._compiled_call_impl)
                 self._wrap_call(submodule)
             else:
                 continue
             self._hooked.add(submodule)
-
-    def _check_graphs(self, name: str, compiled: Any) -> None:
-        """Raise ModelError if CUDA graphs would replay a compiled module at addresses that its parameters have left."""
-        config = compiled.get_compiler_config() if hasattr(compiled, "get_compiler_config") else None
-        has_graphs = config is not None and config.get("triton.cudagraphs", False)
-        if has_graphs and self.interceptor.data.manager.hardware.accelerator is not None:
-            subject = f"module {name!r}" if name else "the model"
-            raise ModelError(
-                f"{subject} is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), which read "
-                f"parameters at fixed addresses, and the engine moves them: compile it without a mode, or with "
-                f"mode='max-autotune-no-cudagraphs'"
-            )
 
     def _keep_layout(self, module: nn.Module) -> None:
         """Keep a 4-bit layer of bitsandbytes from packing its weight anew for AVX-512: its chunk has another shape."""

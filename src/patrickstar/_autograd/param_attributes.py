@@ -94,6 +94,7 @@ class GradientAttribute:
             self.gradients.check_final(managed)
             _check_assignable(managed, value)
         param.grad = None
+        self.optimizer_in_backward.optimizer_step.complete((managed,))
         self.gradients.data.discard_gradient(managed)
         if value is not None:
             self.gradients.data.accept_gradient(managed, value.detach())

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from patrickstar._autograd.activation_offload import ActivationOffload
 from patrickstar._autograd.interceptor import Interceptor
-from patrickstar._autograd.module_hooks import ModuleHooks
+from patrickstar._autograd.module_hooks import ModuleHooks, check_no_graphs
 from patrickstar._checkpoint.background_save import BackgroundSave
 from patrickstar._checkpoint.hf_export import common_dtype
 from patrickstar._checkpoint.module_save_pretrained import SavePretrained
@@ -145,6 +145,8 @@ class EngineCore:
         self.interceptor = Interceptor(self.gradients, self.optimizer_in_backward, self.full_state)
         self.activation_offload = ActivationOffload(self.manager) if config.activation_offload else None
         try:
+            if hardware.accelerator is not None:
+                check_no_graphs(self.module)
             with managing():
                 move_params(self.module, self.layout, plan.placement, params, self.data, self.interceptor, weights)
         except BaseException:

@@ -117,7 +117,7 @@ class Chunk:
         self.d2h_transfer: Transfer | None = None
         """D2H copy ordered on the compute stream, for which the host waits before it accesses the host copy."""
         self.finish_update: Callable[[], None] | None = None
-        """Finishes the update in progress that uses the chunk's memory. See [Note: deferred updates]."""
+        """Finishes the update in progress that uses the chunk's memory. See [Note: running updates]."""
         self.save_reader: MemoryReader | None = None
         """Checkpoint writer that must finish before the chunk's memory is written or freed."""
         self.page_reads: list[Transfer] = []

@@ -300,7 +300,7 @@ class ChunkManager(DeviceEviction):
         """Start queued fetches in order, up to the first that must wait for evictions or an update of its host copy."""
         while self._fetch_queue:
             chunk = self._fetch_queue[0]
-            updating = (chunk.pins > 0 or chunk.finish_update is not None) and not chunk.device_bytes
+            updating = chunk.finish_update is not None and not chunk.device_bytes
             if (
                 updating
                 or chunk.eviction_transfer is not None
@@ -347,6 +347,8 @@ class ChunkManager(DeviceEviction):
             for chunk in list(self.transfers.in_flight):
                 if chunk.eviction_transfer is not None:
                     self.transfers.complete(chunk)
+            for chunk in self._fetch_queue:
+                chunk.wait_for_update()
             self._start_queued_fetches()
         self._fetch_queue.clear()
 
@@ -361,7 +363,7 @@ class ChunkManager(DeviceEviction):
     @defer_sigint
     def free_host(self, nbytes: int) -> bool:
         """Move chunks from the host to the disk tier, if there is one, until `nbytes` fit. Return True if they fit."""
-        if self.disk_tier is not None and not self.host_tier.finish_updates:
+        if self.disk_tier is not None:
             movable = [
                 chunk
                 for chunk in self.chunks.values()

@@ -31,9 +31,6 @@ class HostTier:
         """Part of `other_bytes` that is outside of the arenas."""
         self.peak = 0
         self.other_peak = 0
-        self.finish_updates: list[Callable[[], None]] = []
-        """Functions that finish the running updates on host chunks, each any number of times. They are called before a
-        block is moved."""
         self.moved: set[Chunk] = set()
         """Chunks that compaction has moved since `ChunkManager.drain_moved`."""
         self._owners: dict[ArenaBlock, Chunk] = {}
@@ -164,8 +161,6 @@ class HostTier:
             self._free_released(wait=True)
             block = self._first_fit(nbytes)
         if block is None:
-            for finish in self.finish_updates:
-                finish()
             for copy in self._block_copies.values():
                 copy.wait()
             for chunk in self._owners.values():
@@ -203,7 +198,9 @@ class HostTier:
 
 
 def _wait_for_transfers(chunk: Chunk) -> None:
-    """Wait until no transfer or checkpoint writer uses a chunk's host block."""
+    """Wait until no update, transfer or checkpoint writer uses a chunk's host block."""
+    if not chunk.device_valid:
+        chunk.wait_for_update()
     for transfer in (chunk.fetch_transfer, chunk.eviction_transfer, chunk.h2d_transfer):
         if transfer is not None:
             transfer.wait()

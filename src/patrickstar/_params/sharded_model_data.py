@@ -335,7 +335,8 @@ class ShardedModelData(ModelData):
         for managed, gradient_ready in zip(
             self.managed_params, self.comm.world.all_gather(on_this_rank).any(0).tolist(), strict=True
         ):
-            if not gradient_ready and (managed.state.reduced or managed.state.accumulated):
+            stored = managed.state.reduced or managed.state.accumulated
+            if stored and not gradient_ready and not managed.state.update_pending:
                 self._discard_shard_gradient(managed)
             managed.state.set_ready(gradient_ready)
         self._unused = {

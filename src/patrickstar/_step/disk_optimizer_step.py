@@ -14,19 +14,18 @@ from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
+from patrickstar._step.running_updates import RunningUpdates
 from patrickstar._step.staging_pool import PageSet, StagingPool
-from patrickstar._step.streamed_update import StreamedUpdates
+from patrickstar._step.streamed_update import StreamedUpdates, copies_of
 
 # [Note: deferred updates]
 # A parameter must be updated before its next use, but not earlier. So `optimizer.step()` queues the updates and
 # returns. Pages are read ahead in the order in which the next forward uses the parameters. Pages whose reads have
 # finished are updated at the end of each operator; an operator that uses a parameter with a deferred update waits for
 # that update. On a CPU the update runs between operators, so that both can use all cores; only disk I/O overlaps with
-# operators. Beside an accelerator a worker thread runs it (see [Note: updates beside an accelerator]). It counts as
-# running until the training thread has finished it, which it does at the end of an operator, or before a chunk that the
-# update uses moves (`Chunk.finish_update`). So no choice of chunks to evict depends on the speed of the thread. Until
-# the update, the gradient overlays the parameter and `update_pending` is set: no code may use that gradient for
-# anything else.
+# operators. Beside an accelerator a worker thread runs it, and it is finished at the end of an operator: see
+# [Note: updates beside an accelerator] and [Note: running updates]. Until the update, the gradient overlays the
+# parameter and `update_pending` is set: no code may use that gradient for anything else.
 #
 # Updates run in the same order in each step. So staging buffers that the queued updates do not need are filled
 # speculatively with pages of the expected next updates. This keeps the disk busy when a step has no I/O of its own,
@@ -68,8 +67,7 @@ class DiskOptimizerStep:
         """Read pages before an update waits for them."""
         self._kernels, self._streamed = kernels, streamed
         self._updates: list[DiskUpdate] = []
-        self._running: dict[PageSet, list[Chunk]] = {}
-        """Page sets that the worker thread updates, in order, each with the chunks in memory that it uses."""
+        self._running = RunningUpdates()
         self._expected: dict[int, list[tuple[int, int]]] = {}
         """Pages by chunk index, in the order in which the updates were last submitted."""
 
@@ -102,7 +100,7 @@ class DiskOptimizerStep:
 
     def reorder(self, key: Callable[[int], int]) -> None:
         """Sort the updates that have not started by this key of their chunk index."""
-        in_memory = {pages.owner for pages in (*self._queued(), *self._running)}
+        in_memory = {pages.owner for pages in self.staging_pool.live}
         started = in_memory | {update for update in self._updates if update.updated}
         self._updates.sort(key=lambda update: (-1, 0) if update in started else (0, key(update.index)))
 
@@ -111,8 +109,9 @@ class DiskOptimizerStep:
         """Update the pages whose reads have finished, and start the next reads; never wait for the disk."""
         if not self.reads_ahead:
             return
-        while (running := next(iter(self._running), None)) is not None and running.update.done:
-            self._finish(running)
+        for pages in list(self.staging_pool.live):
+            if pages.update is not None and pages.update.done:
+                self._running.finish_until(pages.update)
         self._read_ahead()
         while queued := self._queued():
             param16 = queued[0].owner.param16
@@ -135,7 +134,7 @@ class DiskOptimizerStep:
                 self.data.update_param_views()
                 self._update(queued[0])
             elif self._running:
-                self._finish(next(iter(self._running)))
+                self._running.finish_first()
             else:
                 self.staging_pool.wait([write for pages in self.staging_pool.live for write in pages.writes])
         if indices is None:
@@ -144,13 +143,15 @@ class DiskOptimizerStep:
 
     def finish_running(self) -> None:
         """Wait for the updates that the worker thread runs; others stay deferred."""
-        while self._running:
-            self._finish(next(iter(self._running)))
+        self._running.finish()
 
-    def _finish_until(self, pages: PageSet) -> None:
-        """Wait for the updates up to this one, which the worker thread runs in order."""
-        while pages in self._running:
-            self._finish(next(iter(self._running)))
+    @defer_sigint
+    def cancel_running(self) -> None:
+        """Cancel the updates of the worker thread that have not begun, and wait for the one that has."""
+        self._running.clear()
+        for pages in self.staging_pool.live:
+            if pages.update is not None:
+                pages.update.cancel()
 
     @defer_sigint
     def _abort(self, error: BaseException) -> None:
@@ -159,9 +160,7 @@ class DiskOptimizerStep:
             managed for update in self._updates for managed in update.rules if managed.state.update_pending
         ]
         self._updates.clear()
-        for pages in list(self._running):
-            pages.update.cancel()
-            self._release(pages)
+        self.cancel_running()
         if self.data.manager.io_dispatch.failed is not None:
             self.staging_pool.live.clear()
             return
@@ -180,7 +179,7 @@ class DiskOptimizerStep:
         queued = [
             pages
             for pages in self.staging_pool.live
-            if pages.owner is not None and not pages.updated and pages not in self._running
+            if pages.owner is not None and pages.update is None and not pages.updated
         ]
         rank = {update: number for number, update in enumerate(self._updates)}
         return sorted(queued, key=lambda pages: (rank[pages.owner], pages.first))
@@ -262,30 +261,18 @@ class DiskOptimizerStep:
             raise
 
     def _hold(self, pages: PageSet, streamed: StreamedUpdates, spans: Sequence[Span]) -> None:
-        """Start to update a page set. The chunks in memory that it uses move once it is finished."""
+        """Start to update a page set on the worker thread."""
         owner, sums = pages.owner, self.data.manager.chunks.get((GRAD32, pages.index))
         chunks = [owner.param16, *([] if sums is None or sums in pages.lists else [sums])]
-        copies = [copy for chunk in chunks for copy in (chunk.h2d_transfer, chunk.d2h_transfer) if copy is not None]
-        pages.update = streamed.submit(spans, owner.scales, copies)
-        self._running[pages] = chunks
-        for chunk in chunks:
-            chunk.finish_update = partial(self._finish_until, pages)
-            if not chunk.device_valid:
-                chunk.d2h_transfer = pages.update.job
-
-    def _release(self, pages: PageSet) -> None:
-        for chunk in self._running.pop(pages):
-            if not any(chunk in others for others in self._running.values()):
-                chunk.finish_update = None
-            if chunk.d2h_transfer is pages.update.job:
-                chunk.d2h_transfer = None
+        pages.update = streamed.submit(spans, owner.scales, copies_of(chunks))
+        self.staging_pool.keep_until(pages.update.job)
+        self._running.add(pages.update, chunks, partial(self._finish, pages))
 
     @defer_sigint
     def _finish(self, pages: PageSet) -> None:
-        """Wait for a running update, and start to write the page set back."""
+        """Wait for the update of a page set, and start to write it back."""
         try:
             pages.update.finish()
-            self._release(pages)
             self._end(pages)
         except BaseException as error:
             self._abort(error)

@@ -4,8 +4,6 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from patrickstar._kernels.update_rule import Running
-from patrickstar._memory.chunk import Chunk
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.optimizer_step import OptimizerStep
@@ -17,7 +15,7 @@ from patrickstar.errors import TrainingError
 # gradient is complete when its hook fires, and no operator reads the parameter again in this backward. Reentrant
 # checkpointing guarantees neither. So a parameter is updated in backward only after the engine has traced it through a
 # step in which both held, and never again after a step in which one did not. `optimizer.step()` updates the rest. No
-# update is running when the backward returns.
+# update is running when the backward returns. Until then see [Note: running updates].
 
 
 class OptimizerInBackward:
@@ -26,12 +24,9 @@ class OptimizerInBackward:
     def __init__(self, data: ModelData, optimizer_step: OptimizerStep) -> None:
         self.data = data
         self.optimizer_step = optimizer_step
-        # On a CPU, operators and updates would compete for the cores.
-        self.in_background = data.manager.hardware.has_gpu
         self._groups: Mapping[ManagedParam, Mapping[str, Any]] | None = None
         self._hyper_parameters: list[dict[str, Any]] = []
         self._complete: set[int] = set()
-        self._running: list[tuple[Running, Chunk]] = []
 
     @property
     def active(self) -> bool:
@@ -82,18 +77,10 @@ class OptimizerInBackward:
             complete = [managed for managed in managed_params if self._is_complete(managed)]
             if chunk.held:
                 self.data.manager.withdraw_hold(chunk)
-            self.wait()  # the next update may move chunks, but not those being updated
             groups = {managed: self._groups.get(managed) for managed in complete}
-            for running in self.optimizer_step.update_chunk(index, groups.get, ()):
-                managed_params[0].chunk.pins += 1
-                self.data.manager.host_tier.finish_updates.append(running.finish)
-                self._running.append((running, managed_params[0].chunk))
+            self.optimizer_step.update_chunk(index, groups.get, ())
             for managed in complete:
                 managed.state.update_in_backward(self.data.backward_id)
-            if not self.in_background or len(complete) < len(
-                managed_params
-            ):  # operators may read the rest of the chunk
-                self.wait()
 
     def finish(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
         """Wait for running updates at the step. Raises TrainingError if hyper-parameters changed since `begin`."""
@@ -114,11 +101,8 @@ class OptimizerInBackward:
         self._hyper_parameters, self._complete = [], set()
 
     def wait(self) -> None:
-        for running, chunk in self._running:
-            running.finish()
-            chunk.pins -= 1
-            self.data.manager.host_tier.finish_updates.remove(running.finish)
-        self._running.clear()
+        """Finish the updates that run. Raises the first error."""
+        self.optimizer_step.wait()
 
 
 def _hyper_parameters(groups: Mapping[ManagedParam, Mapping[str, Any]]) -> list[dict[str, Any]]:

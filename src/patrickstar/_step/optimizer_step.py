@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.update_rule import Rule, Running, Span
+from patrickstar._kernels.update_rule import Rule, Span
 from patrickstar._layout.schema import GRAD32
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
@@ -15,8 +15,9 @@ from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep, count_update_transfers
+from patrickstar._step.running_updates import RunningUpdates
 from patrickstar._step.staging_pool import StagingPool, StagingSize
-from patrickstar._step.streamed_update import StreamedUpdate, StreamedUpdates
+from patrickstar._step.streamed_update import StreamedUpdates, copies_of
 from patrickstar.optim import Optimizer
 
 GroupOf = Callable[[ManagedParam], Mapping[str, Any] | None]
@@ -41,7 +42,9 @@ class OptimizerStep:
         """Updates on the host, beside an accelerator."""
         if accelerator is not None:
             self.streamed = StreamedUpdates(kernels, accelerator, manager.host_tier, buffer_bytes)
-        self._in_flight: list[tuple[StreamedUpdate, Chunk]] = []
+        # On a CPU, operators and updates would compete for the cores.
+        self.in_background = manager.hardware.has_gpu
+        self._running = RunningUpdates()
         self.home_tiers: dict[int, Tier] = {}
         """Tier of the optimizer chunks of each index; the host for others."""
         self.disk_step = (
@@ -61,39 +64,22 @@ class OptimizerStep:
         """Update every parameter that has a gradient and a param group; multiply the gradients by `scales` in order."""
         try:
             for index in self.data.by_chunk:
-                for running in self.update_chunk(index, group_of, scales):
-                    if isinstance(running, StreamedUpdate):
-                        self._hold(running, self.data.by_chunk[index][0].shard_chunk)
-                    else:
-                        running.finish()
+                self.update_chunk(index, group_of, scales)
         finally:
-            self.finish_streamed()
+            self.wait()
         if self.disk_step is not None:
             self.disk_step.reorder(self.data.tracer.trace.first_use)
             self.progress()
 
-    def _hold(self, update: StreamedUpdate, chunk: Chunk) -> None:
-        """Keep a chunk where it is until `finish_streamed`."""
-        chunk.pins += 1
-        self.data.manager.host_tier.finish_updates.append(update.finish)
-        self._in_flight.append((update, chunk))
-
-    def finish_streamed(self) -> None:
-        """Wait for the updates that the worker thread runs; raise the first error."""
-        errors = []
-        for update, chunk in self._in_flight:
-            try:
-                update.finish()
-            except Exception as error:
-                errors.append(error)
-            chunk.pins -= 1
-            self.data.manager.host_tier.finish_updates.remove(update.finish)
-        self._in_flight.clear()
-        if errors:
-            raise errors[0]
+    def wait(self) -> None:
+        """Finish the updates of chunks in memory that worker threads run. Raises the first error."""
+        self._running.finish()
 
     def close(self) -> None:
         """End the worker thread."""
+        if self.disk_step is not None:
+            self.disk_step.cancel_running()
+        self._running.clear()
         if self.streamed is not None:
             self.streamed.close()
 
@@ -104,7 +90,8 @@ class OptimizerStep:
         self.data.continue_save()
 
     def finish_running(self) -> None:
-        """Wait for deferred updates that have begun."""
+        """Finish all updates that worker threads run; deferred ones that have not begun stay deferred."""
+        self.wait()
         if self.disk_step is not None:
             self.disk_step.finish_running()
 
@@ -118,15 +105,16 @@ class OptimizerStep:
             self.disk_step.finish(indices)
 
     @defer_sigint
-    def update_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> list[Running]:
-        """Update the parameters of one chunk, as `run` does. The caller must finish the returned updates."""
+    def update_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> None:
+        """Update the parameters of one chunk, as `run` does; beside an accelerator, start to: `wait` finishes it."""
         managed_params = self.data.by_chunk[index]
         if not managed_params[0].schema.trained:
-            return []
+            return
         if self.disk_step is not None and index in self.disk_step.pending:
-            if not any(managed.has_gradient for managed in managed_params):
-                return []
-            self.disk_step.finish([index])
+            assert not any(managed.has_gradient for managed in managed_params), (
+                f"a gradient of chunk {index} has arrived before its deferred update has ended"
+            )
+            return
         if any(managed.has_gradient for managed in managed_params):
             self.data.before_update(index)
             self._order.pop(index, None)
@@ -139,15 +127,15 @@ class OptimizerStep:
             if group is not None
         }
         if not rules:
-            return []
+            return
         chunks = self._optimizer_chunks(index, managed_params)
         if not chunks[0].in_memory:
             assert self.disk_step is not None, "without a disk all chunks are in memory"
             self.disk_step.submit(index, rules, scales)
-            return []
+            return
         try:
             with profiler_range("update", profiled_names(rules)):
-                running = self._start(rules, scales, chunks)
+                self._start(rules, scales, chunks)
         except BaseException as error:
             for managed in rules:
                 self.data.give_up(managed)
@@ -160,12 +148,9 @@ class OptimizerStep:
         self.data.mark_updated(rules)
         for chunk in (managed_params[0].shard_chunk, *chunks):
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
-        return running
 
-    def _start(
-        self, rules: Mapping[ManagedParam, Rule], scales: Sequence[float], chunks: Sequence[Chunk]
-    ) -> list[Running]:
-        """Start the update of one chunk's parameters."""
+    def _start(self, rules: Mapping[ManagedParam, Rule], scales: Sequence[float], chunks: Sequence[Chunk]) -> None:
+        """Update one chunk's parameters; beside an accelerator, start to."""
         manager, on_host = self.data.manager, not chunks[0].device_valid
         streamed, shard_chunk = self.streamed if on_host else None, next(iter(rules)).shard_chunk
         if streamed is None:
@@ -174,12 +159,16 @@ class OptimizerStep:
         if shard_chunk.device_valid and on_host:
             for managed in rules:
                 managed.chunk.transferred_bytes += count_update_transfers(manager, managed, managed.location.numel)
-        if streamed is None:
-            return self.kernels.start(spans, scales)
         sums = manager.chunks.get((GRAD32, shard_chunk.index))
         used = [shard_chunk, *chunks, *([] if sums is None else [sums])]
-        copies = [copy for chunk in used for copy in (chunk.h2d_transfer, chunk.d2h_transfer) if copy is not None]
-        return [streamed.submit(spans, scales, copies)]
+        if streamed is not None:
+            self._running.add(streamed.submit(spans, scales, copies_of(used)), used)
+            return
+        for running in self.kernels.start(spans, scales):
+            if self.in_background:
+                self._running.add(running, used)
+            else:
+                running.finish()
 
     def span(self, managed: ManagedParam, rule: Rule, chunks: Sequence[Chunk], *, in_order: bool = False) -> Span:
         """Return the tensors that the update of one parameter reads and writes, on their current tiers.
@@ -254,9 +243,6 @@ class OptimizerStep:
             chunks.append(manager[GRAD32, index])
         home = self._update_tier(index, chunks)
         param16 = managed_params[0].shard_chunk
-        at_home = all(chunk.host_valid and not chunk.device_valid for chunk in chunks)
-        if home is not Tier.HOST or not at_home or not param16.in_memory or (param16.host is None and self._spills()):
-            self.finish_streamed()  # chunks move: idle ones may be evicted, and host memory may be compacted
         if any(managed.has_gradient for managed in managed_params):
             manager.transfers.complete_io(param16)
             fits_host = param16.host_bytes > 0 or manager.host_tier.has_room(param16.nbytes)

@@ -136,6 +136,10 @@ class StagingPool:
                 pages.writes.append(write)
                 chunk.page_writes.append(write)
 
+    def keep_until(self, job: Transfer) -> None:
+        """Keep the buffers where they are until a job, the last one that uses them, has ended."""
+        self.manager.host_tier.copy_issued(self._block, job)
+
     def wait(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
             self.manager.io_dispatch.wait(transfer)

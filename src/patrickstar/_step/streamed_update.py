@@ -9,6 +9,7 @@ import torch
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Span
 from patrickstar._memory.accelerator import Accelerator
+from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.worker_pool import WorkerPool
@@ -32,6 +33,11 @@ BUFFERS = 3
 def buffer_bytes(numel: int, itemsize: int, by_pages: bool) -> int:
     """Return the bytes of all buffers for parameters of at most `numel` elements; `by_pages`: they may be cut."""
     return BUFFERS * itemsize * (min(numel, PIECE_NUMEL) if by_pages else numel)
+
+
+def copies_of(chunks: Sequence[Chunk]) -> list[Transfer]:
+    """Return the copies that may still read or write the host copies of chunks."""
+    return [copy for chunk in chunks for copy in (chunk.h2d_transfer, chunk.d2h_transfer) if copy is not None]
 
 
 @dataclass(eq=False)
@@ -114,6 +120,7 @@ class StreamedUpdates:
         """
         update = StreamedUpdate(self.accelerator, spans, scales, self.accelerator.record(), copies)
         update.job = self._pool.submit([lambda stage: self._run(update)], "an update on the host")
+        self._host_tier.copy_issued(self._block, update.job)
         return update
 
     def close(self) -> None:

@@ -1,0 +1,75 @@
+"""Updates that worker threads run beside the training thread, and the chunks that these use."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from patrickstar._kernels.update_rule import Running
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.defer_sigint import defer_sigint
+
+# [Note: running updates]
+# An update counts as running until the training thread has finished it. The chunks that it reads or writes may be
+# chosen for any move meanwhile, and it is finished before they move (`Chunk.finish_update`): no choice of chunks
+# depends on the speed of a thread. Threads run updates in the order in which they were started, and they are finished
+# in this order.
+
+
+@dataclass(eq=False)
+class _Entry:
+    chunks: Sequence[Chunk]
+    finish: Callable[[], None]
+
+
+class RunningUpdates:
+    """Updates in the order in which they were started. See [Note: running updates]."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Running, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, update: Running, chunks: Sequence[Chunk], finish: Callable[[], None] | None = None) -> None:
+        """Add an update that has been started.
+
+        Args:
+            chunks: The chunks in memory that it uses.
+            finish: Called in place of `update.finish`.
+        """
+        self._entries[update] = _Entry(chunks, update.finish if finish is None else finish)
+        for chunk in chunks:
+            chunk.finish_update = partial(self.finish_until, update)
+
+    def finish_until(self, update: Running) -> None:
+        """Finish the updates up to this one. Raises the error of the first that failed."""
+        while update in self._entries:
+            self.finish_first()
+
+    def finish_first(self) -> None:
+        """Finish the first update. Raises its error."""
+        self._remove(next(iter(self._entries))).finish()
+
+    def finish(self) -> None:
+        """Finish all updates. Raises the error of the first that failed, once all have ended."""
+        errors = []
+        while self._entries:
+            try:
+                self.finish_first()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def clear(self) -> None:
+        """Forget all updates; the caller ends them."""
+        for update in list(self._entries):
+            self._remove(update)
+
+    @defer_sigint
+    def _remove(self, update: Running) -> _Entry:
+        entry = self._entries.pop(update)
+        for chunk in entry.chunks:
+            if not any(chunk in other.chunks for other in self._entries.values()):
+                chunk.finish_update = None
+        return entry
