@@ -84,7 +84,8 @@ def test_a_step_ends_before_its_pages_are_updated(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tier", "move"), [(Tier.DEVICE, "evict"), (Tier.DEVICE, "move"), (Tier.HOST, "fetch"), (Tier.HOST, "free")]
+    ("tier", "move"),
+    [(Tier.DEVICE, "evict"), (Tier.DEVICE, "move"), (Tier.HOST, "fetch"), (Tier.HOST, "free"), (Tier.HOST, "stop")],
 )
 def test_a_chunk_moves_once_its_update_has_ended(tmp_path, tier, move):
     """Chunks that are being updated count as any other: what moves does not depend on the speed of the thread."""
@@ -103,6 +104,10 @@ def test_a_chunk_moves_once_its_update_has_ended(tmp_path, tier, move):
                 manager.queue_fetches([chunk])
                 assert not opened.is_set() and not chunk.device_bytes, "a prefetch does not wait"
                 manager.fetch([chunk])
+            elif move == "stop":
+                manager.queue_fetches([chunk])
+                manager.cancel_prefetch()
+                assert chunk.device_bytes, "what was queued and has room is fetched"
             else:
                 assert manager.free_host(manager.host_tier.budget_bytes - manager.host_tier.other_bytes)
             assert opened.is_set() and chunk not in updated(engine) and chunk.finish_update is None
