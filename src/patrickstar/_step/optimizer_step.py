@@ -90,8 +90,7 @@ class OptimizerStep:
         self.data.continue_save()
 
     def finish_running(self) -> None:
-        """Finish all updates that worker threads run; deferred ones that have not begun stay deferred."""
-        self.wait()
+        """Finish the deferred updates that a worker thread runs; those that have not begun stay deferred."""
         if self.disk_step is not None:
             self.disk_step.finish_running()
 
