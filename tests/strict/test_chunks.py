@@ -171,3 +171,24 @@ def test_a_chunk_that_makes_room_for_a_new_one_on_the_host_is_valid_at_once(mana
     manager.transfers.keep_duplicates = False
     filled(manager, HOST_CHUNKS, Tier.HOST, 9.0)
     assert first.device_valid and not manager.transfers.in_flight
+
+
+def test_a_cancelled_eviction_no_longer_writes_to_the_host(manager):
+    chunk = filled(manager, 0, Tier.DEVICE, 3.0)
+    start_eviction(manager, chunk)
+    manager.cancel_transfers()
+    assert chunk.device_valid and not chunk.host_valid
+    manager.host_tier.free(chunk)
+    successor = filled(manager, 1, Tier.HOST, 9.0)
+    torch.accelerator.synchronize()
+    assert (successor.on_host(successor.whole) == 9).all()
+
+
+def test_queued_fetches_get_the_room_of_evictions_in_flight(manager):
+    first, *_ = [filled(manager, index, Tier.DEVICE, float(index)) for index in range(DEVICE_CHUNKS)]
+    queued = filled(manager, DEVICE_CHUNKS, Tier.HOST, 9.0)
+    start_eviction(manager, first)
+    manager.queue_fetches([queued])
+    assert not queued.device_bytes
+    manager.cancel_prefetch()
+    assert queued.device_bytes and not first.device_bytes

@@ -164,3 +164,45 @@ def test_a_failed_backward_waits_for_its_updates(tmp_path):
             backward(engine, hook=fail, update=True)
         assert running[0] > 0 and not len(step._running)
         timer.join()
+
+
+def test_updates_that_have_ended_are_written_without_a_wait(tmp_path):
+    with new_engine(tmp_path) as engine:
+        pipeline = disk_step_of(engine)
+        with updates_in_progress(engine):
+            updating = [pages for pages in pipeline.staging_pool.live if pages.update is not None]
+        for pages in updating:
+            pages.update.job.wait()
+        pipeline.progress()
+        assert updating and all(pages.updated for pages in updating)
+
+
+def test_no_update_runs_after_one_has_failed(tmp_path):
+    with new_engine(tmp_path) as engine:
+        pipeline = disk_step_of(engine)
+        with updates_in_progress(engine):
+            updating = [pages for pages in pipeline.staging_pool.live if pages.update is not None]
+            pipeline._abort(ValueError("an update failed"))
+            assert updating and all(pages.update.done for pages in updating)
+            assert not pipeline.pending and not pipeline.staging_pool.live
+
+
+def test_a_chunk_is_updated_once_its_eviction_has_ended(tmp_path):
+    results, evicted = [], 0
+    for evict in (False, True):
+        torch.manual_seed(0)
+        with new_engine(tmp_path) as engine:
+            manager = manager_of(engine)
+            for _ in range(4):
+                backward(engine)
+                manager.complete_transfers()
+                for chunk in manager.param16.values():
+                    if evict and not chunk.pins and manager._ensure_host_block(chunk):
+                        manager.transfers.start_eviction(chunk, Tier.HOST)
+                        evicted += 1
+                engine.optimizer.step()
+                disk_step_of(engine).finish()
+                engine.optimizer.zero_grad()
+            results.append(engine.state_dict())
+    assert evicted
+    testing.assert_same_bits(*results, "parameters")

@@ -1,13 +1,20 @@
 """Checkpoints written beside training on the strict device."""
 
+import os
+import time
+from unittest import mock
+
 import pytest
 import strict_device
 import torch
 import toys
+from probes import manager_of
 from torch import nn
 
 import patrickstar as ps
 from patrickstar import testing
+from patrickstar._checkpoint import direct_writer
+from patrickstar._checkpoint.direct_writer import DirectWriter
 from patrickstar._engine.engine import Engine
 
 WIDTH = 64
@@ -69,6 +76,32 @@ def test_a_checkpoint_holds_the_step_before_it(tmp_path, device_memory, seed):
     testing._assert_same_states(expected.optimizer.state_dict(), loaded.optimizer.state_dict())
     expected.close()
     loaded.close()
+
+
+def test_a_save_that_is_waited_for_is_complete(tmp_path, monkeypatch):
+    engine, sync = new_engine("16MiB"), os.fsync
+
+    def slow_sync(descriptor: int) -> None:
+        time.sleep(0.2)
+        sync(descriptor)
+
+    monkeypatch.setattr(direct_writer.os, "fsync", slow_sync)
+    engine.save(tmp_path / "checkpoint")
+    assert (tmp_path / "checkpoint").exists()
+    engine.close()
+
+
+def test_states_that_are_being_saved_are_released_before_their_update(tmp_path, monkeypatch):
+    engine, batch = new_engine("16MiB"), data()
+    for _ in range(2):
+        step(engine, batch)
+    engine.save(tmp_path / "checkpoint", wait=False)
+    release = mock.Mock(wraps=DirectWriter.release)
+    monkeypatch.setattr(DirectWriter, "release", lambda writer, owner: release(writer, owner))
+    step(engine, batch)
+    released = {call.args[1] for call in release.call_args_list}
+    assert released >= {chunk for chunk in manager_of(engine).chunks.values() if chunk.kind.startswith("exp_avg")}
+    engine.close()
 
 
 @pytest.mark.parametrize("device_memory", ["16MiB", "160KiB"])

@@ -10,10 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sampling import draws
 
 from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock
 from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.transfer import CompletedTransfer
+from patrickstar._schedule.placement import Tier
 from patrickstar.errors import BudgetError
 
 CPU = torch.device("cpu")
@@ -285,6 +287,36 @@ def test_transfers_in_flight_are_waited_for_before_blocks_move(kind):
     setattr(second, kind, copy)
     host.free(second)
     assert copy.waits == 2, "nor may its block be reused"
+
+
+class Reader:
+    """Checkpoint writer that records which chunks are released."""
+
+    def __init__(self) -> None:
+        self.released: list[Chunk] = []
+
+    def release(self, owner: Chunk) -> None:
+        self.released.append(owner)
+
+
+def test_blocks_that_a_checkpoint_writer_reads_are_released_before_they_move():
+    host, reader = tier(8 * ALIGN_BYTES), Reader()
+    first, second, third, _ = (chunk_on(host, 2, value, value) for value in range(4))
+    second.save_reader = reader
+    host.free(first)
+    host.free(third)
+    assert not reader.released
+    chunk_on(host, 4)
+    assert reader.released == [second] and second.host_block.start == 0
+
+
+def test_memory_of_the_device_that_a_checkpoint_writer_reads_is_released_before_it_is_freed():
+    manager, reader = ChunkManager(CPU, 4 * ALIGN_BYTES, 4 * ALIGN_BYTES, poison=True), Reader()
+    chunk = manager.new_chunk("param32", 0, ALIGN_BYTES // 4, "float32", Tier.DEVICE)
+    chunk.save_reader = reader
+    manager.device_tier.free(chunk)
+    assert reader.released == [chunk]
+    manager.close()
 
 
 def test_updates_are_finished_before_blocks_move():

@@ -151,9 +151,7 @@ class AsyncSave:
     def finish(self) -> None:
         """Wait for completion. Raises CheckpointError on failure, PyTorch's own error for a lost process."""
         self.copy_all()
-        while not self.done:
-            self._thread.ended.wait(POLL_S)
-        self._thread.join()
+        self._thread.ended.wait()
         if self.error is not None:
             raise self.error
 

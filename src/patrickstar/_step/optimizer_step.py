@@ -163,11 +163,11 @@ class OptimizerStep:
         if streamed is not None:
             self._running.add(streamed.submit(spans, scales, copies_of(used)), used)
             return
+        if not self.in_background:
+            self.kernels.update(spans, scales)
+            return
         for running in self.kernels.start(spans, scales):
-            if self.in_background:
-                self._running.add(running, used)
-            else:
-                running.finish()
+            self._running.add(running, used)
 
     def span(self, managed: ManagedParam, rule: Rule, chunks: Sequence[Chunk], *, in_order: bool = False) -> Span:
         """Return the tensors that the update of one parameter reads and writes, on their current tiers.

@@ -1,0 +1,85 @@
+"""Updates on the host of parameters on the strict device, piece by piece."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import strict_device
+import torch
+
+import patrickstar as ps
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.update_rule import Gradient, Span
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.host_arena import ALIGN_BYTES
+from patrickstar._step.streamed_update import BUFFERS, StreamedUpdate, StreamedUpdates
+
+DEVICE = torch.device("strict", 0)
+PIECE_NUMEL = 64
+NUMEL = 4 * BUFFERS * PIECE_NUMEL + 1
+
+pytestmark = pytest.mark.parametrize("seed", range(10))
+
+
+@pytest.fixture
+def updates(seed) -> Iterator[StreamedUpdates]:
+    strict_device.configure(seed=seed)
+    manager = ChunkManager(DEVICE, ALIGN_BYTES, 4 * ALIGN_BYTES, poison=True)
+    accelerator = manager.hardware.accelerator
+    assert accelerator is not None
+    updates = StreamedUpdates(Kernels.best(DEVICE), accelerator, manager.host_tier, BUFFERS * PIECE_NUMEL * 2)
+    yield updates
+    updates.close()
+    manager.close()
+
+
+def new_span(grad_on_host: bool) -> Span:
+    """Return a span whose parameter is on the device, and its master on the host."""
+    generator = torch.Generator().manual_seed(0)
+    master, gradient = (torch.randn(NUMEL, generator=generator) for _ in range(2))
+    param = master.bfloat16().to(DEVICE)
+    latest = gradient if grad_on_host else gradient.bfloat16().to(DEVICE)
+    optimizer = ps.AdamW(lr=0.1)
+    states = tuple(torch.zeros(NUMEL) for _ in optimizer.states)
+    rule = optimizer.rule(optimizer.defaults(), 1, {})
+    return Span(param, Gradient(latest, None, torch.float32), master, states, rule)
+
+
+def updated_param(span: Span) -> torch.Tensor:
+    """Return the parameter after the update, computed on the host at once."""
+    param, latest = span.param.cpu(), span.grad.latest.cpu()
+    states = tuple(state.clone() for state in span.states)
+    copy = replace(span, param=param, grad=replace(span.grad, latest=latest), master=span.master.clone(), states=states)
+    Kernels.best(torch.device("cpu")).update([copy], ())
+    return param
+
+
+def started(updates: StreamedUpdates, span: Span) -> StreamedUpdate:
+    return updates.submit([span], (), ())
+
+
+@pytest.mark.parametrize("grad_on_host", [True, False])
+def test_every_piece_arrives(updates, grad_on_host):
+    span = new_span(grad_on_host)
+    expected = updated_param(span)
+    started(updates, span).finish()
+    assert torch.equal(span.param.cpu(), expected)
+
+
+@pytest.mark.parametrize("grad_on_host", [True, False])
+def test_parameters_are_written_after_earlier_uses(updates, grad_on_host):
+    span = new_span(grad_on_host)
+    before = span.param.cpu()
+    read = span.param.clone()
+    started(updates, span).finish()
+    assert torch.equal(read.cpu(), before)
+
+
+def test_work_after_a_cancelled_update_sees_what_it_has_done(updates):
+    span = new_span(grad_on_host=True)
+    expected = updated_param(span)
+    update = started(updates, span)
+    assert update.job is not None
+    update.job.wait()
+    update.cancel()
+    assert torch.equal(span.param.clone().cpu(), expected)
