@@ -182,6 +182,10 @@ class LateUpdate:
     def __init__(self, run: Callable[[], None]) -> None:
         self._run: Callable[[], None] | None = run
 
+    @property
+    def done(self) -> bool:
+        return self._run is None
+
     def finish(self) -> None:
         if self._run is not None:
             run, self._run = self._run, None

@@ -21,6 +21,7 @@ from patrickstar._params.model_data import ModelData
 from patrickstar._params.precision import LossScaler
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
+from patrickstar._step.optimizer_step import OptimizerStep
 
 KILL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object, ctypes.py_object)(
     ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
@@ -45,6 +46,11 @@ def tracer_of(engine: Engine) -> Tracer:
 def disk_step_of(engine: Engine) -> DiskOptimizerStep | None:
     """Return the optimizer step from disk to disk, None without a disk tier."""
     return engine._core.optimizer_step.disk_step
+
+
+def optimizer_step_of(engine: Engine) -> OptimizerStep:
+    """Return what updates parameters, on all tiers."""
+    return engine._core.optimizer_step
 
 
 def optimizer_in_backward_of(engine: Engine) -> OptimizerInBackward:

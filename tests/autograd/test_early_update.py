@@ -1,8 +1,10 @@
 """Optimizer-in-backward: the same bits, earlier updates, and errors for unsupported combinations."""
 
+from unittest import mock
+
 import pytest
 import torch
-from probes import optimizer_in_backward_of
+from probes import optimizer_step_of
 from torch import nn
 from toys import layers, mean_square, train
 
@@ -60,20 +62,18 @@ def test_the_same_bits_with_accumulation(precision, checkpointing):
 
 @pytest.mark.skipif(CppBackend.find() is None, reason="without the C++ kernel nothing runs beside operators")
 def test_the_same_bits_while_operators_run(precision):
-    """As on a GPU, backward does not wait for running updates. Chunks have several pages and use the worker pool."""
+    """As on a GPU, nothing waits for updates. Chunks have several pages and use the worker pool."""
     width = 1100
 
     def script(trainer, optimizer):
-        waits = []
         if isinstance(trainer, Engine):
-            step = optimizer_in_backward_of(trainer).optimizer_step
-            step.in_background, wait = True, step.wait
-            step.wait = lambda: (waits.append(len(step._running)), wait())
+            step = optimizer_step_of(trainer)
+            step.in_background, step._running.add = True, mock.Mock(wraps=step._running.add)
         for seed in range(4):
             loss = mean_square(trainer(normal(2, width, seed=seed)))
             trainer.backward(loss, update=True)
             optimizer.step()
-        assert any(waits) or not isinstance(trainer, Engine)
+        assert not isinstance(trainer, Engine) or step._running.add.call_count >= 4
         return []
 
     testing.compare(lambda: layers(width, 3, nn.Tanh), small_chunks(precision, chunk_bytes=1 << 22), script)
@@ -267,13 +267,13 @@ def test_a_resumed_engine_observes_a_step_first():
 def test_close_waits_for_running_updates():
     width = 1200
     engine = Engine(lambda: nn.Linear(width, width), small_chunks("bf16", chunk_bytes=1 << 23), meter=testing.NoMeter())
-    optimizer_step = optimizer_in_backward_of(engine).optimizer_step
+    optimizer_step = optimizer_step_of(engine)
     optimizer_step.in_background = True
     x = normal(2, width)
     for _ in range(3):
         engine.backward(mean_square(engine(x)), update=True)
         engine.optimizer.step()
     engine.backward(mean_square(engine(x)), update=True)
-    assert not optimizer_step._running
+    assert optimizer_step.updating
     engine.close()
     assert all(param.isfinite().all() for param in engine.module.parameters())

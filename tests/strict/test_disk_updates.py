@@ -10,7 +10,7 @@ import pytest
 import strict_device
 import torch
 import toys
-from probes import disk_step_of, manager_of, optimizer_in_backward_of
+from probes import disk_step_of, manager_of
 from torch import nn
 
 import patrickstar as ps
@@ -141,29 +141,6 @@ def test_an_engine_closes_after_an_error_with_updates_in_progress(tmp_path, monk
         assert not len(pipeline._running)
         assert all(type(param) is nn.Parameter and param.device.type == "cpu" for param in names.values())
         assert all(param.untyped_storage().nbytes() > 0 for param in names.values())
-
-
-def test_a_failed_backward_waits_for_its_updates(tmp_path):
-    strict_device.configure(seed=1)
-    config = ps.Config(device="strict", chunk_size="18KiB", device_memory="120KiB", host_memory="8MiB")
-    with Engine(lambda: toys.layers(WIDTH, 8, nn.GELU), config, meter=testing.NoMeter(), poison=True) as engine:
-        for _ in range(3):
-            backward(engine, update=True)
-            engine.optimizer.step()
-        step, opened = optimizer_in_backward_of(engine).optimizer_step, threading.Event()
-        step.streamed._pool.submit([lambda stage: opened.wait(60)], "an update without end")
-        timer = threading.Timer(0.5, opened.set)
-        running = []
-
-        def fail(gradient: torch.Tensor) -> None:
-            running.append(len(step._running))
-            timer.start()
-            raise ValueError("no gradient")
-
-        with pytest.raises(ValueError, match="no gradient"):
-            backward(engine, hook=fail, update=True)
-        assert running[0] > 0 and not len(step._running)
-        timer.join()
 
 
 def test_updates_that_have_ended_are_written_without_a_wait(tmp_path):

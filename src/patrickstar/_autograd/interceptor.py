@@ -130,7 +130,7 @@ class Interceptor:
             if managed.on_host and not can_look_up_on_host(func, args, kwargs, managed):
                 self.data.move_embedding_to_device(managed)
         before = GraphSnapshot.now(args, kwargs)
-        if self.data.residency.covers(managed_params):
+        if self._covers(managed_params):
             self._note(managed_params)
             return self._run(func, args, kwargs, tensors, managed_params, before, held=True)
         suspended = self._access(managed_params)
@@ -247,6 +247,14 @@ class Interceptor:
                 self.data.pin(managed_params)
                 return window
 
+    def _covers(self, managed_params: Sequence[ManagedParam]) -> bool:
+        """Finish updates of the parameters; return whether they can then be read without an access."""
+        optimizer_step = self.optimizer_in_backward.optimizer_step
+        if optimizer_step.updating:
+            with managing():
+                optimizer_step.complete(managed_params)
+        return self.data.residency.covers(managed_params)
+
     def _note(self, managed_params: Sequence[ManagedParam]) -> None:
         """Remember the parameters of an operator that may be inside a custom Function."""
         if self.data.tracer.in_iteration_now and not torch.is_grad_enabled() and not self.in_backward:
@@ -330,12 +338,11 @@ class Interceptor:
                 self.data.finish_backward_gradients()
 
     def _open(self, window: Window) -> None:
-        window.held = self.data.residency.covers(window.managed_params)
+        window.held = self._covers(window.managed_params)
         if window.held:
             for managed in window.managed_params:
                 managed.chunk.pins += 1
         else:
-            self.optimizer_in_backward.optimizer_step.complete(window.managed_params)
             self.data.access(window.managed_params, belongs=True)
         self.window = window
 

@@ -264,7 +264,6 @@ class Engine(EngineState):
             finally:
                 self._core.interceptor.gradient_hooks.backward_depth -= 1
             self._core.interceptor.end_backward()
-            self._core.optimizer_in_backward.wait()
             with torch.no_grad():
                 self._core.data.op_boundary(belongs=True)
 

@@ -57,6 +57,10 @@ class CppUpdate:
         self._library, self._tensors = library, tensors
         self.handle = ctypes.c_void_p()  # the library writes it, so an exception can't occur between start and store
 
+    @property
+    def done(self) -> bool:
+        return not self.handle
+
     def finish(self) -> None:
         if self.handle:
             handle, self.handle = self.handle, ctypes.c_void_p()

@@ -116,6 +116,10 @@ class Gradient:
 class Running(Protocol):
     """An update in progress."""
 
+    @property
+    def done(self) -> bool:
+        """True once it is known to have ended, with or without an error."""
+
     def finish(self) -> None:
         """Wait for its end, and raise its error. May be called again."""
 

@@ -43,9 +43,9 @@ class ManagedParam:
     """Output bytes of differentiated lookups since the last gradient of the parameter."""
     state: ParamState = field(init=False)
     observed: bool = False
-    """True once this engine has updated the parameter."""
+    """True once this engine has updated the parameter, or started to."""
     steps: int = 0
-    """Number of updates."""
+    """Number of updates, with one that is running or deferred."""
     optimizer_extra: dict[str, Any] = field(default_factory=dict, repr=False)
     """Optimizer state outside the chunk lists: scalars, such as a step count."""
     original_class: type[nn.Parameter] = nn.Parameter

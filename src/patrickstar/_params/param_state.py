@@ -146,8 +146,8 @@ class ParamState:
         self.reduced = self.accumulated = self.ready = False
         self.partial = None
 
-    def defer_update(self) -> None:
-        """An update that consumes the gradient was deferred."""
+    def begin_update(self) -> None:
+        """An update that consumes the gradient was started or deferred."""
         self.update_pending = True
 
     def update_in_backward(self, backward_id: int) -> None:

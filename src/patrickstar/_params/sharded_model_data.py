@@ -350,7 +350,8 @@ class ShardedModelData(ModelData):
         updated_set = set(updated)
         for managed in self.managed_params:
             if managed.state.ready and managed in updated_set and not managed.location.numel:
-                self.mark_updated((managed,))
+                self.begin_update((managed,))
+                self.end_update((managed,))
             managed.state.end_step()
         self._params_with_gradient.clear()
         self.drop_gathered(index for index, params in self.by_chunk.items() if params[0].schema.trained)

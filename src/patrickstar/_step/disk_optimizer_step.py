@@ -91,11 +91,10 @@ class DiskOptimizerStep:
         ]
         earlier = {chunk: expected for chunk, expected in self._expected.items() if chunk != index}
         self._expected = earlier | {index: pages}
+        self.data.begin_update(rules)
         if not pages:
-            self.data.mark_updated(rules)
+            self.data.end_update(rules)
             return
-        for managed in rules:
-            managed.state.defer_update()
         self._updates.append(DiskUpdate(index, rules, scales, lists, pages))
 
     def reorder(self, key: Callable[[int], int]) -> None:
@@ -109,9 +108,7 @@ class DiskOptimizerStep:
         """Update the pages whose reads have finished, and start the next reads; never wait for the disk."""
         if not self.reads_ahead:
             return
-        for pages in list(self.staging_pool.live):
-            if pages.update is not None and pages.update.done:
-                self._running.finish_until(pages.update)
+        self._running.finish_done()
         self._read_ahead()
         while queued := self._queued():
             param16 = queued[0].owner.param16
@@ -286,7 +283,7 @@ class DiskOptimizerStep:
         pages.updated = True
         update.updated += 1
         if update.updated == len(update.pages):
-            self.data.mark_updated(update.rules)
+            self.data.end_update(update.rules)
             self._updates.remove(update)
 
     def _span(

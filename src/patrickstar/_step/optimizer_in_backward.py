@@ -14,8 +14,8 @@ from patrickstar.errors import TrainingError
 # backward directly, without clipping, another backward or a read of the gradients. Two more conditions must hold: a
 # gradient is complete when its hook fires, and no operator reads the parameter again in this backward. Reentrant
 # checkpointing guarantees neither. So a parameter is updated in backward only after the engine has traced it through a
-# step in which both held, and never again after a step in which one did not. `optimizer.step()` updates the rest. No
-# update is running when the backward returns. Until then see [Note: running updates].
+# step in which both held, and never again after a step in which one did not. `optimizer.step()` updates the rest. See
+# [Note: running updates] for those that are still running when the backward, or the step, returns.
 
 
 class OptimizerInBackward:
@@ -83,7 +83,7 @@ class OptimizerInBackward:
                 managed.state.update_in_backward(self.data.backward_id)
 
     def finish(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
-        """Wait for running updates at the step. Raises TrainingError if hyper-parameters changed since `begin`."""
+        """End at the step. Raises TrainingError if hyper-parameters changed since `begin`."""
         if self._groups is None:
             return
         used = self._hyper_parameters
@@ -95,14 +95,9 @@ class OptimizerInBackward:
             )
 
     def cancel(self) -> None:
-        """Wait for running updates, and start no more; finished updates are kept."""
-        self.wait()
+        """Start no more updates; those that run are kept."""
         self._groups = None
         self._hyper_parameters, self._complete = [], set()
-
-    def wait(self) -> None:
-        """Finish the updates that run. Raises the first error."""
-        self.optimizer_step.wait()
 
 
 def _hyper_parameters(groups: Mapping[ManagedParam, Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,12 +1,13 @@
 """Optimizer step, chunk by chunk, on the tier of the optimizer chunks (PatrickStar's hybrid Adam, §8.2)."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.update_rule import Rule, Span
+from patrickstar._kernels.update_rule import Rule, Running, Span
 from patrickstar._layout.schema import GRAD32
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
@@ -60,20 +61,23 @@ class OptimizerStep:
         known = self.data.by_chunk
         return [*(index for index in known if index not in self._order), *(i for i in self._order if i in known)]
 
-    def run(self, group_of: GroupOf, scales: Sequence[float]) -> None:
-        """Update every parameter that has a gradient and a param group; multiply the gradients by `scales` in order."""
-        try:
-            for index in self.data.by_chunk:
-                self.update_chunk(index, group_of, scales)
-        finally:
-            self.wait()
-        if self.disk_step is not None:
-            self.disk_step.reorder(self.data.tracer.trace.first_use)
-            self.progress()
+    @property
+    def updating(self) -> bool:
+        """True while updates are running or deferred."""
+        return bool(self._running) or (self.disk_step is not None and bool(self.disk_step.pending))
 
-    def wait(self) -> None:
-        """Finish the updates of chunks in memory that worker threads run. Raises the first error."""
-        self._running.finish()
+    def run(self, group_of: GroupOf, scales: Sequence[float]) -> None:
+        """Update every parameter that has a gradient and a param group; multiply the gradients by `scales` in order.
+
+        Beside an accelerator updates are started: see [Note: running updates].
+        """
+        first_use = self.data.tracer.trace.first_use
+        in_order = sorted(self.data.by_chunk, key=first_use) if self.in_background else list(self.data.by_chunk)
+        for index in in_order:
+            self.update_chunk(index, group_of, scales)
+        if self.disk_step is not None:
+            self.disk_step.reorder(first_use)
+            self.progress()
 
     def close(self) -> None:
         """End the worker thread."""
@@ -85,17 +89,24 @@ class OptimizerStep:
 
     def progress(self) -> None:
         """Advance deferred updates and a running checkpoint save, without waiting."""
+        self._running.finish_done()
         if self.disk_step is not None:
             self.disk_step.progress()
         self.data.continue_save()
 
     def finish_running(self) -> None:
-        """Finish the deferred updates that a worker thread runs; those that have not begun stay deferred."""
+        """Finish the updates that have been started; deferred ones that have not begun stay deferred."""
+        self._running.finish()
         if self.disk_step is not None:
             self.disk_step.finish_running()
 
     def complete(self, managed_params: Sequence[ManagedParam] | None = None) -> None:
-        """Wait for deferred updates of these parameters (default: all)."""
+        """Wait for updates of these parameters (default: all) that are running or deferred. Raises the first error."""
+        if managed_params is None:
+            self._running.finish()
+        elif self._running:
+            for managed in managed_params:
+                managed.shard_chunk.wait_for_update()
         if self.disk_step is None:
             return
         if managed_params is None:
@@ -105,13 +116,13 @@ class OptimizerStep:
 
     @defer_sigint
     def update_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> None:
-        """Update the parameters of one chunk, as `run` does; beside an accelerator, start to: `wait` finishes it."""
+        """Update the parameters of one chunk, as `run` does."""
         managed_params = self.data.by_chunk[index]
         if not managed_params[0].schema.trained:
             return
-        if self.disk_step is not None and index in self.disk_step.pending:
+        if any(managed.state.update_pending for managed in managed_params):
             assert not any(managed.has_gradient for managed in managed_params), (
-                f"a gradient of chunk {index} has arrived before its deferred update has ended"
+                f"a gradient of chunk {index} has arrived before its last update has ended"
             )
             return
         if any(managed.has_gradient for managed in managed_params):
@@ -134,22 +145,47 @@ class OptimizerStep:
             return
         try:
             with profiler_range("update", profiled_names(rules)):
-                self._start(rules, scales, chunks)
+                running, used = self._start(rules, scales, chunks)
         except BaseException as error:
-            for managed in rules:
-                self.data.give_up(managed)
-            error.add_note(
-                f"The optimizer step failed while updating chunk {index} "
-                f"({', '.join(managed.name for managed in rules)}). These parameters may be updated in part, and their "
-                f"gradients are lost. Load a checkpoint before training on."
-            )
+            self._give_up(rules, error)
             raise
-        self.data.mark_updated(rules)
         for chunk in (managed_params[0].shard_chunk, *chunks):
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
+        self.data.begin_update(rules)
+        if running:
+            self._running.add(running[-1], used, partial(self._finish, running, rules))
+        else:
+            self.data.end_update(rules)
 
-    def _start(self, rules: Mapping[ManagedParam, Rule], scales: Sequence[float], chunks: Sequence[Chunk]) -> None:
-        """Update one chunk's parameters; beside an accelerator, start to."""
+    @defer_sigint
+    def _finish(self, running: Sequence[Running], rules: Mapping[ManagedParam, Rule]) -> None:
+        """Wait for the update of one chunk's parameters."""
+        try:
+            for update in running:
+                update.finish()
+        except BaseException as error:
+            self._give_up(rules, error)
+            raise
+        self.data.end_update(rules)
+
+    def _give_up(self, rules: Mapping[ManagedParam, Rule], error: BaseException) -> None:
+        """Reset parameters whose update has failed to the rounded masters, updated or not."""
+        for managed in rules:
+            self.data.give_up(managed)
+        error.add_note(
+            f"The optimizer step failed while updating chunk {next(iter(rules)).location.chunk} "
+            f"({', '.join(managed.name for managed in rules)}). These parameters may be updated in part, and their "
+            f"gradients are lost. Load a checkpoint before training on."
+        )
+
+    def _start(
+        self, rules: Mapping[ManagedParam, Rule], scales: Sequence[float], chunks: Sequence[Chunk]
+    ) -> tuple[list[Running], list[Chunk]]:
+        """Update one chunk's parameters; beside an accelerator, start to.
+
+        Returns:
+            What may still be running, and the chunks that it uses.
+        """
         manager, on_host = self.data.manager, not chunks[0].device_valid
         streamed, shard_chunk = self.streamed if on_host else None, next(iter(rules)).shard_chunk
         if streamed is None:
@@ -161,13 +197,11 @@ class OptimizerStep:
         sums = manager.chunks.get((GRAD32, shard_chunk.index))
         used = [shard_chunk, *chunks, *([] if sums is None else [sums])]
         if streamed is not None:
-            self._running.add(streamed.submit(spans, scales, copies_of(used)), used)
-            return
-        if not self.in_background:
-            self.kernels.update(spans, scales)
-            return
-        for running in self.kernels.start(spans, scales):
-            self._running.add(running, used)
+            return [streamed.submit(spans, scales, copies_of(used))], used
+        if self.in_background:
+            return self.kernels.start(spans, scales), used
+        self.kernels.update(spans, scales)
+        return [], used
 
     def span(self, managed: ManagedParam, rule: Rule, chunks: Sequence[Chunk], *, in_order: bool = False) -> Span:
         """Return the tensors that the update of one parameter reads and writes, on their current tiers.

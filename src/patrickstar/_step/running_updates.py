@@ -46,6 +46,12 @@ class RunningUpdates:
         while update in self._entries:
             self.finish_first()
 
+    def finish_done(self) -> None:
+        """Finish the first updates that have ended, without waiting."""
+        while self._entries and next(iter(self._entries)).done:
+            self.finish_first()
+
+    @defer_sigint
     def finish_first(self) -> None:
         """Finish the first update. Raises its error."""
         self._remove(next(iter(self._entries))).finish()

@@ -1,0 +1,283 @@
+"""Law: a step returns while its updates run, and whoever looks at a parameter waits for its own update alone."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import strict_device
+import torch
+import toys
+from probes import optimizer_step_of
+from torch import nn
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._engine.engine import Engine
+
+WIDTH, LAYERS = 64, 8
+FIRST, LAST = "0.0.weight", f"{LAYERS - 1}.0.weight"
+
+
+class Gate:
+    """Lets the updates of an engine begin one by one."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._permits = threading.Semaphore(0)
+        self._closed = False
+        streamed = optimizer_step_of(engine).streamed
+        self._run, streamed._run = streamed._run, self._wait_and_run
+
+    def _wait_and_run(self, update) -> None:
+        while self._closed and not self._permits.acquire(timeout=0.01):
+            pass
+        self._run(update)
+
+    @property
+    def updating(self) -> list[str]:
+        """Names of the parameters whose update is in progress."""
+        return [param.name for param in self.engine.inspect().parameters if param.update_pending]
+
+    def close(self) -> None:
+        self._closed = True
+
+    def let(self, count: int) -> None:
+        for _ in range(count):
+            self._permits.release()
+
+    def open(self) -> None:
+        self._closed = False
+
+    def open_later(self) -> threading.Timer:
+        timer = threading.Timer(0.1, self.open)
+        timer.start()
+        return timer
+
+
+def batch(seed: int = 5) -> torch.Tensor:
+    return toys.inputs(1, width=WIDTH, rows=32, seed=seed)[0][0].to("strict")
+
+
+@contextmanager
+def after_a_step(device_memory: str = "8MiB", *, update: bool = False, **options) -> Iterator[tuple[Engine, Gate]]:
+    """Return an engine after its third step, none of whose updates has begun.
+
+    Args:
+        device_memory: By default parameters stay on the device; the states are on the host.
+    """
+    strict_device.configure(seed=1)
+    torch.manual_seed(0)
+    optimizer = ps.EMA(ps.AdamW(lr=1e-2), decay=0.9)
+    budgets = dict(device_memory=device_memory, host_memory="8MiB")
+    config = ps.Config(device="strict", chunk_size="9KiB", optimizer=optimizer, **budgets, **options)
+    hooks = dict(meter=testing.NoMeter(), poison=True, page_bytes=4096)
+    with Engine(lambda: toys.layers(WIDTH, LAYERS, nn.GELU), config, **hooks) as engine:
+        gate = Gate(engine)
+        for number in range(3):
+            if number == 2:
+                optimizer_step_of(engine).complete()
+                gate.close()
+            engine.backward(engine(batch()).float().square().mean(), update=update)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        try:
+            yield engine, gate
+        finally:
+            gate.open()
+
+
+def param(engine: Engine, name: str) -> nn.Parameter:
+    return dict(engine.module.named_parameters())[name]
+
+
+@pytest.mark.parametrize("update", [False, True], ids=["in the step", "in backward"])
+def test_a_step_returns_while_its_updates_run(update):
+    with after_a_step("120KiB", update=update) as (_, gate):
+        assert len(gate.updating) == 2 * LAYERS
+
+
+def test_an_operator_waits_for_its_own_parameters_alone():
+    """Updates run in the order of the next forward, and layers compute while later ones are updated."""
+    with after_a_step("120KiB") as (engine, gate):
+        output = batch().bfloat16()
+        for number in range(LAYERS):
+            gate.let(1)
+            output = engine.module[number](output)
+            assert f"{number}.0.weight" not in gate.updating
+            assert (LAST in gate.updating) == (number < LAYERS - 1)
+
+
+def test_updates_that_have_ended_are_finished_without_a_wait():
+    with after_a_step("120KiB") as (engine, gate):
+        step = optimizer_step_of(engine)
+        gate.let(LAYERS - 1)
+        last = list(step._running._entries)
+        for running in last[:-1]:
+            running.job.wait()
+        step.progress()
+        assert len(step._running) == 1 and LAST in gate.updating and FIRST not in gate.updating
+
+
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in engine.module.state_dict().items()}
+
+
+def flat_states(engine: Engine) -> dict[str, torch.Tensor]:
+    states = engine.optimizer.state_dict()["state"]
+    return {f"{number} {key}": value for number, entry in states.items() for key, value in entry.items()}
+
+
+def after(engine: Engine, act: Callable[[], object]) -> dict[str, torch.Tensor]:
+    act()
+    return weights(engine) | flat_states(engine)
+
+
+def saved(engine: Engine, path: Path) -> dict[str, torch.Tensor]:
+    engine.save(path)
+    with after_a_step() as (other, _):
+        return after(other, lambda: other.load(path))
+
+
+def closed(engine: Engine) -> dict[str, torch.Tensor]:
+    engine.close()
+    return weights(engine)
+
+
+def averages(engine: Engine) -> dict[str, torch.Tensor]:
+    with engine.averaged():
+        return weights(engine)
+
+
+def train_on(engine: Engine) -> None:
+    engine.backward(engine(batch()).float().square().mean())
+    engine.clip_grad_norm_(1e-3)
+    engine.optimizer.step()
+
+
+def assign_gradient(engine: Engine) -> None:
+    last = param(engine, LAST)
+    last.grad = torch.ones_like(last)
+    assert last.grad is not None
+    engine.optimizer.step()
+
+
+def write(engine: Engine) -> None:
+    with torch.no_grad():
+        param(engine, LAST).add_(1)
+
+
+READS: dict[str, Callable[[Engine, Path], dict[str, torch.Tensor]]] = {
+    "parameter": lambda engine, _: {LAST: param(engine, LAST).clone()},
+    "parameter.data": lambda engine, _: {LAST: param(engine, LAST).data.clone()},
+    "module.state_dict": lambda engine, _: weights(engine),
+    "engine.state_dict": lambda engine, _: engine.state_dict(),
+    "optimizer.state": lambda engine, _: {
+        key: value.clone() for key, value in engine.optimizer.state[param(engine, LAST)].items()
+    },
+    "optimizer.state_dict": lambda engine, _: flat_states(engine),
+    "save": lambda engine, path: saved(engine, path / "saved"),
+    "averages": lambda engine, _: averages(engine),
+    "evaluation": lambda engine, _: {"output": engine(batch()).detach().clone()},
+    "next step": lambda engine, _: after(engine, lambda: train_on(engine)),
+    "empty step": lambda engine, _: after(engine, engine.optimizer.step),
+    "write": lambda engine, _: after(engine, lambda: write(engine)),
+    "assigned gradient": lambda engine, _: after(engine, lambda: assign_gradient(engine)),
+    "loaded states": lambda engine, _: after(
+        engine, lambda: engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+    ),
+    "close": lambda engine, _: closed(engine),
+}
+
+
+@pytest.mark.parametrize("device_memory", ["60KiB", "120KiB", "8MiB"])
+@pytest.mark.parametrize("name", READS)
+def test_what_is_read_has_been_updated(name, device_memory, tmp_path):
+    """Every way to look at a parameter, its states or its gradient shows the bits after the step."""
+    results = []
+    for updated in (True, False):
+        (folder := tmp_path / str(updated)).mkdir()
+        with after_a_step(device_memory) as (engine, gate):
+            if updated:
+                gate.open()
+                optimizer_step_of(engine).complete()
+            timer = gate.open_later()
+            results.append(READS[name](engine, folder))
+            timer.join()
+    testing.assert_same_bits(*results, name)
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
+def test_a_tensor_taken_before_the_step_shows_the_update(kind):
+    with after_a_step("120KiB") as (engine, gate):
+        gate.open()
+        state = engine.optimizer.state[param(engine, LAST)][kind]
+        before = state.clone()
+        engine.backward(engine(batch(seed=6)).float().square().mean())
+        optimizer_step_of(engine).complete()
+        gate.close()
+        engine.optimizer.step()
+        assert LAST in gate.updating
+        gate.open_later().join()
+        assert not torch.equal(state, before)
+
+
+def test_a_step_uses_up_the_gradients_at_once():
+    with after_a_step("120KiB") as (engine, gate):
+        assert gate.updating
+        assert all(value.grad is None for value in engine.module.parameters())
+        assert engine.gradient(LAST) is None
+        assert float(engine.clip_grad_norm_(1.0)) == 0.0
+        assert gate.updating
+
+
+def test_a_failed_update_names_its_parameters_by_their_next_use():
+    with after_a_step("120KiB") as (engine, gate):
+        streamed, step = optimizer_step_of(engine).streamed, optimizer_step_of(engine)
+        run, failing = gate._run, list(step._running._entries)[1]
+
+        def fail(update) -> None:
+            if update is failing:
+                raise ValueError("no more numbers")
+            run(update)
+
+        gate._run = fail
+        gate.open()
+        with pytest.raises(ValueError, match="no more numbers") as raised:
+            engine.module[1](engine.module[0](batch().bfloat16()))
+        assert "1.0.weight" in raised.value.__notes__[0] and "Load a checkpoint" in raised.value.__notes__[0]
+        streamed._run = run
+        engine.backward(engine(batch()).float().square().mean())
+        engine.optimizer.step()
+        assert all(value.isfinite().all() for value in engine.module.state_dict().values())
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_engine_closes_with_updates_in_progress(keep):
+    with after_a_step("120KiB") as (engine, gate):
+        timer = gate.open_later()
+        engine.close(keep=keep)
+        timer.join()
+        assert all(value.isnan().all() != keep for value in engine.module.parameters())
+
+
+def test_a_failed_backward_leaves_its_updates_running():
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("no gradient")
+
+    results = []
+    for fails in (False, True):
+        with after_a_step("120KiB", update=True) as (engine, gate):
+            gate.open()
+            optimizer_step_of(engine).complete()
+            gate.close()
+            inputs = batch().requires_grad_()
+            if fails:
+                inputs.register_hook(fail)
+            with pytest.raises(ValueError, match="no gradient") if fails else nullcontext():
+                engine.backward(engine(inputs).float().square().mean(), update=True)
+            assert gate.updating
+            gate.open()
+            results.append(param(engine, LAST).clone().cpu())
+    assert torch.equal(*results)
