@@ -186,6 +186,9 @@ class LateUpdate:
     def done(self) -> bool:
         return self._run is None
 
+    def prioritize(self) -> None:
+        """Do nothing: it runs when it is waited for."""
+
     def finish(self) -> None:
         if self._run is not None:
             run, self._run = self._run, None

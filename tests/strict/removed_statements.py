@@ -44,7 +44,7 @@ CALLS = {
     "finish",
     "finish_first",
     "finish_running",
-    "finish_until",
+    "finish_one",
     "order",
     "wait",
     "wait_event",

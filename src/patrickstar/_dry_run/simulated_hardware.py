@@ -52,8 +52,6 @@ class SimulatedTransfer(Transfer):
         while not self.done:
             self.channel.clock.now = self.channel.free_at
 
-    finish = wait  # the interface of `Running`, for updates
-
     def prioritize(self) -> None:
         self.channel.catch_up()
         if self in self.channel.waiting:
@@ -64,6 +62,25 @@ class SimulatedTransfer(Transfer):
         if self in self.channel.waiting:
             self.channel.waiting.remove(self)
         self.ends_at = self.channel.clock.now
+
+
+class SimulatedUpdate:
+    """Update on the host whose copies in both directions overlap with the kernel, page by page."""
+
+    def __init__(self, *transfers: SimulatedTransfer) -> None:
+        self.transfers = transfers
+
+    @property
+    def done(self) -> bool:
+        return all(transfer.done for transfer in self.transfers)
+
+    def prioritize(self) -> None:
+        for transfer in self.transfers:
+            transfer.prioritize()
+
+    def finish(self) -> None:
+        for transfer in self.transfers:
+            transfer.wait()
 
 
 class SimulatedChannel:

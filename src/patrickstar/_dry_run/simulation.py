@@ -34,7 +34,7 @@ from patrickstar._dry_run.op_tracer import (
     trace_operators,
 )
 from patrickstar._dry_run.report import ChannelUse, DryRunReport, MemorySample
-from patrickstar._dry_run.simulated_hardware import META, SimulatedHardware
+from patrickstar._dry_run.simulated_hardware import META, SimulatedHardware, SimulatedUpdate
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.update_rule import Gradient, Span
@@ -75,11 +75,21 @@ class SimulatedKernels(Kernels):
         on_host = [span for span in spans if self.hardware.on_host(span.master)]
         on_device = [span for span in spans if not self.hardware.on_host(span.master)]
         self._run_on_device(sum(_span_bytes(span) for span in on_device))
+        if not on_host:
+            return []
         nbytes = sum(_span_bytes(span) for span in on_host)
         if not self.hardware.has_gpu:
             self.hardware.update.run(nbytes, "update")
             return []
-        return [self.hardware.update.begin(nbytes, "update")]
+        from_device = [span for span in on_host if not self.hardware.on_host(span.param)]
+        grads = [span.grad.latest for span in from_device if not self.hardware.on_host(span.grad.latest)]
+        return [
+            SimulatedUpdate(
+                self.hardware.down.begin(sum(grad.nbytes for grad in grads), "gradients of an update"),
+                self.hardware.update.begin(nbytes, "update"),
+                self.hardware.up.begin(sum(span.param.nbytes for span in from_device), "parameters of an update"),
+            )
+        ]
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         on_host = [grad for grad in gradients if self.hardware.on_host(grad.latest)]

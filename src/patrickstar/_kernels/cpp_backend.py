@@ -61,6 +61,9 @@ class CppUpdate:
     def done(self) -> bool:
         return not self.handle
 
+    def prioritize(self) -> None:
+        """Do nothing: all its threads run it already."""
+
     def finish(self) -> None:
         if self.handle:
             handle, self.handle = self.handle, ctypes.c_void_p()

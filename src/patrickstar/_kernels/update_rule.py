@@ -120,6 +120,9 @@ class Running(Protocol):
     def done(self) -> bool:
         """True once it is known to have ended, with or without an error."""
 
+    def prioritize(self) -> None:
+        """Run it before others that wait, if their order may change."""
+
     def finish(self) -> None:
         """Wait for its end, and raise its error. May be called again."""
 

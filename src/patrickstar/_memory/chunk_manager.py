@@ -380,9 +380,13 @@ class ChunkManager(DeviceEviction):
                 self.device_tier.moved.add(chunk)
         return self.host_tier.has_room(nbytes)
 
-    def count_transfer(self, nbytes: int, *, to_device: bool) -> None:
-        """Count a copy between host and device of bytes that are not a whole chunk."""
-        self.hardware.on_partial_copy(nbytes, to_device=to_device)
+    def count_transfer(self, nbytes: int, *, to_device: bool, by_kernel: bool = False) -> None:
+        """Count a copy between host and device of bytes that are not a whole chunk.
+
+        `by_kernel`: it is part of an update, so that a dry run adds its time there.
+        """
+        if not by_kernel:
+            self.hardware.on_partial_copy(nbytes, to_device=to_device)
         if to_device:
             self.counters.h2d_bytes += nbytes
         else:

@@ -67,7 +67,7 @@ class DiskOptimizerStep:
         """Read pages before an update waits for them."""
         self._kernels, self._streamed = kernels, streamed
         self._updates: list[DiskUpdate] = []
-        self._running = RunningUpdates()
+        self._running = RunningUpdates(in_order=True)
         self._expected: dict[int, list[tuple[int, int]]] = {}
         """Pages by chunk index, in the order in which the updates were last submitted."""
 
@@ -308,12 +308,12 @@ class DiskOptimizerStep:
         return Span(param, grad, master, tuple(states), rule)
 
 
-def count_update_transfers(manager: ChunkManager, managed: ManagedParam, numel: int) -> int:
+def count_update_transfers(manager: ChunkManager, managed: ManagedParam, numel: int, *, by_kernel: bool = False) -> int:
     """Count the bytes of a host update of a parameter on the device: D2H its gradient, H2D the parameter."""
     nbytes = numel * managed.shard_chunk.dtype.itemsize
     directions = (False, True) if managed.overlays_shard else (True,)
     for to_device in directions:
-        manager.count_transfer(nbytes, to_device=to_device)
+        manager.count_transfer(nbytes, to_device=to_device, by_kernel=by_kernel)
     return nbytes * len(directions)
 
 

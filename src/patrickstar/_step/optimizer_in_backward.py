@@ -78,7 +78,7 @@ class OptimizerInBackward:
             if chunk.held:
                 self.data.manager.withdraw_hold(chunk)
             groups = {managed: self._groups.get(managed) for managed in complete}
-            self.optimizer_step.update_chunk(index, groups.get, ())
+            self.optimizer_step.update_chunk(index, groups.get, (), first=True)
             for managed in complete:
                 managed.state.update_in_backward(self.data.backward_id)
 

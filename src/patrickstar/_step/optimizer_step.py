@@ -75,6 +75,7 @@ class OptimizerStep:
         in_order = sorted(self.data.by_chunk, key=first_use) if self.in_background else list(self.data.by_chunk)
         for index in in_order:
             self.update_chunk(index, group_of, scales)
+        self._running.reorder(first_use)
         if self.disk_step is not None:
             self.disk_step.reorder(first_use)
             self.progress()
@@ -115,8 +116,8 @@ class OptimizerStep:
             self.disk_step.finish(indices)
 
     @defer_sigint
-    def update_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> None:
-        """Update the parameters of one chunk, as `run` does."""
+    def update_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float], *, first: bool = False) -> None:
+        """Update the parameters of one chunk, as `run` does; `first`: before updates that have not begun."""
         managed_params = self.data.by_chunk[index]
         if not managed_params[0].schema.trained:
             return
@@ -153,6 +154,8 @@ class OptimizerStep:
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
         self.data.begin_update(rules)
         if running:
+            if first:
+                running[-1].prioritize()
             self._running.add(running[-1], used, partial(self._finish, running, rules))
         else:
             self.data.end_update(rules)
@@ -193,7 +196,9 @@ class OptimizerStep:
         spans = [self.span(managed, rule, chunks, in_order=streamed is not None) for managed, rule in rules.items()]
         if shard_chunk.device_valid and on_host:
             for managed in rules:
-                managed.chunk.transferred_bytes += count_update_transfers(manager, managed, managed.location.numel)
+                managed.chunk.transferred_bytes += count_update_transfers(
+                    manager, managed, managed.location.numel, by_kernel=self.in_background
+                )
         sums = manager.chunks.get((GRAD32, shard_chunk.index))
         used = [shard_chunk, *chunks, *([] if sums is None else [sums])]
         if streamed is not None:

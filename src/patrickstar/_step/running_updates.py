@@ -9,10 +9,15 @@ from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 
 # [Note: running updates]
-# An update counts as running until the training thread has finished it. The chunks that it reads or writes may be
-# chosen for any move meanwhile, and it is finished before they move (`Chunk.finish_update`): no choice of chunks
-# depends on the speed of a thread. Threads run updates in the order in which they were started, and they are finished
-# in this order.
+# `optimizer.step()` starts updates and returns. An update counts as running until the training thread has finished it:
+# at the end of an operator if it has ended by then, or before whatever looks at its parameters. The chunks that it
+# reads or writes may be chosen for any move meanwhile, and it is finished before they move (`Chunk.finish_update`): no
+# choice of chunks depends on the speed of a thread.
+#
+# One thread runs updates in the order in which the next forward uses the parameters, as far as it is known: the step
+# starts them in this order; backward, which completes gradients in the opposite order, starts each before those that
+# wait. An update that the training thread needs is moved ahead of all others. Pages of a chunk on disk are updated, and
+# finished, in their order.
 
 
 @dataclass(eq=False)
@@ -22,9 +27,14 @@ class _Entry:
 
 
 class RunningUpdates:
-    """Updates in the order in which they were started. See [Note: running updates]."""
+    """Updates in the order in which they were started. See [Note: running updates].
 
-    def __init__(self) -> None:
+    Args:
+        in_order: An update is finished after all that were started before it.
+    """
+
+    def __init__(self, in_order: bool = False) -> None:
+        self.in_order = in_order
         self._entries: dict[Running, _Entry] = {}
 
     def __len__(self) -> int:
@@ -39,12 +49,20 @@ class RunningUpdates:
         """
         self._entries[update] = _Entry(chunks, update.finish if finish is None else finish)
         for chunk in chunks:
-            chunk.finish_update = partial(self.finish_until, update)
+            chunk.finish_update = partial(self.finish_one, update)
 
-    def finish_until(self, update: Running) -> None:
-        """Finish the updates up to this one. Raises the error of the first that failed."""
-        while update in self._entries:
+    @defer_sigint
+    def finish_one(self, update: Running) -> None:
+        """Finish an update, and those before it if they are in order. Raises the error of the first that failed."""
+        while self.in_order and update in self._entries:
             self.finish_first()
+        if update in self._entries:
+            update.prioritize()
+            self._remove(update).finish()
+
+    def reorder(self, key: Callable[[int], int]) -> None:
+        """Sort updates by this key of their chunk index: the order in which `finish_done` looks at them."""
+        self._entries = dict(sorted(self._entries.items(), key=lambda item: key(item[1].chunks[0].index)))
 
     def finish_done(self) -> None:
         """Finish the first updates that have ended, without waiting."""

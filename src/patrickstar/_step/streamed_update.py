@@ -20,7 +20,7 @@ BUFFERS = 3
 """Page-locked buffers: one is filled, one is updated and one is copied back at any time."""
 
 # [Note: updates beside an accelerator]
-# One worker thread runs the updates whose masters are on the host, in the order in which they were submitted. It copies
+# One worker thread runs the updates whose masters are on the host, see [Note: running updates]. It copies
 # gradients to the host piece by piece, on a stream of its own and ordered after the gradients, waits for each copy,
 # runs the kernel, and copies the parameters back on another stream. So copies in both directions overlap with the
 # kernel and with the device's compute, and the training thread does not wait. `StreamedUpdate.finish` waits for the
@@ -60,6 +60,11 @@ class StreamedUpdate:
         """True once it has ended, with or without an error."""
         assert self.job is not None, "the update has not been submitted"
         return self.job.done
+
+    def prioritize(self) -> None:
+        """Run it before updates that have not begun."""
+        assert self.job is not None, "the update has not been submitted"
+        self.job.prioritize()
 
     def cancel(self) -> None:
         """Cancel what has not begun, wait for the rest, and order later work of the current stream after it."""
