@@ -7,6 +7,7 @@ is measured.
 
 import tempfile
 import time
+from itertools import product
 
 import torch
 from report import publish
@@ -34,7 +35,7 @@ CASES = (
 """Model, machine (one of its GPUs is used), sequences of 1024 tokens, and whether there is a disk."""
 
 
-def row(name: str, machine_name: str, batch: int, disk: bool, directory: str) -> list[str]:
+def row(name: str, machine_name: str, batch: int, disk: bool, clipped: bool, directory: str) -> list[str]:
     source, machine = find_model(name), find_machine(machine_name)
     if not disk:
         machine = machine.model_copy(update={"disk": None})
@@ -42,7 +43,9 @@ def row(name: str, machine_name: str, batch: int, disk: bool, directory: str) ->
     ids = torch.zeros(batch, 1024, dtype=torch.int64)
 
     def step(engine: ps.Engine) -> None:
-        engine.backward(engine(input_ids=ids, labels=ids).loss, update=True)
+        engine.backward(engine(input_ids=ids, labels=ids).loss, update=not clipped)
+        if clipped:
+            engine.clip_grad_norm_(1.0)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
@@ -60,6 +63,7 @@ def row(name: str, machine_name: str, batch: int, disk: bool, directory: str) ->
         name,
         f"{machine_name}{', disk' if disk else ''}",
         f"{batch} x 1024",
+        "clipped" if clipped else "update=True",
         *_compared(link_bytes, min_link_bytes),
         *_compared(disk_bytes, min_disk_bytes),
         f"{best.bound_s:.2f} s",
@@ -77,19 +81,20 @@ def _compared(nbytes: int, bound: int) -> tuple[str, str]:
 def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        for case in CASES:
-            rows.append(row(*case, directory))
+        for case, clipped in product(CASES, (True, False)):
+            rows.append(row(*case, clipped, directory))
             print(rows[-1], flush=True)
     publish(
         "plans",
         torch.device("cpu"),
-        "Dry runs of large GPTs on machine specs, one GPU, activation checkpointing, update=True. Bytes per step: dry "
-        "run / minimum of any plan, by a linear program. The bound is the time of the busiest resource; the estimate "
-        "assumes full overlap; the dry run is this engine.",
+        "Dry runs of large GPTs on machine specs, one GPU, activation checkpointing, with gradients clipped or with "
+        "update=True. Bytes per step: dry run / minimum of any plan, by a linear program. The bound is the time of the "
+        "busiest resource; the estimate assumes full overlap; the dry run is this engine.",
         [
             "model",
             "machine",
             "batch",
+            "step",
             "host-device bytes",
             "factor",
             "disk bytes",

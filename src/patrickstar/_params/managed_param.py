@@ -65,6 +65,12 @@ class ManagedParam:
         """True if this rank's shard has a gradient for the next step."""
         return (self.overlays_shard or self.state.accumulated) and not self.state.update_pending
 
+    def begin_update(self) -> None:
+        """Count an update, and reserve the gradient for it until `ModelData.end_update`."""
+        self.steps += 1
+        self.observed = True
+        self.state.begin_update()
+
     @property
     def overlays_shard(self) -> bool:
         """True if a gradient that the update can use is stored in place of this rank's shard."""

@@ -379,14 +379,6 @@ class ModelData(LocalShards):
         return changed
 
     @defer_sigint
-    def begin_update(self, managed_params: Collection[ManagedParam]) -> None:
-        """Count an update of these parameters, and reserve their gradients for it until `end_update`."""
-        for managed in managed_params:
-            managed.steps += 1
-            managed.observed = True
-            managed.state.begin_update()
-
-    @defer_sigint
     def end_update(self, managed_params: Collection[ManagedParam]) -> None:
         """Mark parameters whose gradients an update has replaced by new values."""
         torch.autograd.graph.increment_version([managed.param for managed in managed_params])

@@ -350,7 +350,7 @@ class ShardedModelData(ModelData):
         updated_set = set(updated)
         for managed in self.managed_params:
             if managed.state.ready and managed in updated_set and not managed.location.numel:
-                self.begin_update((managed,))
+                managed.begin_update()
                 self.end_update((managed,))
             managed.state.end_step()
         self._params_with_gradient.clear()

@@ -91,7 +91,8 @@ class DiskOptimizerStep:
         ]
         earlier = {chunk: expected for chunk, expected in self._expected.items() if chunk != index}
         self._expected = earlier | {index: pages}
-        self.data.begin_update(rules)
+        for managed in rules:
+            managed.begin_update()
         if not pages:
             self.data.end_update(rules)
             return

@@ -152,7 +152,8 @@ class OptimizerStep:
             raise
         for chunk in (managed_params[0].shard_chunk, *chunks):
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
-        self.data.begin_update(rules)
+        for managed in rules:
+            managed.begin_update()
         if running:
             if first:
                 running[-1].prioritize()
