@@ -76,9 +76,9 @@ void run(int rule, int mode, bool light, int dtype, int64_t numel, int threads, 
     span.param = grad.data();
     span.grad = grad.data();
     span.accumulated = mode % 2 ? accumulated.data() : nullptr;
-    span.master = master.data();
-    span.states[0] = one.data();
-    span.states[1] = two.data();
+    span.lists[MASTER] = master.data();
+    span.lists[STATE0] = one.data();
+    span.lists[STATE1] = two.data();
     span.numel = numel;
     span.param_dtype = span.grad_dtype = dtype;
     span.rule = rule;

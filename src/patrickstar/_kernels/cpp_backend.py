@@ -19,7 +19,8 @@ from patrickstar._kernels.update_rule import Gradient, Rule, Span
 LIBRARY = "patrickstar_kernels.so"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SCALARS = 8
-STATES = 2
+LISTS = 4
+"""Lists of an update: master, two states, and the moving average, which is always the last."""
 NO_VARIANT, NO_MEMORY = -1, -2
 """Error codes of the library's functions."""
 
@@ -31,8 +32,8 @@ class _Span(ctypes.Structure):
         ("param", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),
         ("accumulated", ctypes.c_void_p),
-        ("master", ctypes.c_void_p),
-        ("states", ctypes.c_void_p * STATES),
+        ("lists", ctypes.c_void_p * LISTS),
+        ("out", ctypes.c_void_p * LISTS),
         ("scales", ctypes.c_void_p),
         ("scale_count", ctypes.c_int64),
         ("numel", ctypes.c_int64),
@@ -41,7 +42,6 @@ class _Span(ctypes.Structure):
         ("rule", ctypes.c_int32),
         ("mode", ctypes.c_int32),
         ("scalars", ctypes.c_double * SCALARS),
-        ("average", ctypes.c_void_p),
         ("average_weight", ctypes.c_double),
     ]
 
@@ -141,11 +141,11 @@ class CppBackend:
             target.rule, target.mode = rule.code, rule.mode
             target.scalars[: len(scalars)] = scalars
             target.param, target.param_dtype = span.param.data_ptr(), DTYPES[span.param.dtype]
-            target.master = span.master.data_ptr()
-            states = [state.data_ptr() for state in span.states]
+            target.lists[:] = _lists((span.master, *span.states), rule)
+            if span.out is not None:
+                target.out[:] = _lists(span.out, rule)
             if isinstance(rule, AveragedRule):
-                target.average, target.average_weight = states.pop(), rule.weight
-            target.states[: len(states)] = states
+                target.average_weight = rule.weight
         running = CppUpdate(self._library, list(spans))
         self._check(
             self._library.patrickstar_start(
@@ -195,6 +195,13 @@ class CppBackend:
 
 def _doubles(values: Sequence[float]) -> tuple[ctypes.Array[ctypes.c_double], int]:
     return (ctypes.c_double * len(values))(*values), len(values)
+
+
+def _lists(tensors: Sequence[torch.Tensor], rule: Rule) -> list[int | None]:
+    """Return the addresses of the master and the states of a rule in the order of `List` in cpp/spans.h."""
+    addresses: list[int | None] = [tensor.data_ptr() for tensor in tensors]
+    average = addresses.pop() if isinstance(rule, AveragedRule) else None
+    return [*addresses, *[None] * (LISTS - 1 - len(addresses)), average]
 
 
 @cache

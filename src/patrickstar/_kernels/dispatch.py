@@ -22,7 +22,7 @@ class Backend(Protocol):
     name: str
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
-        """Scale the gradients, update masters and states in place, and store the rounded parameters."""
+        """Scale the gradients, update masters and states in place or into `out`, and store the rounded parameters."""
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         """Return the statistics of the scaled gradients, with sums of squares in the order of `gradients`."""

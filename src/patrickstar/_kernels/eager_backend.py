@@ -24,10 +24,15 @@ class EagerBackend:
         for span in spans:
             for page in pages(span.numel, span.rule):
                 part = span.page(page)
-                part.rule.apply(part.master, part.grad.scaled(scales), part.states)
-                for values in (part.master, *part.states):
+                old = (part.master, *part.states)
+                new = old if part.out is None else part.out
+                if part.out is not None:
+                    for target, values in zip(new, old, strict=True):
+                        target.copy_(values)
+                part.rule.apply(new[0], part.grad.scaled(scales), new[1:])
+                for values in new:
                     canonical_nan_(values)
-                round_into(part.param, part.master)
+                round_into(part.param, new[0])
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         sums, not_finite = [], 0

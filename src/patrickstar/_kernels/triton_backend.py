@@ -50,9 +50,10 @@ class TritonBackend:
 
     @staticmethod
     def supports(span: Span) -> bool:
-        """Return True if the kernels implement the rule for these dtypes and all tensors are on one device."""
+        """Return True if the kernels implement the rule for these dtypes, in place, with all tensors on one device."""
         return (
-            span.rule.code is not None
+            span.out is None
+            and span.rule.code is not None
             and not isinstance(span.rule, AveragedRule)
             and TritonBackend.supports_gradient(span.grad)
             and span.master.device == span.param.device == span.grad.latest.device

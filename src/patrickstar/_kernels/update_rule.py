@@ -132,6 +132,9 @@ class Span:
     """Elements of one parameter in the parallel chunk lists: flat tensors of one length on one device.
 
     `param` receives the rounded master and may share the memory of `grad.latest`.
+
+    `out` receives the new master and the new states, in this order, and shares no memory with the other tensors; the
+    old ones are then only read. None: the new values replace the old ones.
     """
 
     param: torch.Tensor
@@ -139,6 +142,7 @@ class Span:
     master: torch.Tensor
     states: tuple[torch.Tensor, ...]
     rule: Rule
+    out: tuple[torch.Tensor, ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -146,4 +150,5 @@ class Span:
 
     def page(self, page: slice) -> "Span":
         states = tuple(state[page] for state in self.states)
-        return Span(self.param[page], self.grad.page(page), self.master[page], states, self.rule)
+        out = None if self.out is None else tuple(values[page] for values in self.out)
+        return Span(self.param[page], self.grad.page(page), self.master[page], states, self.rule, out)

@@ -6,6 +6,7 @@
 #include "formats.h"
 #include "rules.h"
 #include "spans.h"
+#include "streams.h"
 #include "sums.h"
 
 #define PASTE(a, b) a##b
@@ -35,23 +36,23 @@ void load_gradient(const Span& span, int64_t first, int64_t count, float* __rest
 
 int64_t itemsize_of(int32_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
+template <bool writes>
 void prefetch_list(const void* list, int64_t itemsize, int64_t first, int64_t count) {
     const char* bytes = static_cast<const char*>(list) + first * itemsize;
-    for (int64_t i = 0; i < count * itemsize; i += CACHE_LINE_BYTES) __builtin_prefetch(bytes + i, 1);
+    for (int64_t i = 0; i < count * itemsize; i += CACHE_LINE_BYTES) __builtin_prefetch(bytes + i, writes);
 }
 
+template <bool in_place>
 void prefetch(const Span& span, int64_t first, int64_t count) {
-    prefetch_list(span.grad, itemsize_of(span.grad_dtype), first, count);
-    prefetch_list(span.master, sizeof(float), first, count);
-    for (const float* state : span.states)
-        if (state != nullptr) prefetch_list(state, sizeof(float), first, count);
-    if (span.average != nullptr) prefetch_list(span.average, sizeof(float), first, count);
+    prefetch_list<in_place>(span.grad, itemsize_of(span.grad_dtype), first, count);
+    for (const float* list : span.lists)
+        if (list != nullptr) prefetch_list<in_place>(list, sizeof(float), first, count);
 }
 
 // The operations of `_kernels/averaged.py`.
-void move_average(const Span& span, int64_t first, int64_t count) {
-    const float* __restrict masters = span.master + first;
-    float* __restrict averages = span.average + first;
+void move_average(const Span& span, int64_t count, float* const* lists) {
+    const float* __restrict masters = lists[MASTER];
+    float* __restrict averages = lists[AVERAGE];
     const float weight = static_cast<float>(span.average_weight);
     if (weight == 1.0f) {
         for (int64_t i = 0; i < count; i++) averages[i] = masters[i];
@@ -64,18 +65,47 @@ void move_average(const Span& span, int64_t first, int64_t count) {
     }
 }
 
-void update(const Span& span, int64_t first, int64_t count) {
-    alignas(64) float grads[STRIP];
+// Stores the new values of a strip in `out` and in the parameter.
+void store_strip(const Span& span, int64_t first, int64_t count, float* const* lists) {
+    for (int list = 0; list < LISTS; list++)
+        if (lists[list] != nullptr) stream(span.out[list] + first, lists[list], count * sizeof(float));
+    if (span.param == span.grad) {  // in the cache already
+        round_into(span.param, span.param_dtype, first, count, lists[MASTER]);
+    } else {
+        alignas(64) uint16_t halves[2 * STRIP];
+        const int64_t itemsize = itemsize_of(span.param_dtype);
+        round_into(halves, span.param_dtype, 0, count, lists[MASTER]);
+        stream(static_cast<char*>(span.param) + first * itemsize, halves, count * itemsize);
+    }
+}
+
+template <bool in_place>
+void update_page(const Span& span, int64_t first, int64_t count) {
+    alignas(64) float grads[STRIP], copies[LISTS][STRIP];
     const int64_t end = first + count;
     for (int64_t start = first; start < end; start += STRIP) {
         const int64_t next = start + PREFETCH_DISTANCE;
-        if (next < span.numel) prefetch(span, next, span.numel - next < STRIP ? span.numel - next : STRIP);
+        if (next < span.numel) prefetch<in_place>(span, next, span.numel - next < STRIP ? span.numel - next : STRIP);
         const int64_t strip = end - start < STRIP ? end - start : STRIP;
+        float* lists[LISTS] = {};
+        for (int list = 0; list < LISTS; list++) {
+            if (span.lists[list] == nullptr) continue;
+            lists[list] = in_place ? span.lists[list] + start : copies[list];
+            if (!in_place) std::memcpy(lists[list], span.lists[list] + start, strip * sizeof(float));
+        }
         load_gradient(span, start, strip, grads);
-        apply(span, start, strip, grads);
-        if (span.average != nullptr) move_average(span, start, strip);
-        round_into(span.param, span.param_dtype, start, strip, span.master + start);
+        apply(span, strip, grads, lists);
+        if (lists[AVERAGE] != nullptr) move_average(span, strip, lists);
+        if (in_place)
+            round_into(span.param, span.param_dtype, start, strip, lists[MASTER]);
+        else
+            store_strip(span, start, strip, lists);
     }
+    if (!in_place) finish_streams();
+}
+
+void update(const Span& span, int64_t first, int64_t count) {
+    (span.out[MASTER] == nullptr ? update_page<true> : update_page<false>)(span, first, count);
 }
 
 // Adds the squares of any number of elements, with the last row padded with zeros.

@@ -58,10 +58,8 @@ void lion(const float* scalars, int64_t count, float* __restrict grads, float* _
     }
 }
 
-void apply(const Span& span, int64_t first, int64_t count, float* grads) {
-    float* masters = span.master + first;
-    float* state0 = span.states[0] != nullptr ? span.states[0] + first : nullptr;
-    float* state1 = span.states[1] != nullptr ? span.states[1] + first : nullptr;
+void apply(const Span& span, int64_t count, float* grads, float* const* lists) {
+    float *masters = lists[MASTER], *state0 = lists[STATE0], *state1 = lists[STATE1];
     float scalars[SCALARS];
     for (int i = 0; i < SCALARS; i++) scalars[i] = static_cast<float>(span.scalars[i]);
     const int mode = span.mode;

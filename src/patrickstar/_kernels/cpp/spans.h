@@ -7,6 +7,7 @@ namespace patrickstar {
 
 enum Dtype : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
 enum Rule : int32_t { ADAM, SGD, LION };
+enum List { MASTER, STATE0, STATE1, AVERAGE, LISTS };  // AVERAGE: moving average of the master
 
 constexpr int SCALARS = 8;
 constexpr int64_t CACHE_LINE_BYTES = 64;
@@ -16,8 +17,8 @@ struct Span {
     void* param;
     const void* grad;
     const float* accumulated;  // sum of the gradients before `grad`, or null
-    float* master;
-    float* states[2];
+    float* lists[LISTS];       // null where the rule has no such list
+    float* out[LISTS];         // receive the new values, while `lists` are only read; null: in place
     const double* scales;  // factors of the gradient, applied in order, each rounded to float by C++; set by the call
     int64_t scale_count;
     int64_t numel;
@@ -26,7 +27,6 @@ struct Span {
     int32_t rule;
     int32_t mode;
     double scalars[SCALARS];  // rounded to float by C++, where denormals are not flushed
-    float* average;           // moving average of the master, or null
     double average_weight;
 };
 
