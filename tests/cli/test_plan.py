@@ -141,6 +141,12 @@ def test_a_dry_run_says_what_a_step_takes_and_trains_nothing(tmp_path):
     assert result.exit_code == 0, result.output
     for words in ("nothing was trained", "step", "where the time goes", "idle", "32.00 MiB", "moved", "over the step"):
         assert words in result.output
+    _, _, after = result.output.partition("the step over time")
+    lines, exposed, _ = after.partition("exposed: compute waits")
+    assert lines and exposed
+    drawn = {line[2:22].rstrip(): line[22:] for line in lines.splitlines()[1:]}
+    assert len(drawn["compute"]) == SPARKLINE_WIDTH and "█" in drawn["compute"]
+    assert drawn["update on the host"].strip() and drawn["compute waits"].strip()
     assert not log.exists()
     result = run("train", *options[:-1], "1KiB", "--dry-run")
     assert result.exit_code == 2 and "does not fit" in result.output

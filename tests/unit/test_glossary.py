@@ -82,6 +82,8 @@ def test_replaced_names_do_not_return(path):
     replaced = {name for name in defined if name.lstrip("_") in IDENTIFIERS | CLASSES}
     if "_kernels" in path.parts:
         replaced -= {"lane", "lanes"}  # of vector registers
+    if "_dry_run" in path.parts:
+        replaced -= {"lane", "lanes", "Lane"}  # busy intervals over a step; a channel is not called so
     assert not replaced
 
 

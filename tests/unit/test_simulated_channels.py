@@ -5,6 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from patrickstar._dry_run.lanes import Interval, Wait
 from patrickstar._dry_run.simulated_hardware import SimulatedChannel, SimulatedClock
 
 actions = st.lists(
@@ -72,3 +73,43 @@ def test_an_idle_channel_begins_at_the_request():
     clock.now = 10.0
     channel.run(100, "b")
     assert clock.now == 11.0 and channel.busy_s == 2.0
+
+
+def test_a_lane_shows_the_part_of_each_transfer_within_the_step():
+    clock = SimulatedClock()
+    channel = SimulatedChannel("disk", 100.0, clock)
+    for name in "abcd":
+        channel.begin(100, name)
+    clock.now = 1.5
+    assert channel.lane(0.0).intervals == (Interval(0.0, 1.0, "a"), Interval(1.0, 1.5, "b"))
+    channel.start_step()
+    clock.now = 3.5
+    before = len(channel.waiting)
+    expected = Interval(0.0, 0.5, "b"), Interval(0.5, 1.5, "c"), Interval(1.5, 2.0, "d")
+    assert channel.lane(1.5).intervals == expected
+    assert len(channel.waiting) == before, "looking must not begin a transfer"
+    channel.catch_up()
+    assert channel.lane(1.5).intervals == expected
+
+
+def test_transfers_of_earlier_steps_are_forgotten():
+    clock = SimulatedClock()
+    channel = SimulatedChannel("disk", 100.0, clock)
+    for step in range(5):
+        channel.start_step()
+        channel.run(100, f"{step}")
+        channel.begin(0, "nothing")
+        assert len(channel.begun) == 2
+        assert channel.lane(float(step)).intervals == (Interval(0.0, 1.0, f"{step}"),)
+
+
+def test_waits_are_recorded_with_the_name_of_what_is_waited_for():
+    clock = SimulatedClock()
+    clock.phase = lambda: "forward"
+    channel = SimulatedChannel("disk", 100.0, clock)
+    first, second = channel.begin(100, "a"), channel.begin(100, "b")
+    clock.now = 0.5
+    second.wait()
+    first.wait()  # it has ended: no wait
+    channel.run(0, "nothing")
+    assert clock.waits == [Wait(0.5, 1.5, "disk", "b", "forward")]

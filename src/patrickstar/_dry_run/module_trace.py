@@ -28,6 +28,7 @@ class ModuleTrace:
         """Exception that was being handled before."""
         self._node: Any = None
         """Autograd node of the last operator, None in a forward."""
+        self._phase = "forward"
         self._peak_bytes = -1
         self.peak_module: str | None = None
         """Description of the module that ran when non-model data was largest."""
@@ -37,6 +38,16 @@ class ModuleTrace:
         self._node = torch._C._current_autograd_node()
         if non_model_bytes > self._peak_bytes:
             self._peak_bytes, self.peak_module = non_model_bytes, self._running(None)
+
+    def phase(self) -> str:
+        """Return the part of the step that runs: forward, backward or, after a backward and outside of all, step."""
+        if torch._C._current_graph_task_id() != -1:  # also while checkpointing runs a forward again
+            self._phase = "backward"
+        elif self._stack:
+            self._phase = "forward"
+        elif self._phase == "backward":
+            self._phase = "step"
+        return self._phase
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -50,6 +61,7 @@ class ModuleTrace:
         self._nodes.clear()
         self._failed, self._outer = None, sys.exception()
         self._node, self._peak_bytes, self.peak_module = None, -1, None
+        self._phase = "forward"
         try:
             yield
         except BudgetError as error:

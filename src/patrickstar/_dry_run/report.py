@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from patrickstar._dry_run.lanes import Lane, Wait, end_s, exposed_table, picture
 from patrickstar._layout.byte_size import format_size
-from patrickstar._perf_model.text_tables import channels_table, memory_table, rows, sparkline
+from patrickstar._perf_model.text_tables import LINE_NAME_WIDTH, channels_table, memory_table, rows, sparkline
 from patrickstar._schedule.trace import Trace
 from patrickstar._step.stats import StepStats
 
@@ -52,6 +53,10 @@ class DryRunReport:
     unless chunks are smaller."""
     peak_module: str | None
     """Module that runs when non-model data is largest; None outside of all modules."""
+    lanes: tuple[Lane, ...]
+    """Busy intervals of computation and of each channel, in the step's simulated time (without measured overhead)."""
+    waits: tuple[Wait, ...]
+    """Exposed time: each wait of computation for a channel, in order. With `compute_s` they add up to `seconds`."""
     estimated: tuple[str, ...] = ()
     """Operators that could not be measured in isolation; their cost is a roofline estimate."""
 
@@ -62,14 +67,16 @@ class DryRunReport:
         parts = [
             rows(self._rows()),
             channels_table([("compute", self.compute_s, ""), *channels], self.seconds),
+            picture(self.lanes, self.waits),
+            exposed_table(self.waits, self.seconds),
             memory_table(tiers),
             "memory over the step (full height: the budget)",
         ]
-        end_s = self.timeline[-1].at_s if self.timeline else 0.0
+        seconds = end_s(self.lanes, self.waits)
         device = [(sample.at_s, sample.device_bytes) for sample in self.timeline]
         host = [(sample.at_s, sample.host_bytes) for sample in self.timeline]
         for (name, _, capacity), samples in zip(tiers, (device, host), strict=False):
-            parts.append(f"  {name:<8}{sparkline(samples, end_s, capacity)}")
+            parts.append(f"  {name:<{LINE_NAME_WIDTH}}{sparkline(samples, seconds, capacity)}")
         return "\n".join(parts)
 
     def _tiers(self) -> list[tuple[str, int, int]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from patrickstar._dry_run.lanes import Interval, Lane, Wait, clip
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.copy_streams import CopyStreams
 from patrickstar._memory.disk_tier import DiskTier
@@ -24,10 +25,19 @@ META = torch.device("meta")
 
 
 class SimulatedClock:
-    """Clock of a dry run, in seconds since its start."""
+    """Clock of a dry run, in seconds since its start. It records who waits, in the same time."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.waits: list[Wait] = []
+        """Waits since the step's start."""
+        self.phase: Callable[[], str] = str
+        """Returns the part of the step that runs; nothing before the first step."""
+
+    def record_wait(self, start_s: float, channel: str, label: str) -> None:
+        """Record a wait from `start_s` until now, if it took time."""
+        if start_s < self.now:
+            self.waits.append(Wait(start_s, self.now - start_s, channel, label, self.phase()))
 
 
 class SimulatedTransfer(Transfer):
@@ -49,8 +59,10 @@ class SimulatedTransfer(Transfer):
         return self.ends_at is not None and self.ends_at <= self.channel.clock.now
 
     def wait(self) -> None:
+        start_s = self.channel.clock.now
         while not self.done:
             self.channel.clock.now = self.channel.free_at
+        self.channel.clock.record_wait(start_s, self.channel.name, self.label)
 
     def prioritize(self) -> None:
         self.channel.catch_up()
@@ -96,6 +108,8 @@ class SimulatedChannel:
         """End time of the last transfer that has begun."""
         self.busy_s = 0.0
         self.nbytes = 0
+        self.begun: list[Interval] = []
+        """Transfers that have begun, except those that ended before the step."""
 
     def begin(self, nbytes: int, label: str, urgent: bool = False) -> SimulatedTransfer:
         self.catch_up()
@@ -116,9 +130,26 @@ class SimulatedChannel:
         while self.waiting and self.free_at <= self.clock.now:
             transfer = self.waiting.popleft()
             seconds = transfer.nbytes / self.rate
-            transfer.ends_at = self.free_at = max(self.free_at, transfer.requested_at) + seconds
+            begins_at = max(self.free_at, transfer.requested_at)
+            transfer.ends_at = self.free_at = begins_at + seconds
+            self.begun.append(Interval(begins_at, self.free_at, transfer.label))
             self.busy_s += seconds
             self.nbytes += transfer.nbytes
+
+    def start_step(self) -> None:
+        """Forget the transfers that have ended."""
+        self.begun = [interval for interval in self.begun if interval.end_s > self.clock.now]
+
+    def lane(self, start_s: float) -> Lane:
+        """Return the transfers from `start_s` until now, relative to `start_s`."""
+        begun, free_at = list(self.begun), self.free_at
+        # Queued transfers begin when somebody asks next, at times that may have passed. `catch_up` would change what
+        # can still be cancelled.
+        for transfer in self.waiting:
+            begins_at = max(free_at, transfer.requested_at)
+            free_at = begins_at + transfer.nbytes / self.rate
+            begun.append(Interval(begins_at, free_at, transfer.label))
+        return Lane(self.name, clip(begun, start_s, self.clock.now))
 
 
 class SimulatedArena(HostArena):
@@ -218,14 +249,35 @@ class SimulatedHardware(Hardware):
             "update on the host", machine.host.update_bandwidth(1, machine.host.cores), self.clock
         )
         self.computed_s = 0.0
-        """Compute seconds of the device since the last reset."""
+        """Compute seconds of the device since the step's start."""
+        self.computed: list[Interval] = []
+        """Computation since the step's start, labelled with its phase."""
         self._meter = meter
         self._host_storages: set[int] = set()
 
     def compute(self, seconds: float) -> None:
         """Advance the clock by `seconds` of device computation."""
+        start_s, phase = self.clock.now, self.clock.phase()
         self.computed_s += seconds
         self.clock.now += seconds
+        # One interval for all operators between two waits.
+        if self.computed and self.computed[-1].end_s == start_s and self.computed[-1].label == phase:
+            start_s = self.computed.pop().start_s
+        self.computed.append(Interval(start_s, self.clock.now, phase))
+
+    def start_step(self) -> None:
+        """Forget what computation and channels have done so far."""
+        self.computed_s = 0.0
+        self.computed.clear()
+        self.clock.waits.clear()
+        for channel in self.channels:
+            channel.start_step()
+
+    def lanes(self, start_s: float) -> tuple[Lane, ...]:
+        """Return what computation and each channel have done from `start_s`, the step's start, until now."""
+        computed = Lane("compute", clip(self.computed, start_s, self.clock.now))
+        channels = self.update, self.up, self.down, self.read, self.write
+        return computed, *(channel.lane(start_s) for channel in channels)
 
     @property
     def channels(self) -> tuple[SimulatedChannel, ...]:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from patrickstar._dry_run.lanes import name_parameters
 from patrickstar._dry_run.machine_profile import profile_machine
 from patrickstar._dry_run.module_trace import ModuleTrace
 from patrickstar._dry_run.op_benchmark import OpBenchmark
@@ -249,6 +250,10 @@ def _transfers(stats: StepStats) -> tuple[int, ...]:
     return stats.h2d_bytes, stats.d2h_bytes, stats.disk_read_bytes, stats.disk_write_bytes
 
 
+def _first_parameters(engine: Any) -> dict[int, str]:
+    return {index: managed_params[0].name for index, managed_params in engine._core.data.by_chunk.items()}
+
+
 def _least_device_bytes(manager: ChunkManager, trace: Trace) -> int:
     return max(
         moment.non_model_bytes + sum(manager.param16[index].nbytes for index in moment.chunks)
@@ -314,10 +319,12 @@ def simulate(
         engine = make_engine(model, config, weights, kernels=SimulatedKernels(hardware), hardware=hardware, **hooks)
         meter.add_persistent(library_bytes)
         modules = ModuleTrace(engine.module)
+        hardware.clock.phase = modules.phase
         try:
             history: list[StepStats] = []
             while not _enough_steps(history, steps):
-                start_s, hardware.computed_s, tracer.tracing_s = hardware.clock.now, 0.0, 0.0
+                start_s, tracer.tracing_s = hardware.clock.now, 0.0
+                hardware.start_step()
                 timeline.clear()
                 real_start_s = time.perf_counter()
                 before = [(channel.busy_s, channel.nbytes) for channel in hardware.channels]
@@ -344,6 +351,8 @@ def simulate(
                 _disk_bytes(engine, machine),
                 _least_device_bytes(engine._core.manager, engine._core.tracer.trace),
                 modules.peak_module,
+                lanes=hardware.lanes(start_s),
+                waits=name_parameters(hardware.clock.waits, start_s, _first_parameters(engine)),
             )
         finally:
             engine.close(keep=False)
