@@ -189,6 +189,13 @@ class LateUpdate:
     def prioritize(self) -> None:
         """Do nothing: it runs when it is waited for."""
 
+    def withdraw(self) -> bool:
+        withdrawn, self._run = self._run is not None, None
+        return withdrawn
+
+    def cancel(self) -> None:
+        self._run = None
+
     def finish(self) -> None:
         if self._run is not None:
             run, self._run = self._run, None

@@ -68,12 +68,12 @@ def test_the_same_bits_while_operators_run(precision):
     def script(trainer, optimizer):
         if isinstance(trainer, Engine):
             step = optimizer_step_of(trainer)
-            step.in_background, step._running.add = True, mock.Mock(wraps=step._running.add)
+            step.in_background, step.running.add = True, mock.Mock(wraps=step.running.add)
         for seed in range(4):
             loss = mean_square(trainer(normal(2, width, seed=seed)))
             trainer.backward(loss, update=True)
             optimizer.step()
-        assert not isinstance(trainer, Engine) or step._running.add.call_count >= 4
+        assert not isinstance(trainer, Engine) or step.running.add.call_count >= 4
         return []
 
     testing.compare(lambda: layers(width, 3, nn.Tanh), small_chunks(precision, chunk_bytes=1 << 22), script)

@@ -113,11 +113,11 @@ def test_updates_that_have_ended_are_finished_without_a_wait():
     with after_a_step("120KiB") as (engine, gate):
         step = optimizer_step_of(engine)
         gate.let(LAYERS - 1)
-        last = list(step._running._entries)
+        last = list(step.running._entries)
         for running in last[:-1]:
             running.job.wait()
         step.progress()
-        assert len(step._running) == 1 and LAST in gate.updating and FIRST not in gate.updating
+        assert len(step.running) == 1 and LAST in gate.updating and FIRST not in gate.updating
 
 
 def weights(engine: Engine) -> dict[str, torch.Tensor]:
@@ -235,7 +235,7 @@ def test_a_step_uses_up_the_gradients_at_once():
 def test_a_failed_update_names_its_parameters_by_their_next_use():
     with after_a_step("120KiB") as (engine, gate):
         streamed, step = optimizer_step_of(engine).streamed, optimizer_step_of(engine)
-        run, failing = gate._run, list(step._running._entries)[1]
+        run, failing = gate._run, list(step.running._entries)[1]
 
         def fail(update) -> None:
             if update is failing:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from patrickstar._dry_run.lanes import Interval, Lane, Wait, clip
+from patrickstar._dry_run.op_tracer import TensorMeter
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.copy_streams import CopyStreams
 from patrickstar._memory.disk_tier import DiskTier
@@ -41,12 +43,19 @@ class SimulatedClock:
 
 
 class SimulatedTransfer(Transfer):
-    """Transfer on a simulated channel; waiting for it advances the clock."""
+    """Transfer on a simulated channel; waiting for it advances the clock.
 
-    def __init__(self, channel: "SimulatedChannel", nbytes: int, label: str) -> None:
+    Args:
+        after: Transfer that this one follows page by page: it neither begins nor ends before that.
+    """
+
+    def __init__(
+        self, channel: "SimulatedChannel", nbytes: int, label: str, after: "SimulatedTransfer | None" = None
+    ) -> None:
         self.channel = channel
         self.nbytes = nbytes
         self.label = label
+        self.after = after
         self.requested_at = channel.clock.now
         self.ends_at: float | None = None
 
@@ -58,7 +67,18 @@ class SimulatedTransfer(Transfer):
         self.channel.catch_up()
         return self.ends_at is not None and self.ends_at <= self.channel.clock.now
 
+    @property
+    def may_begin(self) -> bool:
+        """True unless it would have to wait for pages of the transfer that it follows."""
+        if self.after is None:
+            return True
+        self.after.channel.catch_up()
+        ends_at = self.after.ends_at
+        return ends_at is not None and ends_at - self.nbytes / self.channel.rate <= self.channel.clock.now
+
     def wait(self) -> None:
+        if self.after is not None:
+            self.after.wait()
         start_s = self.channel.clock.now
         while not self.done:
             self.channel.clock.now = self.channel.free_at
@@ -90,6 +110,16 @@ class SimulatedUpdate:
         for transfer in self.transfers:
             transfer.prioritize()
 
+    def withdraw(self) -> bool:
+        if any(transfer not in transfer.channel.waiting for transfer in self.transfers if transfer.nbytes):
+            return False
+        self.cancel()
+        return True
+
+    def cancel(self) -> None:
+        for transfer in self.transfers:
+            transfer.cancel()
+
     def finish(self) -> None:
         for transfer in self.transfers:
             transfer.wait()
@@ -111,9 +141,11 @@ class SimulatedChannel:
         self.begun: list[Interval] = []
         """Transfers that have begun, except those that ended before the step."""
 
-    def begin(self, nbytes: int, label: str, urgent: bool = False) -> SimulatedTransfer:
+    def begin(
+        self, nbytes: int, label: str, urgent: bool = False, after: SimulatedTransfer | None = None
+    ) -> SimulatedTransfer:
         self.catch_up()
-        transfer = SimulatedTransfer(self, nbytes, label)
+        transfer = SimulatedTransfer(self, nbytes, label, after)
         if urgent:
             self.waiting.appendleft(transfer)
         else:
@@ -127,14 +159,25 @@ class SimulatedChannel:
 
     def catch_up(self) -> None:
         """Start the queued transfers whose turn has come by the current time."""
-        while self.waiting and self.free_at <= self.clock.now:
-            transfer = self.waiting.popleft()
+        while self.free_at <= self.clock.now:
+            transfer = next((waiting for waiting in self.waiting if waiting.may_begin), None)
+            if transfer is None:
+                return
+            self.waiting.remove(transfer)
             seconds = transfer.nbytes / self.rate
-            begins_at = max(self.free_at, transfer.requested_at)
-            transfer.ends_at = self.free_at = begins_at + seconds
+            begins_at, ends_at = self._times(transfer, self.free_at)
+            transfer.ends_at = self.free_at = ends_at
             self.begun.append(Interval(begins_at, self.free_at, transfer.label))
             self.busy_s += seconds
             self.nbytes += transfer.nbytes
+
+    def _times(self, transfer: SimulatedTransfer, free_at: float) -> tuple[float, float]:
+        """Return begin and end of a transfer on the channel that is free from `free_at` on."""
+        seconds = transfer.nbytes / self.rate
+        begins_at = max(free_at, transfer.requested_at)
+        if transfer.after is not None and transfer.after.ends_at is not None:
+            begins_at = max(begins_at, transfer.after.ends_at - seconds)
+        return begins_at, begins_at + seconds
 
     def start_step(self) -> None:
         """Forget the transfers that have ended."""
@@ -146,8 +189,9 @@ class SimulatedChannel:
         # Queued transfers begin when somebody asks next, at times that may have passed. `catch_up` would change what
         # can still be cancelled.
         for transfer in self.waiting:
-            begins_at = max(free_at, transfer.requested_at)
-            free_at = begins_at + transfer.nbytes / self.rate
+            if not transfer.may_begin:
+                continue
+            begins_at, free_at = self._times(transfer, free_at)
             begun.append(Interval(begins_at, free_at, transfer.label))
         return Lane(self.name, clip(begun, start_s, self.clock.now))
 
@@ -308,7 +352,10 @@ class SimulatedHardware(Hardware):
         return None
 
     def host_arena(self, nbytes: int) -> HostArena:
-        arena = SimulatedArena(nbytes)
+        with _disable_current_modes():
+            arena = SimulatedArena(nbytes)
+        if isinstance(self._meter, TensorMeter):
+            self._meter.track(arena.memory, 0)  # memory of the host
         self._host_storages.add(arena.memory.untyped_storage()._cdata)
         return arena
 

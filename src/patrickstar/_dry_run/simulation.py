@@ -83,21 +83,19 @@ class SimulatedKernels(Kernels):
             self.hardware.update.run(nbytes, "update")
             return []
         from_device = [span for span in on_host if not self.hardware.on_host(span.param)]
-        grads = [span.grad.latest for span in from_device if not self.hardware.on_host(span.grad.latest)]
-        return [
-            SimulatedUpdate(
-                self.hardware.down.begin(sum(grad.nbytes for grad in grads), "gradients of an update"),
-                self.hardware.update.begin(nbytes, "update"),
-                self.hardware.up.begin(sum(span.param.nbytes for span in from_device), "parameters of an update"),
-            )
-        ]
+        grads = [span.grad.latest for span in on_host if not self.hardware.on_host(span.grad.latest)]
+        down, up = sum(grad.nbytes for grad in grads), sum(span.param.nbytes for span in from_device)
+        downloads = self.hardware.down.begin(down, "gradients of an update") if down else None
+        update = self.hardware.update.begin(nbytes, "update", after=downloads)
+        uploads = self.hardware.up.begin(up, "parameters of an update", after=update) if up else None
+        return [SimulatedUpdate(*(each for each in (downloads, update, uploads) if each is not None))]
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         on_host = [grad for grad in gradients if self.hardware.on_host(grad.latest)]
         on_device = [grad for grad in gradients if not self.hardware.on_host(grad.latest)]
         self._run_on_device(sum(_gradient_bytes(grad) for grad in on_device))
         self.hardware.update.run(sum(_gradient_bytes(grad) for grad in on_host), "gradient statistics")
-        return GradStats(tuple(1.0 for _ in gradients))
+        return GradStats(tuple(0.0 for _ in gradients))  # nothing is clipped
 
     def _run_on_device(self, nbytes: int) -> None:
         gpu = self.hardware.machine.gpu

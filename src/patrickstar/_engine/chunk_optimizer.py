@@ -69,7 +69,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._core.check_open()
-        self._core.step(self.group_by_managed_param())
+        self._core.step(self.group_by_managed_param(), self.param_groups)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -223,6 +223,15 @@ class ChunkOptimizer(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             self._check_group(number, group)
         return {self._managed_param(param): group for group in self.param_groups for param in group["params"]}
+
+    def managed_groups(self) -> dict[ManagedParam, dict[str, Any]]:
+        """Return the param group of each parameter of the engine that is in one, unchecked."""
+        return {
+            managed: group
+            for group in self.param_groups
+            for param in group["params"]
+            if (managed := managed_param_of(param)) is not None
+        }
 
     def _switched_on(self, group: dict[str, Any]) -> list[str]:
         """Return the switches that a param group sets and the optimizer's options do not."""

@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,7 +52,7 @@ from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
 from patrickstar._step.full_state import FullState
 from patrickstar._step.gradients import Gradients
-from patrickstar._step.optimizer_in_backward import OptimizerInBackward
+from patrickstar._step.optimizer_in_backward import OptimizerInBackward, hyper_parameters
 from patrickstar._step.optimizer_placement import OptimizerPlacement
 from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._step.stats import Stats
@@ -181,8 +181,18 @@ class EngineCore:
         if self._explain_refusal is not None and self.tracer.unconfirmed:
             self._inputs = InputRecord(inputs)
 
+    def begin_speculation(
+        self,
+        groups: Callable[[], Mapping[ManagedParam, Mapping[str, Any]]],
+        param_groups: Iterable[Mapping[str, Any]],
+    ) -> None:
+        """Let the backward that begins update chunks if the step is likely to decide as in the last one."""
+        if self.optimizer_step.in_background:
+            options, scales = hyper_parameters(param_groups), self.gradients.scales
+            self.optimizer_in_backward.speculation.begin(groups, options, scales)
+
     @handle_sigint
-    def step(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
+    def step(self, groups: Mapping[ManagedParam, Mapping[str, Any]], param_groups: Iterable[Mapping[str, Any]]) -> None:
         """Run one optimizer step with the param group of each parameter."""
         self.check_open()
         self.check_not_averaged("a step")
@@ -198,6 +208,9 @@ class EngineCore:
             self.optimizer_in_backward.finish(groups)
             self.data.synchronize_gradients(Request.STEP)
             overflow = self.gradients.overflowed()
+            if self.optimizer_step.in_background:
+                options, scales = hyper_parameters(param_groups), self.gradients.scales
+                self.optimizer_in_backward.speculation.decide(groups.get, options, scales, overflow)
             if not overflow:
                 self.optimizer_step.run(groups.get, self.gradients.scales)
             self.data.close_step(() if overflow else groups)
@@ -215,6 +228,7 @@ class EngineCore:
         self.check_open()
         self.optimizer_in_backward.check_inactive("dropping gradients")
         with self.close_on_data_loss():
+            self.optimizer_in_backward.speculation.cancel()
             self.data.synchronize_to_drop()
             self.gradients.drop()
 

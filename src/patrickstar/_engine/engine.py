@@ -255,6 +255,8 @@ class Engine(EngineState):
         self._core.data.begin_backward(accumulate)
         if groups is not None:
             self._core.optimizer_in_backward.begin(groups)
+        else:
+            self._core.begin_speculation(self.optimizer.managed_groups, self.optimizer.param_groups)
         with self._core.cleanup_on_error():
             try:
                 with self._core.tracer.in_iteration():

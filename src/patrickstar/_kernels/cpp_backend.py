@@ -64,6 +64,14 @@ class CppUpdate:
     def prioritize(self) -> None:
         """Do nothing: all its threads run it already."""
 
+    def withdraw(self) -> bool:
+        """Return False: it has begun."""
+        return False
+
+    def cancel(self) -> None:
+        """Wait for its end."""
+        self.finish()
+
     def finish(self) -> None:
         if self.handle:
             handle, self.handle = self.handle, ctypes.c_void_p()

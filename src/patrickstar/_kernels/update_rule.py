@@ -123,6 +123,12 @@ class Running(Protocol):
     def prioritize(self) -> None:
         """Run it before others that wait, if their order may change."""
 
+    def withdraw(self) -> bool:
+        """Cancel it if it has not begun. Return True if it was cancelled."""
+
+    def cancel(self) -> None:
+        """Cancel what has not begun, and wait for the rest without raising its error."""
+
     def finish(self) -> None:
         """Wait for its end, and raise its error. May be called again."""
 

@@ -124,8 +124,8 @@ class Chunk:
         """Reads of its disk pages by the optimizer step, in flight; writes of these pages must wait for them."""
         self.page_writes: list[Transfer] = []
         """Writes of its disk pages, in flight; reads of these pages must wait for them."""
-        self.disk_version = 0
-        """Counts changes of the disk copy, except page-by-page writes of the optimizer step."""
+        self.version = 0
+        """Counts changes of the content, except page-by-page writes of the optimizer step."""
         self.pins = 0
         self.transferred_bytes = 0
 

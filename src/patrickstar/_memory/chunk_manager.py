@@ -228,7 +228,7 @@ class ChunkManager(DeviceEviction):
         chunk.device_valid = on_device
         chunk.host_valid = not on_device
         chunk.disk_valid = False
-        chunk.disk_version += 1
+        chunk.version += 1
         if not on_device and chunk.device_bytes:
             self.device_tier.free(chunk)
 

@@ -201,6 +201,8 @@ class DeviceEviction:
             self._fetch_queue.remove(chunk)
             return
         chunk.wait_for_update()
+        if not chunk.device_resident:  # the update has moved it to the host
+            return
         if chunk.fetch_transfer is not None:
             self.transfers.complete(chunk)
         if self._start_eviction(chunk):

@@ -108,6 +108,22 @@ class HostArena:
         end = round_up(start + 1, self._lock_bytes)
         return end if start + nbytes > end and nbytes <= self._lock_bytes else start
 
+    @property
+    def blocks(self) -> list[ArenaBlock]:
+        """The allocated blocks, by offset."""
+        return list(self._blocks)
+
+    def take_over(self, block: ArenaBlock) -> bool:
+        """Move another arena's block into this one. Return False if it does not fit. Its views become invalid."""
+        target = self.allocate(block.nbytes)
+        if target is None:
+            return False
+        self.view(target, torch.uint8).copy_(block.arena.view(block, torch.uint8))
+        block.arena.free(block)
+        self._blocks[self._blocks.index(target)] = block
+        block.start, block.arena = target.start, self
+        return True
+
     def _nonempty_blocks(self) -> list[ArenaBlock]:
         """Return the blocks by offset, without empty ones, which occupy no memory."""
         return [block for block in self._blocks if block.nbytes]

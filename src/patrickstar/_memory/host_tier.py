@@ -1,6 +1,6 @@
 """Host tier: its budget, and the arena blocks of chunks and other data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,6 +10,11 @@ from patrickstar._memory.host_arena import ALIGN_BYTES, ArenaBlock, HostArena
 from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.vm_pool import round_up
 from patrickstar.errors import BudgetError
+
+# [Note: spare blocks]
+# A spare block holds the results of an update before it is known whether they count: they may become the host copy of
+# a chunk (`replace_block`), or be given up at any time. Spare blocks take what the budget leaves beside all that the
+# last step needed. They are released before anything else lacks room.
 
 
 class HostTier:
@@ -29,6 +34,14 @@ class HostTier:
         """Bytes allocated to everything else."""
         self.outside_bytes = 0
         """Part of `other_bytes` that is outside of the arenas."""
+        self.spare_bytes = 0
+        """Bytes allocated to spare blocks. See [Note: spare blocks]."""
+        self.spare_peak = 0
+        self.reclaim: Callable[[], bool] = lambda: False
+        """Releases some spare blocks, as early as their job can be ended; False if there are none."""
+        self._needed_peak = 0
+        """Peak of `used` and `other_bytes` together since the last reset."""
+        self._last_needed_peak = 0
         self.peak = 0
         self.other_peak = 0
         self.moved: set[Chunk] = set()
@@ -41,7 +54,13 @@ class HostTier:
 
     @property
     def free_bytes(self) -> int:
-        return self.budget_bytes - self.used - self.other_bytes
+        return self.budget_bytes - self.used - self.other_bytes - self.spare_bytes
+
+    def _note_peaks(self) -> None:
+        self.peak = max(self.peak, self.used)
+        self.other_peak = max(self.other_peak, self.other_bytes)
+        self.spare_peak = max(self.spare_peak, self.spare_bytes)
+        self._needed_peak = max(self._needed_peak, self.used + self.other_bytes)
 
     def allocate(self, chunk: Chunk) -> torch.Tensor:
         """Allocate a block for a chunk; the caller has made room in the budget. Its content is undefined."""
@@ -49,7 +68,7 @@ class HostTier:
         self._owners[block] = chunk
         chunk.host_block, chunk.host = block, self.view(block, chunk.dtype)
         self.used += chunk.nbytes
-        self.peak = max(self.peak, self.used)
+        self._note_peaks()
         return chunk.host
 
     def free(self, chunk: Chunk, *, for_good: bool = False) -> None:
@@ -64,9 +83,11 @@ class HostTier:
         self.used -= chunk.nbytes
 
     def has_room(self, nbytes: int) -> bool:
-        """Return True if `nbytes` more fit, after freeing duplicate copies of chunks on the device as needed."""
+        """Return True if `nbytes` more fit, after freeing spare blocks and duplicate copies of chunks as needed."""
         if self._short_bytes(nbytes) > 0:
             return False
+        while self.free_bytes < nbytes and self.spare_bytes and self.reclaim():
+            pass
         for chunk in self._droppable():
             if self.free_bytes >= nbytes:
                 break
@@ -88,8 +109,8 @@ class HostTier:
         return [chunk for chunk in self._owners.values() if chunk.device_resident and chunk.eviction_transfer is None]
 
     def _short_bytes(self, nbytes: int) -> int:
-        """Return the bytes by which `nbytes` more exceed the budget, with all duplicate copies freed."""
-        short = nbytes - self.free_bytes
+        """Return the bytes by which `nbytes` more exceed the budget, with all duplicates and spare blocks freed."""
+        short = nbytes - self.free_bytes - self.spare_bytes
         return short if short <= 0 else short - sum(chunk.nbytes for chunk in self._droppable())
 
     def allocate_block(self, nbytes: int, description: str = "a page in flight") -> ArenaBlock:
@@ -98,7 +119,7 @@ class HostTier:
         self.make_room(nbytes, description)
         block = self._new_block(nbytes, description)
         self.other_bytes += nbytes
-        self.other_peak = max(self.other_peak, self.other_bytes)
+        self._note_peaks()
         return block
 
     def copy_issued(self, block: ArenaBlock, copy: Transfer) -> None:
@@ -107,12 +128,83 @@ class HostTier:
 
     def release_block(self, block: ArenaBlock) -> None:
         """Release a block. Its memory is used again once the last copy has ended."""
-        copy = self._block_copies.pop(block, None)
-        if copy is None or copy.done:
-            block.arena.free(block)
-        else:
-            self._released.append((block, copy))
+        self._free_block(block, self._block_copies.pop(block, None))
         self.other_bytes -= block.nbytes
+
+    # Spare blocks
+
+    @property
+    def spare_limit_bytes(self) -> int:
+        """Bytes that spare blocks may take: what the last step, and this one so far, have left of the budget."""
+        needed = max(self._last_needed_peak, self._needed_peak)
+        return max(0, self.budget_bytes - needed)
+
+    def allocate_spare(self, sizes: Sequence[int]) -> list[ArenaBlock] | None:
+        """Allocate spare blocks of these bytes; None if they would exceed the limit. See [Note: spare blocks]."""
+        nbytes = sum(sizes)
+        if self.spare_bytes + nbytes > self.spare_limit_bytes:
+            return None
+        self._grow_for_spare(nbytes)
+        self._free_released(wait=False)
+        blocks: list[ArenaBlock] = []
+        for size in sizes:
+            block = self._first_fit(size)
+            if block is None:  # closing gaps would wait for copies
+                for allocated in blocks:
+                    allocated.arena.free(allocated)
+                return None
+            blocks.append(block)
+        self.spare_bytes += nbytes
+        self._note_peaks()
+        return blocks
+
+    def _grow_for_spare(self, nbytes: int) -> None:
+        """Add one arena for all spare blocks: many small ones would take longer to page-lock and to search."""
+        missing = min(self.spare_limit_bytes, self.budget_bytes - self.arena_bytes)
+        if missing >= nbytes and self.used + self.other_bytes + self.spare_bytes + nbytes > self.arena_bytes:
+            self.arenas.append(self.new_arena(missing))
+
+    def release_spare(self, block: ArenaBlock) -> None:
+        """Release a spare block that no job uses any more."""
+        self.spare_bytes -= block.nbytes
+        self._free_block(block, self._block_copies.pop(block, None))
+
+    def replace_block(self, chunk: Chunk, block: ArenaBlock) -> None:
+        """Make a spare block, which holds a chunk's new bytes, its host copy, and release the old one.
+
+        The old memory is used again once copies in flight that the device makes have ended; the host does not wait.
+        """
+        self._block_copies.pop(block, None)
+        if chunk.host is not None:
+            self.free_in_order(chunk)
+        self._owners[block] = chunk
+        chunk.host_block, chunk.host = block, self.view(block, chunk.dtype)
+        self.spare_bytes -= chunk.nbytes
+        self.used += chunk.nbytes
+        self._note_peaks()
+        self.moved.add(chunk)
+
+    def free_in_order(self, chunk: Chunk) -> None:
+        """Free a chunk's block without a wait for copies of the device: it is used again once they have ended."""
+        assert chunk.host_block is not None
+        chunk.wait_for_save()
+        copies = [copy for copy in (chunk.h2d_transfer, chunk.d2h_transfer) if copy is not None]
+        for copy in copies[:-1]:
+            copy.wait()
+        del self._owners[chunk.host_block]
+        self._free_block(chunk.host_block, copies[-1] if copies else None)
+        chunk.host, chunk.host_block, chunk.host_valid = None, None, False
+        chunk.h2d_transfer = chunk.d2h_transfer = None
+        self.used -= chunk.nbytes
+
+    def _free_block(self, block: ArenaBlock, copy: Transfer | None) -> None:
+        """Free a block now, or once the last copy that uses it has ended."""
+        if copy is not None and not copy.done:
+            self._released.append((block, copy))
+            return
+        if self.poison:
+            fill_poison(self.view(block, torch.uint8))
+        block.arena.free(block)
 
     def _free_released(self, wait: bool) -> None:
         """Free the released blocks whose copy has ended; `wait`: wait for all copies."""
@@ -130,7 +222,7 @@ class HostTier:
         self.make_room(nbytes, description)
         self.other_bytes += nbytes
         self.outside_bytes += nbytes
-        self.other_peak = max(self.other_peak, self.other_bytes)
+        self._note_peaks()
 
     def release_reservation(self, nbytes: int) -> None:
         self.other_bytes -= nbytes
@@ -161,15 +253,12 @@ class HostTier:
             self._free_released(wait=True)
             block = self._first_fit(nbytes)
         if block is None:
-            for copy in self._block_copies.values():
-                copy.wait()
-            for chunk in self._owners.values():
-                _wait_for_transfers(chunk)
-            for arena in self.arenas:
-                arena.compact()
-            for moved, chunk in self._owners.items():
-                chunk.host = self.view(moved, chunk.dtype)
-                self.moved.add(chunk)
+            self._close_gaps()
+            block = self._first_fit(nbytes)
+        if block is None and self.spare_bytes:
+            while self.reclaim():
+                pass
+            self._close_gaps()
             block = self._first_fit(nbytes)
         if block is None and nbytes <= self.budget_bytes - self.arena_bytes:
             self.arenas.append(self.new_arena(nbytes))
@@ -182,8 +271,32 @@ class HostTier:
             )
         return block
 
+    def _close_gaps(self) -> None:
+        """Move blocks towards the start of their arena, then from later arenas into earlier ones; close empty arenas.
+
+        It waits for the copies of all blocks. Views of moved blocks that are no chunks become invalid.
+        """
+        for copy in self._block_copies.values():
+            if not copy.done:
+                copy.wait()
+        for chunk in list(self._owners.values()):  # an update that ends may exchange blocks
+            _wait_for_transfers(chunk)
+        self._free_released(wait=True)
+        for arena in self.arenas:
+            arena.compact()
+        for number, arena in reversed(list(enumerate(self.arenas))):
+            for block in arena.blocks:
+                any(earlier.take_over(block) for earlier in self.arenas[:number])
+            if number and not arena.blocks:
+                self.arenas.remove(arena)
+                arena.close()
+        for block, chunk in self._owners.items():
+            chunk.host = self.view(block, chunk.dtype)
+            self.moved.add(chunk)
+
     def reset_peaks(self) -> None:
-        self.peak, self.other_peak = self.used, self.other_bytes
+        self._last_needed_peak, self._needed_peak = self._needed_peak, self.used + self.other_bytes
+        self.peak, self.other_peak, self.spare_peak = self.used, self.other_bytes, self.spare_bytes
 
     def usage_summary(self) -> str:
         """Return the use of the budget as a clause for an error message."""

@@ -95,7 +95,7 @@ class IODispatch:
             self.wait(self.read(chunk, offset * itemsize, page, urgent=True))
             yield offset, page.view(chunk.dtype)
             if write:
-                chunk.disk_version += 1
+                chunk.version += 1
                 self.wait(self.write(chunk, offset * itemsize, page))
 
     def wait(self, transfer: Transfer) -> None:

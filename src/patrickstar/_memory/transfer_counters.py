@@ -23,6 +23,10 @@ class TransferCounters:
     memory_retries: int = 0
     """Number of retries after an out-of-memory error of the device allocator within the budget."""
     stall_s: float = 0.0
+    speculated: int = 0
+    """Number of updates of chunks that backward had started and the step found."""
+    speculation_hits: int = 0
+    """Number of those that the step confirmed."""
 
     def since(self, earlier: "TransferCounters") -> "TransferCounters":
         return TransferCounters(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})

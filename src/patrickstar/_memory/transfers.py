@@ -82,7 +82,7 @@ class ChunkTransfers:
 
     def wait_fetch(self, chunk: Chunk) -> None:
         """Wait for a fetch; on a GPU the compute stream waits, not the training thread."""
-        if isinstance(chunk.fetch_transfer, StreamTransfer) and (self.keep_duplicates or chunk.sharded):
+        if isinstance(chunk.fetch_transfer, StreamTransfer):
             chunk.fetch_transfer.order()
             chunk.h2d_transfer, chunk.fetch_transfer = chunk.fetch_transfer, None
             self._finish_fetch(chunk)
@@ -161,7 +161,11 @@ class ChunkTransfers:
         self.in_flight.pop(chunk, None)
         chunk.device_valid = True
         self.device_tier.moved.add(chunk)
-        if not self.keep_duplicates and chunk.host is not None:
+        if self.keep_duplicates or chunk.host is None:
+            return
+        if chunk.h2d_transfer is not None:
+            self.host_tier.free_in_order(chunk)
+        else:
             self.host_tier.free(chunk, for_good=True)
 
     def complete_finished(self) -> None:

@@ -66,6 +66,7 @@ class WorkerTransfer(Transfer):
         self.label = label
         self._queue = _JobQueue() if queue is None else queue
         self._queued = deque(jobs)
+        self._jobs = len(jobs)
         self._running: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._changed: SimpleQueue[None] = SimpleQueue()
@@ -95,6 +96,10 @@ class WorkerTransfer(Transfer):
 
     def prioritize(self) -> None:
         self._queue.prioritize(self)
+
+    def withdraw(self) -> bool:
+        """Cancel the transfer if none of its jobs has begun. Return True if it was cancelled."""
+        return self._queue.withdraw(self, self._jobs)
 
     def cancel(self) -> None:
         """Cancel the queued jobs, and wait for the running ones."""
@@ -188,6 +193,14 @@ class _JobQueue:
             cancelled, transfer._queued = transfer._queued, deque()
         self.finish_if_done(transfer)
         del cancelled
+
+    def withdraw(self, transfer: WorkerTransfer, jobs: int) -> bool:
+        """Cancel a transfer if all its jobs are still queued."""
+        with self.lock:
+            if len(transfer._queued) < jobs:
+                return False
+            self.cancel_queued(transfer, "it was cancelled")
+            return True
 
     def finish_if_done(self, transfer: WorkerTransfer) -> None:
         """Remove a transfer that has ended, and wake its waiting threads."""

@@ -1,12 +1,13 @@
 """Optimizer-in-backward: update a chunk once its gradients are complete (PatrickStar §7; ZeRO-Offload §4.1)."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.optimizer_step import OptimizerStep
+from patrickstar._step.speculation import Speculation
 from patrickstar.errors import TrainingError
 
 # [Note: updating before backward has ended]
@@ -24,6 +25,8 @@ class OptimizerInBackward:
     def __init__(self, data: ModelData, optimizer_step: OptimizerStep) -> None:
         self.data = data
         self.optimizer_step = optimizer_step
+        self.speculation = Speculation(data, optimizer_step)
+        """Updates of backwards without `update=True`."""
         self._groups: Mapping[ManagedParam, Mapping[str, Any]] | None = None
         self._hyper_parameters: list[dict[str, Any]] = []
         self._complete: set[int] = set()
@@ -36,7 +39,7 @@ class OptimizerInBackward:
     def begin(self, groups: Mapping[ManagedParam, Mapping[str, Any]]) -> None:
         """Start to update complete chunks, with the current hyper-parameters of the groups."""
         self._groups = groups
-        self._hyper_parameters = _hyper_parameters(groups)
+        self._hyper_parameters = hyper_parameters(groups.values())
 
     def check_inactive(self, operation: str) -> None:
         """Raise TrainingError if `operation` is called while an optimizer step must come next."""
@@ -48,12 +51,15 @@ class OptimizerInBackward:
 
     def on_gradient_ready(self, managed: ManagedParam) -> None:
         """Record a complete gradient; its chunk is complete once all its traced trainable parameters are."""
-        if self._groups is None:
+        if self._groups is None and not self.speculation.active:
             return
         index = managed.location.chunk
         expected = [other for other in self.data.by_chunk[index] if other.observed and other.param.requires_grad]
         if expected and all(self._is_complete(other) for other in expected):
-            self._complete.add(index)
+            if self._groups is None:
+                self.speculation.add(index)
+            else:
+                self._complete.add(index)
 
     def _is_complete(self, managed: ManagedParam) -> bool:
         """Return whether a parameter has its final gradient, from this backward and not from an earlier one."""
@@ -66,6 +72,7 @@ class OptimizerInBackward:
 
     def progress(self) -> None:
         """Update the complete chunks that no operator uses."""
+        self.speculation.progress()
         if self._groups is None or not self._complete:
             return
         for index in sorted(self._complete):
@@ -87,22 +94,26 @@ class OptimizerInBackward:
         if self._groups is None:
             return
         used = self._hyper_parameters
-        self.cancel()
-        if used != _hyper_parameters(groups):
+        self._end()
+        if used != hyper_parameters(groups.values()):
             raise TrainingError(
                 "hyper-parameters of the optimizer changed between engine.backward(loss, update=True) and "
                 "optimizer.step(), but chunks were already updated with the old ones; change them before that backward"
             )
 
     def cancel(self) -> None:
-        """Start no more updates; those that run are kept."""
+        """Start no more updates; those that run are kept, except speculative ones."""
+        self.speculation.cancel()
+        self._end()
+
+    def _end(self) -> None:
         self._groups = None
         self._hyper_parameters, self._complete = [], set()
 
 
-def _hyper_parameters(groups: Mapping[ManagedParam, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a copy of the hyper-parameters of each param group."""
-    distinct = {id(group): group for group in groups.values()}
+def hyper_parameters(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a copy of the hyper-parameters of each distinct param group."""
+    distinct = {id(group): group for group in groups}
     return [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in distinct.values()
     ]

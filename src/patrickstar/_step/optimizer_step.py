@@ -45,7 +45,8 @@ class OptimizerStep:
             self.streamed = StreamedUpdates(kernels, accelerator, manager.host_tier, buffer_bytes)
         # On a CPU, operators and updates would compete for the cores.
         self.in_background = manager.hardware.has_gpu
-        self._running = RunningUpdates()
+        self.running = RunningUpdates()
+        """Updates in progress, except those from disk."""
         self.home_tiers: dict[int, Tier] = {}
         """Tier of the optimizer chunks of each index; the host for others."""
         self.disk_step = (
@@ -64,7 +65,7 @@ class OptimizerStep:
     @property
     def updating(self) -> bool:
         """True while updates are running or deferred."""
-        return bool(self._running) or (self.disk_step is not None and bool(self.disk_step.pending))
+        return bool(self.running) or (self.disk_step is not None and bool(self.disk_step.pending))
 
     def run(self, group_of: GroupOf, scales: Sequence[float]) -> None:
         """Update every parameter that has a gradient and a param group; multiply the gradients by `scales` in order.
@@ -75,7 +76,7 @@ class OptimizerStep:
         in_order = sorted(self.data.by_chunk, key=first_use) if self.in_background else list(self.data.by_chunk)
         for index in in_order:
             self.update_chunk(index, group_of, scales)
-        self._running.reorder(first_use)
+        self.running.reorder(first_use)
         if self.disk_step is not None:
             self.disk_step.reorder(first_use)
             self.progress()
@@ -84,28 +85,28 @@ class OptimizerStep:
         """End the worker thread."""
         if self.disk_step is not None:
             self.disk_step.cancel_running()
-        self._running.clear()
+        self.running.clear()
         if self.streamed is not None:
             self.streamed.close()
 
     def progress(self) -> None:
         """Advance deferred updates and a running checkpoint save, without waiting."""
-        self._running.finish_done()
+        self.running.finish_done()
         if self.disk_step is not None:
             self.disk_step.progress()
         self.data.continue_save()
 
     def finish_running(self) -> None:
         """Finish the updates that have been started; deferred ones that have not begun stay deferred."""
-        self._running.finish()
+        self.running.finish()
         if self.disk_step is not None:
             self.disk_step.finish_running()
 
     def complete(self, managed_params: Sequence[ManagedParam] | None = None) -> None:
         """Wait for updates of these parameters (default: all) that are running or deferred. Raises the first error."""
         if managed_params is None:
-            self._running.finish()
-        elif self._running:
+            self.running.finish()
+        elif self.running:
             for managed in managed_params:
                 managed.shard_chunk.wait_for_update()
         if self.disk_step is None:
@@ -128,18 +129,12 @@ class OptimizerStep:
             return
         if any(managed.has_gradient for managed in managed_params):
             self.data.before_update(index)
-            self._order.pop(index, None)
-            self._order[index] = None
+            self.note_order(index)
         self._move_for_update(index, managed_params)
-        groups = {managed: group_of(managed) for managed in managed_params if managed.has_gradient}
-        rules = {
-            managed: self.optimizer.rule(group, managed.steps + 1, managed.optimizer_extra)
-            for managed, group in groups.items()
-            if group is not None
-        }
+        rules = self.rules(managed_params, group_of)
         if not rules:
             return
-        chunks = self._optimizer_chunks(index, managed_params)
+        chunks = self.optimizer_chunks(index, managed_params)
         if not chunks[0].in_memory:
             assert self.disk_step is not None, "without a disk all chunks are in memory"
             self.disk_step.submit(index, rules, scales)
@@ -148,7 +143,7 @@ class OptimizerStep:
             with profiler_range("update", profiled_names(rules)):
                 running, used = self._start(rules, scales, chunks)
         except BaseException as error:
-            self._give_up(rules, error)
+            self.give_up(rules, error)
             raise
         for chunk in (managed_params[0].shard_chunk, *chunks):
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
@@ -157,9 +152,23 @@ class OptimizerStep:
         if running:
             if first:
                 running[-1].prioritize()
-            self._running.add(running[-1], used, partial(self._finish, running, rules))
+            self.running.add(running[-1], used, partial(self._finish, running, rules))
         else:
             self.data.end_update(rules)
+
+    def note_order(self, index: int) -> None:
+        """Record that the chunks of an index are updated next."""
+        self._order.pop(index, None)
+        self._order[index] = None
+
+    def rules(self, managed_params: Sequence[ManagedParam], group_of: GroupOf) -> dict[ManagedParam, Rule]:
+        """Return the rule of the next update of each parameter that has a gradient and a param group."""
+        groups = {managed: group_of(managed) for managed in managed_params if managed.has_gradient}
+        return {
+            managed: self.optimizer.rule(group, managed.steps + 1, managed.optimizer_extra)
+            for managed, group in groups.items()
+            if group is not None
+        }
 
     @defer_sigint
     def _finish(self, running: Sequence[Running], rules: Mapping[ManagedParam, Rule]) -> None:
@@ -168,11 +177,11 @@ class OptimizerStep:
             for update in running:
                 update.finish()
         except BaseException as error:
-            self._give_up(rules, error)
+            self.give_up(rules, error)
             raise
         self.data.end_update(rules)
 
-    def _give_up(self, rules: Mapping[ManagedParam, Rule], error: BaseException) -> None:
+    def give_up(self, rules: Mapping[ManagedParam, Rule], error: BaseException) -> None:
         """Reset parameters whose update has failed to the rounded masters, updated or not."""
         for managed in rules:
             self.data.give_up(managed)
@@ -200,14 +209,24 @@ class OptimizerStep:
                 managed.chunk.transferred_bytes += count_update_transfers(
                     manager, managed, managed.location.numel, by_kernel=self.in_background
                 )
-        sums = manager.chunks.get((GRAD32, shard_chunk.index))
-        used = [shard_chunk, *chunks, *([] if sums is None else [sums])]
-        if streamed is not None:
-            return [streamed.submit(spans, scales, copies_of(used))], used
+        used = [shard_chunk, *chunks, *self.gradient_sums(shard_chunk.index)]
+        if on_host and self.in_background:
+            return self.start(spans, scales, used), used
         if self.in_background:
             return self.kernels.start(spans, scales), used
         self.kernels.update(spans, scales)
         return [], used
+
+    def start(self, spans: Sequence[Span], scales: Sequence[float], used: Sequence[Chunk]) -> list[Running]:
+        """Start an update on the host that uses these chunks, beside the device."""
+        if self.streamed is not None:
+            return [self.streamed.submit(spans, scales, copies_of(used))]
+        return self.kernels.start(spans, scales)
+
+    def gradient_sums(self, index: int) -> list[Chunk]:
+        """Return the chunk of accumulated gradients of an index, if there is one."""
+        sums = self.data.manager.chunks.get((GRAD32, index))
+        return [] if sums is None else [sums]
 
     def span(self, managed: ManagedParam, rule: Rule, chunks: Sequence[Chunk], *, in_order: bool = False) -> Span:
         """Return the tensors that the update of one parameter reads and writes, on their current tiers.
@@ -239,11 +258,11 @@ class OptimizerStep:
         manager = self.data.manager
         param_chunks = [managed_params[0].chunk for managed_params in self.data.by_chunk.values()]
         exchange = 2 * max(0 if chunk.sharded else chunk.nbytes for chunk in param_chunks)
-        free = manager.host_tier.free_bytes - exchange
+        free = manager.host_tier.free_bytes + manager.host_tier.spare_bytes - exchange
         bound = set()
         for index, managed_params in self.data.by_chunk.items():
             # Some of them may have been evicted already, to make room for `param16`.
-            chunks = self._optimizer_chunks(index, managed_params)
+            chunks = self.optimizer_chunks(index, managed_params)
             on_device = [chunk for chunk in chunks if chunk.device_valid and not chunk.host_valid]
             if on_device:
                 nbytes = sum(chunk.nbytes for chunk in on_device)
@@ -253,7 +272,7 @@ class OptimizerStep:
                     free -= nbytes
         return bound
 
-    def _optimizer_chunks(self, index: int, managed_params: list[ManagedParam]) -> list[Chunk]:
+    def optimizer_chunks(self, index: int, managed_params: list[ManagedParam]) -> list[Chunk]:
         """Return the chunks of one index that only the update uses, in the order of the parameter schema."""
         return [self.data.manager[spec.kind, index] for spec in managed_params[0].schema.optimizer_lists]
 
@@ -277,9 +296,7 @@ class OptimizerStep:
         copy. If all of `param16` fits on the device, it stays: gradients are copied D2H and parameters H2D.
         """
         manager = self.data.manager
-        chunks = self._optimizer_chunks(index, managed_params)
-        if (GRAD32, index) in manager.chunks:
-            chunks.append(manager[GRAD32, index])
+        chunks = [*self.optimizer_chunks(index, managed_params), *self.gradient_sums(index)]
         home = self._update_tier(index, chunks)
         param16 = managed_params[0].shard_chunk
         if any(managed.has_gradient for managed in managed_params):

@@ -85,6 +85,11 @@ class RunningUpdates:
         if errors:
             raise errors[0]
 
+    def discard(self, update: Running) -> None:
+        """Forget an update, if it is still here; the caller ends it."""
+        if update in self._entries:
+            self._remove(update)
+
     def clear(self) -> None:
         """Forget all updates; the caller ends them."""
         for update in list(self._entries):

@@ -69,7 +69,7 @@ class PageSet:
 
     def is_current(self, lists: list[Chunk]) -> bool:
         """Return whether it was read from these lists, and they have not changed on disk since."""
-        return self.lists == lists and self.versions == [chunk.disk_version for chunk in lists]
+        return self.lists == lists and self.versions == [chunk.version for chunk in lists]
 
 
 class StagingPool:
@@ -101,7 +101,7 @@ class StagingPool:
         free = self.free()
         if any(chunk.has_page_writes for chunk in lists) or len(free) < len(lists):
             return None
-        pages = PageSet(lists, first, numel, free[: len(lists)], [chunk.disk_version for chunk in lists])
+        pages = PageSet(lists, first, numel, free[: len(lists)], [chunk.version for chunk in lists])
         self.live.append(pages)
         self.complete(pages)
         return pages

@@ -55,6 +55,12 @@ class StepStats:
     """Failed device allocations within the budget that were retried after an eviction."""
     stall_s: float = 0.0
     """Seconds spent waiting for transfers."""
+    speculated: int = 0
+    """Chunks that were updated during backward, before the step decided on clipping, loss scale and options."""
+    speculation_hits: int = 0
+    """Those of them whose update the step confirmed; the others were updated again."""
+    host_peak_speculative_bytes: int = 0
+    """Peak of the host memory of such updates. It is released when anything else needs it."""
     reserved_bytes: int = 0
     """GPU memory reserved by the caching allocator at the end of the step, in use or not; 0 on a CPU."""
     inactive_split_bytes: int = 0
@@ -103,6 +109,7 @@ class Stats:
             device_peak_non_model_bytes=non_model_peak,
             host_peak_model_bytes=manager.host_tier.peak,
             host_peak_non_model_bytes=manager.host_tier.other_peak,
+            host_peak_speculative_bytes=manager.host_tier.spare_peak,
             library_resident_peak_bytes=manager.hardware.library_resident_bytes(manager.resident_bytes),
             disk_bytes=manager.disk_tier.file.used_bytes if manager.disk_tier is not None else 0,
             **asdict(moved),

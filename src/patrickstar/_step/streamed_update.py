@@ -12,7 +12,7 @@ from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.transfer import Transfer
-from patrickstar._memory.worker_pool import WorkerPool
+from patrickstar._memory.worker_pool import WorkerPool, WorkerTransfer
 
 PIECE_NUMEL = 1 << 20
 """Elements per copy: one page, whose update takes longer than the overhead of a copy."""
@@ -51,7 +51,7 @@ class StreamedUpdate:
     """Event behind the gradients and all earlier uses of the parameters."""
     copies: Sequence[Transfer] = ()
     """Copies that still read or write host memory of the spans."""
-    job: Transfer | None = None
+    job: WorkerTransfer | None = None
     uploaded: torch.Event | None = None
     """Event behind the parameters that were copied to the device last."""
 
@@ -65,6 +65,11 @@ class StreamedUpdate:
         """Run it before updates that have not begun."""
         assert self.job is not None, "the update has not been submitted"
         self.job.prioritize()
+
+    def withdraw(self) -> bool:
+        """Cancel the update if it has not begun. Return True if it was cancelled."""
+        assert self.job is not None, "the update has not been submitted"
+        return self.job.withdraw()
 
     def cancel(self) -> None:
         """Cancel what has not begun, wait for the rest, and order later work of the current stream after it."""
@@ -89,9 +94,9 @@ class _Part:
     """Part of a span on its way through a buffer."""
 
     span: Span
-    """The part, with the buffer in place of its parameter."""
-    param: torch.Tensor
-    """The parameter on the device."""
+    """The part, with the buffer in place of its gradient and parameter on the device."""
+    param: torch.Tensor | None
+    """The parameter on the device; None if the new one stays on the host."""
     number: int
     """The buffer's number."""
     arrived: torch.Event | None
@@ -147,7 +152,8 @@ class StreamedUpdates:
             if part.arrived is not None:
                 self.accelerator.wait(part.arrived)
             self.kernels.update([part.span], update.scales)
-            update.uploaded = self._upload(part, update.ready)
+            if part.param is not None:
+                update.uploaded = self._upload(part.param, part, update.ready)
 
     def _buffer_numel(self, span: Span) -> int:
         return self._nbytes // BUFFERS // span.param.itemsize if span.rule.by_pages else span.numel
@@ -158,29 +164,33 @@ class StreamedUpdates:
         memory = self._host_tier.view(self._block, torch.uint8)[number * (self._nbytes // BUFFERS) :]
         buffer = memory[: span.numel * span.param.itemsize].view(span.param.dtype)
         uploaded, grad = self._uploads[number], span.grad
+        if span.param.device == span.master.device:
+            param, target = span.param, None
+        else:
+            param, target = buffer, span.param
         if grad.latest.device == span.master.device:
             if uploaded is not None:
                 self.accelerator.wait(uploaded)
-            return _Part(replace(span, param=buffer), span.param, number, None)
+            return _Part(replace(span, param=param), target, number, None)
         with self.accelerator.use(self._down, after_current=False):
             self.accelerator.order(ready)
             if uploaded is not None:
                 self.accelerator.order(uploaded)
             buffer.copy_(grad.latest, non_blocking=True)
             arrived = self.accelerator.record()
-        return _Part(replace(span, param=buffer, grad=replace(grad, latest=buffer)), span.param, number, arrived)
+        return _Part(replace(span, param=param, grad=replace(grad, latest=buffer)), target, number, arrived)
 
-    def _upload(self, part: _Part, ready: torch.Event) -> torch.Event:
+    def _upload(self, param: torch.Tensor, part: _Part, ready: torch.Event) -> torch.Event:
         """Start to copy updated parameters to the device."""
         with self.accelerator.use(self._up, after_current=False):
             self.accelerator.order(ready)
-            part.param.copy_(part.span.param, non_blocking=True)
+            param.copy_(part.span.param, non_blocking=True)
             uploaded = self._uploads[part.number] = self.accelerator.record()
         return uploaded
 
 
 def _is_on_host(span: Span) -> bool:
-    return span.param.device == span.master.device
+    return span.param.device == span.grad.latest.device == span.master.device
 
 
 def _cut(spans: Sequence[Span], length: Callable[[Span], int]) -> Iterator[Span]:
