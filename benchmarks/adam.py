@@ -36,6 +36,8 @@ class Work:
         self.master = torch.nn.Parameter(torch.randn(numel))
         self.grad = torch.zeros(numel)
         self.moments = (torch.zeros(numel), torch.full((numel,), 1e-4))
+        self.param_elsewhere = torch.zeros_like(self.param16)
+        self.elsewhere = tuple(torch.zeros(numel) for _ in range(1 + len(self.moments)))
         kernel = CppBackend.find(threads=threads)
         assert kernel is not None, "this installation has no C++ kernel; see `patrickstar doctor`"
         self.kernel = kernel
@@ -48,12 +50,18 @@ class Work:
         self.deepspeed = deepspeed_adam(self.master)
 
     def ours(self) -> None:
+        self.update(self.param16)
+
+    def out_of_place(self) -> None:
+        """Write the new parameter, master and moments to other memory."""
+        self.update(self.param_elsewhere, self.elsewhere)
+
+    def update(self, param: torch.Tensor, out: tuple[torch.Tensor, ...] | None = None) -> None:
         self.step += 1
         rule = AdamRule(LR, *BETAS, EPS, DECAY, decoupled=True, step=self.step)
         with torch.no_grad():
-            self.kernel.update(
-                [Span(self.param16, Gradient(self.param16), self.master.detach(), self.moments, rule)], ()
-            )
+            span = Span(param, Gradient(self.param16), self.master.detach(), self.moments, rule, out)
+            self.kernel.update([span], ())
 
     def cast(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """Return the same update by an fp32 optimizer, with an upcast gradient and a downcast parameter."""
@@ -121,6 +129,7 @@ def measure(numel: int, threads: int, options: argparse.Namespace) -> tuple[list
     work = Work(numel, threads)
     sides = {
         "ours": work.ours,
+        "out_of_place": work.out_of_place,
         "copy": work.copy,
         "memmove": work.memmove,
         "read": work.read,
@@ -151,6 +160,8 @@ def measure(numel: int, threads: int, options: argparse.Namespace) -> tuple[list
         f"{numel / 1e6:.0f}M",
         str(threads),
         f"{speed('ours', BYTES_PER_PARAM):.1f}",
+        f"{speed('out_of_place', BYTES_PER_PARAM):.1f}",
+        f"{ratio('out_of_place', 'ours'):.2f}",
         f"{speed('copy', 8):.1f}",
         f"{speed('memmove', 8):.1f}",
         f"{share:.2f}",
@@ -184,11 +195,14 @@ def main() -> None:
         f"relative to the faster one. Ratios are times of other implementations / ours. The others upcast, run an fp32 "
         f"step and downcast: 46 bytes per parameter with write allocation. If both sides run at memory bandwidth, the "
         f"ratio is 46 / 28 = 1.64. Goals: share at least 0.9, fused at least 1.6, plain (`foreach=False, fused=False`) "
-        f"at least 8, DeepSpeed at least 1.6. Added: rise of resident memory during an update.",
+        f"at least 8, DeepSpeed at least 1.6. Out of place: the same update into other memory, with non-temporal "
+        f"stores, so its minimum is {BYTES_PER_PARAM} bytes too. Added: rise of resident memory during an update.",
         [
             "parameters",
             "threads",
             "update GB/s",
+            "out of place GB/s",
+            "out of place / ours",
             "copy_ GB/s",
             "memmove GB/s",
             "share",

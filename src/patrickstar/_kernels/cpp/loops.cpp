@@ -81,12 +81,14 @@ void store_strip(const Span& span, int64_t first, int64_t count, float* const* l
 
 template <bool in_place>
 void update_page(const Span& span, int64_t first, int64_t count) {
-    alignas(64) float grads[STRIP], copies[LISTS][STRIP];
+    // Streamed stores are drained while the next strip is computed; longer strips make the processor wait for them.
+    constexpr int64_t length = in_place ? STRIP : STRIP / 2;
+    alignas(64) float grads[length], copies[LISTS][length];
     const int64_t end = first + count;
-    for (int64_t start = first; start < end; start += STRIP) {
+    for (int64_t start = first; start < end; start += length) {
         const int64_t next = start + PREFETCH_DISTANCE;
-        if (next < span.numel) prefetch<in_place>(span, next, span.numel - next < STRIP ? span.numel - next : STRIP);
-        const int64_t strip = end - start < STRIP ? end - start : STRIP;
+        if (next < span.numel) prefetch<in_place>(span, next, span.numel - next < length ? span.numel - next : length);
+        const int64_t strip = end - start < length ? end - start : length;
         float* lists[LISTS] = {};
         for (int list = 0; list < LISTS; list++) {
             if (span.lists[list] == nullptr) continue;
