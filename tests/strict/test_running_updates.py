@@ -72,7 +72,7 @@ def after_a_step(device_memory: str = "8MiB", *, update: bool = False, **options
     optimizer = ps.EMA(ps.AdamW(lr=1e-2), decay=0.9)
     budgets = dict(device_memory=device_memory, host_memory="8MiB")
     config = ps.Config(device="strict", chunk_size="9KiB", optimizer=optimizer, **budgets, **options)
-    hooks = dict(meter=testing.NoMeter(), poison=True, page_bytes=4096)
+    hooks = dict(meter=testing.NoMeter(), poison=True, page_bytes=4096, speculates=False)
     with Engine(lambda: toys.layers(WIDTH, LAYERS, nn.GELU), config, **hooks) as engine:
         gate = Gate(engine)
         for number in range(3):

@@ -200,6 +200,8 @@ class Interceptor:
         with managing():
             self._end_uses(managed_params, suspended)
             self.data.op_boundary(belongs)
+            if self.in_backward:
+                self.optimizer_in_backward.speculation.progress()
             self.optimizer_in_backward.optimizer_step.progress()
 
     def _end_uses(self, managed_params: Sequence[ManagedParam], suspended: Window | None) -> None:

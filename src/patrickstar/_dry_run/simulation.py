@@ -265,7 +265,7 @@ def _memory_sample(manager: ChunkManager, non_model_bytes: int, at_s: float) -> 
         at_s,
         manager.device_tier.used,
         non_model_bytes,
-        host.used + host.other_bytes,
+        host.used + host.other_bytes + host.spare_bytes,
         disk.file.used_bytes if disk is not None else 0,
     )
 

@@ -66,7 +66,7 @@ class EngineCore:
 
     `Engine` is the public interface; the optimizer and checkpoints use this class. For tests, `evict_everything` evicts
     every evictable chunk at each access, and `poison` fills freed memory with NaN. `page_bytes` is the unit of disk
-    transfers.
+    transfers; without `speculates` no update begins before its step has decided.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class EngineCore:
         poison: bool = False,
         prefetch_policy: type[PrefetchPolicy] | None = None,
         page_bytes: int = PAGE_BYTES,
+        speculates: bool = True,
         hardware: Hardware | None = None,
         world: Processes = SINGLE_PROCESS,
         explain_refusal: "Callable[[EngineCore, InputRecord, BudgetError], BudgetError] | None" = None,
@@ -141,7 +142,7 @@ class EngineCore:
             self.data.complete = self.optimizer_step.complete
         self.full_state = FullState(self.model_state, self.optimizer_step)
         self.optimizer_placement = OptimizerPlacement(self.layout, self.data, self.optimizer_step, self.tracer)
-        self.optimizer_in_backward = OptimizerInBackward(self.data, self.optimizer_step)
+        self.optimizer_in_backward = OptimizerInBackward(self.data, self.optimizer_step, speculates)
         self.interceptor = Interceptor(self.gradients, self.optimizer_in_backward, self.full_state)
         self.activation_offload = ActivationOffload(self.manager) if config.activation_offload else None
         try:
@@ -187,9 +188,9 @@ class EngineCore:
         param_groups: Iterable[Mapping[str, Any]],
     ) -> None:
         """Let the backward that begins update chunks if the step is likely to decide as in the last one."""
-        if self.optimizer_step.in_background:
-            options, scales = hyper_parameters(param_groups), self.gradients.scales
-            self.optimizer_in_backward.speculation.begin(groups, options, scales)
+        speculation = self.optimizer_in_backward.speculation
+        if speculation.possible:
+            speculation.begin(groups, hyper_parameters(param_groups), self.gradients.scales)
 
     @handle_sigint
     def step(self, groups: Mapping[ManagedParam, Mapping[str, Any]], param_groups: Iterable[Mapping[str, Any]]) -> None:
@@ -208,9 +209,9 @@ class EngineCore:
             self.optimizer_in_backward.finish(groups)
             self.data.synchronize_gradients(Request.STEP)
             overflow = self.gradients.overflowed()
-            if self.optimizer_step.in_background:
-                options, scales = hyper_parameters(param_groups), self.gradients.scales
-                self.optimizer_in_backward.speculation.decide(groups.get, options, scales, overflow)
+            speculation = self.optimizer_in_backward.speculation
+            if speculation.possible:
+                speculation.decide(groups.get, hyper_parameters(param_groups), self.gradients.scales, overflow)
             if not overflow:
                 self.optimizer_step.run(groups.get, self.gradients.scales)
             self.data.close_step(() if overflow else groups)

@@ -233,6 +233,17 @@ class ChunkManager(DeviceEviction):
             self.device_tier.free(chunk)
 
     @defer_sigint
+    def host_renewed(self, chunk: Chunk) -> None:
+        """Mark the host copy as the only valid one, and start to copy it over the device copy if there is one."""
+        if not self.hardware.has_gpu or not chunk.device_resident:
+            self.mark_written(chunk, on_device=False)
+            return
+        assert chunk.fetch_transfer is None and chunk.eviction_transfer is None, f"{chunk} is in transfer"
+        chunk.device_valid, chunk.host_valid, chunk.disk_valid = False, True, False
+        chunk.version += 1
+        self.transfers.start_refetch(chunk)
+
+    @defer_sigint
     def move_to_tier(self, chunk: Chunk, tier: Tier) -> None:
         """Move the chunk to one tier and free its memory on the others, so that it can be written there.
 

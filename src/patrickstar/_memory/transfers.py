@@ -111,6 +111,13 @@ class ChunkTransfers:
                 chunk.eviction_transfer = self.io_dispatch.write(chunk, 0, chunk.device_bytes_view())
         self._count_d2h(chunk)
 
+    def start_refetch(self, chunk: Chunk) -> None:
+        """Start to copy a chunk from the host into the device memory that it has."""
+        self.in_flight[chunk] = None
+        with profiler_range("prefetch", chunk):
+            chunk.fetch_transfer = self.io_dispatch.start_fetch(chunk, urgent=False)
+        self._count_h2d(chunk)
+
     def start_regather(self, chunk: Chunk) -> None:
         """Gather a sharded chunk into device memory that now holds other bytes (gradients, or stale parameters)."""
         self.in_flight[chunk] = None

@@ -22,10 +22,10 @@ from patrickstar.errors import TrainingError
 class OptimizerInBackward:
     """Update of chunks during backward, on background threads or between two operators."""
 
-    def __init__(self, data: ModelData, optimizer_step: OptimizerStep) -> None:
+    def __init__(self, data: ModelData, optimizer_step: OptimizerStep, speculates: bool = True) -> None:
         self.data = data
         self.optimizer_step = optimizer_step
-        self.speculation = Speculation(data, optimizer_step)
+        self.speculation = Speculation(data, optimizer_step, speculates)
         """Updates of backwards without `update=True`."""
         self._groups: Mapping[ManagedParam, Mapping[str, Any]] | None = None
         self._hyper_parameters: list[dict[str, Any]] = []

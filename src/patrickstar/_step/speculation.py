@@ -89,8 +89,8 @@ class _Assumption:
 
     group_of: GroupOf
     scales: Sequence[float]
-    seen: int = 0
-    """Number of chunks completed so far."""
+    passed_over: list[int] = field(default_factory=list)
+    """Indices of the chunks that were completed first and are not updated."""
     candidates: list[int] = field(default_factory=list)
     """Indices of complete chunks without an update, the last completed one last."""
 
@@ -98,8 +98,10 @@ class _Assumption:
 class Speculation:
     """Starts updates during backward and decides at the step which of them count. See [Note: speculation]."""
 
-    def __init__(self, data: ModelData, optimizer_step: OptimizerStep) -> None:
+    def __init__(self, data: ModelData, optimizer_step: OptimizerStep, enabled: bool = True) -> None:
         self.data = data
+        self.possible = enabled and optimizer_step.in_background and data.world.size == 1
+        """True if updates can run beside operators."""
         self._optimizer_step = optimizer_step
         self._host_tier = data.manager.host_tier
         self._host_tier.reclaim = self._drop_oldest
@@ -132,16 +134,15 @@ class Speculation:
             scales: Factors of the gradients if nothing is clipped.
         """
         self._assumption, self._scales, self._options = None, scales, options
-        in_background = self._optimizer_step.in_background and self.data.world.size == 1
-        if in_background and self._confident and self.data.backwards_in_step == self._backwards:
+        if self._confident and self.data.backwards_in_step == self._backwards:
             self._assumption = _Assumption(groups().get, scales)
 
     def add(self, index: int) -> None:
         """Add a chunk whose gradients are complete."""
         if self._assumption is not None:
-            self._assumption.seen += 1
-            if self._assumption.seen > self._passed_over:
-                self._assumption.candidates.append(index)
+            passed_over = self._assumption.passed_over
+            skips = len(passed_over) < self._passed_over
+            (passed_over if skips else self._assumption.candidates).append(index)
 
     def progress(self) -> None:
         """Submit updates of complete chunks."""
@@ -253,20 +254,19 @@ class Speculation:
         self._confident = decided and options == self._options
         self._backwards = self.data.backwards_in_step
         if assumption is not None:
-            self._passed_over = max(0, self._passed_over + self._replaced - self._room())
+            self._passed_over = len(assumption.passed_over) + self._replaced - self._room(assumption.passed_over)
         self._replaced = 0
 
-    def _room(self) -> int:
-        """Return how many more updates the spare blocks had room for."""
-        if not self._passed_over:
-            return 0
+    def _room(self, passed_over: Sequence[int]) -> int:
+        """Return for how many more of the chunks that were passed over the spare blocks had room, the last ones first."""
         free = self._host_tier.spare_limit_bytes - self._host_tier.spare_peak
-        largest = max(
-            sum(chunk.nbytes for chunk in self._optimizer_step.optimizer_chunks(index, managed_params))
-            + managed_params[0].shard_chunk.nbytes
-            for index, managed_params in self.data.by_chunk.items()
-        )
-        return max(0, free // largest)
+        for number, index in enumerate(reversed(passed_over)):
+            managed_params = self.data.by_chunk[index]
+            chunks = [managed_params[0].shard_chunk, *self._optimizer_step.optimizer_chunks(index, managed_params)]
+            free -= sum(chunk.nbytes for chunk in chunks)
+            if free < 0:
+                return number
+        return len(passed_over)
 
     def _is_valid(self, index: int, group_of: GroupOf) -> bool:
         """Return whether an update has read what the step would read, and used the rules that the step would use."""
@@ -308,7 +308,7 @@ class Speculation:
             manager.withdraw_hold(param16)  # its device memory goes
         for chunk, block in zip(update.chunks, update.blocks, strict=True):
             self._host_tier.replace_block(chunk, block)
-            manager.mark_written(chunk, on_device=False)
+            manager.host_renewed(chunk)
         self.data.end_update(update.rules)
         self.data.update_param_views()
 
