@@ -11,6 +11,7 @@ from toys import layers, mean_square, train
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar._kernels.cpp_backend import CppBackend
+from patrickstar._step.streamed_update import HostUpdates
 from patrickstar.errors import TrainingError
 
 from .zoo import WIDTH, Stack, linear, mlp, normal, normal_batches, small_chunks, weight
@@ -68,7 +69,8 @@ def test_the_same_bits_while_operators_run(precision):
     def script(trainer, optimizer):
         if isinstance(trainer, Engine):
             step = optimizer_step_of(trainer)
-            step.in_background, step.running.add = True, mock.Mock(wraps=step.running.add)
+            step.host_updates = HostUpdates(step.kernels, None)
+            step.running.add = mock.Mock(wraps=step.running.add)
         for seed in range(4):
             loss = mean_square(trainer(normal(2, width, seed=seed)))
             trainer.backward(loss, update=True)
@@ -266,9 +268,10 @@ def test_a_resumed_engine_observes_a_step_first():
 
 def test_close_waits_for_running_updates():
     width = 1200
-    engine = Engine(lambda: nn.Linear(width, width), small_chunks("bf16", chunk_bytes=1 << 23), meter=testing.NoMeter())
+    config = small_chunks("bf16", chunk_bytes=1 << 23).model_copy(update={"device_memory": 8 << 20})  # not the states
+    engine = Engine(lambda: nn.Linear(width, width), config, meter=testing.NoMeter())
     optimizer_step = optimizer_step_of(engine)
-    optimizer_step.in_background = True
+    optimizer_step.host_updates = HostUpdates(optimizer_step.kernels, None)
     x = normal(2, width)
     for _ in range(3):
         engine.backward(mean_square(engine(x)), update=True)

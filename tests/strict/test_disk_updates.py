@@ -10,7 +10,7 @@ import pytest
 import strict_device
 import torch
 import toys
-from probes import disk_step_of, manager_of
+from probes import disk_step_of, manager_of, optimizer_step_of
 from torch import nn
 
 import patrickstar as ps
@@ -62,7 +62,10 @@ def updates_in_progress(engine: Engine, tier: Tier = Tier.DEVICE) -> Iterator[th
     backward(engine)
     manager = manager_of(engine)
     manager.move_to_tier(manager.param16[0], tier)
-    pipeline._streamed._pool.submit([lambda stage: opened.wait(60)], "an update without end")
+    begun = threading.Event()
+    pool = optimizer_step_of(engine).host_updates.streamed._pool
+    pool.submit([lambda stage: (begun.set(), opened.wait(60))], "an update without end")
+    assert begun.wait(60)
     engine.optimizer.step()
     while not updated(engine):
         pipeline.progress()

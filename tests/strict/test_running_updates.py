@@ -27,7 +27,7 @@ class Gate:
         self.engine = engine
         self._permits = threading.Semaphore(0)
         self._closed = False
-        streamed = optimizer_step_of(engine).streamed
+        streamed = optimizer_step_of(engine).host_updates.streamed
         self._run, streamed._run = streamed._run, self._wait_and_run
 
     def _wait_and_run(self, update) -> None:
@@ -234,7 +234,7 @@ def test_a_step_uses_up_the_gradients_at_once():
 
 def test_a_failed_update_names_its_parameters_by_their_next_use():
     with after_a_step("120KiB") as (engine, gate):
-        streamed, step = optimizer_step_of(engine).streamed, optimizer_step_of(engine)
+        streamed, step = optimizer_step_of(engine).host_updates.streamed, optimizer_step_of(engine)
         run, failing = gate._run, list(step.running._entries)[1]
 
         def fail(update) -> None:

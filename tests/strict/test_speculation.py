@@ -241,4 +241,4 @@ def test_an_engine_closes_with_speculative_updates_in_progress():
     expected = engine.state_dict()
     engine.close()
     testing.assert_same_bits(expected, {name: value.detach() for name, value in module.state_dict().items()}, "closed")
-    assert optimizer_step_of(engine).streamed is not None
+    assert optimizer_step_of(engine).host_updates.streamed is not None

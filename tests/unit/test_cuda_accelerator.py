@@ -194,7 +194,7 @@ def test_segments_become_expandable_unless_configured(fake_cuda: FakeCuda, monke
 
 
 def test_allocator_retries_warn_once(fake_cuda: FakeCuda):
-    nothing = SimpleNamespace(peak=0, other_peak=0, reset_peak=lambda: None, reset_peaks=lambda: None)
+    nothing = SimpleNamespace(peak=0, other_peak=0, spare_peak=0, reset_peak=lambda: None, reset_peaks=lambda: None)
     hardware = Hardware(SECOND)
     manager = SimpleNamespace(
         counters=TransferCounters(),

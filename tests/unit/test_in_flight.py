@@ -205,6 +205,6 @@ def test_a_chunk_is_read_from_disk_completely_before_it_is_used(with_disk):
 def test_a_chunk_moves_after_its_pages(with_disk, kind):
     chunk = on_disk(with_disk, 2.0)
     page = LateTransfer("a page", lambda: None)
-    getattr(chunk, kind).append(page)
+    chunk.page_reads, chunk.page_writes = ([page], {}) if kind == "page_reads" else ([], {0: page})
     with_disk.move_to_tier(chunk, Tier.HOST)
     assert page.done

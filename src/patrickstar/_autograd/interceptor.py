@@ -132,7 +132,9 @@ class Interceptor:
         before = GraphSnapshot.now(args, kwargs)
         if self._covers(managed_params):
             self._note(managed_params)
-            return self._run(func, args, kwargs, tensors, managed_params, before, held=True)
+            out = self._run(func, args, kwargs, tensors, managed_params, before, held=True)
+            self._progress()
+            return out
         suspended = self._access(managed_params)
         try:
             out = self._run(func, args, kwargs, tensors, managed_params, before, held=False)
@@ -203,6 +205,14 @@ class Interceptor:
             if self.in_backward:
                 self.optimizer_in_backward.speculation.progress()
             self.optimizer_in_backward.optimizer_step.progress()
+
+    def _progress(self) -> None:
+        """Advance updates after an operator that ran without an access."""
+        speculation, step = self.optimizer_in_backward.speculation, self.optimizer_in_backward.optimizer_step
+        if step.updating or speculation.active:
+            with managing():
+                speculation.progress()
+                step.progress()
 
     def _end_uses(self, managed_params: Sequence[ManagedParam], suspended: Window | None) -> None:
         self.data.release(managed_params, TensorState.HOLD if self.in_backward else TensorState.HOLD_AFTER_FWD)

@@ -122,8 +122,8 @@ class Chunk:
         """Checkpoint writer that must finish before the chunk's memory is written or freed."""
         self.page_reads: list[Transfer] = []
         """Reads of its disk pages by the optimizer step, in flight; writes of these pages must wait for them."""
-        self.page_writes: list[Transfer] = []
-        """Writes of its disk pages, in flight; reads of these pages must wait for them."""
+        self.page_writes: dict[int, Transfer] = {}
+        """Writes of its disk pages by first byte, in flight; a read of such a page must wait for its write."""
         self.version = 0
         """Counts changes of the content, except page-by-page writes of the optimizer step."""
         self.pins = 0
@@ -158,7 +158,12 @@ class Chunk:
 
     @property
     def has_page_writes(self) -> bool:
-        return any(not transfer.done for transfer in self.page_writes)
+        return any(not transfer.done for transfer in self.page_writes.values())
+
+    def writes_page(self, start: int) -> bool:
+        """Return whether the disk page that begins at this byte is being written."""
+        write = self.page_writes.get(start)
+        return write is not None and not write.done
 
     @property
     def in_memory(self) -> bool:

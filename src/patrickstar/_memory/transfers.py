@@ -89,6 +89,13 @@ class ChunkTransfers:
         else:
             self.complete(chunk)
 
+    def complete_in_order(self, chunk: Chunk) -> None:
+        """Complete the transfer of a chunk that is in flight, if any; copies of an accelerator are only ordered."""
+        if chunk.fetch_transfer is not None:
+            self.wait_fetch(chunk)
+        elif chunk in self.in_flight:
+            self.complete(chunk)
+
     # Evict
 
     def evict_now(self, chunk: Chunk) -> None:
@@ -197,7 +204,7 @@ class ChunkTransfers:
         chunk.wait_for_update()
         if chunk in self.in_flight:
             self.complete(chunk)
-        for transfer in (*chunk.page_reads, *chunk.page_writes):
+        for transfer in (*chunk.page_reads, *chunk.page_writes.values()):
             self.io_dispatch.wait(transfer)
 
     def cancel_all(self) -> None:

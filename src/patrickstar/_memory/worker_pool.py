@@ -67,6 +67,7 @@ class WorkerTransfer(Transfer):
         self._queue = _JobQueue() if queue is None else queue
         self._queued = deque(jobs)
         self._jobs = len(jobs)
+        self._urgent = False
         self._running: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._changed: SimpleQueue[None] = SimpleQueue()
@@ -141,10 +142,9 @@ class _JobQueue:
             if not transfer._queued:
                 return
             self.unfinished.add(transfer)
-            if urgent:
-                self.transfers.appendleft(transfer)
-            else:
-                self.transfers.append(transfer)
+            transfer._urgent = urgent
+            before = sum(other._urgent for other in self.transfers) if urgent else len(self.transfers)
+            self.transfers.insert(before, transfer)
             for _ in transfer._queued:
                 self.wakeups.put(None)
 
@@ -153,6 +153,7 @@ class _JobQueue:
             if transfer in self.transfers:
                 self.transfers.remove(transfer)
                 self.transfers.appendleft(transfer)
+                transfer._urgent = True
 
     def dequeue(self) -> tuple[WorkerTransfer, Job] | None:
         """Dequeue the next job, and count it as running."""
@@ -302,7 +303,7 @@ class WorkerPool:
             return sum(not transfer.done for transfer in self._queue.unfinished)
 
     def submit(self, jobs: Sequence[Job], label: str, *, urgent: bool = False) -> WorkerTransfer:
-        """Queue jobs at the end, or at the front if `urgent`; errors name the `label`.
+        """Queue jobs at the end, or behind other urgent ones if `urgent`; errors name the `label`.
 
         Jobs start in order, and run concurrently in all threads. Raises MoveError after `close`.
         """

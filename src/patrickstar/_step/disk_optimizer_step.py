@@ -14,9 +14,9 @@ from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
-from patrickstar._step.running_updates import RunningUpdates
+from patrickstar._step.running_updates import EndOfUpdate, RunningUpdates
 from patrickstar._step.staging_pool import PageSet, StagingPool
-from patrickstar._step.streamed_update import StreamedUpdates, copies_of
+from patrickstar._step.streamed_update import HostUpdates
 
 # [Note: deferred updates]
 # A parameter must be updated before its next use, but not earlier. So `optimizer.step()` queues the updates and
@@ -58,14 +58,14 @@ class DiskOptimizerStep:
         self,
         data: ModelData,
         kernels: Kernels,
-        streamed: StreamedUpdates | None,
+        host_updates: HostUpdates | None,
         staging_pool: StagingPool,
     ) -> None:
         self.data = data
         self.staging_pool = staging_pool
         self.reads_ahead = True
         """Read pages before an update waits for them."""
-        self._kernels, self._streamed = kernels, streamed
+        self._kernels, self._host_updates = kernels, host_updates
         self._updates: list[DiskUpdate] = []
         self._running = RunningUpdates(in_order=True)
         self._expected: dict[int, list[tuple[int, int]]] = {}
@@ -134,7 +134,7 @@ class DiskOptimizerStep:
             elif self._running:
                 self._running.finish_first()
             else:
-                self.staging_pool.wait([write for pages in self.staging_pool.live for write in pages.writes])
+                self.staging_pool.wait_for_buffers()
         if indices is None:
             self.staging_pool.wait([write for pages in self.staging_pool.live for write in pages.writes])
             self.staging_pool.collect()
@@ -205,7 +205,7 @@ class DiskOptimizerStep:
             pages = None
         if pages is None:
             pages = self.staging_pool.start_read(update.lists, first, numel)
-        while pages is None and speculative and not any(chunk.has_page_writes for chunk in update.lists):
+        while pages is None and speculative and not self.staging_pool.writes_page(update.lists, first):
             victim = speculative.pop()  # expected last
             if victim in self.staging_pool.live:
                 self.staging_pool.drop(victim)
@@ -247,9 +247,10 @@ class DiskOptimizerStep:
                 if part is not None:
                     spans.append(self._span(managed, rule, part, pages.first, views))
                     if managed.shard_chunk.device_valid:  # states are on the host
-                        count_update_transfers(self.data.manager, managed, part.stop - part.start)
-            if self._streamed is not None:
-                self._hold(pages, self._streamed, spans)
+                        numel, by_kernel = part.stop - part.start, self._host_updates is not None
+                        count_update_transfers(self.data.manager, managed, numel, by_kernel=by_kernel)
+            if self._host_updates is not None:
+                self._hold(pages, self._host_updates, spans)
                 return
             self._kernels.update(spans, update.scales)
             self._end(pages)
@@ -258,12 +259,12 @@ class DiskOptimizerStep:
             self._abort(error)
             raise
 
-    def _hold(self, pages: PageSet, streamed: StreamedUpdates, spans: Sequence[Span]) -> None:
-        """Start to update a page set on the worker thread."""
+    def _hold(self, pages: PageSet, updates: HostUpdates, spans: Sequence[Span]) -> None:
+        """Start to update a page set on the worker thread, before whole chunks on the host: the disk is slower."""
         owner, sums = pages.owner, self.data.manager.chunks.get((GRAD32, pages.index))
         chunks = [owner.param16, *([] if sums is None or sums in pages.lists else [sums])]
-        pages.update = streamed.submit(spans, owner.scales, copies_of(chunks))
-        self.staging_pool.keep_until(pages.update.job)
+        pages.update = updates.start(spans, owner.scales, chunks, urgent=True)
+        self.staging_pool.keep_until(EndOfUpdate(pages.update, repr(owner.param16)))
         self._running.add(pages.update, chunks, partial(self._finish, pages))
 
     @defer_sigint
@@ -292,7 +293,7 @@ class DiskOptimizerStep:
     ) -> Span:
         """Return the tensors that the update of elements `part` accesses, on pages that begin at element `first`."""
         on_page = slice(managed.location.offset + part.start - first, managed.location.offset + part.stop - first)
-        in_order = self._streamed is not None  # it waits for the chunks' copies
+        in_order = self._host_updates is not None and self._host_updates.waits_for_copies
         param = managed.flat(managed.shard_chunk, in_order=in_order)[part]
         accumulated = None
         if managed.state.accumulated:

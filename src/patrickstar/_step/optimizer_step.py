@@ -18,7 +18,7 @@ from patrickstar._schedule.placement import Tier
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep, count_update_transfers
 from patrickstar._step.running_updates import RunningUpdates
 from patrickstar._step.staging_pool import StagingPool, StagingSize
-from patrickstar._step.streamed_update import StreamedUpdates, copies_of
+from patrickstar._step.streamed_update import HostUpdates, StreamedUpdates
 from patrickstar.optim import Optimizer
 
 GroupOf = Callable[[ManagedParam], Mapping[str, Any] | None]
@@ -39,18 +39,19 @@ class OptimizerStep:
         self.data = data
         self.optimizer = optimizer
         self.kernels = kernels
-        self.streamed: StreamedUpdates | None = None
-        """Updates on the host, beside an accelerator."""
-        if accelerator is not None:
-            self.streamed = StreamedUpdates(kernels, accelerator, manager.host_tier, buffer_bytes)
-        # On a CPU, operators and updates would compete for the cores.
-        self.in_background = manager.hardware.has_gpu
+        self.host_updates: HostUpdates | None = None
+        """Updates on the host beside operators; None on a CPU, where both would compete for the cores."""
+        if manager.hardware.has_gpu:
+            streamed = None
+            if accelerator is not None:
+                streamed = StreamedUpdates(kernels, accelerator, manager.host_tier, buffer_bytes)
+            self.host_updates = HostUpdates(kernels, streamed)
         self.running = RunningUpdates()
         """Updates in progress, except those from disk."""
         self.home_tiers: dict[int, Tier] = {}
         """Tier of the optimizer chunks of each index; the host for others."""
         self.disk_step = (
-            DiskOptimizerStep(data, kernels, self.streamed, StagingPool(manager, staging_size))
+            DiskOptimizerStep(data, kernels, self.host_updates, StagingPool(manager, staging_size))
             if staging_size is not None
             else None
         )
@@ -72,9 +73,10 @@ class OptimizerStep:
 
         Beside an accelerator updates are started: see [Note: running updates].
         """
-        first_use = self.data.tracer.trace.first_use
-        in_order = sorted(self.data.by_chunk, key=first_use) if self.in_background else list(self.data.by_chunk)
-        for index in in_order:
+        indices, first_use = list(self.data.by_chunk), self.data.tracer.trace.first_use
+        if self.host_updates is not None:
+            indices.sort(key=first_use)
+        for index in indices:
             self.update_chunk(index, group_of, scales)
         self.running.reorder(first_use)
         if self.disk_step is not None:
@@ -86,8 +88,8 @@ class OptimizerStep:
         if self.disk_step is not None:
             self.disk_step.cancel_running()
         self.running.clear()
-        if self.streamed is not None:
-            self.streamed.close()
+        if self.host_updates is not None:
+            self.host_updates.close()
 
     def progress(self) -> None:
         """Advance deferred updates and a running checkpoint save, without waiting."""
@@ -141,7 +143,7 @@ class OptimizerStep:
             return
         try:
             with profiler_range("update", profiled_names(rules)):
-                running, used = self._start(rules, scales, chunks)
+                running, used = self._start(rules, scales, chunks, first)
         except BaseException as error:
             self.give_up(rules, error)
             raise
@@ -149,12 +151,10 @@ class OptimizerStep:
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
         for managed in rules:
             managed.begin_update()
-        if running:
-            if first:
-                running[-1].prioritize()
-            self.running.add(running[-1], used, partial(self._finish, running, rules))
-        else:
+        if running is None:
             self.data.end_update(rules)
+        else:
+            self.running.add(running, used, partial(self._finish, running, rules))
 
     def note_order(self, index: int) -> None:
         """Record that the chunks of an index are updated next."""
@@ -171,11 +171,10 @@ class OptimizerStep:
         }
 
     @defer_sigint
-    def _finish(self, running: Sequence[Running], rules: Mapping[ManagedParam, Rule]) -> None:
+    def _finish(self, running: Running, rules: Mapping[ManagedParam, Rule]) -> None:
         """Wait for the update of one chunk's parameters."""
         try:
-            for update in running:
-                update.finish()
+            running.finish()
         except BaseException as error:
             self.give_up(rules, error)
             raise
@@ -192,36 +191,29 @@ class OptimizerStep:
         )
 
     def _start(
-        self, rules: Mapping[ManagedParam, Rule], scales: Sequence[float], chunks: Sequence[Chunk]
-    ) -> tuple[list[Running], list[Chunk]]:
+        self, rules: Mapping[ManagedParam, Rule], scales: Sequence[float], chunks: Sequence[Chunk], urgent: bool
+    ) -> tuple[Running | None, list[Chunk]]:
         """Update one chunk's parameters; beside an accelerator, start to.
 
         Returns:
             What may still be running, and the chunks that it uses.
         """
         manager, on_host = self.data.manager, not chunks[0].device_valid
-        streamed, shard_chunk = self.streamed if on_host else None, next(iter(rules)).shard_chunk
-        if streamed is None:
+        updates, shard_chunk = self.host_updates if on_host else None, next(iter(rules)).shard_chunk
+        in_order = updates is not None and updates.waits_for_copies
+        if not in_order:
             manager.transfers.wait_idle(shard_chunk)
-        spans = [self.span(managed, rule, chunks, in_order=streamed is not None) for managed, rule in rules.items()]
+        spans = [self.span(managed, rule, chunks, in_order=in_order) for managed, rule in rules.items()]
         if shard_chunk.device_valid and on_host:
             for managed in rules:
                 managed.chunk.transferred_bytes += count_update_transfers(
-                    manager, managed, managed.location.numel, by_kernel=self.in_background
+                    manager, managed, managed.location.numel, by_kernel=self.host_updates is not None
                 )
         used = [shard_chunk, *chunks, *self.gradient_sums(shard_chunk.index)]
-        if on_host and self.in_background:
-            return self.start(spans, scales, used), used
-        if self.in_background:
-            return self.kernels.start(spans, scales), used
+        if updates is not None:
+            return updates.start(spans, scales, used, urgent), used
         self.kernels.update(spans, scales)
-        return [], used
-
-    def start(self, spans: Sequence[Span], scales: Sequence[float], used: Sequence[Chunk]) -> list[Running]:
-        """Start an update on the host that uses these chunks, beside the device."""
-        if self.streamed is not None:
-            return [self.streamed.submit(spans, scales, copies_of(used))]
-        return self.kernels.start(spans, scales)
+        return None, used
 
     def gradient_sums(self, index: int) -> list[Chunk]:
         """Return the chunk of accumulated gradients of an index, if there is one."""

@@ -1,12 +1,14 @@
 """Updates that worker threads run beside the training thread, and the chunks that these use."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from patrickstar._kernels.update_rule import Running
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._memory.transfer import Transfer
 
 # [Note: running updates]
 # `optimizer.step()` starts updates and returns. An update counts as running until the training thread has finished it:
@@ -18,6 +20,59 @@ from patrickstar._memory.defer_sigint import defer_sigint
 # starts them in this order; backward, which completes gradients in the opposite order, starts each before those that
 # wait. An update that the training thread needs is moved ahead of all others. Pages of a chunk on disk are updated, and
 # finished, in their order.
+
+
+class UpdateGroup:
+    """Updates that were started together, as one."""
+
+    def __init__(self, parts: Sequence[Running]) -> None:
+        self.parts = parts
+
+    @property
+    def done(self) -> bool:
+        """True once all have ended."""
+        return all(part.done for part in self.parts)
+
+    def prioritize(self) -> None:
+        """Run them before others that wait."""
+        for part in reversed(self.parts):
+            part.prioritize()
+
+    def withdraw(self) -> bool:
+        """Cancel them if they have not begun; only a single one can be known not to."""
+        return len(self.parts) == 1 and self.parts[0].withdraw()
+
+    def cancel(self) -> None:
+        """Cancel what has not begun, and wait for the rest."""
+        for part in self.parts:
+            part.cancel()
+
+    def finish(self) -> None:
+        """Wait for all, and raise the first error."""
+        for part in self.parts:
+            part.finish()
+
+
+class EndOfUpdate(Transfer):
+    """The end of an update, for whoever moves memory that it uses. Whoever finishes the update raises its error."""
+
+    def __init__(self, running: Running, label: str) -> None:
+        self.label = label
+        self._running = running
+
+    @property
+    def done(self) -> bool:
+        return self._running.done
+
+    def wait(self) -> None:
+        with suppress(Exception):
+            self._running.finish()
+
+    def prioritize(self) -> None:
+        self._running.prioritize()
+
+    def cancel(self) -> None:
+        self.wait()
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """Updates during backward whose results count if the step decides what they assumed (speculation)."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,10 +11,10 @@ from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.host_arena import ArenaBlock
 from patrickstar._memory.profiler_range import profiler_range
-from patrickstar._memory.transfer import Transfer
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.optimizer_step import GroupOf, OptimizerStep
+from patrickstar._step.running_updates import EndOfUpdate
 
 # [Note: speculation]
 # Clipping, loss scaling and the caller's choices are known at `optimizer.step()` only. During backward a chunk whose
@@ -50,37 +50,8 @@ class SpeculativeUpdate:
     """Chunks that it reads."""
     versions: Sequence[int]
     """Versions of the inputs when it was submitted."""
-    running: Sequence[Running]
+    running: Running
     failed: bool = False
-
-    @property
-    def done(self) -> bool:
-        """True once it has ended, with or without an error."""
-        return all(running.done for running in self.running)
-
-
-class _EndOfUpdate(Transfer):
-    """The end of an update, for whoever moves the memory that it writes. Errors are left to who finishes it."""
-
-    def __init__(self, running: Sequence[Running], label: str) -> None:
-        self.label = label
-        self._running = running
-
-    @property
-    def done(self) -> bool:
-        return all(running.done for running in self._running)
-
-    def wait(self) -> None:
-        for running in self._running:
-            with suppress(Exception):
-                running.finish()
-
-    def prioritize(self) -> None:
-        for running in self._running:
-            running.prioritize()
-
-    def cancel(self) -> None:
-        self.wait()
 
 
 @dataclass
@@ -100,11 +71,12 @@ class Speculation:
 
     def __init__(self, data: ModelData, optimizer_step: OptimizerStep, enabled: bool = True) -> None:
         self.data = data
-        self.possible = enabled and optimizer_step.in_background and data.world.size == 1
+        self.possible = enabled and optimizer_step.host_updates is not None and data.world.size == 1
         """True if updates can run beside operators."""
         self._optimizer_step = optimizer_step
         self._host_tier = data.manager.host_tier
-        self._host_tier.reclaim = self._drop_oldest
+        reclaim = weakref.WeakMethod(self._drop_oldest)  # no cycle: memory goes back without a garbage collection
+        self._host_tier.reclaim = lambda: (drop := reclaim()) is not None and drop()
         self._assumption: _Assumption | None = None
         self._updates: dict[int, SpeculativeUpdate] = {}
         """Updates by chunk index, the oldest first."""
@@ -148,7 +120,10 @@ class Speculation:
         """Submit updates of complete chunks."""
         if self._assumption is None:
             return
-        while self._assumption.candidates and sum(not update.done for update in self._updates.values()) < IN_FLIGHT:
+        while (
+            self._assumption.candidates
+            and sum(not update.running.done for update in self._updates.values()) < IN_FLIGHT
+        ):
             self._start(self._assumption.candidates.pop(), self._assumption)
 
     @defer_sigint
@@ -157,15 +132,15 @@ class Speculation:
         rules = step.rules(managed_params, assumption.group_of)
         param16, chunks = managed_params[0].shard_chunk, step.optimizer_chunks(index, managed_params)
         sums = step.gradient_sums(index)
-        inputs = [param16, *chunks, *sums]
+        inputs, updates = [param16, *chunks, *sums], step.host_updates
+        assert updates is not None, "without updates beside operators nothing is speculated"
         on_host = all(chunk.host_valid and not chunk.device_resident for chunk in (*chunks, *sums))
         # A spare block holds whole chunks: every parameter in them has to be updated.
         if not on_host or len(rules) < len(managed_params) or not all(rule.by_pages for rule in rules.values()):
             return
-        if param16.eviction_transfer is not None:
-            manager.transfers.complete(param16)
-            self.data.update_param_views()
-        if not param16.in_memory or param16.fetch_transfer is not None:
+        manager.transfers.complete_in_order(param16)
+        self.data.update_param_views()
+        if not param16.in_memory:
             return
         targets = [param16, *chunks]
         blocks = self._allocate([chunk.nbytes for chunk in targets])
@@ -174,7 +149,7 @@ class Speculation:
         views = [self._host_tier.view(block, chunk.dtype) for chunk, block in zip(targets, blocks, strict=True)]
         spans = []
         for managed, rule in rules.items():
-            span = step.span(managed, rule, chunks, in_order=step.streamed is not None)
+            span = step.span(managed, rule, chunks, in_order=updates.waits_for_copies)
             first, last = managed.location.offset, managed.location.offset + managed.location.numel
             param, *out = (view[first:last] for view in views)
             spans.append(replace(span, param=param, out=tuple(out)))
@@ -182,12 +157,12 @@ class Speculation:
                 manager.count_transfer(param.nbytes, to_device=False, by_kernel=True)
                 managed.chunk.transferred_bytes += param.nbytes
         with profiler_range("update", profiled_names(rules)):
-            running = step.start(spans, assumption.scales, inputs)
+            running = updates.start(spans, assumption.scales, inputs)
         for block in blocks:
-            self._host_tier.copy_issued(block, _EndOfUpdate(running, repr(param16)))
+            self._host_tier.copy_issued(block, EndOfUpdate(running, repr(param16)))
         update = SpeculativeUpdate(rules, targets, blocks, inputs, [chunk.version for chunk in inputs], running)
         self._updates[index] = update
-        step.running.add(running[-1], inputs, partial(self._before_move, index))
+        step.running.add(running, inputs, partial(self._before_move, index))
 
     def _allocate(self, sizes: Sequence[int]) -> list[ArenaBlock] | None:
         """Allocate spare blocks; the oldest updates are dropped for this one."""
@@ -206,9 +181,8 @@ class Speculation:
 
     def _drop(self, index: int) -> None:
         update = self._updates.pop(index)
-        self._optimizer_step.running.discard(update.running[-1])
-        for running in update.running:
-            running.cancel()
+        self._optimizer_step.running.discard(update.running)
+        update.running.cancel()
         self._release(update)
 
     def _release(self, update: SpeculativeUpdate) -> None:
@@ -218,14 +192,13 @@ class Speculation:
     def _before_move(self, index: int) -> None:
         """Let a chunk move that an update reads: wait for the update, or put it off if it has not begun."""
         update = self._updates[index]
-        if update.running[-1].withdraw():
+        if update.running.withdraw():
             self._drop(index)
             if self._assumption is not None:
                 self._assumption.candidates.insert(0, index)
             return
         try:
-            for running in update.running:
-                running.finish()
+            update.running.finish()
         except Exception:  # the step will update the chunk, and raise the error if it occurs again
             update.failed = True
 
@@ -258,7 +231,7 @@ class Speculation:
         self._replaced = 0
 
     def _room(self, passed_over: Sequence[int]) -> int:
-        """Return for how many more of the chunks that were passed over the spare blocks had room, the last ones first."""
+        """Return for how many of the chunks that were passed over the spare blocks had room, the last ones first."""
         free = self._host_tier.spare_limit_bytes - self._host_tier.spare_peak
         for number, index in enumerate(reversed(passed_over)):
             managed_params = self.data.by_chunk[index]
@@ -282,24 +255,22 @@ class Speculation:
     def _commit(self, index: int) -> None:
         """Make the results of an update those of the step: now, or once it has ended."""
         update, running = self._updates.pop(index), self._optimizer_step.running
-        running.discard(update.running[-1])
+        running.discard(update.running)
         self.data.before_update(index)
-        if update.chunks[0].eviction_transfer is not None:
-            self.data.manager.transfers.complete(update.chunks[0])
+        self.data.manager.transfers.complete_in_order(update.chunks[0])
         for managed in update.rules:
             managed.begin_update()
         self._optimizer_step.note_order(index)
-        running.add(update.running[-1], update.inputs, partial(self._finish, update))
-        if update.done:
-            running.finish_one(update.running[-1])
+        running.add(update.running, update.inputs, partial(self._finish, update))
+        if update.running.done:
+            running.finish_one(update.running)
 
     @defer_sigint
     def _finish(self, update: SpeculativeUpdate) -> None:
         """Wait for an update, and make its spare blocks the host copies of its chunks."""
         manager, param16 = self.data.manager, update.chunks[0]
         try:
-            for running in update.running:
-                running.finish()
+            update.running.finish()
         except BaseException as error:
             self._release(update)
             self._optimizer_step.give_up(update.rules, error)

@@ -95,11 +95,16 @@ class StagingPool:
         length = self._page_bytes // chunk.dtype.itemsize if self.size.by_pages else chunk.numel
         return [(first, min(length, chunk.numel - first)) for first in range(0, chunk.numel, max(1, length))]
 
+    @staticmethod
+    def writes_page(lists: Sequence[Chunk], first: int) -> bool:
+        """Return whether the page that begins at element `first` of any list is being written."""
+        return any(chunk.writes_page(first * chunk.dtype.itemsize) for chunk in lists)
+
     @defer_sigint
     def start_read(self, lists: list[Chunk], first: int, numel: int) -> PageSet | None:
-        """Start to read a page of each list; None without free buffers or while earlier updates are written."""
+        """Start to read a page of each list; None without free buffers or while an earlier update of it is written."""
         free = self.free()
-        if any(chunk.has_page_writes for chunk in lists) or len(free) < len(lists):
+        if len(free) < len(lists) or self.writes_page(lists, first):
             return None
         pages = PageSet(lists, first, numel, free[: len(lists)], [chunk.version for chunk in lists])
         self.live.append(pages)
@@ -134,7 +139,7 @@ class StagingPool:
                 start = pages.first * chunk.dtype.itemsize
                 write = self.manager.io_dispatch.write(chunk, start, memory.view(torch.uint8))
                 pages.writes.append(write)
-                chunk.page_writes.append(write)
+                chunk.page_writes[start] = write
 
     def keep_until(self, job: Transfer) -> None:
         """Keep the buffers where they are until a job, the last one that uses them, has ended."""
@@ -143,6 +148,12 @@ class StagingPool:
     def wait(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
             self.manager.io_dispatch.wait(transfer)
+
+    def wait_for_buffers(self) -> None:
+        """Wait until the page set that was updated first is written back; later ones are written meanwhile."""
+        written = next((pages for pages in self.live if pages.updated), None)
+        if written is not None:
+            self.wait(written.writes)
 
     @defer_sigint
     def drop(self, pages: PageSet) -> None:
@@ -158,5 +169,5 @@ class StagingPool:
             if all(transfer.done for transfer in pages.writes):
                 self.wait(pages.writes)
                 for chunk in pages.lists:
-                    chunk.page_writes = [transfer for transfer in chunk.page_writes if not transfer.done]
+                    chunk.page_writes = {first: write for first, write in chunk.page_writes.items() if not write.done}
                 self.live.remove(pages)

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.update_rule import Span
+from patrickstar._kernels.update_rule import Running, Span
 from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.worker_pool import WorkerPool, WorkerTransfer
+from patrickstar._step.running_updates import UpdateGroup
 
 PIECE_NUMEL = 1 << 20
 """Elements per copy: one page, whose update takes longer than the overhead of a copy."""
@@ -122,14 +123,17 @@ class StreamedUpdates:
         """For each buffer, an event behind the copy of its parameters to the device."""
         self._next = 0
 
-    def submit(self, spans: Sequence[Span], scales: Sequence[float], copies: Sequence[Transfer]) -> StreamedUpdate:
+    def submit(
+        self, spans: Sequence[Span], scales: Sequence[float], copies: Sequence[Transfer], urgent: bool = False
+    ) -> StreamedUpdate:
         """Start to update spans whose masters are on the host. The caller finishes the update.
 
         Args:
             copies: Copies that still read or write host memory of these spans.
+            urgent: Run it before others that wait and are not urgent.
         """
         update = StreamedUpdate(self.accelerator, spans, scales, self.accelerator.record(), copies)
-        update.job = self._pool.submit([lambda stage: self._run(update)], "an update on the host")
+        update.job = self._pool.submit([lambda stage: self._run(update)], "an update on the host", urgent=urgent)
         self._host_tier.copy_issued(self._block, update.job)
         return update
 
@@ -199,3 +203,36 @@ def _cut(spans: Sequence[Span], length: Callable[[Span], int]) -> Iterator[Span]
         step = max(1, length(span))
         for first in range(0, span.numel, step):
             yield span.page(slice(first, first + step))
+
+
+class HostUpdates:
+    """Starts updates on the host beside operators of the device.
+
+    Args:
+        streamed: Worker thread and buffers; None if the kernels themselves run beside operators (simulated devices).
+    """
+
+    def __init__(self, kernels: Kernels, streamed: StreamedUpdates | None) -> None:
+        self.streamed = streamed
+        self._kernels = kernels
+
+    @property
+    def waits_for_copies(self) -> bool:
+        """True if an update waits for the copies of its chunks itself."""
+        return self.streamed is not None
+
+    def start(
+        self, spans: Sequence[Span], scales: Sequence[float], used: Sequence[Chunk], urgent: bool = False
+    ) -> Running:
+        """Start an update that uses these chunks; `urgent`: before updates that are not."""
+        if self.streamed is not None:
+            return self.streamed.submit(spans, scales, copies_of(used), urgent)
+        running = UpdateGroup(self._kernels.start(spans, scales))
+        if urgent:
+            running.prioritize()
+        return running
+
+    def close(self) -> None:
+        """Finish all updates and end the thread."""
+        if self.streamed is not None:
+            self.streamed.close()
