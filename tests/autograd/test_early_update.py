@@ -78,7 +78,8 @@ def test_the_same_bits_while_operators_run(precision):
         assert not isinstance(trainer, Engine) or step.running.add.call_count >= 4
         return []
 
-    testing.compare(lambda: layers(width, 3, nn.Tanh), small_chunks(precision, chunk_bytes=1 << 22), script)
+    config = small_chunks(precision, chunk_bytes=1 << 22).model_copy(update={"device_memory": 30 << 20})
+    testing.compare(lambda: layers(width, 3, nn.Tanh), config, script)
 
 
 def updated_before_the_step(engine):
