@@ -115,7 +115,7 @@ def test_jobs_start_in_order_and_urgent_ones_first(pool):
     gate.opened.set()
     for transfer in transfers:
         transfer.wait()
-    assert ran == ["b0", "b1", "d0", "d1", "c0", "c1", "a0", "a1"]
+    assert ran == ["b0", "b1", "c0", "c1", "d0", "d1", "a0", "a1"]
     assert pool.in_flight == 0
 
 

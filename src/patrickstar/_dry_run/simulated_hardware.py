@@ -265,6 +265,7 @@ class SimulatedDiskTier(DiskTier):
         start: int,
         memory: torch.Tensor,
         urgent: bool,
+        spare: bool = False,
     ) -> Transfer:
         if pool is self.readers:
             nbytes = self.written_bytes(chunk, start, memory.numel())

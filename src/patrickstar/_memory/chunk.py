@@ -98,6 +98,8 @@ class Chunk:
         """Block of the host arena that holds the host copy."""
         self.disk_offset: int | None = None
         """Byte offset of its block in the swap file, once allocated."""
+        self.spare_offset: int | None = None
+        """Byte offset of its spare pages in the swap file, once allocated. See [Note: spare pages]."""
         self.held = False
         """True while it is pinned for a whole iteration. See [Note: resident iterations]."""
         self.device_valid = False

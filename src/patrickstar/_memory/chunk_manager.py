@@ -219,7 +219,7 @@ class ChunkManager(DeviceEviction):
                 chunk.h2d_transfer = None
 
     @defer_sigint
-    def mark_written(self, chunk: Chunk, on_device: bool, free_device: bool = True) -> None:
+    def mark_written(self, chunk: Chunk, on_device: bool) -> None:
         """Mark the device copy (or the host copy) as the only valid one after an in-place write."""
         assert chunk.fetch_transfer is None and chunk.eviction_transfer is None, (
             f"{chunk} was written while a transfer was in flight"
@@ -229,16 +229,8 @@ class ChunkManager(DeviceEviction):
         chunk.host_valid = not on_device
         chunk.disk_valid = False
         chunk.version += 1
-        if not on_device and chunk.device_bytes and free_device:
+        if not on_device and chunk.device_bytes:
             self.device_tier.free(chunk)
-
-    @defer_sigint
-    def host_renewed(self, chunk: Chunk) -> None:
-        """Mark the host copy as the only valid one, and start to copy it over the device copy if there is one."""
-        refill = self.hardware.has_gpu and chunk.device_resident
-        self.mark_written(chunk, on_device=False, free_device=not refill)
-        if refill:
-            self.transfers.start_refetch(chunk)
 
     @defer_sigint
     def move_to_tier(self, chunk: Chunk, tier: Tier) -> None:
@@ -311,6 +303,7 @@ class ChunkManager(DeviceEviction):
             updating = chunk.finish_update is not None and not chunk.device_bytes
             if (
                 updating
+                or (chunk.has_page_writes and not chunk.host_valid)
                 or chunk.eviction_transfer is not None
                 or self.device_tier.used + chunk.nbytes > self.device_tier.chunkable_bytes
             ):

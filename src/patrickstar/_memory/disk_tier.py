@@ -14,9 +14,17 @@ from patrickstar._memory.swap_file import SwapFile
 from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.worker_pool import WorkerPool
 
+SINGLE = 4
+"""Bytes of an fp32 number."""
 STAGES = (READERS := 4) + (WRITERS := 2)
 """Threads, each with one page in flight. One disk read 1.05 GB/s with one thread and up to 1.6 with four, and wrote
 3 GB/s with any number; threads that wait for a disk use no CPU time."""
+
+
+# [Note: spare pages]
+# A chunk may have a second block in the swap file, of spare pages. New content is written there page by page while the
+# old pages stay valid, and becomes the chunk's with one exchange of the blocks (`swap_spare`). The old block then has
+# the spare pages. Pages of all lists have the same elements, so that one update writes whole pages.
 
 
 def pages(nbytes: int, page_bytes: int = PAGE_BYTES) -> Iterator[tuple[int, int]]:
@@ -44,17 +52,36 @@ class DiskTier:
         self._stages.append(HostArena(nbytes, self.accelerator))
         return self._stages[-1].memory
 
+    def page_bytes_of(self, chunk: Chunk) -> int:
+        """Return the bytes of a chunk's pages: as many elements as a page has in fp32, if these are whole blocks."""
+        nbytes = self.page_bytes * chunk.dtype.itemsize // SINGLE
+        return nbytes if nbytes < self.page_bytes and nbytes % BLOCK_BYTES == 0 else self.page_bytes
+
     def reserve(self, chunk: Chunk) -> None:
         if chunk.disk_offset is None:
             chunk.disk_offset = self.file.reserve(chunk.nbytes, repr(chunk))
 
     def release(self, chunk: Chunk) -> None:
         if chunk.disk_offset is not None:
-            self._written.difference_update(
-                chunk.disk_offset + first for first, _ in pages(chunk.nbytes, self.page_bytes)
-            )
-            self.file.free(chunk.disk_offset, chunk.nbytes)
+            self._free(chunk, chunk.disk_offset)
             chunk.disk_offset = None
+        if chunk.spare_offset is not None:
+            self._free(chunk, chunk.spare_offset)
+            chunk.spare_offset = None
+
+    def _free(self, chunk: Chunk, offset: int) -> None:
+        self._written.difference_update(offset + first for first, _ in pages(chunk.nbytes, self.page_bytes_of(chunk)))
+        self.file.free(offset, chunk.nbytes)
+
+    def reserve_spare(self, chunk: Chunk) -> None:
+        """Reserve spare pages for a chunk. Raises DiskError or BudgetError if the disk is full."""
+        if chunk.spare_offset is None:
+            chunk.spare_offset = self.file.reserve(chunk.nbytes, f"spare pages of {chunk}", planned=False)
+
+    def swap_spare(self, chunk: Chunk) -> None:
+        """Make the spare pages of a chunk its pages, and these its spare pages."""
+        assert chunk.spare_offset is not None, f"{chunk} has no spare pages"
+        chunk.disk_offset, chunk.spare_offset = chunk.spare_offset, chunk.disk_offset
 
     def read(self, chunk: Chunk, start: int, target: torch.Tensor, urgent: bool = False) -> Transfer:
         """Read whole pages of a chunk, from byte `start` on; pages never written read as zeros."""
@@ -64,13 +91,16 @@ class DiskTier:
         """Return the number of these bytes that were written to the disk."""
         assert chunk.disk_offset is not None
         offset = chunk.disk_offset + start
-        return sum(length for first, length in pages(nbytes, self.page_bytes) if offset + first in self._written)
+        page_bytes = self.page_bytes_of(chunk)
+        return sum(length for first, length in pages(nbytes, page_bytes) if offset + first in self._written)
 
-    def write(self, chunk: Chunk, start: int, source: torch.Tensor) -> Transfer:
-        """Write whole pages of a chunk, from byte `start` on; no page may be in flight twice."""
-        assert chunk.disk_offset is not None
-        self._written.update(chunk.disk_offset + start + first for first, _ in pages(source.numel(), self.page_bytes))
-        return self._submit(self.writers, self._write_page, chunk, start, source, False)
+    def write(self, chunk: Chunk, start: int, source: torch.Tensor, *, spare: bool = False) -> Transfer:
+        """Write whole pages of a chunk, or its `spare` pages, from byte `start` on; no page may be in flight twice."""
+        offset = chunk.spare_offset if spare else chunk.disk_offset
+        assert offset is not None
+        parts = pages(source.numel(), self.page_bytes_of(chunk))
+        self._written.update(offset + start + first for first, _ in parts)
+        return self._submit(self.writers, self._write_page, chunk, start, source, False, spare)
 
     def close(self) -> None:
         self.readers.close()
@@ -87,9 +117,11 @@ class DiskTier:
         start: int,
         memory: torch.Tensor,
         urgent: bool,
+        spare: bool = False,
     ) -> Transfer:
-        assert chunk.disk_offset is not None and start % self.page_bytes == 0, f"{chunk} has no page at {start}"
-        label, offset = repr(chunk), chunk.disk_offset + start
+        page_bytes, block = self.page_bytes_of(chunk), chunk.spare_offset if spare else chunk.disk_offset
+        assert block is not None and start % page_bytes == 0, f"{chunk} has no page at {start}"
+        label, offset = repr(chunk), block + start
         # Earlier work of the device may still use device memory: a copy is ordered after it, but the disk need not be.
         ready = None
         if memory.device.type != "cpu":
@@ -100,7 +132,7 @@ class DiskTier:
             page = memory[first : first + nbytes]
             return lambda stage: transfer_page(stage, label, offset + first, page, ready)
 
-        return pool.submit([job(*page) for page in pages(memory.numel(), self.page_bytes)], label, urgent=urgent)
+        return pool.submit([job(*page) for page in pages(memory.numel(), page_bytes)], label, urgent=urgent)
 
     def _read_page(
         self, stage: torch.Tensor, label: str, offset: int, page: torch.Tensor, ready: torch.Event | None

@@ -59,6 +59,8 @@ class IODispatch:
         if chunk.host_valid:
             return self.copies.up(chunk)
         assert chunk.disk_valid, f"{chunk} has no valid copy"
+        for write in chunk.page_writes.values():
+            self.wait(write)
         return self.read(chunk, 0, chunk.device_bytes_view(), urgent)
 
     def request_reduction(self, chunk: Chunk) -> Transfer:
@@ -74,13 +76,13 @@ class IODispatch:
         self.counters.disk_read_bytes += self.disk.written_bytes(chunk, start, target.numel())
         return self.disk.read(chunk, start, target, urgent)
 
-    def write(self, chunk: Chunk, start: int, source: torch.Tensor) -> Transfer:
-        """Start to write a flat tensor of bytes over whole pages of a chunk, from byte offset `start`."""
+    def write(self, chunk: Chunk, start: int, source: torch.Tensor, *, spare: bool = False) -> Transfer:
+        """Start to write a flat tensor of bytes over whole pages of a chunk, or its `spare` ones, from byte `start`."""
         assert self.disk is not None, f"cannot write {chunk} to disk: there is no disk tier"
         self.check()
         self.disk.reserve(chunk)
         self.counters.disk_write_bytes += source.numel()
-        return self.disk.write(chunk, start, source)
+        return self.disk.write(chunk, start, source, spare=spare)
 
     def pages_of(self, chunk: Chunk, first: int, numel: int, write: bool) -> Iterator[tuple[int, torch.Tensor]]:
         """Iterate over the disk pages of a chunk that hold these elements; `write`: write each back afterwards.
@@ -89,7 +91,7 @@ class IODispatch:
         """
         assert self.disk is not None and chunk.disk_valid, f"{chunk} has no valid copy on disk"
         itemsize = chunk.dtype.itemsize
-        page_numel = self.disk.page_bytes // itemsize
+        page_numel = self.disk.page_bytes_of(chunk) // itemsize
         for offset in range(first // page_numel * page_numel, first + numel, page_numel):
             page = self._page[: min(page_numel, chunk.numel - offset) * itemsize]
             self.wait(self.read(chunk, offset * itemsize, page, urgent=True))

@@ -34,6 +34,8 @@ class SwapFile:
         self.capacity_bytes = capacity_bytes
         self.nbytes = 0
         self.used_bytes = 0
+        self._planned_bytes = round_up(nbytes, BLOCK_BYTES)
+        self._unplanned_bytes = 0
         self.read_bytes = 0
         self.written_bytes = 0
         self._sums: dict[int, tuple[int, int]] = {}  # page offset: length and hash
@@ -60,17 +62,22 @@ class SwapFile:
 
     # Extents
 
-    def reserve(self, nbytes: int, label: str) -> int:
-        """Reserve an extent on the disk and return its offset; errors name the `label`."""
+    def reserve(self, nbytes: int, label: str, *, planned: bool = True) -> int:
+        """Reserve an extent on the disk and return its offset; errors name the `label`.
+
+        Extents that are not `planned` take nothing of the bytes that were reserved at the start.
+        """
         with self._lock:
             if self._closed:
                 raise self._closed_error(label)
             if freed := self._free_extents.get(round_up(nbytes, BLOCK_BYTES)):
                 return freed.pop()
             offset, end = self.used_bytes, self.used_bytes + round_up(nbytes, BLOCK_BYTES)
-            self._check_capacity(end, label)
-            self._grow(end, label)
-            self.used_bytes = end
+            unplanned = self._unplanned_bytes + (0 if planned else round_up(nbytes, BLOCK_BYTES))
+            needed = max(end, self._planned_bytes + unplanned)
+            self._check_capacity(needed, label)
+            self._grow(needed, label)
+            self.used_bytes, self._unplanned_bytes = end, unplanned
         return offset
 
     def free(self, offset: int, nbytes: int) -> None:

@@ -118,13 +118,6 @@ class ChunkTransfers:
                 chunk.eviction_transfer = self.io_dispatch.write(chunk, 0, chunk.device_bytes_view())
         self._count_d2h(chunk)
 
-    def start_refetch(self, chunk: Chunk) -> None:
-        """Start to copy a chunk from the host into the device memory that it has."""
-        self.in_flight[chunk] = None
-        with profiler_range("prefetch", chunk):
-            chunk.fetch_transfer = self.io_dispatch.start_fetch(chunk, urgent=False)
-        self._count_h2d(chunk)
-
     def start_regather(self, chunk: Chunk) -> None:
         """Gather a sharded chunk into device memory that now holds other bytes (gradients, or stale parameters)."""
         self.in_flight[chunk] = None
@@ -139,6 +132,35 @@ class ChunkTransfers:
     def _count_d2h(self, chunk: Chunk) -> None:
         self.io_dispatch.counters.d2h_bytes += chunk.nbytes
         chunk.transferred_bytes += chunk.nbytes
+
+    # New content
+
+    @defer_sigint
+    def host_renewed(self, chunk: Chunk) -> None:
+        """Mark the host copy as the only valid one; beside an accelerator, start to copy it over the device copy."""
+        self.complete_in_order(chunk)
+        chunk.version += 1
+        chunk.device_valid, chunk.host_valid, chunk.disk_valid = False, True, False
+        if not chunk.device_resident:
+            return
+        if not self.io_dispatch.hardware.has_gpu:
+            self.device_tier.free(chunk)
+            return
+        self.in_flight[chunk] = None
+        with profiler_range("prefetch", chunk):
+            chunk.fetch_transfer = self.io_dispatch.start_fetch(chunk, urgent=False)
+        self._count_h2d(chunk)
+
+    @defer_sigint
+    def disk_renewed(self, chunk: Chunk) -> None:
+        """Mark the disk copy, whose pages were exchanged, as the only valid one, and free the others."""
+        self.complete_in_order(chunk)
+        chunk.version += 1
+        chunk.disk_valid = True
+        if chunk.device_resident:
+            self.device_tier.free(chunk)
+        if chunk.host is not None:
+            self.host_tier.free_in_order(chunk)
 
     # Completion
 

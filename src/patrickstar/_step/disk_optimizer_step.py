@@ -1,7 +1,7 @@
 """Optimizer step of chunks whose states are on disk: read pages, update them, write them back, in a pipeline."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -9,11 +9,10 @@ import torch
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 from patrickstar._layout.schema import GRAD32
-from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
+from patrickstar._step.disk_update import DiskUpdate, count_update_transfers, overlap
 from patrickstar._step.running_updates import EndOfUpdate, RunningUpdates
 from patrickstar._step.staging_pool import PageSet, StagingPool
 from patrickstar._step.streamed_update import HostUpdates
@@ -30,25 +29,6 @@ from patrickstar._step.streamed_update import HostUpdates
 # Updates run in the same order in each step. So staging buffers that the queued updates do not need are filled
 # speculatively with pages of the expected next updates. This keeps the disk busy when a step has no I/O of its own,
 # and lets the next update start with pages that are already in memory.
-
-
-@dataclass(eq=False)
-class DiskUpdate:
-    """Update of one chunk's parameters, page by page."""
-
-    index: int
-    rules: Mapping[ManagedParam, Rule]
-    scales: Sequence[float]
-    lists: list[Chunk]
-    pages: list[tuple[int, int]]
-    """First element and number of elements of each page."""
-    updated: int = 0
-    """Number of pages updated so far."""
-
-    @property
-    def param16(self) -> Chunk:
-        """Chunk whose gradients are replaced by the updated parameters."""
-        return next(iter(self.rules)).shard_chunk
 
 
 class DiskOptimizerStep:
@@ -74,35 +54,72 @@ class DiskOptimizerStep:
     @property
     def pending(self) -> set[int]:
         """Indices of chunks with a deferred update."""
-        return {update.index for update in self._updates}
+        return {update.index for update in self._updates if not update.speculative}
 
     @defer_sigint
     def submit(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> None:
         """Queue the update of one chunk's parameters."""
+        update = self._new_update(index, rules, scales)
+        self.expect(update)
+        for managed in rules:
+            managed.begin_update()
+        if update.pages:
+            self._updates.append(update)
+        else:
+            self.data.end_update(rules)
+
+    def submit_speculative(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> DiskUpdate:
+        """Queue an update whose results go to spare pages, which have been reserved, after all others."""
+        update = self._new_update(index, rules, scales)
+        sums = self.data.manager.chunks.get((GRAD32, index))
+        update.speculative = True
+        update.versions = {chunk: chunk.version for chunk in (update.param16, sums) if chunk is not None}
+        self._updates.append(update)
+        return update
+
+    def _new_update(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> DiskUpdate:
         manager = self.data.manager
-        schema = next(iter(rules)).schema
-        lists = [manager[spec.kind, index] for spec in schema.optimizer_lists]
+        lists = [manager[spec.kind, index] for spec in next(iter(rules)).schema.optimizer_lists]
         if (GRAD32, index) in manager.chunks and not manager[GRAD32, index].in_memory:
             lists.append(manager[GRAD32, index])
         pages = [
             (first, numel)
             for first, numel in self.staging_pool.pages(lists[0])
-            if any(_overlap(managed, first, first + numel) for managed in rules)
+            if any(overlap(managed, first, first + numel) for managed in rules)
         ]
-        earlier = {chunk: expected for chunk, expected in self._expected.items() if chunk != index}
-        self._expected = earlier | {index: pages}
-        for managed in rules:
-            managed.begin_update()
-        if not pages:
-            self.data.end_update(rules)
-            return
-        self._updates.append(DiskUpdate(index, rules, scales, lists, pages))
+        return DiskUpdate(index, rules, scales, lists, pages)
+
+    def is_queued(self, update: DiskUpdate) -> bool:
+        """Return whether an update is in the queue and not complete."""
+        return update in self._updates and not update.complete
+
+    def expect(self, update: DiskUpdate) -> None:
+        """Expect the pages of an update to be updated in the next step in the order of these calls."""
+        earlier = {chunk: expected for chunk, expected in self._expected.items() if chunk != update.index}
+        self._expected = earlier | {update.index: update.pages}
+
+    @defer_sigint
+    def remove(self, update: DiskUpdate) -> None:
+        """Remove a speculative update from the queue. Pages that are read and not updated yet serve later updates."""
+        if update in self._updates:
+            self._updates.remove(update)
+        for pages in [pages for pages in self.staging_pool.live if pages.owner is update]:
+            if pages.update is not None and not pages.updated:
+                self._running.discard(pages.update)
+                pages.update.cancel()
+                self.staging_pool.drop(pages)
+            elif not pages.updated:
+                pages.owner = pages.param_buffer = None
 
     def reorder(self, key: Callable[[int], int]) -> None:
         """Sort the updates that have not started by this key of their chunk index."""
         in_memory = {pages.owner for pages in self.staging_pool.live}
         started = in_memory | {update for update in self._updates if update.updated}
-        self._updates.sort(key=lambda update: (-1, 0) if update in started else (0, key(update.index)))
+        self._updates.sort(
+            key=lambda update: (
+                (1, 0) if update.speculative else (-1, 0) if update in started else (0, key(update.index))
+            )
+        )
 
     @defer_sigint
     def progress(self) -> None:
@@ -110,6 +127,8 @@ class DiskOptimizerStep:
         if not self.reads_ahead:
             return
         self._running.finish_done()
+        for update in [each for each in self._updates if not each.is_current and not each.complete]:
+            self.remove(update)
         self._read_ahead()
         while queued := self._queued():
             param16 = queued[0].owner.param16
@@ -167,6 +186,8 @@ class DiskOptimizerStep:
         for managed in managed_params:
             self.data.ensure_local(managed)
             self.data.give_up(managed)
+        if not managed_params:
+            return
         error.add_note(
             f"The optimizer step failed while updating {', '.join(managed.name for managed in managed_params)}. These "
             f"parameters may be updated in part, and their gradients are lost. Load a checkpoint before training on."
@@ -212,12 +233,18 @@ class DiskOptimizerStep:
             pages = self.staging_pool.start_read(update.lists, first, numel)
         if pages is None:
             return False
+        if update.speculative and not self.staging_pool.take_param_buffer(pages):
+            if not speculative:
+                return False
+            self.staging_pool.drop(speculative.pop())
+            self.staging_pool.take_param_buffer(pages)
         pages.owner = update
         return True
 
     def _read_speculatively(self) -> None:
         """Start to read pages of expected updates; see [Note: deferred updates]."""
         manager, pending = self.data.manager, self.pending
+        speculative = {update.index for update in self._updates if update.speculative}
         known = {(pages.index, pages.first) for pages in self.staging_pool.live}
         for index, expected in self._expected.items():
             if index in pending:
@@ -228,7 +255,7 @@ class DiskOptimizerStep:
                 if managed_params
                 else []
             )
-            if not lists or any(chunk.in_memory for chunk in lists):
+            if not lists or index in speculative or any(chunk.in_memory for chunk in lists):
                 continue
             for first, numel in expected:
                 if (index, first) not in known and self.staging_pool.start_read(lists, first, numel) is None:
@@ -243,12 +270,18 @@ class DiskOptimizerStep:
             views = dict(zip((chunk.kind for chunk in pages.lists), self.staging_pool.views(pages), strict=True))
             spans = []
             for managed, rule in update.rules.items():
-                part = _overlap(managed, pages.first, pages.first + pages.numel)
+                part = overlap(managed, pages.first, pages.first + pages.numel)
                 if part is not None:
-                    spans.append(self._span(managed, rule, part, pages.first, views))
+                    span = self._span(managed, rule, part, pages.first, views)
+                    if update.speculative:
+                        first = managed.location.offset + part.start - pages.first
+                        new = self.staging_pool.param_view(pages, span.param.dtype)[first : first + span.numel]
+                        span = replace(span, param=new)
+                    spans.append(span)
                     if managed.shard_chunk.device_valid:  # states are on the host
                         numel, by_kernel = part.stop - part.start, self._host_updates is not None
-                        count_update_transfers(self.data.manager, managed, numel, by_kernel=by_kernel)
+                        upload = not update.speculative
+                        count_update_transfers(self.data.manager, managed, numel, upload, by_kernel=by_kernel)
             if self._host_updates is not None:
                 self._hold(pages, self._host_updates, spans)
                 return
@@ -280,11 +313,14 @@ class DiskOptimizerStep:
     def _end(self, pages: PageSet) -> None:
         """Start to write an updated page set back; after the last one, the chunk's parameters are updated."""
         update = pages.owner
-        self.data.manager.mark_written(update.param16, on_device=update.param16.device_valid)
-        self.staging_pool.write(pages, [chunk for chunk in pages.lists if chunk.kind != GRAD32])
+        if update.speculative:
+            self.staging_pool.write_spare(pages, update.param16)
+        else:
+            self.data.manager.mark_written(update.param16, on_device=update.param16.device_valid)
+            self.staging_pool.write(pages, [chunk for chunk in pages.lists if chunk.kind != GRAD32])
         pages.updated = True
         update.updated += 1
-        if update.updated == len(update.pages):
+        if update.complete and not update.speculative:
             self.data.end_update(update.rules)
             self._updates.remove(update)
 
@@ -308,18 +344,3 @@ class DiskOptimizerStep:
             grad = Gradient(accumulated, None, dtype)
         master, *states = (views[spec.kind][on_page] for spec in managed.schema.optimizer_lists)
         return Span(param, grad, master, tuple(states), rule)
-
-
-def count_update_transfers(manager: ChunkManager, managed: ManagedParam, numel: int, *, by_kernel: bool = False) -> int:
-    """Count the bytes of a host update of a parameter on the device: D2H its gradient, H2D the parameter."""
-    nbytes = numel * managed.shard_chunk.dtype.itemsize
-    directions = (False, True) if managed.overlays_shard else (True,)
-    for to_device in directions:
-        manager.count_transfer(nbytes, to_device=to_device, by_kernel=by_kernel)
-    return nbytes * len(directions)
-
-
-def _overlap(managed: ManagedParam, first: int, end: int) -> slice | None:
-    """Return the elements of a parameter that are within a range of its chunk's elements; None if there are none."""
-    begin, stop = max(first, managed.location.offset), min(end, managed.location.offset + managed.location.numel)
-    return slice(begin - managed.location.offset, stop - managed.location.offset) if begin < stop else None

@@ -15,7 +15,8 @@ from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
-from patrickstar._step.disk_optimizer_step import DiskOptimizerStep, count_update_transfers
+from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
+from patrickstar._step.disk_update import count_update_transfers
 from patrickstar._step.running_updates import RunningUpdates
 from patrickstar._step.staging_pool import StagingPool, StagingSize
 from patrickstar._step.streamed_update import HostUpdates, StreamedUpdates

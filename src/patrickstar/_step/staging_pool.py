@@ -56,6 +56,8 @@ class PageSet:
     update: Any = None
     """The `StreamedUpdate` that updates it, once started, beside an accelerator."""
     updated: bool = False
+    param_buffer: int | None = None
+    """Buffer of the new parameters, if these do not replace the gradients."""
     reads: list[Transfer] = field(default_factory=list)
     writes: list[Transfer] = field(default_factory=list)
 
@@ -88,6 +90,7 @@ class StagingPool:
 
     def free(self) -> list[int]:
         used = {number for pages in self.live for number in pages.buffers}
+        used.update(pages.param_buffer for pages in self.live if pages.param_buffer is not None)
         return [number for number in range(self.size.pages) if number not in used]
 
     def pages(self, chunk: Chunk) -> list[tuple[int, int]]:
@@ -141,6 +144,28 @@ class StagingPool:
                 pages.writes.append(write)
                 chunk.page_writes[start] = write
 
+    def take_param_buffer(self, pages: PageSet) -> bool:
+        """Take a buffer for new parameters. Return False if none is free."""
+        if pages.param_buffer is None and (free := self.free()):
+            pages.param_buffer = free[0]
+        return pages.param_buffer is not None
+
+    def param_view(self, pages: PageSet, dtype: torch.dtype) -> torch.Tensor:
+        """Return the buffer of new parameters as a tensor."""
+        assert pages.param_buffer is not None, "a page set without new parameters"
+        memory = self.manager.host_tier.view(self._block, torch.uint8)[pages.param_buffer * self.size.page_bytes :]
+        return memory[: pages.numel * dtype.itemsize].view(dtype)
+
+    @defer_sigint
+    def write_spare(self, pages: PageSet, param16: Chunk) -> None:
+        """Start to write pages of all lists, and of the new parameters, to spare pages of their chunks."""
+        views = [*self.views(pages), self.param_view(pages, param16.dtype)]
+        for chunk, memory in zip([*pages.lists, param16], views, strict=True):
+            start = pages.first * chunk.dtype.itemsize
+            write = self.manager.io_dispatch.write(chunk, start, memory.view(torch.uint8), spare=True)
+            pages.writes.append(write)
+            chunk.page_writes[start] = write
+
     def keep_until(self, job: Transfer) -> None:
         """Keep the buffers where they are until a job, the last one that uses them, has ended."""
         self.manager.host_tier.copy_issued(self._block, job)
@@ -168,6 +193,6 @@ class StagingPool:
         for pages in [pages for pages in self.live if pages.updated]:
             if all(transfer.done for transfer in pages.writes):
                 self.wait(pages.writes)
-                for chunk in pages.lists:
+                for chunk in (*pages.lists, *([pages.owner.param16] if pages.param_buffer is not None else [])):
                     chunk.page_writes = {first: write for first, write in chunk.page_writes.items() if not write.done}
                 self.live.remove(pages)

@@ -1,0 +1,96 @@
+"""Speculative updates of chunks whose states are on disk: into spare pages, while the disk would be idle."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from patrickstar._kernels.update_rule import Rule
+from patrickstar._layout.schema import GRAD32
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.model_data import ModelData
+from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
+from patrickstar._step.disk_update import DiskUpdate
+from patrickstar.errors import BudgetError, DiskError
+
+_log = logging.getLogger(__name__)
+
+
+class DiskSpeculation:
+    """Updates whose results are in spare pages until the step decides. See [Note: speculation].
+
+    New parameters are written to spare pages too: the host may have no memory for them, and the gradients keep their
+    place. So such an update writes 2 bytes per parameter more than one in the step, and the next forward reads them.
+    """
+
+    def __init__(self, data: ModelData, disk_step: DiskOptimizerStep) -> None:
+        self.data = data
+        self._disk_step = disk_step
+        self._updates: dict[int, DiskUpdate] = {}
+        self._full = False
+        """True once the disk had no room for spare pages."""
+
+    @property
+    def unfinished(self) -> int:
+        """Number of updates with pages that are not updated yet."""
+        return sum(self._disk_step.is_queued(update) for update in self._updates.values())
+
+    def accepts(self, inputs: Sequence[Chunk]) -> bool:
+        """Return whether masters and states are on disk, and sums of gradients, if there are any, in memory."""
+        disk, param16 = self.data.manager.disk_tier, inputs[0]
+        if self._full or disk is None or not self._disk_step.reads_ahead:
+            return False
+        page_numel = disk.page_bytes_of(param16) // param16.dtype.itemsize
+        return all(
+            chunk.in_memory
+            if chunk.kind == GRAD32
+            else not chunk.in_memory and disk.page_bytes_of(chunk) // chunk.dtype.itemsize == page_numel
+            for chunk in inputs[1:]
+        )
+
+    def holds(self, index: int) -> bool:
+        """Return whether all pages of a chunk are updated."""
+        return index in self._updates and self._updates[index].complete
+
+    @defer_sigint
+    def start(
+        self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float], inputs: Sequence[Chunk]
+    ) -> bool:
+        """Start to update a chunk. Return False if the disk has no room for its spare pages."""
+        disk = self.data.manager.disk_tier
+        assert disk is not None, "states are on disk without a disk"
+        try:
+            for chunk in inputs:
+                if chunk.kind != GRAD32:
+                    disk.reserve(chunk)
+                    disk.reserve_spare(chunk)
+        except (DiskError, BudgetError) as error:
+            self._full = True
+            _log.warning("updates of chunks on disk wait for the optimizer step: %s", error)
+            return False
+        self._updates[index] = self._disk_step.submit_speculative(index, rules, scales)
+        return True
+
+    @defer_sigint
+    def drop(self, index: int) -> None:
+        """Drop an update, if it is still here."""
+        update = self._updates.pop(index, None)
+        if update is not None:
+            self._disk_step.remove(update)
+
+    @defer_sigint
+    def commit(self, index: int) -> None:
+        """Exchange the pages of a chunk for its spare pages."""
+        update, manager = self._updates.pop(index), self.data.manager
+        assert manager.disk_tier is not None, "states are on disk without a disk"
+        self._disk_step.remove(update)
+        self._disk_step.expect(update)
+        for chunk in update.lists:
+            manager.disk_tier.swap_spare(chunk)
+            chunk.version += 1
+        manager.disk_tier.swap_spare(update.param16)
+        if update.param16.held:
+            manager.withdraw_hold(update.param16)  # its device memory is freed
+        manager.transfers.disk_renewed(update.param16)
+        self.data.end_update(update.rules)
+        self.data.update_param_views()
