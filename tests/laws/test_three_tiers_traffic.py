@@ -134,12 +134,12 @@ class RecordingDisk(DiskTier):
         self.moved.append(("read", chunk.kind, self.written_bytes(chunk, start, target.numel())))
         return super().read(chunk, start, target, urgent)
 
-    def write(self, chunk, start, source):
+    def write(self, chunk, start, source, **options):
         self.moved.append(("write", chunk.kind, source.numel()))
         from_device = source.untyped_storage().data_ptr() == chunk.storage.data_ptr()
         if from_device and (chunk.host_valid or chunk.disk_valid):
             self.clean.append(chunk)
-        return super().write(chunk, start, source)
+        return super().write(chunk, start, source, **options)
 
 
 @settings(max_examples=draws(6), deadline=None, print_blob=True)

@@ -45,6 +45,10 @@ class DiskOptimizerStep:
         self.staging_pool = staging_pool
         self.reads_ahead = True
         """Read pages before an update waits for them."""
+        self.reads_expected = True
+        """Read pages of updates that are expected, while no update needs the buffers."""
+        self.late: set[int] = set()
+        """Indices of chunks whose parameters were needed before the pages of their update had been read."""
         self._kernels, self._host_updates = kernels, host_updates
         self._updates: list[DiskUpdate] = []
         self._running = RunningUpdates(in_order=True)
@@ -141,6 +145,9 @@ class DiskOptimizerStep:
         """Wait until these chunks are updated (default: all, and until every page is written back)."""
         wanted = self.pending if indices is None else self.pending & set(indices)
         if wanted:
+            if indices is not None:
+                read = {pages.owner.index for pages in self._queued() if pages.ready}
+                self.late |= wanted - read
             self.reorder(lambda index: index not in wanted)
         while wanted & self.pending:
             self._read_ahead()
@@ -214,7 +221,9 @@ class DiskOptimizerStep:
                     return
                 if not self.reads_ahead:
                     return
-        if self.reads_ahead and not self.data.accumulates:  # the gradient list on disk is not final before the step
+        if (
+            self.reads_ahead and self.reads_expected and not self.data.accumulates
+        ):  # the gradient list on disk is not final before the step
             self._read_speculatively()
 
     def _start_read(self, update: DiskUpdate, first: int, numel: int) -> bool:

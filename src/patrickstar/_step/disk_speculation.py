@@ -29,6 +29,18 @@ class DiskSpeculation:
         self._updates: dict[int, DiskUpdate] = {}
         self._full = False
         """True once the disk had no room for spare pages."""
+        self._limit = 0
+        """Number of updates to start in a backward: as many as were late in the last forwards."""
+        self._count = 0
+
+    def end_step(self, confident: bool) -> None:
+        """Choose how many updates the next backward starts; `confident`: it is likely to start some."""
+        late = len(self._disk_step.late)
+        self._limit = self._limit + late if late else max(0, self._limit - 1)
+        self._count = 0
+        self._disk_step.late.clear()
+        # Pages that are read now would give up their buffers to speculative updates.
+        self._disk_step.reads_expected = not (confident and self._limit)
 
     @property
     def unfinished(self) -> int:
@@ -38,7 +50,7 @@ class DiskSpeculation:
     def accepts(self, inputs: Sequence[Chunk]) -> bool:
         """Return whether masters and states are on disk, and sums of gradients, if there are any, in memory."""
         disk, param16 = self.data.manager.disk_tier, inputs[0]
-        if self._full or disk is None or not self._disk_step.reads_ahead:
+        if self._full or disk is None or self._count >= self._limit or not self._disk_step.reads_ahead:
             return False
         page_numel = disk.page_bytes_of(param16) // param16.dtype.itemsize
         return all(
@@ -69,6 +81,7 @@ class DiskSpeculation:
             _log.warning("updates of chunks on disk wait for the optimizer step: %s", error)
             return False
         self._updates[index] = self._disk_step.submit_speculative(index, rules, scales)
+        self._count += 1
         return True
 
     @defer_sigint

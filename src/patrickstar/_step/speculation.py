@@ -87,13 +87,15 @@ class Speculation:
         self.data = data
         self._optimizer_step = optimizer_step
         self._host: HostSpeculation | None = None
+        self._disk: DiskSpeculation | None = None
         self._speculators: list[Speculator] = []
         if enabled and data.world.size == 1:
             if optimizer_step.host_updates is not None:
                 self._host = HostSpeculation(data, optimizer_step, optimizer_step.host_updates)
                 self._speculators.append(self._host)
             if optimizer_step.disk_step is not None:
-                self._speculators.append(DiskSpeculation(data, optimizer_step.disk_step))
+                self._disk = DiskSpeculation(data, optimizer_step.disk_step)
+                self._speculators.append(self._disk)
         self._assumption: _Assumption | None = None
         self._started: dict[int, _Started] = {}
         self._confident = False
@@ -207,6 +209,8 @@ class Speculation:
                 update.speculator.drop(index)
         self._confident = decided and options == self._options
         self._backwards = self.data.backwards_in_step
+        if self._disk is not None:
+            self._disk.end_step(self._confident)
         if self._host is not None:
             if assumption is not None:
                 passed_over = assumption.passed_over
