@@ -26,7 +26,7 @@ import ctypes
 import random
 import weakref
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -179,8 +179,10 @@ class LateCopies(CopyStreams):
 class LateUpdate:
     """Update on the host that runs when it is waited for."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    def __init__(self, run: Callable[[], None], begun: bool) -> None:
         self._run: Callable[[], None] | None = run
+        self._begun = begun
+        """True if it can no longer be withdrawn."""
 
     @property
     def done(self) -> bool:
@@ -190,8 +192,10 @@ class LateUpdate:
         """Do nothing: it runs when it is waited for."""
 
     def withdraw(self) -> bool:
-        withdrawn, self._run = self._run is not None, None
-        return withdrawn
+        if self._run is None or self._begun:
+            return False
+        self._run = None
+        return True
 
     def cancel(self) -> None:
         self._run = None
@@ -205,8 +209,12 @@ class LateUpdate:
 class LateKernels(Kernels):
     """CPU kernels whose updates run as late as possible."""
 
+    started = 0
+
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[LateUpdate]:
-        return [LateUpdate(lambda: Kernels.update(Kernels(self.cpp), spans, scales))] if spans else []
+        self.started += 1
+        run = partial(Kernels.update, Kernels(self.cpp), spans, scales)
+        return [LateUpdate(run, begun=self.started % 2 == 0)] if spans else []
 
 
 class FragmentedPool(PagePool):

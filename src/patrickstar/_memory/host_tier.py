@@ -255,11 +255,6 @@ class HostTier:
         if block is None:
             self._close_gaps()
             block = self._first_fit(nbytes)
-        if block is None and self.spare_bytes:
-            while self.reclaim():
-                pass
-            self._close_gaps()
-            block = self._first_fit(nbytes)
         if block is None and nbytes <= self.budget_bytes - self.arena_bytes:
             self.arenas.append(self.new_arena(nbytes))
             block = self._first_fit(nbytes)
@@ -276,6 +271,8 @@ class HostTier:
 
         It waits for the copies of all blocks. Views of moved blocks that are no chunks become invalid.
         """
+        while self.spare_bytes and self.reclaim():
+            pass
         for copy in self._block_copies.values():
             if not copy.done:
                 copy.wait()

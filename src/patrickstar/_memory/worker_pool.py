@@ -68,6 +68,7 @@ class WorkerTransfer(Transfer):
         self._queued = deque(jobs)
         self._jobs = len(jobs)
         self._urgent = False
+        self._ready: Callable[[], bool] | None = None
         self._running: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._changed: SimpleQueue[None] = SimpleQueue()
@@ -135,14 +136,14 @@ class _JobQueue:
         self.threads: list[WorkerThread] = []
         self.stopping = False
 
-    def add(self, transfer: WorkerTransfer, urgent: bool) -> None:
+    def add(self, transfer: WorkerTransfer, urgent: bool, ready: Callable[[], bool] | None = None) -> None:
         with self.lock:
             if self.stopping:
                 raise MoveError(f"{transfer.label}: the worker pool was closed; initialise a new engine")
             if not transfer._queued:
                 return
             self.unfinished.add(transfer)
-            transfer._urgent = urgent
+            transfer._urgent, transfer._ready = urgent, ready
             before = sum(other._urgent for other in self.transfers) if urgent else len(self.transfers)
             self.transfers.insert(before, transfer)
             for _ in transfer._queued:
@@ -153,18 +154,26 @@ class _JobQueue:
             if transfer in self.transfers:
                 self.transfers.remove(transfer)
                 self.transfers.appendleft(transfer)
-                transfer._urgent = True
+                transfer._urgent, transfer._ready = True, None
 
     def dequeue(self) -> tuple[WorkerTransfer, Job] | None:
         """Dequeue the next job, and count it as running."""
         with self.lock:
             while self.transfers:
-                transfer = self.transfers[0]
+                transfer = self._next()
                 if transfer._queued:
                     transfer._running.append(threading.current_thread())
                     return transfer, transfer._queued.popleft()
-                self.transfers.popleft()
+                self.transfers.remove(transfer)
             return None
+
+    def _next(self) -> WorkerTransfer:
+        """Return the first transfer without a condition; else the last one that is ready, or the first."""
+        for transfer in self.transfers:
+            if transfer._ready is None:
+                return transfer
+        ready = (each for each in reversed(self.transfers) if each._ready is not None and each._ready())
+        return next(ready, self.transfers[0])
 
     def run_next(self, stage: torch.Tensor) -> None:
         dequeued = self.dequeue()
@@ -302,14 +311,18 @@ class WorkerPool:
         with self._queue.lock:
             return sum(not transfer.done for transfer in self._queue.unfinished)
 
-    def submit(self, jobs: Sequence[Job], label: str, *, urgent: bool = False) -> WorkerTransfer:
+    def submit(
+        self, jobs: Sequence[Job], label: str, *, urgent: bool = False, ready: Callable[[], bool] | None = None
+    ) -> WorkerTransfer:
         """Queue jobs at the end, or behind other urgent ones if `urgent`; errors name the `label`.
+
+        Jobs with a condition `ready` run after all others: of those that are ready, the last submitted ones first.
 
         Jobs start in order, and run concurrently in all threads. Raises MoveError after `close`.
         """
         transfer = WorkerTransfer(jobs, label, self._queue)
         self._start(label)
-        self._queue.add(transfer, urgent)
+        self._queue.add(transfer, urgent, ready)
         return transfer
 
     def _start(self, label: str) -> None:

@@ -60,7 +60,7 @@ class DiskSpeculation:
             for chunk in inputs[1:]
         )
 
-    def holds(self, index: int) -> bool:
+    def keep(self, index: int) -> bool:
         """Return whether all pages of a chunk are updated."""
         return index in self._updates and self._updates[index].complete
 

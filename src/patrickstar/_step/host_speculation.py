@@ -1,20 +1,24 @@
 """Speculative updates of chunks whose states are on the host: into spare blocks, beside the device's work."""
 
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from patrickstar._kernels.update_rule import Rule, Running
+from patrickstar._kernels.update_rule import Rule, Running, Span
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.host_arena import ArenaBlock
+from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.optimizer_step import OptimizerStep
-from patrickstar._step.running_updates import EndOfUpdate
 from patrickstar._step.streamed_update import HostUpdates
+
+Blocks = Sequence[ArenaBlock]
+"""Spare blocks for the new content of one chunk of each list."""
 
 
 @dataclass(eq=False)
@@ -24,29 +28,109 @@ class _Update:
     rules: Mapping[ManagedParam, Rule]
     chunks: Sequence[Chunk]
     """Chunks that get new content: `param16`, masters and states."""
-    blocks: Sequence[ArenaBlock]
-    """Spare block of each chunk's new content."""
     inputs: Sequence[Chunk]
-    running: Running
+    """Chunks that it reads."""
+    spans: Sequence[Span]
+    """Spans in place, to be bound to spare blocks."""
+    begun: threading.Event = field(default_factory=threading.Event)
+    """Set when it has taken blocks, or found none."""
+    running: Running | None = None
+    blocks: Blocks | None = None
+    """Spare block of each chunk's new content: from the begin of the update on, unless a newer one took them."""
     failed: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of its blocks."""
+        return tuple(chunk.nbytes for chunk in self.chunks)
+
+
+class _SpareBlocks:
+    """Spare blocks that updates take when they begin, in any thread.
+
+    An update that finds none takes those of the oldest update that has ended, which is dropped by that.
+    """
+
+    def __init__(self, host_tier: HostTier) -> None:
+        self._host_tier = host_tier
+        self._lock = threading.Lock()
+        self._free: list[Blocks] = []
+        self._ended: list[_Update] = []
+        self.replaced = 0
+        """Number of updates that were dropped for newer ones, or found no blocks."""
+
+    def take(self, update: _Update) -> bool:
+        """Give blocks to an update that begins. Return False if there are none for it."""
+        with self._lock:
+            fitting = (blocks for blocks in self._free if _sizes(blocks) == update.sizes)
+            blocks = next(fitting, None)
+            if blocks is not None:
+                self._free.remove(blocks)
+            else:
+                self.replaced += 1
+                fits = (each for each in self._ended if each.sizes == update.sizes)
+                oldest = next((each for each in fits if each.running is not None and each.running.done), None)
+                if oldest is None:
+                    return False
+                self._ended.remove(oldest)
+                blocks, oldest.blocks = oldest.blocks, None
+            update.blocks = blocks
+            return True
+
+    def end(self, update: _Update) -> None:
+        """Let a newer update take the blocks of one that has ended."""
+        with self._lock:
+            self._ended.append(update)
+
+    def keep(self, update: _Update) -> bool:
+        """Let an update keep its blocks from now on. Return False if it has none."""
+        with self._lock:
+            if update in self._ended:
+                self._ended.remove(update)
+            return update.blocks is not None
+
+    def provide(self, sizes: tuple[int, ...]) -> bool:
+        """Allocate blocks of these bytes for an update. Return False if the host has no spare memory for them."""
+        blocks = self._host_tier.allocate_spare(sizes)
+        if blocks is not None:
+            with self._lock:
+                self._free.append(blocks)
+        return blocks is not None
+
+    def release(self, update: _Update | None = None) -> bool:
+        """Release the blocks of an update that has ended or was cancelled, or free ones. Return False without any."""
+        with self._lock:
+            if update is None:
+                blocks = self._free.pop() if self._free else None
+            else:
+                if update in self._ended:
+                    self._ended.remove(update)
+                blocks, update.blocks = update.blocks, None
+        for block in blocks or ():
+            self._host_tier.release_spare(block)
+        return blocks is not None
+
+
+def _sizes(blocks: Blocks) -> tuple[int, ...]:
+    return tuple(block.nbytes for block in blocks)
 
 
 class HostSpeculation:
     """Updates whose results are in spare blocks until the step decides. See [Note: speculation].
 
-    If no spare block is left, the oldest update is dropped for a newer one: its chunk is used last in the next forward,
-    beside which it can be updated.
+    Beside an accelerator, whose work is late, all are submitted when their chunks are complete. The worker thread takes
+    the last one whose gradients the device has written, and blocks for it. The oldest results give up their blocks for
+    newer ones: their chunks are used last in the next forward, beside which they can be updated.
     """
 
     def __init__(self, data: ModelData, optimizer_step: OptimizerStep, host_updates: HostUpdates) -> None:
         self.data = data
         self.withdrawn: list[int] = []
         """Indices of updates that had not begun when a chunk that they read was moved."""
-        self.replaced = 0
-        """Number of updates that were dropped for newer ones."""
         self._optimizer_step = optimizer_step
         self._host_updates = host_updates
         self._host_tier = data.manager.host_tier
+        self._spare = _SpareBlocks(self._host_tier)
         self._updates: dict[int, _Update] = {}
         """Updates by chunk index, the oldest first."""
         reclaim = weakref.WeakMethod(self._drop_oldest)  # no cycle: memory goes back without a garbage collection
@@ -54,16 +138,14 @@ class HostSpeculation:
 
     @property
     def unfinished(self) -> int:
-        """Number of updates that run or wait."""
-        return sum(not update.running.done for update in self._updates.values())
+        """Number of updates that run or wait; none that the worker thread chooses itself."""
+        if self._host_updates.waits_for_copies:
+            return 0
+        return sum(update.running is not None and not update.running.done for update in self._updates.values())
 
     def accepts(self, inputs: Sequence[Chunk]) -> bool:
         """Return whether masters, states and sums of gradients are on the host."""
         return all(chunk.host_valid and not chunk.device_resident for chunk in inputs[1:])
-
-    def holds(self, index: int) -> bool:
-        """Return whether there is an update of this chunk, and it has not failed."""
-        return index in self._updates and not self._updates[index].failed
 
     @defer_sigint
     def start(
@@ -71,35 +153,39 @@ class HostSpeculation:
     ) -> bool:
         """Start to update a chunk. Return False without spare memory."""
         step, managed_params = self._optimizer_step, self.data.by_chunk[index]
-        param16, optimizer_chunks = inputs[0], step.optimizer_chunks(index, managed_params)
-        chunks = [param16, *optimizer_chunks]
-        blocks = self._allocate([chunk.nbytes for chunk in chunks])
-        if blocks is None:
+        param16, chunks = inputs[0], step.optimizer_chunks(index, managed_params)
+        in_order, manager = self._host_updates.waits_for_copies, self.data.manager
+        spans = [step.span(managed, rule, chunks, in_order=in_order) for managed, rule in rules.items()]
+        update = _Update(rules, [param16, *chunks], inputs, spans)
+        if not self._spare.provide(update.sizes) and not self._updates:
             return False
-        views = [self._host_tier.view(block, chunk.dtype) for chunk, block in zip(chunks, blocks, strict=True)]
+        if param16.device_valid:
+            for managed, span in zip(rules, spans, strict=True):
+                manager.count_transfer(span.param.nbytes, to_device=False, by_kernel=True)
+                managed.chunk.transferred_bytes += span.param.nbytes
+        with profiler_range("update", profiled_names(rules)):
+            update.running = self._host_updates.start_when_ready(partial(self._bind, update), scales, inputs)
+        self._updates[index] = update
+        step.running.add(update.running, inputs, partial(self._before_move, index))
+        return True
+
+    def _bind(self, update: _Update) -> list[Span] | None:
+        """Return the spans of an update that begins, bound to spare blocks; None without blocks."""
+        taken = self._spare.take(update)
+        update.begun.set()
+        if not taken:
+            return None
+        assert update.blocks is not None, "blocks were taken"
+        views = [
+            self._host_tier.view(block, chunk.dtype) for chunk, block in zip(update.chunks, update.blocks, strict=True)
+        ]
         spans = []
-        for managed, rule in rules.items():
-            span = step.span(managed, rule, optimizer_chunks, in_order=self._host_updates.waits_for_copies)
+        for managed, span in zip(update.rules, update.spans, strict=True):
             first, last = managed.location.offset, managed.location.offset + managed.location.numel
             param, *out = (view[first:last] for view in views)
             spans.append(replace(span, param=param, out=tuple(out)))
-            if param16.device_valid:
-                self.data.manager.count_transfer(param.nbytes, to_device=False, by_kernel=True)
-                managed.chunk.transferred_bytes += param.nbytes
-        with profiler_range("update", profiled_names(rules)):
-            running = self._host_updates.start(spans, scales, inputs)
-        for block in blocks:
-            self._host_tier.copy_issued(block, EndOfUpdate(running, repr(param16)))
-        self._updates[index] = _Update(rules, chunks, blocks, inputs, running)
-        step.running.add(running, inputs, partial(self._before_move, index))
-        return True
-
-    def _allocate(self, sizes: Sequence[int]) -> list[ArenaBlock] | None:
-        while (blocks := self._host_tier.allocate_spare(sizes)) is None:
-            if not self._drop_oldest():
-                return None
-            self.replaced += 1
-        return blocks
+        self._spare.end(update)
+        return spans
 
     def room(self, indices: Sequence[int]) -> int:
         """Return for how many of these chunks, the last ones first, the spare blocks had room in this step."""
@@ -113,7 +199,9 @@ class HostSpeculation:
         return len(indices)
 
     def _drop_oldest(self) -> bool:
-        """Drop the oldest update. Return False if there is none."""
+        """Release spare blocks that no update has taken, else those of the oldest. Return False if there are none."""
+        if self._spare.release():
+            return True
         if not self._updates:
             return False
         self.drop(next(iter(self._updates)))
@@ -123,18 +211,15 @@ class HostSpeculation:
     def drop(self, index: int) -> None:
         """Drop an update, if it is still here."""
         update = self._updates.pop(index, None)
-        if update is not None:
+        if update is not None and update.running is not None:
             self._optimizer_step.running.discard(update.running)
             update.running.cancel()
-            self._release(update)
-
-    def _release(self, update: _Update) -> None:
-        for block in update.blocks:
-            self._host_tier.release_spare(block)
+            self._spare.release(update)
 
     def _before_move(self, index: int) -> None:
         """Let a chunk move that an update reads: wait for the update, or put it off if it has not begun."""
         update = self._updates[index]
+        assert update.running is not None, "the update has been started"
         if update.running.withdraw():
             self.drop(index)
             self.withdrawn.append(index)
@@ -144,9 +229,20 @@ class HostSpeculation:
         except Exception:  # the step will update the chunk, and raise the error if it occurs again
             update.failed = True
 
+    # The step
+
+    def keep(self, index: int) -> bool:
+        """Keep the results of an update that has begun; return False if there are none: the step updates the chunk."""
+        update = self._updates.get(index)
+        if update is None or update.failed or update.running is None or update.running.withdraw():
+            return False
+        update.begun.wait()
+        return self._spare.keep(update)
+
     def commit(self, index: int) -> None:
-        """Make the results of an update those of the step: now, or once it has ended."""
+        """Make the results that were kept those of the step: now, or once the update has ended."""
         update, running = self._updates.pop(index), self._optimizer_step.running
+        assert update.running is not None, "the update has been started"
         running.discard(update.running)
         self.data.manager.transfers.complete_in_order(update.chunks[0])
         running.add(update.running, update.inputs, partial(self._finish, update))
@@ -157,10 +253,11 @@ class HostSpeculation:
     def _finish(self, update: _Update) -> None:
         """Wait for an update, and make its spare blocks the host copies of its chunks."""
         manager, param16 = self.data.manager, update.chunks[0]
+        assert update.running is not None and update.blocks is not None, "its blocks were kept"
         try:
             update.running.finish()
         except BaseException as error:
-            self._release(update)
+            self._spare.release(update)
             self._optimizer_step.give_up(update.rules, error)
             raise
         if param16.held:
@@ -170,3 +267,11 @@ class HostSpeculation:
             manager.transfers.host_renewed(chunk)
         self.data.end_update(update.rules)
         self.data.update_param_views()
+
+    def end_step(self) -> int:
+        """Release the blocks that are left. Return how many updates found no blocks, or gave them up."""
+        replaced, self._spare.replaced = self._spare.replaced, 0
+        self.withdrawn.clear()
+        while self._spare.release():
+            pass
+        return replaced

@@ -43,8 +43,8 @@ class Speculator(Protocol):
     def accepts(self, inputs: Sequence[Chunk]) -> bool:
         """Return whether it can update a chunk, which reads these: `param16`, masters and states, sums of gradients."""
 
-    def holds(self, index: int) -> bool:
-        """Return whether there is an update of this chunk that can be committed."""
+    def keep(self, index: int) -> bool:
+        """Return whether there is an update of this chunk to be committed, and keep its results if so."""
 
     def start(
         self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float], inputs: Sequence[Chunk]
@@ -198,7 +198,7 @@ class Speculation:
         for index in sorted(started, key=self.data.tracer.trace.first_use):
             update = started[index]
             counters.speculated += 1
-            if decided and update.speculator.holds(index) and self._is_valid(index, update, group_of):
+            if decided and self._is_valid(index, update, group_of) and update.speculator.keep(index):
                 counters.speculation_hits += 1
                 self.data.before_update(index)
                 self._optimizer_step.note_order(index)
@@ -212,11 +212,10 @@ class Speculation:
         if self._disk is not None:
             self._disk.end_step(self._confident)
         if self._host is not None:
+            replaced = self._host.end_step()
             if assumption is not None:
                 passed_over = assumption.passed_over
-                self._passed_over = len(passed_over) + self._host.replaced - self._host.room(passed_over)
-            self._host.replaced = 0
-            self._host.withdrawn.clear()
+                self._passed_over = len(passed_over) + replaced - self._host.room(passed_over)
 
     def _is_valid(self, index: int, update: _Started, group_of: GroupOf) -> bool:
         """Return whether an update has read what the step would read, and used the rules that the step would use."""

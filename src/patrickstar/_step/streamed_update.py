@@ -52,6 +52,8 @@ class StreamedUpdate:
     """Event behind the gradients and all earlier uses of the parameters."""
     copies: Sequence[Transfer] = ()
     """Copies that still read or write host memory of the spans."""
+    bind: Callable[[], Sequence[Span] | None] | None = None
+    """Called in the worker thread before the update; returns its spans, or None to leave it out."""
     job: WorkerTransfer | None = None
     uploaded: torch.Event | None = None
     """Event behind the parameters that were copied to the device last."""
@@ -87,7 +89,7 @@ class StreamedUpdate:
     def _order(self) -> None:
         if self.uploaded is not None:
             self.accelerator.order(self.uploaded)
-        self.spans = ()
+        self.spans, self.bind = (), None
 
 
 @dataclass(eq=False)
@@ -124,16 +126,25 @@ class StreamedUpdates:
         self._next = 0
 
     def submit(
-        self, spans: Sequence[Span], scales: Sequence[float], copies: Sequence[Transfer], urgent: bool = False
+        self,
+        spans: Sequence[Span],
+        scales: Sequence[float],
+        copies: Sequence[Transfer],
+        urgent: bool = False,
+        bind: Callable[[], Sequence[Span] | None] | None = None,
     ) -> StreamedUpdate:
         """Start to update spans whose masters are on the host. The caller finishes the update.
 
         Args:
             copies: Copies that still read or write host memory of these spans.
             urgent: Run it before others that wait and are not urgent.
+            bind: Returns the spans when the update begins. Such an update runs after all others: of those whose
+                gradients are complete on the device, the last submitted one first.
         """
-        update = StreamedUpdate(self.accelerator, spans, scales, self.accelerator.record(), copies)
-        update.job = self._pool.submit([lambda stage: self._run(update)], "an update on the host", urgent=urgent)
+        update = StreamedUpdate(self.accelerator, spans, scales, self.accelerator.record(), copies, bind)
+        ready = None if bind is None else lambda: update.ready.query() and all(copy.done for copy in copies)
+        label = "an update on the host"
+        update.job = self._pool.submit([lambda stage: self._run(update)], label, urgent=urgent, ready=ready)
         self._host_tier.copy_issued(self._block, update.job)
         return update
 
@@ -142,10 +153,13 @@ class StreamedUpdates:
         self._pool.close()
 
     def _run(self, update: StreamedUpdate) -> None:
+        bound = update.spans if update.bind is None else update.bind()
+        if bound is None:
+            return
         for copy in update.copies:
             copy.wait()
-        self.kernels.update([span for span in update.spans if _is_on_host(span)], update.scales)
-        spans = _cut([span for span in update.spans if not _is_on_host(span)], self._buffer_numel)
+        self.kernels.update([span for span in bound if _is_on_host(span)], update.scales)
+        spans = _cut([span for span in bound if not _is_on_host(span)], self._buffer_numel)
         parts: deque[_Part] = deque()
         while True:
             while len(parts) < BUFFERS and (span := next(spans, None)) is not None:
@@ -231,6 +245,14 @@ class HostUpdates:
         if urgent:
             running.prioritize()
         return running
+
+    def start_when_ready(
+        self, bind: Callable[[], Sequence[Span] | None], scales: Sequence[float], used: Sequence[Chunk]
+    ) -> Running:
+        """Start an update after all others, once its gradients are complete on the device; see `StreamedUpdates`."""
+        if self.streamed is not None:
+            return self.streamed.submit((), scales, copies_of(used), bind=bind)
+        return UpdateGroup(self._kernels.start(bind() or (), scales))
 
     def close(self) -> None:
         """Finish all updates and end the thread."""
