@@ -14,8 +14,8 @@ threads and the caching allocator's statistics are those of a real one. It diffe
 - Every wait of a thread for unfinished work is counted by what it called (`host_waits`).
 
 Queued work names memory by address, so that it keeps none alive. Operators run the CPU's kernels: results equal those
-of plain PyTorch on this device, not those of the CPU in every bit. It simulates no speed, no kernel choice by
-alignment and no driver.
+of plain PyTorch on this device, not those of the CPU in every bit. It simulates no kernel choice by alignment and no
+driver, and speed only if it is asked to: see [Note: timed mode] in `timed.py`.
 
 There is one PrivateUse1 device per process, and autograd's threads are made at the first backward. So tests that use it
 run in processes of their own: `PATRICKSTAR_TEST_DEVICE=strict pytest tests/strict tests/cuda`.
@@ -41,6 +41,8 @@ from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.hardware import Hardware
 
 from . import process_group
+from .timed import OperatorTimes as OperatorTimes
+from .timed import Rates as Rates
 
 SOURCES = Path(__file__).parent / "cpp"
 CAPACITY = 1 << 30
@@ -167,7 +169,9 @@ torch.utils.rename_privateuse1_backend("strict")
 torch._register_device_module("strict", _DeviceModule(extension))
 
 
-def configure(*, seed: int = 0, capacity: int = CAPACITY, segment_bytes: int = 0) -> None:
+def configure(
+    *, seed: int = 0, capacity: int = CAPACITY, segment_bytes: int = 0, timed: Rates | None = None
+) -> None:
     """Run all queued work; then set the schedule's seed, each device's capacity, and how memory fragments.
 
     Args:
@@ -175,8 +179,11 @@ def configure(*, seed: int = 0, capacity: int = CAPACITY, segment_bytes: int = 0
         capacity: Bytes of each device's memory.
         segment_bytes: Least size of a segment. Blocks are cut from segments, and a segment is given back as a whole.
             0: each block is a segment, and memory does not fragment.
+        timed: Rates of copies in timed mode, in which work takes time and runs beside the host; None: it runs by the
+            schedule.
     """
-    extension.configure(capacity, segment_bytes, seed)
+    rates = (0.0, 0.0) if timed is None else (timed.up, timed.down)
+    extension.configure(capacity, segment_bytes, seed, *rates)
 
 
 @contextmanager

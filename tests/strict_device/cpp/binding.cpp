@@ -11,12 +11,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("DEVICES") = strict::kDevices;
   m.def(
       "configure",
-      [](size_t capacity, size_t segment_bytes, uint64_t seed) { strict::configure({capacity, segment_bytes, seed}); },
+      [](size_t capacity, size_t segment_bytes, uint64_t seed, double up_rate, double down_rate) {
+        strict::configure({capacity, segment_bytes, seed, up_rate, down_rate});
+      },
       py::call_guard<py::gil_scoped_release>());
   m.def("register_host", [](size_t address, size_t nbytes) {
     strict::register_host(reinterpret_cast<void*>(address), nbytes);
   });
   m.def("unregister_host", [](size_t address) { strict::unregister_host(reinterpret_cast<void*>(address)); });
+  m.def("charge", &strict::charge);
   m.def("set_worker_thread", &strict::set_worker_thread);
   m.def("host_waits", [] {
     auto waits = strict::host_waits();

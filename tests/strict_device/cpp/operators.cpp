@@ -384,7 +384,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     });
     return target;
   }
-  enqueue(index, stream, copy);
+  enqueue(index, stream, copy, on_device(target) ? Link::up : Link::down, nbytes);
   drain(index, stream, &HostWaits::copy);
   return target;
 }

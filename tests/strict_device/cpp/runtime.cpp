@@ -1,29 +1,21 @@
-#include "runtime.h"
-
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
-#include <deque>
-#include <exception>
 #include <map>
-#include <mutex>
 #include <random>
 #include <utility>
 #include <vector>
 
+#include "queues.h"
+
 namespace strict {
 
-struct Queue;
-
-// A point in a stream; passed once all work before it has run.
-struct Marker {
-  bool passed = false;
-  Queue* queue = nullptr;
-  int queries = 0;
-};
+std::recursive_mutex mutex;
+Settings settings;
+std::exception_ptr failure;
 
 namespace {
 
@@ -31,11 +23,8 @@ namespace {
 constexpr int kQueries = 100;
 constexpr size_t kAlign = 512, kPage = 4096, kSpace = size_t{1} << 36;
 
-std::recursive_mutex mutex;
-Settings settings;
 std::mt19937_64 schedule{0};
 HostWaits waits;
-std::exception_ptr failure;
 thread_local bool worker_thread = false;
 
 size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
@@ -46,22 +35,6 @@ double draw_eagerness() {
   const double choices[] = {0, 0, 0.2, 1};
   return choices[schedule() % 4];
 }
-
-}  // namespace
-
-struct Entry {
-  Task task;
-  MarkerPtr wait, record;
-};
-
-struct Queue {
-  int device = 0;
-  int64_t id = 0;
-  double eagerness = 0;  // probability that its next entry runs when other work is queued
-  std::deque<Entry> entries;
-};
-
-namespace {
 
 struct Block {
   char* address = nullptr;
@@ -147,10 +120,12 @@ bool run_front(Queue& queue, bool force) {
 }
 
 void run_until(const MarkerPtr& marker) {
+  if (settings.timed()) await(marker);
   while (!marker->passed) run_front(*marker->queue, true);
 }
 
 void run_all(Queue& queue) {
+  if (settings.timed()) return await(record(queue.device, queue.id));
   while (!queue.entries.empty()) run_front(queue, true);
 }
 
@@ -160,6 +135,7 @@ void raise_failure() {
 
 // Run some queued work, as the schedule draws.
 void progress() {
+  if (settings.timed()) return;
   for (Device& each : devices) {
     for (auto& queue : each.queues) {
       while (!queue->entries.empty() && draw() < queue->eagerness && run_front(*queue, false)) {
@@ -173,7 +149,7 @@ void count(int64_t HostWaits::*counter) {
 }
 
 void fill_poison(Queue& queue, char* address, size_t nbytes) {
-  queue.entries.push_back({[=] { std::memset(address, 0xFF, nbytes); }, nullptr, nullptr});
+  push(queue, {[=] { std::memset(address, 0xFF, nbytes); }});
 }
 
 // Memory
@@ -255,7 +231,14 @@ void release_segments(Device& device) {
   }
 }
 
+std::deque<Queue*> queues_of(Device& device) {
+  std::deque<Queue*> found;
+  for (auto& queue : device.queues) found.push_back(queue.get());
+  return found;
+}
+
 void run_everything(Device& device) {
+  if (settings.timed()) return await_all(queues_of(device));
   for (auto& queue : device.queues) run_all(*queue);
 }
 
@@ -283,9 +266,10 @@ void configure(const Settings& changed) {
     run_everything(each);
     release_segments(each);
   }
-  settings = changed;
+  const bool was_timed = std::exchange(settings, changed).timed();
   schedule.seed(changed.seed);
   for (Device& each : devices) {
+    if (was_timed && !settings.timed()) await_threads(queues_of(each));
     for (auto& queue : each.queues) queue->eagerness = draw_eagerness();
   }
 }
@@ -328,7 +312,7 @@ void deallocate(void* address) {
   Queue& owner_queue = *found.queues[block->stream];
   for (int64_t user : block->users) {
     block->uses.push_back(record(owner_queue.device, user));
-    owner_queue.entries.push_back({nullptr, block->uses.back(), nullptr});
+    push(owner_queue, {nullptr, block->uses.back()});
   }
   block->users.clear();
   fill_poison(owner_queue, kernel_address(block->address), block->nbytes);
@@ -443,20 +427,26 @@ int64_t new_stream(int index) {
   return found.queues.back()->id;
 }
 
-void enqueue(int index, int64_t stream, Task task) {
+void enqueue(int index, int64_t stream, Task task, Link link, size_t nbytes) {
   std::lock_guard lock(mutex);
   raise_failure();
-  queue(index, stream).entries.push_back({std::move(task), nullptr, nullptr});
+  double seconds = charge(0);
+  if (link != Link::none && settings.timed()) {
+    seconds = static_cast<double>(nbytes) / (link == Link::up ? settings.up_rate : settings.down_rate);
+  }
+  push(queue(index, stream), {std::move(task), nullptr, nullptr, seconds, link});
   progress();
 }
 
 void enqueue_copy(int index, int64_t stream, HostRange host, Task task) {
   std::lock_guard lock(mutex);
   pending_ranges.push_back(host);
-  enqueue(index, stream, [host, task = std::move(task)] {
+  auto run = [host, task = std::move(task)] {
     task();
+    std::lock_guard lock(mutex);
     release_range(host);
-  });
+  };
+  enqueue(index, stream, std::move(run), host.write ? Link::down : Link::up, host.nbytes);
 }
 
 MarkerPtr record(int index, int64_t stream) {
@@ -467,20 +457,20 @@ MarkerPtr record(int index, int64_t stream) {
   if (found.entries.empty()) {
     marker->passed = true;
   } else {
-    found.entries.push_back({nullptr, nullptr, marker});
+    push(found, {nullptr, nullptr, marker});
   }
   return marker;
 }
 
 void stream_waits(int index, int64_t stream, const MarkerPtr& marker) {
   std::lock_guard lock(mutex);
-  if (marker && !marker->passed) queue(index, stream).entries.push_back({nullptr, marker, nullptr});
+  if (marker && !marker->passed) push(queue(index, stream), {nullptr, marker});
 }
 
 bool query(const MarkerPtr& marker) {
   std::lock_guard lock(mutex);
   progress();
-  if (marker && !marker->passed && ++marker->queries >= kQueries) {
+  if (marker && !marker->passed && !settings.timed() && ++marker->queries >= kQueries) {
     count(&HostWaits::event);
     run_until(marker);
   }

@@ -21,6 +21,10 @@ struct Settings {
   size_t capacity = size_t{1} << 30;
   size_t segment_bytes = 0;  // 0: each block has its own segment, so that memory does not fragment
   uint64_t seed = 0;         // of the schedule by which queued work runs
+  // Rates of copies in timed mode, in bytes per second. 0: work runs by the schedule, and takes no time.
+  double up_rate = 0, down_rate = 0;
+
+  bool timed() const { return up_rate > 0; }
 };
 
 struct MemoryStats {
@@ -67,7 +71,10 @@ void when_not_pending(void* address, size_t nbytes, Task action);
 
 // Streams. Work is queued and runs when a thread waits for it, or by the schedule.
 int64_t new_stream(int device);
-void enqueue(int device, int64_t stream, Task task);
+// In timed mode an entry takes the seconds that its thread has been charged, a copy those of its bytes on its link.
+enum class Link { none, up, down };
+double charge(double seconds);  // returns what was not taken of the last charge
+void enqueue(int device, int64_t stream, Task task, Link link = Link::none, size_t nbytes = 0);
 void enqueue_copy(int device, int64_t stream, HostRange host, Task task);
 MarkerPtr record(int device, int64_t stream);
 void stream_waits(int device, int64_t stream, const MarkerPtr& marker);

@@ -1,0 +1,318 @@
+"""Compare dry runs on machine specs with runs of the engine on a simulated accelerator whose work takes time.
+
+python benchmarks/timed_lanes.py [--cases NAME ...] [--steps 5]
+The accelerator is the strict device of the tests in timed mode: streams run beside each other and beside the host, and
+sleep as long as the machine spec says. Costs of operators, rates of links and traffic of updates are those of the dry
+run; threads, streams, events and waits are the engine's own. So the ratio shows whether the engine achieves the overlap
+that its dry run predicts. Model and machine are small, so that real work takes little of the simulated time.
+"""
+
+import argparse
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+from statistics import median
+from typing import Any
+
+import torch
+from report import publish
+from torch import nn
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+import strict_device
+
+import patrickstar as ps
+from patrickstar import Engine
+from patrickstar._dry_run.report import DryRunReport
+from patrickstar._dry_run.simulation import _gradient_bytes, _span_bytes, roofline, simulate
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.grad_norm import GradStats
+from patrickstar._kernels.update_rule import Gradient, Running, Span
+from patrickstar._layout.byte_size import format_size
+from patrickstar._perf_model.machine_spec import Gpu, Host, Links, Machine
+from patrickstar._step import streamed_update
+
+WIDTH, LAYERS, ROWS = 192, 10, 64
+CHUNK = "160KiB"
+PIECE_NUMEL = 1 << 14
+"""Elements per copy of an update, as small beside a chunk as `streamed_update.PIECE_NUMEL` is beside a large one."""
+WARM_UP_STEPS = 4
+LIMIT = 0.1
+
+
+class Block(nn.Module):
+    """Residual block of a transformer, without its attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden))))
+
+
+def build() -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(LAYERS)))
+
+
+PARAM_NUMEL = sum(param.numel() for param in build().parameters())
+OPERATIONS = 6 * ROWS * PARAM_NUMEL  # of a step
+
+
+@dataclass(frozen=True)
+class Case:
+    """Model data that fits, and the seconds of one step's work on each resource if nothing else runs."""
+
+    name: str
+    param16_share: float
+    """Share of the parameters that fits on the device beside all non-model data."""
+    compute_s: float
+    update_s: float
+    link_s: float
+    """All parameters, copied once in one direction."""
+
+    @property
+    def machine(self) -> Machine:
+        return Machine(
+            name=self.name,
+            source="a step's work takes the seconds of the case",
+            gpu=Gpu(
+                count=1,
+                memory="1GiB",
+                matmul_tflops=OPERATIONS / self.compute_s / 1e12,
+                memory_bandwidth=2 * 28 * PARAM_NUMEL / self.compute_s,
+            ),
+            host=Host(memory="1GiB", memory_bandwidth=28 * PARAM_NUMEL / self.update_s, cores=1),
+            links=Links(h2d=2 * PARAM_NUMEL / self.link_s, d2h=2 * PARAM_NUMEL / self.link_s),
+        )
+
+
+CASES = (
+    Case("everything fits", 9.0, 2.0, 2.0, 0.5),
+    Case("param16 fits, balanced", 1.15, 2.0, 1.8, 0.6),
+    Case("param16 fits, update-bound", 1.15, 1.2, 3.0, 0.4),
+    Case("half of param16 fits, transfer-bound", 0.5, 1.0, 0.8, 1.4),
+    Case("half of param16 fits, compute-bound", 0.5, 3.0, 0.8, 0.5),
+    Case("half of param16 fits, balanced", 0.5, 2.0, 1.8, 1.0),
+)
+
+
+class HostLane:
+    """The host's memory bandwidth, which one thread uses at a time."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        """Bytes per second."""
+        self.busy_s = 0.0
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0
+
+    def run(self, action: Callable[[], Any], nbytes: int) -> Any:
+        """Run an action, and sleep until the end of its traffic."""
+        seconds = nbytes / self.rate
+        with self._lock:
+            self._free_at_s = end_s = max(self._free_at_s, time.perf_counter()) + seconds
+            self.busy_s += seconds
+        result = action()
+        time.sleep(max(0.0, end_s - time.perf_counter()))
+        return result
+
+
+class TimedKernels(Kernels):
+    """Kernels that take the time of their memory traffic, on the host and on the device."""
+
+    def __init__(self, best: Kernels, machine: Machine, operators: strict_device.OperatorTimes) -> None:
+        super().__init__(best.cpp)
+        assert machine.gpu is not None
+        self.host = HostLane(machine.host.update_bandwidth(1, machine.host.cores))
+        self._bandwidth = machine.gpu.memory_bandwidth
+        self._operators = operators
+
+    def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Running]:
+        on_host = [span for span in spans if span.master.device.type == "cpu"]
+        on_device = [span for span in spans if span.master.device.type != "cpu"]
+        if on_device:
+            with self._operators.as_one(sum(map(_span_bytes, on_device)) / self._bandwidth):
+                super().start(on_device, scales)
+
+        def update() -> None:
+            for running in super(TimedKernels, self).start(on_host, scales):
+                running.finish()
+
+        if on_host:
+            self.host.run(update, sum(map(_span_bytes, on_host)))
+        return []
+
+    def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
+        on_host = [grad for grad in gradients if grad.latest.device.type == "cpu"]
+        on_device = [grad for grad in gradients if grad.latest.device.type != "cpu"]
+        squares = [0.0] * len(on_device)
+        if on_device:
+            # As a compiled kernel: no host wait between gradients. No norm is reached, so any order of the sum will do.
+            with self._operators.as_one(sum(map(_gradient_bytes, on_device)) / self._bandwidth):
+                norms = torch._foreach_norm([grad.latest for grad in on_device])
+                squares = [norm**2 for norm in torch.stack(norms).tolist()]
+        if on_host:
+            parent, nbytes = super(), sum(map(_gradient_bytes, on_host))
+            squares += self.host.run(lambda: parent.grad_stats(on_host, scales), nbytes).squares
+        return GradStats(tuple(squares))
+
+
+class StepTimer:
+    """Thread that notes when the device has finished each step; the training thread does not wait."""
+
+    def __init__(self) -> None:
+        self.ends_s: list[float] = []
+        self._events: SimpleQueue[torch.Event | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def end_step(self) -> None:
+        event = torch.Event(device=torch.device("strict"))
+        event.record()
+        self._events.put(event)
+
+    def close(self) -> list[float]:
+        """Wait for the last step; return the seconds of each but the first."""
+        self._events.put(None)
+        self._thread.join()
+        return [end_s - start_s for start_s, end_s in pairwise(self.ends_s)]
+
+    def _run(self) -> None:
+        while (event := self._events.get()) is not None:
+            event.synchronize()
+            self.ends_s.append(time.perf_counter())
+
+
+def step_of(batch: torch.Tensor, clipped: bool) -> Callable[[Any], None]:
+    def step(engine: Any) -> None:
+        engine.backward(engine(batch).float().square().mean(), update=not clipped)
+        if clipped:
+            engine.clip_grad_norm_(1e9)  # nothing is clipped
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+    return step
+
+
+def configured(device: str, device_memory: int | str) -> ps.Config:
+    return ps.Config(device=device, device_memory=device_memory, host_memory="128MiB", chunk_size=CHUNK)
+
+
+def predict(case: Case, clipped: bool) -> DryRunReport:
+    """Dry-run a case; its report holds the device budget."""
+    step = step_of(torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16, device="meta"), clipped)
+    ample = simulate(Engine, build, configured("cpu", "512MiB"), step, case.machine)
+    budget = int(ample.stats.device_peak_non_model_bytes + 2 * PARAM_NUMEL * case.param16_share)
+    return simulate(Engine, build, configured("cpu", budget), step, case.machine)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Medians over steps of the engine on the timed device."""
+
+    seconds: float
+    compute_s: float
+    update_s: float
+    stats: ps.StepStats
+
+
+def measure(case: Case, clipped: bool, budget: int, steps: int) -> Measurement:
+    """Train on the timed device."""
+    machine, costs = case.machine, roofline(case.machine)
+    assert machine.links is not None
+    strict_device.configure(timed=strict_device.Rates(machine.links.h2d, machine.links.d2h))
+    torch.manual_seed(0)
+    batch = torch.randn(ROWS, WIDTH).bfloat16().to("strict")
+
+    def seconds_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+        return costs(func, args, kwargs, out).seconds
+
+    operators = strict_device.OperatorTimes(seconds_of, strict_device.extension.charge)
+    kernels = TimedKernels(Kernels.best(torch.device("cpu")), machine, operators)
+    step, taken, timer = step_of(batch, clipped), [], StepTimer()
+    with Engine(build, configured("strict", budget), kernels=kernels) as engine, operators:
+        for _ in range(WARM_UP_STEPS + steps):
+            before = operators.charged_s, kernels.host.busy_s
+            step(engine)
+            timer.end_step()
+            after = operators.charged_s, kernels.host.busy_s
+            taken.append([end - start for start, end in zip(before, after, strict=True)])
+        seconds = timer.close()
+        stats = engine.stats.last
+    strict_device.configure()
+    compute_s, update_s = (median(values) for values in zip(*taken[WARM_UP_STEPS:], strict=True))
+    return Measurement(median(seconds[-steps:]), compute_s, update_s, stats)
+
+
+def row(case: Case, clipped: bool, steps: int) -> list[str]:
+    predicted = predict(case, clipped)
+    measured = measure(case, clipped, predicted.device_budget_bytes, steps)
+    ratio = measured.seconds / predicted.seconds
+    update_s = next(used.busy_s for used in predicted.channels if used.name == "update on the host")
+    return [
+        case.name,
+        "clipped" if clipped else "update=True",
+        f"{predicted.compute_s:.2f} / {measured.compute_s:.2f} s",
+        f"{update_s:.2f} / {measured.update_s:.2f} s",
+        *(
+            f"{format_size(getattr(predicted.stats, name))} / {format_size(getattr(measured.stats, name))}"
+            for name in ("h2d_bytes", "d2h_bytes")
+        ),
+        f"{predicted.stats.speculation_hits} / {measured.stats.speculation_hits} of {measured.stats.speculated}",
+        f"{predicted.bound_s:.2f} s",
+        f"{predicted.seconds:.2f} s",
+        f"{measured.seconds:.2f} s",
+        f"{ratio:.2f}{'' if abs(ratio - 1) <= LIMIT else ' (!)'}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES])
+    parser.add_argument("--steps", type=int, default=5, help="measured steps after the warm-up")
+    options = parser.parse_args()
+    streamed_update.PIECE_NUMEL = PIECE_NUMEL
+    rows = []
+    for case in (case for case in CASES if case.name in options.cases):
+        for clipped in (True, False):
+            rows.append(row(case, clipped, options.steps))
+            print(rows[-1], flush=True)
+    if len(rows) == 2 * len(CASES):
+        publish_table(rows)
+
+
+def publish_table(rows: list[list[str]]) -> None:
+    publish(
+        "timed_lanes",
+        "strict",
+        f"Dry run / run of the engine on a simulated accelerator whose work takes the time of the machine spec: "
+        f"{LAYERS} blocks of width {WIDTH}, {PARAM_NUMEL:,} parameters, {ROWS} rows, chunks of {CHUNK}. Seconds of a "
+        f"step: medians after {WARM_UP_STEPS} steps; limit {LIMIT:.0%}, others are marked. Gradients are clipped at a "
+        f"norm that they do not reach, or updated with update=True.",
+        [
+            "case",
+            "step",
+            "compute",
+            "update on the host",
+            "to the device",
+            "to the host",
+            "updates in backward",
+            "bound",
+            "dry run",
+            "measured",
+            "measured / dry run",
+        ],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
