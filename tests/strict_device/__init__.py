@@ -169,9 +169,7 @@ torch.utils.rename_privateuse1_backend("strict")
 torch._register_device_module("strict", _DeviceModule(extension))
 
 
-def configure(
-    *, seed: int = 0, capacity: int = CAPACITY, segment_bytes: int = 0, timed: Rates | None = None
-) -> None:
+def configure(*, seed: int = 0, capacity: int = CAPACITY, segment_bytes: int = 0, timed: Rates | None = None) -> None:
     """Run all queued work; then set the schedule's seed, each device's capacity, and how memory fragments.
 
     Args:

@@ -144,25 +144,37 @@ class HostTier:
         nbytes = sum(sizes)
         if self.spare_bytes + nbytes > self.spare_limit_bytes:
             return None
-        self._grow_for_spare(nbytes)
         self._free_released(wait=False)
+        blocks = self._fit_all(sizes)
+        if blocks is None and self._grow_for_spare(nbytes):
+            blocks = self._fit_all(sizes)
+        if blocks is not None:
+            self.spare_bytes += nbytes
+            self._note_peaks()
+        return blocks
+
+    def _fit_all(self, sizes: Sequence[int]) -> list[ArenaBlock] | None:
+        """Allocate blocks in the gaps that there are; None if one does not fit. Closing gaps would wait for copies."""
         blocks: list[ArenaBlock] = []
         for size in sizes:
             block = self._first_fit(size)
-            if block is None:  # closing gaps would wait for copies
+            if block is None:
                 for allocated in blocks:
                     allocated.arena.free(allocated)
                 return None
             blocks.append(block)
-        self.spare_bytes += nbytes
-        self._note_peaks()
         return blocks
 
-    def _grow_for_spare(self, nbytes: int) -> None:
-        """Add one arena for all spare blocks: many small ones would take longer to page-lock and to search."""
+    def _grow_for_spare(self, nbytes: int) -> bool:
+        """Add one arena for all spare blocks: many small ones would take longer to page-lock and to search.
+
+        Free bytes of other arenas may be in gaps too small for a chunk, or in use by copies in flight.
+        """
         missing = min(self.spare_limit_bytes, self.budget_bytes - self.arena_bytes)
-        if missing >= nbytes and self.used + self.other_bytes + self.spare_bytes + nbytes > self.arena_bytes:
-            self.arenas.append(self.new_arena(missing))
+        if missing < nbytes:
+            return False
+        self.arenas.append(self.new_arena(missing))
+        return True
 
     def release_spare(self, block: ArenaBlock) -> None:
         """Release a spare block that no job uses any more."""

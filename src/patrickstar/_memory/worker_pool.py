@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from queue import Empty, SimpleQueue
 
 import torch
@@ -69,6 +70,8 @@ class WorkerTransfer(Transfer):
         self._jobs = len(jobs)
         self._urgent = False
         self._ready: Callable[[], bool] | None = None
+        self._optional = False
+        self._number = 0
         self._running: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._changed: SimpleQueue[None] = SimpleQueue()
@@ -134,16 +137,24 @@ class _JobQueue:
         self.transfers: deque[WorkerTransfer] = deque()  # with queued jobs, the next one first
         self.unfinished: set[WorkerTransfer] = set()
         self.threads: list[WorkerThread] = []
+        self.numbers = count()
         self.stopping = False
 
-    def add(self, transfer: WorkerTransfer, urgent: bool, ready: Callable[[], bool] | None = None) -> None:
+    def add(
+        self,
+        transfer: WorkerTransfer,
+        urgent: bool,
+        ready: Callable[[], bool] | None = None,
+        optional: bool = False,
+    ) -> None:
         with self.lock:
             if self.stopping:
                 raise MoveError(f"{transfer.label}: the worker pool was closed; initialise a new engine")
             if not transfer._queued:
                 return
             self.unfinished.add(transfer)
-            transfer._urgent, transfer._ready = urgent, ready
+            transfer._urgent, transfer._ready, transfer._optional = urgent, ready, optional
+            transfer._number = next(self.numbers)
             before = sum(other._urgent for other in self.transfers) if urgent else len(self.transfers)
             self.transfers.insert(before, transfer)
             for _ in transfer._queued:
@@ -154,7 +165,7 @@ class _JobQueue:
             if transfer in self.transfers:
                 self.transfers.remove(transfer)
                 self.transfers.appendleft(transfer)
-                transfer._urgent, transfer._ready = True, None
+                transfer._urgent, transfer._ready, transfer._optional = True, None, False
 
     def dequeue(self) -> tuple[WorkerTransfer, Job] | None:
         """Dequeue the next job, and count it as running."""
@@ -168,12 +179,12 @@ class _JobQueue:
             return None
 
     def _next(self) -> WorkerTransfer:
-        """Return the first transfer without a condition; else the last one that is ready, or the first."""
-        for transfer in self.transfers:
-            if transfer._ready is None:
-                return transfer
-        ready = (each for each in reversed(self.transfers) if each._ready is not None and each._ready())
-        return next(ready, self.transfers[0])
+        """Return the first transfer that is ready, else the last optional one that is, else the one submitted first."""
+        ready = [transfer for transfer in self.transfers if transfer._ready is None or transfer._ready()]
+        first = next((transfer for transfer in ready if not transfer._optional), None)
+        if first is not None:
+            return first
+        return ready[-1] if ready else min(self.transfers, key=lambda transfer: transfer._number)
 
     def run_next(self, stage: torch.Tensor) -> None:
         dequeued = self.dequeue()
@@ -312,17 +323,24 @@ class WorkerPool:
             return sum(not transfer.done for transfer in self._queue.unfinished)
 
     def submit(
-        self, jobs: Sequence[Job], label: str, *, urgent: bool = False, ready: Callable[[], bool] | None = None
+        self,
+        jobs: Sequence[Job],
+        label: str,
+        *,
+        urgent: bool = False,
+        ready: Callable[[], bool] | None = None,
+        optional: bool = False,
     ) -> WorkerTransfer:
         """Queue jobs at the end, or behind other urgent ones if `urgent`; errors name the `label`.
 
-        Jobs with a condition `ready` run after all others: of those that are ready, the last submitted ones first.
+        Jobs that would wait for the device, because `ready` returns False, let others go first. `optional` ones run
+        after all others, the last submitted first.
 
         Jobs start in order, and run concurrently in all threads. Raises MoveError after `close`.
         """
         transfer = WorkerTransfer(jobs, label, self._queue)
         self._start(label)
-        self._queue.add(transfer, urgent, ready)
+        self._queue.add(transfer, urgent, ready, optional)
         return transfer
 
     def _start(self, label: str) -> None:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -26,6 +27,9 @@ BUFFERS = 3
 # runs the kernel, and copies the parameters back on another stream. So copies in both directions overlap with the
 # kernel and with the device's compute, and the training thread does not wait. `StreamedUpdate.finish` waits for the
 # thread, and orders later work of the device after the last copy.
+#
+# The training thread may be far ahead of the device. An update whose gradients the device has yet to compute lets
+# others go first, whatever their order: the worker thread would wait for all of backward.
 #
 # A buffer is filled again once its parameters have been copied to the device: the stream of the gradients waits for
 # that.
@@ -138,13 +142,17 @@ class StreamedUpdates:
         Args:
             copies: Copies that still read or write host memory of these spans.
             urgent: Run it before others that wait and are not urgent.
-            bind: Returns the spans when the update begins. Such an update runs after all others: of those whose
-                gradients are complete on the device, the last submitted one first.
+            bind: Returns the spans when the update begins. Such an update is optional: it runs after all others, the
+                last submitted one first.
         """
         update = StreamedUpdate(self.accelerator, spans, scales, self.accelerator.record(), copies, bind)
-        ready = None if bind is None else lambda: update.ready.query() and all(copy.done for copy in copies)
-        label = "an update on the host"
-        update.job = self._pool.submit([lambda stage: self._run(update)], label, urgent=urgent, ready=ready)
+        update.job = self._pool.submit(
+            [lambda stage: self._run(update)],
+            "an update on the host",
+            urgent=urgent,
+            ready=partial(_is_ready, update.ready, copies),
+            optional=bind is not None,
+        )
         self._host_tier.copy_issued(self._block, update.job)
         return update
 
@@ -205,6 +213,11 @@ class StreamedUpdates:
             param.copy_(part.span.param, non_blocking=True)
             uploaded = self._uploads[part.number] = self.accelerator.record()
         return uploaded
+
+
+def _is_ready(gradients: torch.Event, copies: Sequence[Transfer]) -> bool:
+    """Return whether the device has computed the gradients of an update, and copies have ended."""
+    return gradients.query() and all(copy.done for copy in copies)
 
 
 def _is_on_host(span: Span) -> bool:
