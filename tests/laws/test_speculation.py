@@ -1,11 +1,20 @@
 """Law: updates from disk that backward starts before the step has decided never change a bit."""
 
 import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from speculation_cases import EVENTS, clip_nothing, compare, loop, run
+import torch
+from speculation_cases import EVENTS, backward, build, clip_nothing, compare, loop, run
 
 import patrickstar as ps
+from patrickstar import testing
+from patrickstar._engine.engine import Engine
+from patrickstar._step.staging_pool import PageSet
 
 from .test_late_copies import some_are_slow
 
@@ -16,7 +25,15 @@ def budgets(tmp_path, **disk):
     return dict(chunk_size="18KiB", device_memory=2.0, host_memory="170KiB", disk=ps.Disk(tmp_path, **disk))
 
 
-def test_updates_from_disk_that_the_step_confirms_are_committed(tmp_path):
+def wait_for_reads(pages):
+    for read in pages.reads:
+        read.wait()
+    return len(pages.reads) == len(pages.lists)
+
+
+def test_updates_from_disk_that_the_step_confirms_are_committed(tmp_path, monkeypatch):
+    """With a disk that is faster than operators, all pages are updated before the step."""
+    monkeypatch.setattr(PageSet, "ready", property(wait_for_reads))
     stats = compare(loop([[clip_nothing]] * 8, [1] * 8), device="cpu", **budgets(tmp_path))
     assert stats.speculation_hits > 0
 
@@ -34,6 +51,50 @@ def test_a_disk_without_room_for_spare_pages_is_no_error(tmp_path, caplog):
     assert stats.speculated == 0 and stats.disk_bytes <= needed
     said = [record for record in caplog.records if "wait for the optimizer step" in record.message]
     assert len(said) == 1
+
+
+def trained(folder: Path, first: int, last: int, saves: bool = False) -> Engine:
+    """Train from step `first` to `last`, from a checkpoint of the step before if there is one.
+
+    With `saves`, save each step, and say after each backward how many updates have been started.
+    """
+    torch.manual_seed(0)
+    config = ps.Config(
+        device="cpu", chunk_size="18KiB", device_memory="72KiB", host_memory="170KiB", disk=ps.Disk(folder)
+    )
+    engine = Engine(build, config, meter=testing.NoMeter(), page_bytes=8192)
+    if (folder / f"step {first - 1}").exists():
+        engine.load(folder / f"step {first - 1}")
+    for step in range(first, last + 1):
+        backward(engine, step)
+        if saves:
+            print(step, engine.stats.total.speculated, flush=True)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        if saves:
+            engine.save(folder / f"step {step}", wait=step % 2 == 0)
+    return engine
+
+
+def test_a_run_killed_beside_speculative_updates_resumes_with_the_same_bits(tmp_path):
+    code = f"import pathlib, laws.test_speculation as test; test.trained(pathlib.Path({str(tmp_path)!r}), 1, 99, True)"
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert child.stdout is not None
+    for line in child.stdout:
+        step, speculated = map(int, line.split())
+        if step >= 6 and speculated:
+            break
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    saved = max(int(folder.name.split()[1]) for folder in tmp_path.glob("step *") if folder.is_dir())
+    assert saved >= 4
+    (undisturbed := tmp_path / "undisturbed").mkdir()
+    with trained(undisturbed, 1, saved + 2) as expected, trained(tmp_path, saved + 1, saved + 2) as found:
+        testing.assert_same_bits(expected.state_dict(), found.state_dict(), "resumed")
+        testing._assert_same_states(expected.optimizer.state_dict(), found.optimizer.state_dict())
 
 
 @pytest.mark.parametrize("first", some_are_slow(100, fast=10))

@@ -245,7 +245,9 @@ def _enough_steps(history: list[StepStats], steps: int | None) -> bool:
 
 
 def _transfers(stats: StepStats) -> tuple[int, ...]:
-    return stats.h2d_bytes, stats.d2h_bytes, stats.disk_read_bytes, stats.disk_write_bytes
+    """Return what repeats from step to step once a plan has settled."""
+    transferred = stats.h2d_bytes, stats.d2h_bytes, stats.disk_read_bytes, stats.disk_write_bytes
+    return *transferred, stats.speculated, stats.speculation_hits
 
 
 def _first_parameters(engine: Any) -> dict[int, str]:
@@ -289,7 +291,7 @@ def simulate(
         model: On the meta device, or a function that builds it and is called under the meta device.
         step: Must not read values of floating-point tensors.
         costs: Cost model of operators; by default a roofline of the machine.
-        steps: Number of steps; by default until their transfers repeat.
+        steps: Number of steps; by default until their transfers and early updates repeat.
         meter_s: Seconds per meter read. If given, the real time of Python, autograd and the engine counts too.
         library_bytes: Device memory that libraries occupy from the start.
         hooks: Keyword arguments of the engine.
