@@ -96,6 +96,12 @@ class ChunkTransfers:
         elif chunk in self.in_flight:
             self.complete(chunk)
 
+    @staticmethod
+    def would_wait(chunk: Chunk) -> bool:
+        """Return whether the host would wait to complete the transfer of a chunk."""
+        transfer = chunk.fetch_transfer or chunk.eviction_transfer
+        return transfer is not None and not isinstance(transfer, StreamTransfer) and not transfer.done
+
     # Evict
 
     def evict_now(self, chunk: Chunk) -> None:

@@ -13,6 +13,9 @@ from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.disk_update import DiskUpdate
 from patrickstar.errors import BudgetError, DiskError
 
+IN_FLIGHT = 2
+"""Updates whose pages are read or updated at a time."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -43,9 +46,9 @@ class DiskSpeculation:
         self._disk_step.reads_expected = not (confident and self._limit)
 
     @property
-    def unfinished(self) -> int:
-        """Number of updates with pages that are not updated yet."""
-        return sum(self._disk_step.is_queued(update) for update in self._updates.values())
+    def capacity(self) -> int:
+        """Number of updates that may be started now: one whose pages are read while another's are updated."""
+        return IN_FLIGHT - sum(self._disk_step.is_queued(update) for update in self._updates.values())
 
     def accepts(self, inputs: Sequence[Chunk]) -> bool:
         """Return whether masters and states are on disk, and sums of gradients, if there are any, in memory."""

@@ -17,6 +17,9 @@ from patrickstar._params.model_data import ModelData
 from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._step.streamed_update import HostUpdates
 
+IN_FLIGHT = 2
+"""Updates that run or wait at a time, of those that no worker thread chooses between."""
+
 Blocks = Sequence[ArenaBlock]
 """Spare blocks for the new content of one chunk of each list."""
 
@@ -137,11 +140,13 @@ class HostSpeculation:
         self._host_tier.reclaim = lambda: (drop := reclaim()) is not None and drop()
 
     @property
-    def unfinished(self) -> int:
-        """Number of updates that run or wait; none that the worker thread chooses itself."""
+    def capacity(self) -> int:
+        """Number of updates that may be started now: all if the worker thread chooses between them, else one ahead."""
         if self._host_updates.waits_for_copies:
-            return 0
-        return sum(update.running is not None and not update.running.done for update in self._updates.values())
+            return len(self.data.by_chunk)
+        return IN_FLIGHT - sum(
+            update.running is not None and not update.running.done for update in self._updates.values()
+        )
 
     def accepts(self, inputs: Sequence[Chunk]) -> bool:
         """Return whether masters, states and sums of gradients are on the host."""

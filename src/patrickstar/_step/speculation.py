@@ -22,23 +22,19 @@ from patrickstar._step.optimizer_step import GroupOf, OptimizerStep
 # read with those at the start. If they are equal, the new ones take the place of the old ones, else they are dropped
 # and the step updates the chunk. So the bits are those of an update in the step either way.
 #
-# The chunk that was completed last is updated first: the next forward uses it first. At most `IN_FLIGHT` updates of a
-# tier are submitted at a time, so that this holds for chunks that are completed meanwhile. The chunks that would be
-# dropped for lack of spare blocks are passed over in the next step.
+# The chunk that was completed last is updated first: the next forward uses it first. The chunks that would be dropped
+# for lack of spare blocks are passed over in the next step.
 #
 # A miss costs the time of its updates, which run beside the device's work. After a step that decided otherwise nothing
 # is assumed until one has decided as assumed again.
-
-IN_FLIGHT = 2
-"""Updates of a tier submitted at a time: one runs, one waits."""
 
 
 class Speculator(Protocol):
     """Speculative updates of the chunks of one tier."""
 
     @property
-    def unfinished(self) -> int:
-        """Number of updates that run or wait."""
+    def capacity(self) -> int:
+        """Number of updates that may be started now; others wait, since a chunk that is completed later goes first."""
 
     def accepts(self, inputs: Sequence[Chunk]) -> bool:
         """Return whether it can update a chunk, which reads these: `param16`, masters and states, sums of gradients."""
@@ -151,9 +147,9 @@ class Speculation:
 
     @defer_sigint
     def _start(self, assumption: _Assumption) -> None:
-        room = {speculator: IN_FLIGHT - speculator.unfinished for speculator in self._speculators}
+        capacity = {speculator: speculator.capacity for speculator in self._speculators}
         for index in assumption.candidates[::-1]:
-            if max(room.values()) <= 0:
+            if max(capacity.values()) <= 0:
                 return
             managed_params, step = self.data.by_chunk[index], self._optimizer_step
             rules = step.rules(managed_params, assumption.group_of)
@@ -164,7 +160,7 @@ class Speculation:
             if speculator is None or not whole:
                 assumption.candidates.remove(index)
                 continue
-            if room[speculator] <= 0:
+            if capacity[speculator] <= 0 or self.data.manager.transfers.would_wait(inputs[0]):
                 continue
             assumption.candidates.remove(index)
             self.data.manager.transfers.complete_in_order(inputs[0])
@@ -172,7 +168,7 @@ class Speculation:
             if inputs[0].in_memory and speculator.start(index, rules, assumption.scales, inputs):
                 versions = [chunk.version for chunk in inputs]
                 self._started[index] = _Started(speculator, rules, inputs, versions)
-                room[speculator] -= 1
+                capacity[speculator] -= 1
 
     def _inputs(self, index: int) -> list[Chunk]:
         """Return the chunks that an update reads."""
