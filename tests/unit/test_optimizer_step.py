@@ -1,6 +1,7 @@
 """Test the update on the host of a device parameter: gradients are copied down, parameters up, in pieces."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,14 +42,15 @@ class ImmediateAccelerator:
     def enter_worker(self) -> None:
         """Do nothing."""
 
-    def record(self) -> None:
-        """Return no event."""
+    def record(self) -> SimpleNamespace:
+        """Return an event that has passed."""
+        return SimpleNamespace(query=lambda: True)
 
     @contextmanager
     def use(self, stream: None, *, after_current: bool = True):
         yield
 
-    def order(self, event: None) -> None:
+    def order(self, event: SimpleNamespace) -> None:
         """Do nothing."""
 
     wait = order

@@ -24,7 +24,7 @@ class TransferCounters:
     """Number of retries after an out-of-memory error of the device allocator within the budget."""
     stall_s: float = 0.0
     speculated: int = 0
-    """Number of updates of chunks that backward had started and the step found."""
+    """Number of updates of chunks that backward had started, and that had begun if the step confirms them."""
     speculation_hits: int = 0
     """Number of those that the step confirmed."""
 

@@ -193,8 +193,10 @@ class Speculation:
         started, self._started = self._started, {}
         for index in sorted(started, key=self.data.tracer.trace.first_use):
             update = started[index]
-            counters.speculated += 1
-            if decided and self._is_valid(index, update, group_of) and update.speculator.keep(index):
+            valid = decided and self._is_valid(index, update, group_of)
+            kept = valid and update.speculator.keep(index)
+            counters.speculated += kept or not valid
+            if kept:
                 counters.speculation_hits += 1
                 self.data.before_update(index)
                 self._optimizer_step.note_order(index)
