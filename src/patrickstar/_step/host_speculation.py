@@ -58,7 +58,8 @@ class _SpareBlocks:
         self._host_tier = host_tier
         self._lock = threading.Lock()
         self._free: list[Blocks] = []
-        self._ended: list[_Update] = []
+        self._taken: list[_Update] = []
+        """Updates that have begun and may lose their blocks once they have ended, the oldest first."""
         self.replaced = 0
         """Number of updates that were dropped for newer ones, or found no blocks."""
 
@@ -71,25 +72,21 @@ class _SpareBlocks:
                 self._free.remove(blocks)
             else:
                 self.replaced += 1
-                fits = (each for each in self._ended if each.sizes == update.sizes)
+                fits = (each for each in self._taken if each.sizes == update.sizes)
                 oldest = next((each for each in fits if each.running is not None and each.running.done), None)
                 if oldest is None:
                     return False
-                self._ended.remove(oldest)
+                self._taken.remove(oldest)
                 blocks, oldest.blocks = oldest.blocks, None
             update.blocks = blocks
+            self._taken.append(update)
             return True
-
-    def end(self, update: _Update) -> None:
-        """Let a newer update take the blocks of one that has ended."""
-        with self._lock:
-            self._ended.append(update)
 
     def keep(self, update: _Update) -> bool:
         """Let an update keep its blocks from now on. Return False if it has none."""
         with self._lock:
-            if update in self._ended:
-                self._ended.remove(update)
+            if update in self._taken:
+                self._taken.remove(update)
             return update.blocks is not None
 
     def provide(self, sizes: tuple[int, ...]) -> bool:
@@ -106,8 +103,8 @@ class _SpareBlocks:
             if update is None:
                 blocks = self._free.pop() if self._free else None
             else:
-                if update in self._ended:
-                    self._ended.remove(update)
+                if update in self._taken:
+                    self._taken.remove(update)
                 blocks, update.blocks = update.blocks, None
         for block in blocks or ():
             self._host_tier.release_spare(block)
@@ -189,7 +186,6 @@ class HostSpeculation:
             first, last = managed.location.offset, managed.location.offset + managed.location.numel
             param, *out = (view[first:last] for view in views)
             spans.append(replace(span, param=param, out=tuple(out)))
-        self._spare.end(update)
         return spans
 
     def room(self, indices: Sequence[int]) -> int:
