@@ -194,9 +194,9 @@ class Speculation:
         for index in sorted(started, key=self.data.tracer.trace.first_use):
             update = started[index]
             valid = decided and self._is_valid(index, update, group_of)
-            kept = valid and update.speculator.keep(index)
-            counters.speculated += kept or not valid
-            if kept:
+            confirmed = valid and update.speculator.keep(index)
+            counters.speculated += confirmed or not valid
+            if confirmed:
                 counters.speculation_hits += 1
                 self.data.before_update(index)
                 self._optimizer_step.note_order(index)
