@@ -133,7 +133,7 @@ def test_no_more_bytes_move(precision):
     for update in (False, True):
         # Smaller than the `param16` list, so that chunks are evicted and fetched.
         config = small_chunks(precision).model_copy(update={"device_memory": 3600 if precision == "bf16" else 7200})
-        engine = Engine(stack, config, meter=testing.NoMeter())
+        engine = Engine(stack, config, meter=testing.NoMeter(), speculates=False)
         for (x,) in normal_batches(4):
             engine.backward(mean_square(engine(x)), update=update)
             engine.optimizer.step()
