@@ -133,7 +133,9 @@ class Interceptor:
         if self._covers(managed_params):
             self._note(managed_params)
             out = self._run(func, args, kwargs, tensors, managed_params, before, held=True)
-            self._progress()
+            if self.optimizer_in_backward.updating:
+                with managing():
+                    self._progress()
             return out
         suspended = self._access(managed_params)
         try:
@@ -202,17 +204,13 @@ class Interceptor:
         with managing():
             self._end_uses(managed_params, suspended)
             self.data.op_boundary(belongs)
-            if self.in_backward:
-                self.optimizer_in_backward.speculation.progress()
-            self.optimizer_in_backward.optimizer_step.progress()
+            self._progress()
 
     def _progress(self) -> None:
-        """Advance updates after an operator that ran without an access."""
-        speculation, step = self.optimizer_in_backward.speculation, self.optimizer_in_backward.optimizer_step
-        if step.updating or speculation.active:
-            with managing():
-                speculation.progress()
-                step.progress()
+        """Advance updates after an operator."""
+        if self.in_backward:
+            self.optimizer_in_backward.speculation.progress()
+        self.optimizer_in_backward.optimizer_step.progress()
 
     def _end_uses(self, managed_params: Sequence[ManagedParam], suspended: Window | None) -> None:
         self.data.release(managed_params, TensorState.HOLD if self.in_backward else TensorState.HOLD_AFTER_FWD)

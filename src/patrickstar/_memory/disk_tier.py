@@ -14,8 +14,6 @@ from patrickstar._memory.swap_file import SwapFile
 from patrickstar._memory.transfer import Transfer
 from patrickstar._memory.worker_pool import WorkerPool
 
-SINGLE = 4
-"""Bytes of an fp32 number."""
 STAGES = (READERS := 4) + (WRITERS := 2)
 """Threads, each with one page in flight. One disk read 1.05 GB/s with one thread and up to 1.6 with four, and wrote
 3 GB/s with any number; threads that wait for a disk use no CPU time."""
@@ -54,7 +52,7 @@ class DiskTier:
 
     def page_bytes_of(self, chunk: Chunk) -> int:
         """Return the bytes of a chunk's pages: as many elements as a page has in fp32, if these are whole blocks."""
-        nbytes = self.page_bytes * chunk.dtype.itemsize // SINGLE
+        nbytes = self.page_bytes * chunk.dtype.itemsize // torch.float32.itemsize
         return nbytes if nbytes < self.page_bytes and nbytes % BLOCK_BYTES == 0 else self.page_bytes
 
     def reserve(self, chunk: Chunk) -> None:

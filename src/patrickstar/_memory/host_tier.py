@@ -73,14 +73,12 @@ class HostTier:
 
     def free(self, chunk: Chunk, *, for_good: bool = False) -> None:
         """Free a chunk's block; `for_good` also returns the memory to the system."""
-        assert chunk.host is not None and chunk.host_block is not None
+        assert chunk.host is not None
         _wait_for_transfers(chunk)
         if self.poison:
             fill_poison(chunk.host)
-        del self._owners[chunk.host_block]
-        chunk.host_block.arena.free(chunk.host_block, for_good=for_good)
-        chunk.host, chunk.host_block, chunk.host_valid = None, None, False
-        self.used -= chunk.nbytes
+        block = self._detach(chunk)
+        block.arena.free(block, for_good=for_good)
 
     def has_room(self, nbytes: int) -> bool:
         """Return True if `nbytes` more fit, after freeing spare blocks and duplicate copies of chunks as needed."""
@@ -179,14 +177,13 @@ class HostTier:
     def release_spare(self, block: ArenaBlock) -> None:
         """Release a spare block that no job uses any more."""
         self.spare_bytes -= block.nbytes
-        self._free_block(block, self._block_copies.pop(block, None))
+        self._free_block(block)
 
     def replace_block(self, chunk: Chunk, block: ArenaBlock) -> None:
         """Make a spare block, which holds a chunk's new bytes, its host copy, and release the old one.
 
         The old memory is used again once copies in flight that the device makes have ended; the host does not wait.
         """
-        self._block_copies.pop(block, None)
         if chunk.host is not None:
             self.free_in_order(chunk)
         self._owners[block] = chunk
@@ -198,18 +195,23 @@ class HostTier:
 
     def free_in_order(self, chunk: Chunk) -> None:
         """Free a chunk's block without a wait for copies of the device: it is used again once they have ended."""
-        assert chunk.host_block is not None
         chunk.wait_for_save()
         copies = [copy for copy in (chunk.h2d_transfer, chunk.d2h_transfer) if copy is not None]
         for copy in copies[:-1]:
             copy.wait()
-        del self._owners[chunk.host_block]
-        self._free_block(chunk.host_block, copies[-1] if copies else None)
-        chunk.host, chunk.host_block, chunk.host_valid = None, None, False
+        self._free_block(self._detach(chunk), copies[-1] if copies else None)
         chunk.h2d_transfer = chunk.d2h_transfer = None
-        self.used -= chunk.nbytes
 
-    def _free_block(self, block: ArenaBlock, copy: Transfer | None) -> None:
+    def _detach(self, chunk: Chunk) -> ArenaBlock:
+        """Return a chunk's block, which is no longer its host copy."""
+        block = chunk.host_block
+        assert block is not None, f"{chunk} has no host copy"
+        del self._owners[block]
+        chunk.host, chunk.host_block, chunk.host_valid = None, None, False
+        self.used -= chunk.nbytes
+        return block
+
+    def _free_block(self, block: ArenaBlock, copy: Transfer | None = None) -> None:
         """Free a block now, or once the last copy that uses it has ended."""
         if copy is not None and not copy.done:
             self._released.append((block, copy))
@@ -224,10 +226,7 @@ class HostTier:
         for block, copy in released:
             if wait:
                 copy.wait()
-            if wait or copy.done:
-                block.arena.free(block)
-            else:
-                self._released.append((block, copy))
+            self._free_block(block, copy)
 
     def reserve(self, nbytes: int, description: str) -> None:
         """Count memory outside of the arenas, which the caller writes now, until `release_reservation`."""

@@ -77,6 +77,11 @@ class WorkerTransfer(Transfer):
         self._changed: SimpleQueue[None] = SimpleQueue()
 
     @property
+    def ready(self) -> bool:
+        """True unless its jobs would wait for the device."""
+        return self._ready is None or self._ready()
+
+    @property
     def done(self) -> bool:
         """True once all jobs have ended, with or without an error. See [Note: threads that may die]."""
         return not self._queued and all(_has_ended(thread) for thread in list(self._running))
@@ -180,11 +185,11 @@ class _JobQueue:
 
     def _next(self) -> WorkerTransfer:
         """Return the first transfer that is ready, else the last optional one that is, else the one submitted first."""
-        ready = [transfer for transfer in self.transfers if transfer._ready is None or transfer._ready()]
-        first = next((transfer for transfer in ready if not transfer._optional), None)
-        if first is not None:
-            return first
-        return ready[-1] if ready else min(self.transfers, key=lambda transfer: transfer._number)
+        for transfer in self.transfers:
+            if not transfer._optional and transfer.ready:
+                return transfer
+        last = next((transfer for transfer in reversed(self.transfers) if transfer._optional and transfer.ready), None)
+        return min(self.transfers, key=lambda transfer: transfer._number) if last is None else last
 
     def run_next(self, stage: torch.Tensor) -> None:
         dequeued = self.dequeue()

@@ -105,6 +105,15 @@ class LocalShards:
             begin, end = max(page_start, offset + first), min(page_start + page.numel(), offset + stop)
             yield slice(begin - offset, end - offset), page[begin - page_start : end - page_start]
 
+    def optimizer_chunks(self, index: int) -> list[Chunk]:
+        """Return the chunks of one index that only the update uses, in the order of the parameter schema."""
+        return [self.manager[spec.kind, index] for spec in self.by_chunk[index][0].schema.optimizer_lists]
+
+    def gradient_sums(self, index: int) -> list[Chunk]:
+        """Return the chunk of accumulated gradients of an index, if there is one."""
+        sums = self.manager.chunks.get((GRAD32, index))
+        return [] if sums is None else [sums]
+
     def gradient(self, managed: ManagedParam, *, in_order: bool = False) -> Gradient:
         """Return a parameter's gradient without moving it. Its accumulated part may be on another tier.
 

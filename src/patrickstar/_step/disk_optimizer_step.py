@@ -1,7 +1,6 @@
 """Optimizer step of chunks whose states are on disk: read pages, update them, write them back, in a pipeline."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -75,17 +74,14 @@ class DiskOptimizerStep:
     def submit_speculative(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> DiskUpdate:
         """Queue an update whose results go to spare pages, which have been reserved, after all others."""
         update = self._new_update(index, rules, scales)
-        sums = self.data.manager.chunks.get((GRAD32, index))
         update.speculative = True
-        update.versions = {chunk: chunk.version for chunk in (update.param16, sums) if chunk is not None}
+        update.versions = {chunk: chunk.version for chunk in (update.param16, *self.data.gradient_sums(index))}
         self._updates.append(update)
         return update
 
     def _new_update(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> DiskUpdate:
-        manager = self.data.manager
-        lists = [manager[spec.kind, index] for spec in next(iter(rules)).schema.optimizer_lists]
-        if (GRAD32, index) in manager.chunks and not manager[GRAD32, index].in_memory:
-            lists.append(manager[GRAD32, index])
+        lists = self.data.optimizer_chunks(index)
+        lists += [sums for sums in self.data.gradient_sums(index) if not sums.in_memory]
         pages = [
             (first, numel)
             for first, numel in self.staging_pool.pages(lists[0])
@@ -119,11 +115,13 @@ class DiskOptimizerStep:
         """Sort the updates that have not started by this key of their chunk index."""
         in_memory = {pages.owner for pages in self.staging_pool.live}
         started = in_memory | {update for update in self._updates if update.updated}
-        self._updates.sort(
-            key=lambda update: (
-                (1, 0) if update.speculative else (-1, 0) if update in started else (0, key(update.index))
-            )
-        )
+
+        def rank(update: DiskUpdate) -> tuple[int, int]:
+            if update.speculative:
+                return 1, 0
+            return (-1, 0) if update in started else (0, key(update.index))
+
+        self._updates.sort(key=rank)
 
     @defer_sigint
     def progress(self) -> None:
@@ -221,9 +219,8 @@ class DiskOptimizerStep:
                     return
                 if not self.reads_ahead:
                     return
-        if (
-            self.reads_ahead and self.reads_expected and not self.data.accumulates
-        ):  # the gradient list on disk is not final before the step
+        final = not self.data.accumulates  # otherwise the gradient list on disk changes until the step
+        if self.reads_ahead and self.reads_expected and final:
             self._read_speculatively()
 
     def _start_read(self, update: DiskUpdate, first: int, numel: int) -> bool:
@@ -252,18 +249,13 @@ class DiskOptimizerStep:
 
     def _read_speculatively(self) -> None:
         """Start to read pages of expected updates; see [Note: deferred updates]."""
-        manager, pending = self.data.manager, self.pending
+        pending = self.pending
         speculative = {update.index for update in self._updates if update.speculative}
         known = {(pages.index, pages.first) for pages in self.staging_pool.live}
         for index, expected in self._expected.items():
             if index in pending:
                 break  # the updates from here on were submitted in this step
-            managed_params = self.data.by_chunk.get(index)
-            lists = (
-                [manager[spec.kind, index] for spec in managed_params[0].schema.optimizer_lists]
-                if managed_params
-                else []
-            )
+            lists = self.data.optimizer_chunks(index) if index in self.data.by_chunk else []
             if not lists or index in speculative or any(chunk.in_memory for chunk in lists):
                 continue
             for first, numel in expected:
@@ -281,12 +273,7 @@ class DiskOptimizerStep:
             for managed, rule in update.rules.items():
                 part = overlap(managed, pages.first, pages.first + pages.numel)
                 if part is not None:
-                    span = self._span(managed, rule, part, pages.first, views)
-                    if update.speculative:
-                        first = managed.location.offset + part.start - pages.first
-                        new = self.staging_pool.param_view(pages, span.param.dtype)[first : first + span.numel]
-                        span = replace(span, param=new)
-                    spans.append(span)
+                    spans.append(self._span(managed, rule, part, pages, views))
                     if managed.shard_chunk.device_valid:  # states are on the host
                         numel, by_kernel = part.stop - part.start, self._host_updates is not None
                         upload = not update.speculative
@@ -303,8 +290,8 @@ class DiskOptimizerStep:
 
     def _hold(self, pages: PageSet, updates: HostUpdates, spans: Sequence[Span]) -> None:
         """Start to update a page set on the worker thread, before whole chunks on the host: the disk is slower."""
-        owner, sums = pages.owner, self.data.manager.chunks.get((GRAD32, pages.index))
-        chunks = [owner.param16, *([] if sums is None or sums in pages.lists else [sums])]
+        owner = pages.owner
+        chunks = [owner.param16, *(sums for sums in self.data.gradient_sums(pages.index) if sums not in pages.lists)]
         pages.update = updates.start(spans, owner.scales, chunks, urgent=True)
         self.staging_pool.keep_until(EndOfUpdate(pages.update, repr(owner.param16)))
         self._running.add(pages.update, chunks, partial(self._finish, pages))
@@ -334,10 +321,11 @@ class DiskOptimizerStep:
             self._updates.remove(update)
 
     def _span(
-        self, managed: ManagedParam, rule: Rule, part: slice, first: int, views: Mapping[str, torch.Tensor]
+        self, managed: ManagedParam, rule: Rule, part: slice, pages: PageSet, views: Mapping[str, torch.Tensor]
     ) -> Span:
-        """Return the tensors that the update of elements `part` accesses, on pages that begin at element `first`."""
-        on_page = slice(managed.location.offset + part.start - first, managed.location.offset + part.stop - first)
+        """Return the tensors that the update of elements `part` accesses, on pages with these `views`."""
+        first = managed.location.offset - pages.first
+        on_page = slice(first + part.start, first + part.stop)
         in_order = self._host_updates is not None and self._host_updates.waits_for_copies
         param = managed.flat(managed.shard_chunk, in_order=in_order)[part]
         accumulated = None
@@ -351,5 +339,7 @@ class DiskOptimizerStep:
         else:
             assert accumulated is not None, f"{managed.name} has no gradient"
             grad = Gradient(accumulated, None, dtype)
+        if pages.owner.speculative:
+            param = self.staging_pool.param_view(pages, param.dtype)[on_page]
         master, *states = (views[spec.kind][on_page] for spec in managed.schema.optimizer_lists)
         return Span(param, grad, master, tuple(states), rule)

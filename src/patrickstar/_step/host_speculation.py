@@ -14,6 +14,7 @@ from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
+from patrickstar._step.disk_update import count_update_transfers
 from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._step.streamed_update import HostUpdates
 
@@ -154,17 +155,17 @@ class HostSpeculation:
         self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float], inputs: Sequence[Chunk]
     ) -> bool:
         """Start to update a chunk. Return False without spare memory."""
-        step, managed_params = self._optimizer_step, self.data.by_chunk[index]
-        param16, chunks = inputs[0], step.optimizer_chunks(index, managed_params)
+        step, param16, chunks = self._optimizer_step, inputs[0], self.data.optimizer_chunks(index)
         in_order, manager = self._host_updates.waits_for_copies, self.data.manager
         spans = [step.span(managed, rule, chunks, in_order=in_order) for managed, rule in rules.items()]
         update = _Update(rules, [param16, *chunks], inputs, spans)
         if not self._spare.provide(update.sizes) and not self._updates:
             return False
         if param16.device_valid:
-            for managed, span in zip(rules, spans, strict=True):
-                manager.count_transfer(span.param.nbytes, to_device=False, by_kernel=True)
-                managed.chunk.transferred_bytes += span.param.nbytes
+            for managed in rules:
+                managed.chunk.transferred_bytes += count_update_transfers(
+                    manager, managed, managed.location.numel, upload=False, by_kernel=True
+                )
         with profiler_range("update", profiled_names(rules)):
             update.running = self._host_updates.start_when_ready(partial(self._bind, update), scales, inputs)
         self._updates[index] = update
@@ -192,8 +193,7 @@ class HostSpeculation:
         """Return for how many of these chunks, the last ones first, the spare blocks had room in this step."""
         free = self._host_tier.spare_limit_bytes - self._host_tier.spare_peak
         for number, index in enumerate(reversed(indices)):
-            managed_params = self.data.by_chunk[index]
-            chunks = [managed_params[0].shard_chunk, *self._optimizer_step.optimizer_chunks(index, managed_params)]
+            chunks = [self.data.by_chunk[index][0].shard_chunk, *self.data.optimizer_chunks(index)]
             free -= sum(chunk.nbytes for chunk in chunks)
             if free < 0:
                 return number

@@ -8,7 +8,6 @@ import torch
 
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule, Running, Span
-from patrickstar._layout.schema import GRAD32
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.profiler_range import profiler_range
@@ -137,7 +136,7 @@ class OptimizerStep:
         rules = self.rules(managed_params, group_of)
         if not rules:
             return
-        chunks = self.optimizer_chunks(index, managed_params)
+        chunks = self.data.optimizer_chunks(index)
         if not chunks[0].in_memory:
             assert self.disk_step is not None, "without a disk all chunks are in memory"
             self.disk_step.submit(index, rules, scales)
@@ -210,16 +209,11 @@ class OptimizerStep:
                 managed.chunk.transferred_bytes += count_update_transfers(
                     manager, managed, managed.location.numel, by_kernel=self.host_updates is not None
                 )
-        used = [shard_chunk, *chunks, *self.gradient_sums(shard_chunk.index)]
+        used = [shard_chunk, *chunks, *self.data.gradient_sums(shard_chunk.index)]
         if updates is not None:
             return updates.start(spans, scales, used, urgent), used
         self.kernels.update(spans, scales)
         return None, used
-
-    def gradient_sums(self, index: int) -> list[Chunk]:
-        """Return the chunk of accumulated gradients of an index, if there is one."""
-        sums = self.data.manager.chunks.get((GRAD32, index))
-        return [] if sums is None else [sums]
 
     def span(self, managed: ManagedParam, rule: Rule, chunks: Sequence[Chunk], *, in_order: bool = False) -> Span:
         """Return the tensors that the update of one parameter reads and writes, on their current tiers.
@@ -253,9 +247,9 @@ class OptimizerStep:
         exchange = 2 * max(0 if chunk.sharded else chunk.nbytes for chunk in param_chunks)
         free = manager.host_tier.free_bytes + manager.host_tier.spare_bytes - exchange
         bound = set()
-        for index, managed_params in self.data.by_chunk.items():
+        for index in self.data.by_chunk:
             # Some of them may have been evicted already, to make room for `param16`.
-            chunks = self.optimizer_chunks(index, managed_params)
+            chunks = self.data.optimizer_chunks(index)
             on_device = [chunk for chunk in chunks if chunk.device_valid and not chunk.host_valid]
             if on_device:
                 nbytes = sum(chunk.nbytes for chunk in on_device)
@@ -264,10 +258,6 @@ class OptimizerStep:
                 else:
                     free -= nbytes
         return bound
-
-    def optimizer_chunks(self, index: int, managed_params: list[ManagedParam]) -> list[Chunk]:
-        """Return the chunks of one index that only the update uses, in the order of the parameter schema."""
-        return [self.data.manager[spec.kind, index] for spec in managed_params[0].schema.optimizer_lists]
 
     def _update_tier(self, index: int, chunks: Sequence[Chunk]) -> Tier:
         """Return the tier to update on: the home tier, or the disk while a host home tier has no room yet."""
@@ -289,7 +279,7 @@ class OptimizerStep:
         copy. If all of `param16` fits on the device, it stays: gradients are copied D2H and parameters H2D.
         """
         manager = self.data.manager
-        chunks = [*self.optimizer_chunks(index, managed_params), *self.gradient_sums(index)]
+        chunks = [*self.data.optimizer_chunks(index), *self.data.gradient_sums(index)]
         home = self._update_tier(index, chunks)
         param16 = managed_params[0].shard_chunk
         if any(managed.has_gradient for managed in managed_params):

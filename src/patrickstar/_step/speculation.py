@@ -151,18 +151,19 @@ class Speculation:
         for index in assumption.candidates[::-1]:
             if max(capacity.values()) <= 0:
                 return
-            managed_params, step = self.data.by_chunk[index], self._optimizer_step
-            rules = step.rules(managed_params, assumption.group_of)
             inputs = self._inputs(index)
             speculator = next((each for each in self._speculators if each.accepts(inputs)), None)
-            # A spare block or page holds a part of the chunk: every parameter in it has to be updated.
-            whole = len(rules) == len(managed_params) and all(rule.by_pages for rule in rules.values())
-            if speculator is None or not whole:
+            if speculator is None:
                 assumption.candidates.remove(index)
                 continue
             if capacity[speculator] <= 0 or self.data.manager.transfers.would_wait(inputs[0]):
                 continue
             assumption.candidates.remove(index)
+            managed_params = self.data.by_chunk[index]
+            rules = self._optimizer_step.rules(managed_params, assumption.group_of)
+            # A spare block or page holds a part of the chunk: every parameter in it has to be updated.
+            if len(rules) < len(managed_params) or not all(rule.by_pages for rule in rules.values()):
+                continue
             self.data.manager.transfers.complete_in_order(inputs[0])
             self.data.update_param_views()
             if inputs[0].in_memory and speculator.start(index, rules, assumption.scales, inputs):
@@ -172,9 +173,8 @@ class Speculation:
 
     def _inputs(self, index: int) -> list[Chunk]:
         """Return the chunks that an update reads."""
-        managed_params, step = self.data.by_chunk[index], self._optimizer_step
-        chunks = step.optimizer_chunks(index, managed_params)
-        return [managed_params[0].shard_chunk, *chunks, *step.gradient_sums(index)]
+        param16 = self.data.by_chunk[index][0].shard_chunk
+        return [param16, *self.data.optimizer_chunks(index), *self.data.gradient_sums(index)]
 
     # The step
 

@@ -126,23 +126,19 @@ class StagingPool:
 
     def views(self, pages: PageSet) -> list[torch.Tensor]:
         """Return the pages as tensors, in the order of the lists."""
-        memory = self.manager.host_tier.view(self._block, torch.uint8)
-        views = []
-        for chunk, number in zip(pages.lists, pages.buffers, strict=True):
-            begin, nbytes = number * self.size.page_bytes, pages.numel * chunk.dtype.itemsize
-            assert nbytes <= self.size.page_bytes, f"{nbytes} bytes of {chunk} in a page of {self.size.page_bytes}"
-            views.append(memory[begin : begin + nbytes].view(chunk.dtype))
-        return views
+        buffers = zip(pages.lists, pages.buffers, strict=True)
+        return [self._view(number, pages.numel, chunk.dtype) for chunk, number in buffers]
 
-    @defer_sigint
-    def write(self, pages: PageSet, lists: Sequence[Chunk]) -> None:
-        """Start to write back the pages of the given lists."""
-        for chunk, memory in zip(pages.lists, self.views(pages), strict=True):
-            if chunk in lists:
-                start = pages.first * chunk.dtype.itemsize
-                write = self.manager.io_dispatch.write(chunk, start, memory.view(torch.uint8))
-                pages.writes.append(write)
-                chunk.page_writes[start] = write
+    def param_view(self, pages: PageSet, dtype: torch.dtype) -> torch.Tensor:
+        """Return the buffer of new parameters as a tensor."""
+        assert pages.param_buffer is not None, "a page set without new parameters"
+        return self._view(pages.param_buffer, pages.numel, dtype)
+
+    def _view(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the first elements of a buffer."""
+        begin, nbytes = number * self.size.page_bytes, numel * dtype.itemsize
+        assert nbytes <= self.size.page_bytes, f"{nbytes} bytes of {dtype} in a page of {self.size.page_bytes}"
+        return self.manager.host_tier.view(self._block, torch.uint8)[begin : begin + nbytes].view(dtype)
 
     def take_param_buffer(self, pages: PageSet) -> bool:
         """Take a buffer for new parameters. Return False if none is free."""
@@ -150,21 +146,25 @@ class StagingPool:
             pages.param_buffer = free[0]
         return pages.param_buffer is not None
 
-    def param_view(self, pages: PageSet, dtype: torch.dtype) -> torch.Tensor:
-        """Return the buffer of new parameters as a tensor."""
-        assert pages.param_buffer is not None, "a page set without new parameters"
-        memory = self.manager.host_tier.view(self._block, torch.uint8)[pages.param_buffer * self.size.page_bytes :]
-        return memory[: pages.numel * dtype.itemsize].view(dtype)
+    @defer_sigint
+    def write(self, pages: PageSet, lists: Sequence[Chunk]) -> None:
+        """Start to write back the pages of the given lists."""
+        for chunk, memory in zip(pages.lists, self.views(pages), strict=True):
+            if chunk in lists:
+                self._start_write(pages, chunk, memory)
 
     @defer_sigint
     def write_spare(self, pages: PageSet, param16: Chunk) -> None:
         """Start to write pages of all lists, and of the new parameters, to spare pages of their chunks."""
         views = [*self.views(pages), self.param_view(pages, param16.dtype)]
         for chunk, memory in zip([*pages.lists, param16], views, strict=True):
-            start = pages.first * chunk.dtype.itemsize
-            write = self.manager.io_dispatch.write(chunk, start, memory.view(torch.uint8), spare=True)
-            pages.writes.append(write)
-            chunk.page_writes[start] = write
+            self._start_write(pages, chunk, memory, spare=True)
+
+    def _start_write(self, pages: PageSet, chunk: Chunk, memory: torch.Tensor, *, spare: bool = False) -> None:
+        start = pages.first * chunk.dtype.itemsize
+        write = self.manager.io_dispatch.write(chunk, start, memory.view(torch.uint8), spare=spare)
+        pages.writes.append(write)
+        chunk.page_writes[start] = write
 
     def keep_until(self, job: Transfer) -> None:
         """Keep the buffers where they are until a job, the last one that uses them, has ended."""

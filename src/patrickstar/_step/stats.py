@@ -58,7 +58,7 @@ class StepStats:
     speculated: int = 0
     """Chunks that were updated during backward, before the step decided on clipping, loss scale and options."""
     speculation_hits: int = 0
-    """Those of them whose update the step confirmed; the others were updated again."""
+    """Number of these chunks whose update the step confirmed; the others were updated again."""
     host_peak_speculative_bytes: int = 0
     """Peak of the host memory of such updates. It is released when anything else needs it."""
     reserved_bytes: int = 0
