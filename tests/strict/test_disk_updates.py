@@ -110,7 +110,10 @@ def test_a_chunk_moves_once_its_update_has_ended(tmp_path, tier, move):
             elif move == "stop":
                 manager.queue_fetches([chunk])
                 manager.cancel_prefetch()
-                assert chunk.device_bytes, "what was queued and has room is fetched"
+                assert not opened.is_set() and not chunk.device_bytes, "a step does not wait for what was queued"
+                chunk.wait_for_update()
+                manager.poll_transfers()
+                assert chunk.device_bytes, "what was queued and has room is fetched after the update"
             else:
                 assert manager.free_host(manager.host_tier.budget_bytes - manager.host_tier.other_bytes)
             assert opened.is_set() and chunk not in updated(engine) and chunk.finish_update is None

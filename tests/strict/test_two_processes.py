@@ -4,8 +4,10 @@ import os
 import random
 import signal
 import time
+from typing import Any
 
 import pytest
+import speculation_cases
 import torch
 import torch.distributed as dist
 from distributed import ranks
@@ -14,6 +16,7 @@ from distributed.test_exactness import random_config, random_shape
 from sampling import draws
 from toys import train
 
+import patrickstar as ps
 from patrickstar import testing
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.engine import Engine
@@ -61,6 +64,62 @@ def on_device(seeds: list[int]) -> None:
 
 def test_no_schedule_changes_the_results_of_two_processes():
     ranks.run(2, on_device, seeds=list(range(draws(12))))
+
+
+def speculates(seeds: list[int]) -> None:
+    """Train with events between backward and step; runs in each process."""
+    import strict_device
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    speculated = hits = 0
+    for seed in seeds:
+        draw = random.Random(seed)
+        steps, precision = 7, draw.choice(["bf16", "bf16", "fp16"])
+        norms = [draw.choice([None, 1e9, 1e9, 1e9, 1e-3]) for _ in range(steps)]
+        backwards = draw.choice([[1] * steps, [2] * steps])
+        config = ps.Config(
+            device="strict",
+            precision=precision,
+            optimizer=ps.AdamW(lr=1e-2),
+            reduce_dtype=draw.choice(["16-bit", "fp32"]),
+            chunk_size=draw.choice(["3KiB", "6KiB", "13KiB"]),
+            host_memory=draw.choice(["600KiB", "8MiB"]),
+            device_memory=draw.choice([1 << 16, 1 << 20]),
+        )
+        print(f"seed {seed}: {norms}, {backwards}, {config!r}", flush=True)
+
+        def script(trainer: Any, seed: int = seed, norms: Any = norms, backwards: Any = backwards) -> list[Any]:
+            results: list[Any] = []
+            for number, (norm, count) in enumerate(zip(norms, backwards, strict=True)):
+                for each in range(count):
+                    data = 1000 * seed + 100 * rank + 10 * number + each
+                    results.append(speculation_cases.backward(trainer, data))
+                if norm is not None:
+                    results.append(trainer.clip_grad_norm_(norm).to("cpu", copy=True))
+                trainer.optimizer.step()
+                trainer.optimizer.zero_grad()
+            return results
+
+        strict_device.configure()
+        torch.manual_seed(seed)
+        reference = AveragingTrainer(speculation_cases.build, config)
+        expected = script(reference)
+        strict_device.configure(seed=100 * seed + rank)
+        torch.manual_seed(seed)
+        hooks = dict(poison=True, meter=testing.NoMeter(), evict_everything=draw.random() < 0.3)
+        world = World(torch.device("strict", 0))  # closed with its last engine
+        with Engine(speculation_cases.build, config, world=world, **hooks) as engine:
+            testing.assert_same_bits(expected, script(engine), "results")
+            testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
+            speculated += engine.stats.total.speculated
+            hits += engine.stats.total.speculation_hits
+    assert 0 < hits < speculated, f"{hits} of {speculated} updates were confirmed"
+    dist.destroy_process_group()
+
+
+def test_updates_before_the_step_of_two_processes_change_no_bit():
+    ranks.run(2, speculates, seeds=list(range(draws(8))))
 
 
 def waits() -> None:

@@ -1,5 +1,6 @@
 """Chunk manager: moves chunks between the tiers within byte budgets (PatrickStar, Algorithms 1 and 2)."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -124,6 +125,7 @@ class ChunkManager(DeviceEviction):
     def complete_transfers(self) -> None:
         """Complete all transfers in flight and stop prefetching."""
         self.cancel_prefetch()
+        self._fetch_queue.clear()
         for chunk in list(self.transfers.in_flight):
             self.transfers.wait_idle(chunk)
 
@@ -342,16 +344,22 @@ class ChunkManager(DeviceEviction):
 
     @defer_sigint
     def cancel_prefetch(self) -> None:
-        """Stop prefetching, because the plan no longer holds. Queued fetches that have room are still started."""
+        """Stop prefetching, because the plan no longer holds.
+
+        Queued fetches that have room are still started; those behind an update in progress stay queued until it ends.
+        """
         self.prefetch_policy = None
         if self._fetch_queue and self.io_dispatch.failed is None:
             for chunk in list(self.transfers.in_flight):
                 if chunk.eviction_transfer is not None:
                     self.transfers.complete(chunk)
-            for chunk in self._fetch_queue:
-                chunk.wait_for_update()
             self._start_queued_fetches()
-        self._fetch_queue.clear()
+        free = self.device_tier.chunkable_bytes - self.device_tier.used
+        waiting, self._fetch_queue = self._fetch_queue, deque()
+        for chunk in waiting:
+            free -= chunk.nbytes
+            if chunk.finish_update is not None and free >= 0:
+                self._fetch_queue.append(chunk)
 
     # Host memory other than chunks
 

@@ -322,8 +322,21 @@ class ShardedModelData(ModelData):
             if chunk.sharded and chunk.eviction_transfer is not None:
                 self.manager.transfers.complete(chunk)
         for index in self.by_chunk:
-            self._finish_reduction(index)
+            if self.manager[SHARD16, index].finish_update is None:  # an update begins after the reduction
+                self._finish_reduction(index)
         self.update_param_views()
+
+    def gradients_are_reduced(self, index: int) -> bool:
+        """Return whether no gradient of a chunk that is complete on this rank awaits its reduction. Does not wait."""
+        if index in self._overlaid or self.manager[PARAM16, index].eviction_transfer is not None:
+            return False
+        own = self.manager[SHARD16, index]
+        transfer = self.manager.chunks.get((SUM32, index), own).h2d_transfer
+        if transfer is not None and not transfer.done:
+            return False
+        if own.finish_update is None:
+            self._finish_reduction(index)
+        return True
 
     def synchronize_gradients(self, want: Request) -> None:
         self.grad_accumulation.reduce_rest()

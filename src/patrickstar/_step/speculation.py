@@ -25,6 +25,9 @@ from patrickstar._step.optimizer_step import GroupOf, OptimizerStep
 # The chunk that was completed last is updated first: the next forward uses it first. The chunks that would be dropped
 # for lack of spare blocks are passed over in the next step.
 #
+# With several processes each updates its own shards, once their reductions have ended, while later chunks are still
+# reduced. What it has updated by then is its own affair; the decision is the same on all, as the scales are.
+#
 # A miss costs the time of its updates, which run beside the device's work. After a step that decided otherwise nothing
 # is assumed until one has decided as assumed again.
 
@@ -85,11 +88,12 @@ class Speculation:
         self._host: HostSpeculation | None = None
         self._disk: DiskSpeculation | None = None
         self._speculators: list[Speculator] = []
-        if enabled and data.world.size == 1:
+        if enabled:
             if optimizer_step.host_updates is not None:
                 self._host = HostSpeculation(data, optimizer_step, optimizer_step.host_updates)
                 self._speculators.append(self._host)
-            if optimizer_step.disk_step is not None:
+            # Shards of parameters are never on disk, where updates of states on disk would write them.
+            if optimizer_step.disk_step is not None and data.world.size == 1:
                 self._disk = DiskSpeculation(data, optimizer_step.disk_step)
                 self._speculators.append(self._disk)
         self._assumption: _Assumption | None = None
@@ -151,6 +155,8 @@ class Speculation:
         for index in assumption.candidates[::-1]:
             if max(capacity.values()) <= 0:
                 return
+            if not self.data.gradients_are_reduced(index):
+                continue
             inputs = self._inputs(index)
             speculator = next((each for each in self._speculators if each.accepts(inputs)), None)
             if speculator is None:
@@ -159,10 +165,10 @@ class Speculation:
             if capacity[speculator] <= 0 or self.data.manager.transfers.would_wait(inputs[0]):
                 continue
             assumption.candidates.remove(index)
-            managed_params = self.data.by_chunk[index]
+            managed_params = [managed for managed in self.data.by_chunk[index] if managed.location.numel]
             rules = self._optimizer_step.rules(managed_params, assumption.group_of)
             # A spare block or page holds a part of the chunk: every parameter in it has to be updated.
-            if len(rules) < len(managed_params) or not all(rule.by_pages for rule in rules.values()):
+            if not rules or len(rules) < len(managed_params) or not all(rule.by_pages for rule in rules.values()):
                 continue
             self.data.manager.transfers.complete_in_order(inputs[0])
             self.data.update_param_views()
