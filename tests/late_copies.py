@@ -121,7 +121,8 @@ class LateTransfer(StreamTransfer):
     def _notice(self) -> None:
         """Let the host know that this copy and all earlier copies of its stream are done."""
         pending = self.stream.hardware.pending
-        for transfer in [t for t in pending if t.stream is self.stream and t.number <= self.number]:
+        known = [t for t in pending if t.stream is self.stream and t.number <= self.number]
+        for transfer in sorted(known, key=lambda t: t.number):  # several may have written the same memory
             transfer.check()
             transfer.arrive()
             transfer.known_done = True
@@ -271,7 +272,8 @@ class LateHardware(Hardware):
             overlaps = (
                 transfer.target_address < address + nbytes and address < transfer.target_address + transfer.nbytes
             )
-            if transfer.ordered and overlaps:
+            # A closed engine's copies remain here, while its memory may belong to another.
+            if transfer.ordered and overlaps and transfer.chunk.host is not None:
                 transfer.arrive()
 
     def check_pending(self) -> None:
