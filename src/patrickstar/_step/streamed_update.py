@@ -141,7 +141,8 @@ class StreamedUpdates:
 
         Args:
             copies: Copies that still read or write host memory of these spans.
-            urgent: Run it before others that wait and are not urgent.
+            urgent: Its gradients came last, and the next forward uses its parameters first: of urgent updates, run the
+                last one whose gradients the device has computed.
             bind: Returns the spans when the update begins. Such an update is optional: it runs after all others, the
                 last submitted one first.
         """
@@ -149,9 +150,8 @@ class StreamedUpdates:
         update.job = self._pool.submit(
             [lambda stage: self._run(update)],
             "an update on the host",
-            urgent=urgent,
             ready=partial(_is_ready, update.ready, copies),
-            optional=bind is not None,
+            optional=urgent or bind is not None,
         )
         self._host_tier.copy_issued(self._block, update.job)
         return update
@@ -251,7 +251,7 @@ class HostUpdates:
     def start(
         self, spans: Sequence[Span], scales: Sequence[float], used: Sequence[Chunk], urgent: bool = False
     ) -> Running:
-        """Start an update that uses these chunks; `urgent`: before updates that are not."""
+        """Start an update that uses these chunks; `urgent`: see `StreamedUpdates.submit`."""
         if self.streamed is not None:
             return self.streamed.submit(spans, scales, copies_of(used), urgent)
         running = UpdateGroup(self._kernels.start(spans, scales))
