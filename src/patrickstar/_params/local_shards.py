@@ -114,6 +114,10 @@ class LocalShards:
         sums = self.manager.chunks.get((GRAD32, index))
         return [] if sums is None else [sums]
 
+    def gradients_are_reduced(self, index: int) -> bool:
+        """Return whether no gradient of a chunk that is complete on this rank awaits its reduction. Does not wait."""
+        return True
+
     def gradient(self, managed: ManagedParam, *, in_order: bool = False) -> Gradient:
         """Return a parameter's gradient without moving it. Its accumulated part may be on another tier.
 

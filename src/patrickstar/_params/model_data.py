@@ -161,10 +161,6 @@ class ModelData(LocalShards):
     def synchronize_gradients(self, want: Request) -> None:
         """Synchronize all processes, and agree on which parameters have gradients."""
 
-    def gradients_are_reduced(self, index: int) -> bool:
-        """Return whether no gradient of a chunk that is complete on this rank awaits its reduction. Does not wait."""
-        return True
-
     def collective_section(self) -> AbstractContextManager[None]:
         """Return a context for work that every process must do after a synchronization."""
         return nullcontext()
