@@ -344,7 +344,7 @@ class ChunkManager(DeviceEviction):
 
     @defer_sigint
     def cancel_prefetch(self) -> None:
-        """Stop prefetching: the plan is over. Queued fetches that have room start, some after updates of their chunks."""
+        """Stop prefetching: the plan is over. Queued fetches that have room start, after updates of their chunks."""
         self.prefetch_policy = None
         if self._fetch_queue and self.io_dispatch.failed is None:
             for chunk in list(self.transfers.in_flight):
