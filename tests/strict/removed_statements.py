@@ -40,8 +40,8 @@ MODULES = {
     "streamed_update": "_step",
 }
 CALLS = {
-    "cancel_running",
     "cancel",
+    "cancel_running",
     "complete",
     "complete_in_order",
     "complete_io",

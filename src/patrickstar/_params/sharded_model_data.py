@@ -327,7 +327,7 @@ class ShardedModelData(ModelData):
         self.update_param_views()
 
     def gradients_are_reduced(self, index: int) -> bool:
-        """Return whether no gradient of a chunk that is complete on this rank awaits its reduction. Does not wait."""
+        """Return whether the reductions that this rank knows of have ended, and fold their result; does not wait."""
         if index in self._overlaid or self.manager[PARAM16, index].eviction_transfer is not None:
             return False
         own = self.manager[SHARD16, index]
