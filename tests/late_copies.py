@@ -157,15 +157,16 @@ class LateStream:
 
 
 class LateCopies(CopyStreams):
-    """Copy streams of `LateHardware`: one simulated stream per direction."""
+    """Copy streams of `LateHardware`: one simulated stream per direction, and one for urgent copies."""
 
     def __init__(self, hardware: "LateHardware") -> None:
         super().__init__(None)
-        self._up, self._down = LateStream(hardware), LateStream(hardware)
+        self._up, self._urgent, self._down = (LateStream(hardware) for _ in range(3))
 
-    def up(self, chunk: Chunk) -> LateTransfer:
+    def up(self, chunk: Chunk, urgent: bool = False) -> LateTransfer:
         assert chunk.host is not None
-        return self._up.submit(chunk, chunk.on_device(chunk.whole), chunk.host)
+        stream = self._urgent if urgent else self._up
+        return stream.submit(chunk, chunk.on_device(chunk.whole), chunk.host)
 
     def down(self, chunk: Chunk) -> LateTransfer:
         assert chunk.host is not None

@@ -36,9 +36,9 @@ def run(record: Record, options: argparse.Namespace) -> None:
 class DelayedCopies(CopyStreams):
     """Copy streams that are kept busy before each copy, which exposes missing synchronization."""
 
-    def up(self, chunk: Chunk) -> Transfer:
-        self._delay(self.up_stream)
-        return super().up(chunk)
+    def up(self, chunk: Chunk, urgent: bool = False) -> Transfer:
+        self._delay(self.urgent_stream if urgent else self.up_stream)
+        return super().up(chunk, urgent)
 
     def down(self, chunk: Chunk) -> Transfer:
         self._delay(self.down_stream)

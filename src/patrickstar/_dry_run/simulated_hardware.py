@@ -216,8 +216,8 @@ class SimulatedCopyStreams(CopyStreams):
         super().__init__(None)
         self._up, self._down = up, down
 
-    def up(self, chunk: Chunk) -> Transfer:
-        return self._up.begin(chunk.nbytes, repr(chunk))
+    def up(self, chunk: Chunk, urgent: bool = False) -> Transfer:
+        return self._up.begin(chunk.nbytes, repr(chunk), urgent)
 
     def down(self, chunk: Chunk) -> Transfer:
         return self._down.begin(chunk.nbytes, repr(chunk))

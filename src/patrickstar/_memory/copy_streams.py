@@ -43,20 +43,23 @@ class StreamTransfer(Transfer):
 
 
 class CopyStreams:
-    """One copy stream for each direction beside an accelerator, one worker thread on a CPU.
+    """Copy streams beside an accelerator, one worker thread on a CPU.
 
+    An urgent copy to the device has a stream of its own: it does not wait for those that were started before it.
     `_now`: copy in the calling thread.
     """
 
     def __init__(self, accelerator: Accelerator | None) -> None:
         self.accelerator = accelerator
         self.up_stream = None if accelerator is None else accelerator.new_stream()
+        self.urgent_stream = None if accelerator is None else accelerator.new_stream()
         self.down_stream = None if accelerator is None else accelerator.new_stream()
         self.thread = WorkerPool(1, "copy")
 
-    def up(self, chunk: Chunk) -> Transfer:
+    def up(self, chunk: Chunk, urgent: bool = False) -> Transfer:
         assert chunk.host is not None
-        return self._start(chunk.on_device(chunk.whole), chunk.host, self.up_stream, repr(chunk))
+        stream = self.urgent_stream if urgent else self.up_stream
+        return self._start(chunk.on_device(chunk.whole), chunk.host, stream, repr(chunk))
 
     def down(self, chunk: Chunk) -> Transfer:
         assert chunk.host is not None

@@ -46,6 +46,12 @@ class DeviceEviction:
         """Chunks pinned until the iteration ends. See [Note: resident iterations]."""
 
     @property
+    def param_budget_bytes(self) -> int:
+        """Part of the device budget that optimizer chunks on the device leave for `param16` and non-model data."""
+        others = (chunk.nbytes for (kind, _), chunk in self.chunks.items() if kind != PARAM16 and chunk.device_resident)
+        return self.device_tier.budget_bytes - sum(others)
+
+    @property
     def disk_tier(self) -> DiskTier | None:
         return self.io_dispatch.disk
 

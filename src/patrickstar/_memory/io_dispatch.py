@@ -57,7 +57,7 @@ class IODispatch:
             with self.stalled():
                 return self.comm.gather(chunk)
         if chunk.host_valid:
-            return self.copies.up(chunk)
+            return self.copies.up(chunk, urgent)
         assert chunk.disk_valid, f"{chunk} has no valid copy"
         for write in chunk.page_writes.values():
             self.wait(write)

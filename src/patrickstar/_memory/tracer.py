@@ -191,10 +191,10 @@ class Tracer:
 
     def _policy_of(self, trace: Trace) -> PrefetchPolicy:
         """Return the prefetch policy of a trace; create it when the trace is first followed."""
-        policy = self._policies.get(id(trace))
-        if policy is None or policy.trace is not trace:
+        policy, budget_bytes = self._policies.get(id(trace)), self.manager.param_budget_bytes
+        if policy is None or policy.trace is not trace or policy.budget_bytes != budget_bytes:
             sizes = {index: chunk.nbytes for (kind, index), chunk in self.manager.chunks.items() if kind == PARAM16}
-            policy = self.prefetch_policy(trace, sizes, self.manager.device_tier.budget_bytes)
+            policy = self.prefetch_policy(trace, sizes, budget_bytes)
             self._policies = {key: old for key, old in self._policies.items() if old.trace in self.traces.values()}
             self._policies[id(trace)] = policy
         return policy

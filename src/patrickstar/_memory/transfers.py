@@ -142,7 +142,7 @@ class ChunkTransfers:
     # New content
 
     @defer_sigint
-    def host_renewed(self, chunk: Chunk) -> None:
+    def host_renewed(self, chunk: Chunk, urgent: bool) -> None:
         """Mark the host copy as the only valid one; beside an accelerator, start to copy it over the device copy."""
         self.complete_in_order(chunk)
         chunk.version += 1
@@ -154,7 +154,7 @@ class ChunkTransfers:
             return
         self.in_flight[chunk] = None
         with profiler_range("prefetch", chunk):
-            chunk.fetch_transfer = self.io_dispatch.start_fetch(chunk, urgent=False)
+            chunk.fetch_transfer = self.io_dispatch.start_fetch(chunk, urgent)
         self._count_h2d(chunk)
 
     @defer_sigint

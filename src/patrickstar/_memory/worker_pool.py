@@ -170,7 +170,7 @@ class _JobQueue:
             if transfer in self.transfers:
                 self.transfers.remove(transfer)
                 self.transfers.appendleft(transfer)
-                transfer._urgent, transfer._ready, transfer._optional = True, None, False
+                transfer._urgent, transfer._optional = True, False
 
     def dequeue(self) -> tuple[WorkerTransfer, Job] | None:
         """Dequeue the next job, and count it as running."""

@@ -25,7 +25,7 @@ class PrefetchPolicy(ABC):
     """False if the policy never fetches before an access, so that it need not be asked."""
 
     def __init__(self, trace: Trace, nbytes: Mapping[int, int], budget_bytes: int) -> None:
-        self.trace, self.nbytes = trace, nbytes
+        self.trace, self.nbytes, self.budget_bytes = trace, nbytes, budget_bytes
         self.chunkable = [budget_bytes - moment.non_model_bytes for moment in trace.moments]
 
     def next_use(self, chunk: int, now: int) -> int:

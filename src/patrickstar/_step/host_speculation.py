@@ -42,6 +42,8 @@ class _Update:
     blocks: Blocks | None = None
     """Spare block of each chunk's new content: from the begin of the update on, unless a newer one took them."""
     failed: bool = False
+    ended_late: bool = False
+    """True if it had not ended when the step committed it: the next forward uses such chunks first."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -247,7 +249,8 @@ class HostSpeculation:
         running.discard(update.running)
         self.data.manager.transfers.complete_in_order(update.chunks[0])
         running.add(update.running, update.inputs, partial(self._finish, update))
-        if update.running.done:
+        update.ended_late = not update.running.done
+        if not update.ended_late:
             running.finish_one(update.running)
 
     @defer_sigint
@@ -265,7 +268,7 @@ class HostSpeculation:
             manager.withdraw_hold(param16)  # its device memory is filled anew, or freed
         for chunk, block in zip(update.chunks, update.blocks, strict=True):
             self._host_tier.replace_block(chunk, block)
-            manager.transfers.host_renewed(chunk)
+            manager.transfers.host_renewed(chunk, urgent=update.ended_late)
         self.data.end_update(update.rules)
         self.data.update_param_views()
 
