@@ -119,6 +119,25 @@ def test_jobs_start_in_order_and_urgent_ones_first(pool):
     assert pool.in_flight == 0
 
 
+def test_an_awaited_transfer_lets_others_go_first_until_it_is_ready(pool):
+    gate, ran, computed = Gate(), [], threading.Event()
+
+    def compute(stage: torch.Tensor) -> None:
+        ran.append("b")
+        computed.set()
+
+    blocked = pool.submit([gate], "gate")
+    assert gate.begun.wait(SOON_S)
+    awaited = pool.submit([lambda _: ran.append("a")], "a", ready=computed.is_set, optional=True)
+    others = [pool.submit([compute], "b", optional=True), pool.submit([lambda _: ran.append("c")], "c", optional=True)]
+    others[0].prioritize()
+    awaited.prioritize()
+    gate.opened.set()
+    for transfer in (blocked, awaited, *others):
+        transfer.wait()
+    assert ran == ["b", "a", "c"]
+
+
 @pytest.mark.parametrize("kind", [OSError, SystemExit, KeyboardInterrupt])
 def test_first_error_is_raised_at_every_wait_and_cancels_later_jobs(pool, kind):
     gate, ran, error = Gate(), [], kind("the disk burns")

@@ -207,14 +207,14 @@ class ChunkManager(DeviceEviction):
                 self.transfers.wait_fetch(chunk)
         self.make_room(0, protect=chunks, gently=gently)
 
-    def ensure_in_memory(self, *chunks: Chunk) -> None:
+    def ensure_in_memory(self, *chunks: Chunk, in_order: bool = False) -> None:
         """Ensure that chunks are on the device or host, and that no copy reads them, so that they can be written.
 
-        Views of a host copy wait until the device has written it.
+        Views of a host copy wait until the device has written it. `in_order`: the caller waits for copies itself.
         """
         if any(chunk.fetch_transfer is not None or not chunk.in_memory for chunk in chunks):
             self.fetch(chunks)
-        for chunk in chunks:
+        for chunk in () if in_order else chunks:
             if chunk.h2d_transfer is not None and not chunk.device_valid:
                 # An earlier fetch, ordered on the compute stream only, may still read the bytes to be written.
                 self.io_dispatch.wait(chunk.h2d_transfer)

@@ -210,7 +210,7 @@ class DeviceEviction:
         if not chunk.device_resident:  # the update has moved it to the host
             return
         if chunk.fetch_transfer is not None:
-            self.transfers.complete(chunk)
+            self.transfers.wait_fetch(chunk)
         if self._start_eviction(chunk):
             self.counters.evictions += 1
             _log.debug("evicted %s (%d bytes) at moment %d", chunk, chunk.nbytes, self.now)

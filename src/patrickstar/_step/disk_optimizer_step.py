@@ -50,6 +50,8 @@ class DiskOptimizerStep:
         """Indices of chunks whose parameters were needed before the pages of their update had been read."""
         self._kernels, self._host_updates = kernels, host_updates
         self._updates: list[DiskUpdate] = []
+        self._aborted: list[DiskUpdate] = []
+        """Updates that ended because bytes of chunks were lost."""
         self._running = RunningUpdates(in_order=True)
         self._expected: dict[int, list[tuple[int, int]]] = {}
         """Pages by chunk index, in the order in which the updates were last submitted."""
@@ -58,6 +60,12 @@ class DiskOptimizerStep:
     def pending(self) -> set[int]:
         """Indices of chunks with a deferred update."""
         return {update.index for update in self._updates if not update.speculative}
+
+    @property
+    def updated_in_part(self) -> list[str]:
+        """Names of the parameters whose update has begun and not ended, also if an error has ended it."""
+        begun = [update for update in (*self._aborted, *self._updates) if update.updated and not update.speculative]
+        return [managed.name for update in begun for managed in update.rules]
 
     @defer_sigint
     def submit(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> None:
@@ -181,9 +189,10 @@ class DiskOptimizerStep:
         managed_params = [
             managed for update in self._updates for managed in update.rules if managed.state.update_pending
         ]
-        self._updates.clear()
+        aborted, self._updates = self._updates, []
         self.cancel_running()
         if self.data.manager.io_dispatch.failed is not None:
+            self._aborted = aborted
             self.staging_pool.live.clear()
             return
         for pages in list(self.staging_pool.live):

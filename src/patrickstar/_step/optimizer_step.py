@@ -64,9 +64,19 @@ class OptimizerStep:
         return [*(index for index in known if index not in self._order), *(i for i in self._order if i in known)]
 
     @property
+    def _waits_for_copies(self) -> bool:
+        """True if updates on the host wait for the copies of their chunks themselves."""
+        return self.host_updates is not None and self.host_updates.waits_for_copies
+
+    @property
     def updating(self) -> bool:
         """True while updates are running or deferred."""
         return bool(self.running) or (self.disk_step is not None and bool(self.disk_step.pending))
+
+    @property
+    def updated_in_part(self) -> list[str]:
+        """Names of parameters on disk whose update has begun and not ended."""
+        return [] if self.disk_step is None else self.disk_step.updated_in_part
 
     def run(self, group_of: GroupOf, scales: Sequence[float]) -> None:
         """Update every parameter that has a gradient and a param group; multiply the gradients by `scales` in order.
@@ -200,7 +210,7 @@ class OptimizerStep:
         """
         manager, on_host = self.data.manager, not chunks[0].device_valid
         updates, shard_chunk = self.host_updates if on_host else None, next(iter(rules)).shard_chunk
-        in_order = updates is not None and updates.waits_for_copies
+        in_order = on_host and self._waits_for_copies
         if not in_order:
             manager.transfers.wait_idle(shard_chunk)
         spans = [self.span(managed, rule, chunks, in_order=in_order) for managed, rule in rules.items()]
@@ -268,15 +278,12 @@ class OptimizerStep:
                 return Tier.DISK
         return home
 
-    def _spills(self) -> bool:
-        """Return whether `param16` chunks are evicted to the host, where they are updated then."""
-        return self.data.manager.disk_tier is None and self.data.manager.transfers.keep_duplicates
-
     def _move_for_update(self, index: int, managed_params: list[ManagedParam]) -> None:
-        """Move the chunks of one index to the tier that its optimizer chunks are updated on.
+        """Move the optimizer chunks of one index to the tier that they are updated on.
 
-        For an update on the host, the `param16` chunk moves too if it would be evicted later anyway, or has a host
-        copy. If all of `param16` fits on the device, it stays: gradients are copied D2H and parameters H2D.
+        For an update on the host the `param16` chunk stays on the device if it is there: gradients are copied D2H and
+        parameters H2D, beside operators. Chunks that are on the device after backward are those that the next forward
+        uses first, so nothing would be gained by moving them.
         """
         manager = self.data.manager
         chunks = [*self.data.optimizer_chunks(index), *self.data.gradient_sums(index)]
@@ -284,11 +291,10 @@ class OptimizerStep:
         param16 = managed_params[0].shard_chunk
         if any(managed.has_gradient for managed in managed_params):
             manager.transfers.complete_io(param16)
-            fits_host = param16.host_bytes > 0 or manager.host_tier.has_room(param16.nbytes)
-            if home is Tier.DEVICE or (self._spills() and fits_host):
+            if home is Tier.DEVICE:
                 chunks.append(param16)
             elif home is Tier.HOST:
-                manager.ensure_in_memory(param16)
+                manager.ensure_in_memory(param16, in_order=self._waits_for_copies)
         if home is Tier.DEVICE:
             manager.fetch(chunks)
         for chunk in chunks:
