@@ -213,6 +213,10 @@ class Chunk:
             flat = flats[offset, numel] = self.on_device(region) if self.device_valid else self._host_view(region)
         return flat
 
+    def flat_on_host(self, offset: int, numel: int) -> torch.Tensor:
+        """Return elements of the host memory, to be written: the host copy need not be valid."""
+        return self._host_view(Region(offset, (numel,), (1,)))
+
     def wait_for_d2h(self) -> None:
         """Wait until the device has written the host copy."""
         if self.d2h_transfer is not None:

@@ -70,6 +70,7 @@ class WorkerTransfer(Transfer):
         self._jobs = len(jobs)
         self._urgent = False
         self._ready: Callable[[], bool] | None = None
+        self._wait_until_ready: Callable[[], None] | None = None
         self._optional = False
         self._number = 0
         self._running: list[threading.Thread] = []
@@ -150,6 +151,7 @@ class _JobQueue:
         transfer: WorkerTransfer,
         urgent: bool,
         ready: Callable[[], bool] | None = None,
+        wait_until_ready: Callable[[], None] | None = None,
         optional: bool = False,
     ) -> None:
         with self.lock:
@@ -158,7 +160,8 @@ class _JobQueue:
             if not transfer._queued:
                 return
             self.unfinished.add(transfer)
-            transfer._urgent, transfer._ready, transfer._optional = urgent, ready, optional
+            transfer._urgent, transfer._optional = urgent, optional
+            transfer._ready, transfer._wait_until_ready = ready, wait_until_ready
             transfer._number = next(self.numbers)
             before = sum(other._urgent for other in self.transfers) if urgent else len(self.transfers)
             self.transfers.insert(before, transfer)
@@ -191,7 +194,21 @@ class _JobQueue:
         last = next((transfer for transfer in reversed(self.transfers) if transfer._optional and transfer.ready), None)
         return min(self.transfers, key=lambda transfer: transfer._number) if last is None else last
 
+    def wait_for_ready(self) -> None:
+        """Wait until the next job is ready. Until then no job begins, so that any can be withdrawn."""
+        while True:
+            with self.lock:
+                transfer = self._next() if self.transfers else None
+                wait = None if transfer is None or transfer.ready else transfer._wait_until_ready
+            if transfer is None or wait is None:
+                return
+            try:
+                wait()
+            except BaseException:  # its job waits, too, and reports the error
+                transfer._wait_until_ready = None
+
     def run_next(self, stage: torch.Tensor) -> None:
+        self.wait_for_ready()
         dequeued = self.dequeue()
         if dequeued is None:
             return
@@ -334,18 +351,20 @@ class WorkerPool:
         *,
         urgent: bool = False,
         ready: Callable[[], bool] | None = None,
+        wait_until_ready: Callable[[], None] | None = None,
         optional: bool = False,
     ) -> WorkerTransfer:
         """Queue jobs at the end, or behind other urgent ones if `urgent`; errors name the `label`.
 
-        Jobs that would wait for the device, because `ready` returns False, let others go first. `optional` ones run
-        after all others, the last submitted first.
+        Jobs that would wait for the device, because `ready` returns False, let others go first; if no job is ready, a
+        thread calls `wait_until_ready` before it begins one. `optional` jobs run after all others, the last submitted
+        first.
 
         Jobs start in order, and run concurrently in all threads. Raises MoveError after `close`.
         """
         transfer = WorkerTransfer(jobs, label, self._queue)
         self._start(label)
-        self._queue.add(transfer, urgent, ready, optional)
+        self._queue.add(transfer, urgent, ready, wait_until_ready, optional)
         return transfer
 
     def _start(self, label: str) -> None:

@@ -256,7 +256,6 @@ class HostSpeculation:
     @defer_sigint
     def _finish(self, update: _Update) -> None:
         """Wait for an update, and make its spare blocks the host copies of its chunks."""
-        manager, param16 = self.data.manager, update.chunks[0]
         assert update.running is not None and update.blocks is not None, "its blocks were kept"
         try:
             update.running.finish()
@@ -264,11 +263,9 @@ class HostSpeculation:
             self._spare.release(update)
             self._optimizer_step.give_up(update.rules, error)
             raise
-        if param16.held:
-            manager.withdraw_hold(param16)  # its device memory is filled anew, or freed
         for chunk, block in zip(update.chunks, update.blocks, strict=True):
             self._host_tier.replace_block(chunk, block)
-            manager.transfers.host_renewed(chunk, urgent=update.ended_late)
+            self._optimizer_step.renew(chunk, urgent=update.ended_late)
         self.data.end_update(update.rules)
         self.data.update_param_views()
 

@@ -1,6 +1,7 @@
 """Optimizer step, chunk by chunk, on the tier of the optimizer chunks (PatrickStar's hybrid Adam, §8.2)."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -153,7 +154,8 @@ class OptimizerStep:
             return
         try:
             with profiler_range("update", profiled_names(rules)):
-                running, used = self._start(rules, scales, chunks, first)
+                renewed = self._host_copy_to_renew(managed_params[0].shard_chunk, chunks)
+                running, used = self._start(rules, scales, chunks, first, renewed)
         except BaseException as error:
             self.give_up(rules, error)
             raise
@@ -164,7 +166,7 @@ class OptimizerStep:
         if running is None:
             self.data.end_update(rules)
         else:
-            self.running.add(running, used, partial(self._finish, running, rules))
+            self.running.add(running, used, partial(self._finish, running, rules, renewed, needed=not first))
 
     def note_order(self, index: int) -> None:
         """Record that the chunks of an index are updated next."""
@@ -181,14 +183,31 @@ class OptimizerStep:
         }
 
     @defer_sigint
-    def _finish(self, running: Running, rules: Mapping[ManagedParam, Rule]) -> None:
-        """Wait for the update of one chunk's parameters."""
+    def _finish(
+        self, running: Running, rules: Mapping[ManagedParam, Rule], renewed: Chunk | None, needed: bool
+    ) -> None:
+        """Wait for the update of one chunk's parameters.
+
+        Args:
+            renewed: The chunk of the parameters, if the update has written its host copy.
+            needed: The next forward uses it soon.
+        """
         try:
             running.finish()
         except BaseException as error:
             self.give_up(rules, error)
             raise
+        if renewed is not None:
+            self.renew(renewed, urgent=True, needed=needed)
         self.data.end_update(rules)
+        if renewed is not None:
+            self.data.update_param_views()
+
+    def renew(self, param16: Chunk, *, urgent: bool, needed: bool = True) -> None:
+        """Make the host copy of a chunk, which an update has written, the valid one."""
+        if param16.held:
+            self.data.manager.withdraw_hold(param16)  # its device memory is filled anew, or freed
+        self.data.manager.transfers.host_renewed(param16, urgent, needed)
 
     def give_up(self, rules: Mapping[ManagedParam, Rule], error: BaseException) -> None:
         """Reset parameters whose update has failed to the rounded masters, updated or not."""
@@ -200,10 +219,23 @@ class OptimizerStep:
             f"gradients are lost. Load a checkpoint before training on."
         )
 
+    def _host_copy_to_renew(self, param16: Chunk, chunks: Sequence[Chunk]) -> Chunk | None:
+        """Return the chunk of the parameters if its update beside an accelerator is to write the host copy.
+
+        Then both copies are valid once it has been copied to the device, and an eviction needs no copy.
+        """
+        on_host = self.host_updates is not None and not chunks[0].device_valid
+        return param16 if on_host and param16.device_valid and param16.host is not None else None
+
     def _start(
-        self, rules: Mapping[ManagedParam, Rule], scales: Sequence[float], chunks: Sequence[Chunk], urgent: bool
+        self,
+        rules: Mapping[ManagedParam, Rule],
+        scales: Sequence[float],
+        chunks: Sequence[Chunk],
+        urgent: bool,
+        renewed: Chunk | None,
     ) -> tuple[Running | None, list[Chunk]]:
-        """Update one chunk's parameters; beside an accelerator, start to.
+        """Update one chunk's parameters; beside an accelerator, start to. `renewed`: write them to its host copy.
 
         Returns:
             What may still be running, and the chunks that it uses.
@@ -214,10 +246,18 @@ class OptimizerStep:
         if not in_order:
             manager.transfers.wait_idle(shard_chunk)
         spans = [self.span(managed, rule, chunks, in_order=in_order) for managed, rule in rules.items()]
+        if renewed is not None:
+            locations = [managed.location for managed in rules]
+            params = [renewed.flat_on_host(location.offset, location.numel) for location in locations]
+            spans = [replace(span, param=param) for span, param in zip(spans, params, strict=True)]
         if shard_chunk.device_valid and on_host:
             for managed in rules:
                 managed.chunk.transferred_bytes += count_update_transfers(
-                    manager, managed, managed.location.numel, by_kernel=self.host_updates is not None
+                    manager,
+                    managed,
+                    managed.location.numel,
+                    upload=renewed is None,
+                    by_kernel=self.host_updates is not None,
                 )
         used = [shard_chunk, *chunks, *self.data.gradient_sums(shard_chunk.index)]
         if updates is not None:

@@ -29,7 +29,8 @@ BUFFERS = 3
 # thread, and orders later work of the device after the last copy.
 #
 # The training thread may be far ahead of the device. An update whose gradients the device has yet to compute lets
-# others go first, whatever their order: the worker thread would wait for all of backward.
+# others go first, whatever their order: the worker thread would wait for all of backward. It does not begin before, so
+# that a chunk can be moved and its update put off meanwhile.
 #
 # A buffer is filled again once its parameters have been copied to the device: the stream of the gradients waits for
 # that.
@@ -151,6 +152,7 @@ class StreamedUpdates:
             [lambda stage: self._run(update)],
             "an update on the host",
             ready=partial(_is_ready, update.ready, copies),
+            wait_until_ready=partial(self._wait_until_ready, update.ready, copies),
             optional=urgent or bind is not None,
         )
         self._host_tier.copy_issued(self._block, update.job)
@@ -180,6 +182,11 @@ class StreamedUpdates:
             self.kernels.update([part.span], update.scales)
             if part.param is not None:
                 update.uploaded = self._upload(part.param, part, update.ready)
+
+    def _wait_until_ready(self, gradients: torch.Event, copies: Sequence[Transfer]) -> None:
+        self.accelerator.wait(gradients)
+        for copy in copies:
+            copy.wait()
 
     def _buffer_numel(self, span: Span) -> int:
         return self._nbytes // BUFFERS // span.param.itemsize if span.rule.by_pages else span.numel
