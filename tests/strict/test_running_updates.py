@@ -9,7 +9,7 @@ import pytest
 import strict_device
 import torch
 import toys
-from probes import optimizer_step_of
+from probes import manager_of, optimizer_step_of
 from torch import nn
 
 import patrickstar as ps
@@ -109,6 +109,41 @@ def test_an_operator_waits_for_its_own_parameters_alone():
             assert (LAST in gate.updating) == (number < LAYERS - 1)
 
 
+def test_parameters_that_are_evicted_later_are_updated_in_their_host_copy():
+    with after_a_step("60KiB") as (engine, gate):
+        assert any(chunk.renews_host for chunk in manager_of(engine).param16.values())
+        gate.open()
+        before = engine.stats.total.d2h_bytes
+        engine(batch())
+        assert engine.stats.total.d2h_bytes == before, "both copies were valid"
+
+
+def test_a_parameter_without_gradient_keeps_its_value_beside_updates_of_its_chunk():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.idle = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+
+        def forward(self, x):
+            return nn.functional.gelu(self.linear(x))
+
+    def build():
+        return nn.Sequential(*(Layer() for _ in range(LAYERS)))
+
+    strict_device.configure(seed=1)
+    config = ps.Config(device="strict", chunk_size="9KiB", device_memory="60KiB", host_memory="8MiB")
+    with Engine(build, config, meter=testing.NoMeter(), poison=True) as engine:
+        for number in range(6):
+            for layer in engine.module:
+                with torch.no_grad():
+                    layer.idle.add_(1)
+            engine.backward(engine(batch()).float().square().mean())
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            for layer in engine.module:
+                assert (layer.idle.detach().cpu() == number + 1).all()
+
+
 def test_updates_that_have_ended_are_finished_without_a_wait():
     with after_a_step("120KiB") as (engine, gate):
         step = optimizer_step_of(engine)
@@ -168,6 +203,13 @@ def write(engine: Engine) -> None:
         param(engine, LAST).add_(1)
 
 
+def drop_duplicates(engine: Engine) -> None:
+    """Free all host copies of chunks that are on the device, also those that updates are writing."""
+    host = manager_of(engine).host_tier
+    duplicates = host._droppable()
+    assert host.has_room(host.free_bytes + sum(chunk.nbytes for chunk in duplicates))
+
+
 READS: dict[str, Callable[[Engine, Path], dict[str, torch.Tensor]]] = {
     "parameter": lambda engine, _: {LAST: param(engine, LAST).clone()},
     "parameter.data": lambda engine, _: {LAST: param(engine, LAST).data.clone()},
@@ -187,6 +229,7 @@ READS: dict[str, Callable[[Engine, Path], dict[str, torch.Tensor]]] = {
     "loaded states": lambda engine, _: after(
         engine, lambda: engine.optimizer.load_state_dict(engine.optimizer.state_dict())
     ),
+    "host memory": lambda engine, _: after(engine, lambda: drop_duplicates(engine)),
     "close": lambda engine, _: closed(engine),
 }
 

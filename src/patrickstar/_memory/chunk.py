@@ -120,6 +120,8 @@ class Chunk:
         """D2H copy ordered on the compute stream, for which the host waits before it accesses the host copy."""
         self.finish_update: Callable[[], None] | None = None
         """Finishes the update in progress that uses the chunk's memory. See [Note: running updates]."""
+        self.renews_host = False
+        """True while an update writes the host copy of a chunk whose gradients are in its device copy."""
         self.save_reader: MemoryReader | None = None
         """Checkpoint writer that must finish before the chunk's memory is written or freed."""
         self.page_reads: list[Transfer] = []

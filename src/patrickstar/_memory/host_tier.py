@@ -320,7 +320,7 @@ class HostTier:
 
 def _wait_for_transfers(chunk: Chunk) -> None:
     """Wait until no update, transfer or checkpoint writer uses a chunk's host block."""
-    if not chunk.device_valid:
+    if not chunk.device_valid or chunk.renews_host:
         chunk.wait_for_update()
     for transfer in (chunk.fetch_transfer, chunk.eviction_transfer, chunk.h2d_transfer):
         if transfer is not None:

@@ -142,17 +142,14 @@ class ChunkTransfers:
     # New content
 
     @defer_sigint
-    def host_renewed(self, chunk: Chunk, urgent: bool, needed: bool = True) -> None:
-        """Mark the host copy as the only valid one; beside an accelerator, start to copy it over the device copy.
-
-        `needed`: operators use the chunk soon; otherwise its device memory is freed.
-        """
+    def host_renewed(self, chunk: Chunk, urgent: bool) -> None:
+        """Mark the host copy as the only valid one; beside an accelerator, start to copy it over the device copy."""
         self.complete_in_order(chunk)
         chunk.version += 1
         chunk.device_valid, chunk.host_valid, chunk.disk_valid = False, True, False
         if not chunk.device_resident:
             return
-        if not self.io_dispatch.hardware.has_gpu or not (needed or chunk.pins):
+        if not self.io_dispatch.hardware.has_gpu:
             self.device_tier.free(chunk)
             return
         self.in_flight[chunk] = None

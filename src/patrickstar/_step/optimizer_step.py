@@ -154,7 +154,7 @@ class OptimizerStep:
             return
         try:
             with profiler_range("update", profiled_names(rules)):
-                renewed = self._host_copy_to_renew(managed_params[0].shard_chunk, chunks)
+                renewed = self._host_copy_to_renew(index, rules, chunks)
                 running, used = self._start(rules, scales, chunks, first, renewed)
         except BaseException as error:
             self.give_up(rules, error)
@@ -166,7 +166,9 @@ class OptimizerStep:
         if running is None:
             self.data.end_update(rules)
         else:
-            self.running.add(running, used, partial(self._finish, running, rules, renewed, needed=not first))
+            if renewed is not None:
+                renewed.renews_host = True
+            self.running.add(running, used, partial(self._finish, running, rules, renewed))
 
     def note_order(self, index: int) -> None:
         """Record that the chunks of an index are updated next."""
@@ -183,31 +185,27 @@ class OptimizerStep:
         }
 
     @defer_sigint
-    def _finish(
-        self, running: Running, rules: Mapping[ManagedParam, Rule], renewed: Chunk | None, needed: bool
-    ) -> None:
-        """Wait for the update of one chunk's parameters.
-
-        Args:
-            renewed: The chunk of the parameters, if the update has written its host copy.
-            needed: The next forward uses it soon.
-        """
+    def _finish(self, running: Running, rules: Mapping[ManagedParam, Rule], renewed: Chunk | None) -> None:
+        """Wait for the update of one chunk's parameters; `renewed`: their chunk if its host copy was written."""
         try:
             running.finish()
         except BaseException as error:
             self.give_up(rules, error)
             raise
+        finally:
+            if renewed is not None:
+                renewed.renews_host = False
         if renewed is not None:
-            self.renew(renewed, urgent=True, needed=needed)
+            self.renew(renewed, urgent=True)
         self.data.end_update(rules)
         if renewed is not None:
             self.data.update_param_views()
 
-    def renew(self, param16: Chunk, *, urgent: bool, needed: bool = True) -> None:
+    def renew(self, chunk: Chunk, *, urgent: bool) -> None:
         """Make the host copy of a chunk, which an update has written, the valid one."""
-        if param16.held:
-            self.data.manager.withdraw_hold(param16)  # its device memory is filled anew, or freed
-        self.data.manager.transfers.host_renewed(param16, urgent, needed)
+        if chunk.held:
+            self.data.manager.withdraw_hold(chunk)  # its device memory is filled anew, or freed
+        self.data.manager.transfers.host_renewed(chunk, urgent)
 
     def give_up(self, rules: Mapping[ManagedParam, Rule], error: BaseException) -> None:
         """Reset parameters whose update has failed to the rounded masters, updated or not."""
@@ -219,13 +217,18 @@ class OptimizerStep:
             f"gradients are lost. Load a checkpoint before training on."
         )
 
-    def _host_copy_to_renew(self, param16: Chunk, chunks: Sequence[Chunk]) -> Chunk | None:
+    def _host_copy_to_renew(
+        self, index: int, rules: Mapping[ManagedParam, Rule], chunks: Sequence[Chunk]
+    ) -> Chunk | None:
         """Return the chunk of the parameters if its update beside an accelerator is to write the host copy.
 
-        Then both copies are valid once it has been copied to the device, and an eviction needs no copy.
+        Then both copies are valid once it has been copied to the device, and an eviction needs no copy. Every parameter
+        in it has to be updated, since the host copy of others may be old.
         """
         on_host = self.host_updates is not None and not chunks[0].device_valid
-        return param16 if on_host and param16.device_valid and param16.host is not None else None
+        param16 = next(iter(rules)).shard_chunk
+        whole = all(managed in rules for managed in self.data.by_chunk[index] if managed.location.numel)
+        return param16 if on_host and whole and param16.device_valid and param16.host is not None else None
 
     def _start(
         self,
