@@ -244,9 +244,13 @@ class EngineCore:
                 self.data.synchronize_processes(Request.CLOSE)
                 self.gradients.drop()
                 self.model_state.synchronized = True
-        lost = self.release()
-        if lost and keep and (failed := self.manager.io_dispatch.failed) is not None:
-            failed.add_note(f"{len(lost)} parameters could not be read back and are NaN: {', '.join(lost)}.")
+        lost = self.release() or []
+        partly = [name for name in self.optimizer_step.updated_in_part if name not in lost]
+        if (lost or partly) and keep and (failed := self.manager.io_dispatch.failed) is not None:
+            if lost:
+                failed.add_note(f"{len(lost)} parameters could not be read back and are NaN: {', '.join(lost)}.")
+            if partly:
+                failed.add_note(f"{len(partly)} parameters may be updated in part: {', '.join(partly)}.")
             raise failed
 
     def complete(self) -> None:

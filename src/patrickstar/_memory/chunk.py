@@ -121,7 +121,7 @@ class Chunk:
         self.finish_update: Callable[[], None] | None = None
         """Finishes the update in progress that uses the chunk's memory. See [Note: running updates]."""
         self.renews_host = False
-        """True while an update writes the host copy of a chunk whose gradients are in its device copy."""
+        """True while an update writes the host copy of a chunk that is on the device, too."""
         self.save_reader: MemoryReader | None = None
         """Checkpoint writer that must finish before the chunk's memory is written or freed."""
         self.page_reads: list[Transfer] = []

@@ -48,7 +48,11 @@ class DeviceEviction:
     @property
     def param_budget_bytes(self) -> int:
         """Part of the device budget that optimizer chunks on the device leave for `param16` and non-model data."""
-        others = (chunk.nbytes for (kind, _), chunk in self.chunks.items() if kind != PARAM16 and chunk.device_resident)
+        others = (
+            chunk.nbytes
+            for (kind, _), chunk in self.chunks.items()
+            if kind != PARAM16 and chunk.device_resident and chunk.eviction_transfer is None
+        )
         return self.device_tier.budget_bytes - sum(others)
 
     @property
@@ -121,10 +125,10 @@ class DeviceEviction:
 
     def _evict_held(self, target_bytes: int, protected: set[Chunk]) -> None:
         """Evict held chunks that no operator uses, the last used first, until `target_bytes` of chunks remain."""
-        for chunk in reversed(self.held):
+        for chunk in list(reversed(self.held)):  # an update that ends withdraws the hold on its chunk
             if self._bytes_after_transfers <= target_bytes:
                 break
-            if chunk.pins == 1 and chunk not in protected:
+            if chunk.held and chunk.pins == 1 and chunk not in protected:
                 self.withdraw_hold(chunk)
                 self._evict(chunk)
 

@@ -86,7 +86,7 @@ class HostTier:
             return False
         while self.free_bytes < nbytes and self.spare_bytes and self.reclaim():
             pass
-        for chunk in self._droppable():
+        for chunk in sorted(self._droppable(), key=lambda chunk: chunk.renews_host):  # these wait for an update
             if self.free_bytes >= nbytes:
                 break
             self.free(chunk)
@@ -103,7 +103,7 @@ class HostTier:
             )
 
     def _droppable(self) -> list[Chunk]:
-        """Return the chunks whose host copy is a duplicate of the device copy."""
+        """Return the chunks whose host copy is, or will be after an update, a duplicate of the device copy."""
         return [chunk for chunk in self._owners.values() if chunk.device_resident and chunk.eviction_transfer is None]
 
     def _short_bytes(self, nbytes: int) -> int:
@@ -287,7 +287,9 @@ class HostTier:
         for copy in self._block_copies.values():
             if not copy.done:
                 copy.wait()
-        for chunk in list(self._owners.values()):  # an update that ends may exchange blocks
+        for chunk in list(self._owners.values()):
+            chunk.wait_for_update()
+        for chunk in list(self._owners.values()):  # others than before: an update that ends may exchange blocks
             _wait_for_transfers(chunk)
         self._free_released(wait=True)
         for arena in self.arenas:

@@ -190,7 +190,7 @@ class Tracer:
         self.measure()
 
     def _policy_of(self, trace: Trace) -> PrefetchPolicy:
-        """Return the prefetch policy of a trace; create it when the trace is first followed."""
+        """Return the prefetch policy of a trace; create it when the trace is first followed with this budget."""
         policy, budget_bytes = self._policies.get(id(trace)), self.manager.param_budget_bytes
         if policy is None or policy.trace is not trace or policy.budget_bytes != budget_bytes:
             sizes = {index: chunk.nbytes for (kind, index), chunk in self.manager.chunks.items() if kind == PARAM16}

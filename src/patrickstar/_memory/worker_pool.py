@@ -80,7 +80,10 @@ class WorkerTransfer(Transfer):
     @property
     def ready(self) -> bool:
         """True unless its jobs would wait for the device."""
-        return self._ready is None or self._ready()
+        try:
+            return self._ready is None or self._ready()
+        except Exception:  # its job meets the error, too, and reports it
+            return True
 
     @property
     def done(self) -> bool:
@@ -204,7 +207,7 @@ class _JobQueue:
                 return
             try:
                 wait()
-            except BaseException:  # its job waits, too, and reports the error
+            except Exception:  # its job waits, too, and reports the error
                 transfer._wait_until_ready = None
 
     def run_next(self, stage: torch.Tensor) -> None:

@@ -192,7 +192,7 @@ class DiskOptimizerStep:
         aborted, self._updates = self._updates, []
         self.cancel_running()
         if self.data.manager.io_dispatch.failed is not None:
-            self._aborted = aborted
+            self._aborted += aborted
             self.staging_pool.live.clear()
             return
         for pages in list(self.staging_pool.live):

@@ -9,6 +9,7 @@ import torch
 
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule, Running, Span
+from patrickstar._layout.schema import SHARD16
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.profiler_range import profiler_range
@@ -190,6 +191,7 @@ class OptimizerStep:
         try:
             running.finish()
         except BaseException as error:
+            running.cancel()  # Ctrl-C may have interrupted the wait
             self.give_up(rules, error)
             raise
         finally:
@@ -321,6 +323,10 @@ class OptimizerStep:
                 return Tier.DISK
         return home
 
+    def _fits_host(self, chunk: Chunk) -> bool:
+        """Return whether a chunk that is on the device fits on the host."""
+        return chunk.device_valid and (chunk.host_bytes > 0 or self.data.manager.host_tier.has_room(chunk.nbytes))
+
     def _move_for_update(self, index: int, managed_params: list[ManagedParam]) -> None:
         """Move the optimizer chunks of one index to the tier that they are updated on.
 
@@ -334,7 +340,8 @@ class OptimizerStep:
         param16 = managed_params[0].shard_chunk
         if any(managed.has_gradient for managed in managed_params):
             manager.transfers.complete_io(param16)
-            if home is Tier.DEVICE:
+            # Operators read gathered chunks: a shard follows its states.
+            if home is Tier.DEVICE or (param16.kind == SHARD16 and self._fits_host(param16)):
                 chunks.append(param16)
             elif home is Tier.HOST:
                 manager.ensure_in_memory(param16, in_order=self._waits_for_copies)

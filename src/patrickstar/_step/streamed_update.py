@@ -152,7 +152,7 @@ class StreamedUpdates:
             [lambda stage: self._run(update)],
             "an update on the host",
             ready=partial(_is_ready, update.ready, copies),
-            wait_until_ready=partial(self._wait_until_ready, update.ready, copies),
+            wait_until_ready=partial(_wait_until_ready, self.accelerator, update.ready, copies),
             optional=urgent or bind is not None,
         )
         self._host_tier.copy_issued(self._block, update.job)
@@ -182,11 +182,6 @@ class StreamedUpdates:
             self.kernels.update([part.span], update.scales)
             if part.param is not None:
                 update.uploaded = self._upload(part.param, part, update.ready)
-
-    def _wait_until_ready(self, gradients: torch.Event, copies: Sequence[Transfer]) -> None:
-        self.accelerator.wait(gradients)
-        for copy in copies:
-            copy.wait()
 
     def _buffer_numel(self, span: Span) -> int:
         return self._nbytes // BUFFERS // span.param.itemsize if span.rule.by_pages else span.numel
@@ -225,6 +220,13 @@ class StreamedUpdates:
 def _is_ready(gradients: torch.Event, copies: Sequence[Transfer]) -> bool:
     """Return whether the device has computed the gradients of an update, and copies have ended."""
     return gradients.query() and all(copy.done for copy in copies)
+
+
+def _wait_until_ready(accelerator: Accelerator, gradients: torch.Event, copies: Sequence[Transfer]) -> None:
+    """Wait until an update is ready."""
+    accelerator.wait(gradients)
+    for copy in copies:
+        copy.wait()
 
 
 def _is_on_host(span: Span) -> bool:

@@ -28,7 +28,6 @@ namespace {
 constexpr size_t kHeaderBytes = 64;  // keeps the alignment of PyTorch's tensors
 constexpr size_t kPageBytes = 4096;
 constexpr size_t kMappedBytes = 128 << 10;  // blocks from this size on are mapped: glibc's initial threshold
-constexpr size_t kHugeBytes = 2 << 20;      // blocks from this size on ask for huge pages: fewer page faults
 constexpr size_t kWaste = 8;                // a cached block may be larger than needed by 1 / kWaste
 
 struct Header {
@@ -246,9 +245,6 @@ void* allocate_block(size_t nbytes) {
     if (block == nullptr) {
       block = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (block == MAP_FAILED) block = nullptr;
-#ifdef MADV_HUGEPAGE
-      if (block != nullptr && mapped >= kHugeBytes) (void)madvise(block, mapped, MADV_HUGEPAGE);
-#endif
     }
   }
   if (block == nullptr) {
