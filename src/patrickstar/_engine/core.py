@@ -244,7 +244,9 @@ class EngineCore:
                 self.data.synchronize_processes(Request.CLOSE)
                 self.gradients.drop()
                 self.model_state.synchronized = True
-        lost = self.release() or []
+        lost = self.release()
+        if lost is None:  # it was closed before
+            return
         partly = [name for name in self.optimizer_step.updated_in_part if name not in lost]
         if (lost or partly) and keep and (failed := self.manager.io_dispatch.failed) is not None:
             if lost:
