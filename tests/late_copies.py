@@ -63,6 +63,8 @@ class LateTransfer(StreamTransfer):
         self.to_host = chunk.host is not None and target.data_ptr() == chunk.host.data_ptr()
         self.hidden: bytes | None = None
         """Bytes that were copied to the host, which has not waited for them."""
+        self.before = {transfer for transfer in stream.hardware.pending if transfer.ordered}
+        """Copies of any stream that the device's work, and so this copy, is ordered after."""
         stream.hardware.allow_overwrite(target)
         stream.hardware.pending.add(self)
         fill_poison(target)
@@ -119,13 +121,14 @@ class LateTransfer(StreamTransfer):
         self.read = None
 
     def _notice(self) -> None:
-        """Let the host know that this copy and all earlier copies of its stream are done."""
+        """Let the host know that this copy, all earlier copies of its stream, and those before them are done."""
         pending = self.stream.hardware.pending
-        known = [t for t in pending if t.stream is self.stream and t.number <= self.number]
+        known = {t for t in pending if t.stream is self.stream and t.number <= self.number}
+        known |= pending & set().union(*(t.before for t in known))
         for transfer in sorted(known, key=lambda t: t.number):  # several may have written the same memory
             transfer.check()
             transfer.arrive()
-            transfer.known_done = True
+            transfer.known_done, transfer.before = True, set()
             pending.discard(transfer)
 
 

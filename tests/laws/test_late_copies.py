@@ -197,7 +197,7 @@ def no_wait_before_host_memory_is_freed(monkeypatch):
 def no_wait_before_the_host_writes(monkeypatch):
     """Write a gradient over a host copy that an earlier fetch may still read."""
 
-    def ensure(self, *chunks):
+    def ensure(self, *chunks, in_order=False):
         if any(chunk.fetch_transfer is not None or not chunk.in_memory for chunk in chunks):
             self.fetch(chunks)
 
