@@ -2,8 +2,10 @@
 
 import gc
 import os
+import resource
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -208,3 +210,14 @@ def open_files() -> int:
     """Return the number of open files of this process."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def files_no_larger_than(nbytes: int) -> Iterator[None]:
+    """Limit the size of files, as a quota does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
