@@ -55,7 +55,7 @@ def test_whatever_happens_before_the_step_is_seen(event, tmp_path, fast_disk):
     assert compare(script, device="cpu", **budgets(tmp_path)).speculated > 0
 
 
-def test_a_disk_without_room_for_spare_pages_is_no_error(tmp_path, caplog):
+def test_a_disk_without_room_for_spare_pages_is_no_error(tmp_path, caplog, fast_disk):
     needed = 308 << 10
     with caplog.at_level(logging.WARNING, "patrickstar"):
         stats = compare(loop([[]] * 6, [1] * 6), device="cpu", **budgets(tmp_path, capacity=needed))
