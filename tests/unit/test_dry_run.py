@@ -129,7 +129,7 @@ def test_waits_say_for_what_and_in_which_phase():
     fetches = {(wait.label, wait.parameter) for wait in report.waits if wait.channel == "host to device"}
     assert ("param16[1]", "1.weight") in fetches
     text = str(report)
-    assert "exposed: compute waits" in text and any(f"{n}.weight" in text for n in range(8))
+    assert "exposed: compute waits" in text and "1.weight" in text
 
 
 def test_a_forward_that_checkpointing_runs_again_is_a_part_of_backward():
