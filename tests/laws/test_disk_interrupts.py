@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,6 +85,7 @@ def check_interrupts(directory, seeds, follow_up):
             follow_up(engine)
             del engine
             gc.collect()
+            join_releases()
         assert worker_threads() == [], f"seed {seed}"
         assert open_files() == before, f"seed {seed}"
         assert not list(directory.iterdir())
@@ -91,6 +93,13 @@ def check_interrupts(directory, seeds, follow_up):
     fresh = small_engine(blocks, config)
     train(fresh, inputs(2))
     fresh.close()
+
+
+def join_releases():
+    """Wait for engines that the garbage collector has found in a worker thread."""
+    for thread in threading.enumerate():
+        if thread.name == "release":
+            thread.join()
 
 
 def close(engine):
