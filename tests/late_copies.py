@@ -166,7 +166,9 @@ class LateCopies(CopyStreams):
         super().__init__(None)
         self._up, self._urgent, self._down = (LateStream(hardware) for _ in range(3))
 
-    def up(self, chunk: Chunk, urgent: bool = False) -> LateTransfer:
+    def up(self, chunk: Chunk, urgent: bool = False, after: LateTransfer | None = None) -> LateTransfer:
+        if after is not None:
+            after.order()
         assert chunk.host is not None
         stream = self._urgent if urgent else self._up
         return stream.submit(chunk, chunk.on_device(chunk.whole), chunk.host)

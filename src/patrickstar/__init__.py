@@ -8,7 +8,7 @@ from patrickstar._engine.initialize import Initialized, initialize
 from patrickstar._engine.inspection import ChunkInfo, DiskUsage, Inspection, MomentInfo, ParameterInfo, TierUsage
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._step.stats import StepStats
-from patrickstar.config import Config, Disk
+from patrickstar.config import Config, Delayed, Disk
 from patrickstar.optim import EMA, SGD, Adam, AdamW, Lion, Optimizer, TorchOptimizer
 
 __version__ = "0.1.0"
@@ -21,6 +21,7 @@ __all__ = [
     "ChunkInfo",
     "ChunkOptimizer",
     "Config",
+    "Delayed",
     "Disk",
     "DiskUsage",
     "Engine",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pydantic import ValidationInfo, field_validator
+from pydantic import NonNegativeInt, ValidationInfo, field_validator
 
 from patrickstar._layout.byte_size import parse_size_field
 from patrickstar._options import Options
@@ -45,6 +45,21 @@ class Disk(Options):
         return None if value is None else parse_size_field(value)
 
 
+class Delayed(Options):
+    """Delayed update (ZeRO-Offload §5.2): an update runs beside the next forward and backward, which do not wait.
+
+    These read the parameters before that update: [docs/staleness.md] has the recurrence. It takes 2 more bytes per
+    parameter with a 16-bit precision, 4 with fp32.
+
+    Raises:
+        ConfigError: An option is unknown, or its value is invalid.
+    """
+
+    after: NonNegativeInt = 40
+    """Number of the first optimizer step whose update is delayed, counted from 1. Default 40: at the beginning of
+    training gradients change too fast."""
+
+
 class Config(Options):
     """Training configuration: memory budgets, device, precision and optimizer.
 
@@ -73,6 +88,9 @@ class Config(Options):
     optimizer: Optimizer = AdamW()
     """Optimizer: one of this package, or an element-wise class of `torch.optim`, alone or as a `functools.partial`
     with its options. Default `AdamW()`."""
+    update: Delayed | None = None
+    """When updates take effect. Default None: before the next forward reads a parameter, so that results are those of
+    plain PyTorch. `Delayed()`: one step later, so that nothing waits for them."""
     activation_offload: bool = False
     """Keep saved activations on the host between forward and backward. Default False."""
     reduce_dtype: Literal["16-bit", "fp32"] = "16-bit"
@@ -92,6 +110,7 @@ class Config(Options):
             precision: Literal["bf16", "fp16", "fp32"] = ...,
             keep_fp32: Sequence[str] = ...,
             optimizer: Optimizer | Mapping[str, Any] | Callable[..., torch.optim.Optimizer] = ...,
+            update: Delayed | Mapping[str, Any] | None = ...,
             activation_offload: bool = ...,
             reduce_dtype: Literal["16-bit", "fp32"] = ...,
         ) -> None: ...
@@ -103,7 +122,7 @@ class Config(Options):
         Args:
             options: A `Config`, a mapping of options, the path of a TOML file with them, or None for the defaults.
                 `disk` may be a table with the options of `Disk`, `optimizer` one with `name` (a class of this package)
-                and the options of the class.
+                and the options of the class, `update` one with `name = "Delayed"` and its options.
 
         Raises:
             ConfigError: The file can't be read, or an option is invalid.
@@ -129,6 +148,15 @@ class Config(Options):
     @classmethod
     def _directory(cls, value: Any) -> Any:
         return Disk(directory=value) if isinstance(value, str | Path) else value
+
+    @field_validator("update", mode="before")
+    @classmethod
+    def _update(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        if value.get("name") != "Delayed":
+            raise ValueError("an update given as a mapping needs a name: Delayed")
+        return Delayed(**{name: option for name, option in value.items() if name != "name"})
 
     @field_validator("optimizer", mode="before")
     @classmethod

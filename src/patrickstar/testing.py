@@ -93,29 +93,51 @@ class ReferenceOptimizer:
         else:
             self.inner = PlainOptimizer(masters, spec)
         self.param_groups = self.inner.param_groups
+        self.steps = 0
+        self.delayed: list[nn.Parameter] = []
+        """Parameters whose master an update has changed, and which have not followed it yet."""
 
     def step(self) -> None:
-        """Unscale gradients, update the masters, and cast them back. Skip the update on an fp16 overflow."""
-        trainer = self.trainer
+        """Unscale gradients, update the masters, and cast them back. Skip the update on an fp16 overflow.
+
+        If updates are delayed, the parameters follow the masters of the update before this one: see `ps.Delayed`.
+        """
+        trainer, update = self.trainer, self.trainer.config.update
+        self.steps += 1
         trainer.follow_writes()
+        self._follow_masters(self.delayed)
         trainer.unscale()
         overflow = trainer.scaler.enabled and any(
             not torch.isfinite(master.grad).all() for master in trainer.masters.values() if master.grad is not None
         )
         if not overflow:
             self.inner.step()
-            with torch.no_grad():
-                for param, master in trainer.masters.items():
-                    if master.grad is not None:
-                        round_into(param, master)
-                        trainer.versions[param] = param._version
+            updated = [param for param, master in trainer.masters.items() if master.grad is not None]
+            if update is not None and self.steps >= update.after:
+                self.delayed = updated
+            else:
+                self._follow_masters(updated)
         trainer.scaler.update(overflow)
         trainer.unscaled = False
         self.inner.zero_grad()
 
+    def flush(self) -> None:
+        """End the delay of the last update."""
+        self._follow_masters(self.delayed)
+
+    def _follow_masters(self, params: Iterable[nn.Parameter]) -> None:
+        """Round parameters from their masters."""
+        with torch.no_grad():
+            for param in params:
+                round_into(param, self.trainer.masters[param])
+                self.trainer.versions[param] = param._version
+        self.delayed = []
+
     def zero_grad(self) -> None:
-        """Drop gradients."""
+        """Drop gradients. If there are any, the delay of the last update ends."""
         self.trainer.unscaled = False
+        if any(master.grad is not None for master in self.trainer.masters.values()):
+            self.flush()
         self.inner.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def name_of(managed: ManagedParam, kind: str) -> str:
 
 def saved_kinds(managed: ManagedParam) -> tuple[str, ...]:
     """Return the chunk lists to save: master parameter and optimizer states, or the parameter itself if frozen."""
-    return tuple(spec.kind for spec in managed.schema.optimizer_lists) or (PARAM16,)
+    return tuple(spec.kind for spec in managed.schema.state_lists) or (PARAM16,)
 
 
 def list_kind(managed: ManagedParam, kind: str) -> str:

@@ -216,8 +216,9 @@ class SimulatedCopyStreams(CopyStreams):
         super().__init__(None)
         self._up, self._down = up, down
 
-    def up(self, chunk: Chunk, urgent: bool = False) -> Transfer:
-        return self._up.begin(chunk.nbytes, repr(chunk), urgent)
+    def up(self, chunk: Chunk, urgent: bool = False, after: Transfer | None = None) -> Transfer:
+        assert after is None or isinstance(after, SimulatedTransfer), "copies of this hardware are simulated"
+        return self._up.begin(chunk.nbytes, repr(chunk), urgent, after)
 
     def down(self, chunk: Chunk) -> Transfer:
         return self._down.begin(chunk.nbytes, repr(chunk))

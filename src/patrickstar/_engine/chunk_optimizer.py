@@ -76,6 +76,17 @@ class ChunkOptimizer(torch.optim.Optimizer):
         """Discard gradients that no step has consumed. `set_to_none` has no effect: gradients are always freed."""
         self._core.drop_gradients()
 
+    def flush(self) -> None:
+        """Make the next forward read the newest parameters: finish delayed updates. Every process must call it.
+
+        Call it before an evaluation, and after the last step. Without `ps.Config(update=ps.Delayed())` it does nothing.
+        `state_dict`, checkpoints and exports have the newest values anyway.
+
+        Raises:
+            TrainingError: The engine is closed.
+        """
+        self._core.flush()
+
     def state_dict(self) -> dict[str, Any]:
         """Copy the optimizer state to the host in the format of `torch.optim`. Every process must call it.
 

@@ -134,7 +134,12 @@ class EngineCore:
         self.gradients = Gradients(self.data, self.scaler, self.kernels)
         self.model_state = ModelState(self.module, self.data)
         self.optimizer_step = OptimizerStep(
-            self.data, config.optimizer, self.kernels, plan.staging_size, plan.buffer_bytes
+            self.data,
+            config.optimizer,
+            self.kernels,
+            plan.staging_size,
+            plan.buffer_bytes,
+            delay_after=None if config.update is None else config.update.after,
         )
         if self.optimizer_step.disk_step is not None:
             self.optimizer_step.disk_step.reads_ahead = prefetch_policy is not DemandFetch
@@ -189,7 +194,7 @@ class EngineCore:
     ) -> None:
         """Let the backward that begins update chunks if the step is likely to decide as in the last one."""
         speculation = self.optimizer_in_backward.speculation
-        if speculation.possible:
+        if speculation.possible and not self.delays_next:
             speculation.begin(groups, hyper_parameters(param_groups), self.gradients.scales)
 
     @handle_sigint
@@ -212,7 +217,10 @@ class EngineCore:
             speculation = self.optimizer_in_backward.speculation
             if speculation.possible:
                 speculation.decide(groups.get, hyper_parameters(param_groups), self.gradients.scales, overflow)
-            if not overflow:
+            self.optimizer_step.begin_step()
+            if overflow:
+                self.optimizer_step.flush()
+            else:
                 self.optimizer_step.run(groups.get, self.gradients.scales)
             self.data.close_step(() if overflow else groups)
             self.gradients.drop()
@@ -231,7 +239,31 @@ class EngineCore:
         with self.close_on_data_loss():
             self.optimizer_in_backward.speculation.cancel()
             self.data.synchronize_to_drop()
+            if any(managed.state.has_any_gradient for managed in self.data.managed_params):
+                self._flush()
             self.gradients.drop()
+
+    @handle_sigint
+    def flush(self) -> None:
+        """End the delay of updates; see `ChunkOptimizer.flush`."""
+        self.check_open()
+        if self.config.update is None:
+            return
+        self.data.residency.end()
+        with self.close_on_data_loss():
+            self.data.synchronize_processes(Request.WRITE)
+            self._flush()
+
+    def _flush(self) -> None:
+        if self.config.update is not None:
+            with self.internal_computation():
+                self.optimizer_step.flush()
+                self.data.drop_gathered()
+
+    @property
+    def delays_next(self) -> bool:
+        """True if the update of the next step will be delayed."""
+        return self.optimizer_step.delayed is not None and self.optimizer_step.delayed.next_active
 
     def close(self, keep: bool) -> None:
         """Free all chunks; see `Engine.close`."""
@@ -285,8 +317,7 @@ class EngineCore:
                         f"that treat it as frozen may exist; unfreeze between optimizer.step() and the next forward"
                     )
                 with managing():
-                    states = self.config.optimizer.states
-                    self.layout = unfreeze(unfrozen, self.layout, self.data, self.interceptor, states)
+                    self.layout = unfreeze(unfrozen, self.layout, self.data, self.interceptor, self.config)
                 self.tracer.invalidate()
             self._structure = ModelStructure(self.module)
 

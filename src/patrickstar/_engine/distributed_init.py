@@ -34,6 +34,7 @@ def negotiate_layout(
         "use of a disk": config.disk is not None,
         "optimizer": type(config.optimizer).__name__,
         "the optimizer's states": list(config.optimizer.states),
+        "update": repr(config.update),
         "parameters": [
             [name, list(param.shape), str(param.dtype), param.requires_grad]
             for name, param in module.named_parameters()

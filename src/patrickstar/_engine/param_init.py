@@ -10,7 +10,7 @@ from torch import nn
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._layout.chunk_mapping import ChunkSpec, Layout, ParamSpec, build_layout
 from patrickstar._layout.chunk_size_search import search_layout
-from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16, schema_for
+from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16, ParamSchema, schema_for
 from patrickstar._memory.chunk import Chunk, Region
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._params.managed_param import ManagedParam
@@ -83,13 +83,15 @@ def lookup_weights(module: nn.Module) -> set[str]:
 def param_specs(module: nn.Module, config: Config) -> list[ParamSpec]:
     """Describe the parameters for the layout, in creation order. Embeddings get chunks that may stay on the host."""
     dtypes = compute_dtypes(module, config.compute_dtype, config.keep_fp32)
-    embeddings, states = lookup_weights(module), config.optimizer.states
+    embeddings = lookup_weights(module)
     return [
-        ParamSpec(
-            name, param.numel(), schema_for(dtype_name(dtypes[name]), param.requires_grad, states), name in embeddings
-        )
+        ParamSpec(name, param.numel(), _schema(dtypes[name], param.requires_grad, config), name in embeddings)
         for name, param in module.named_parameters()
     ]
+
+
+def _schema(dtype: torch.dtype, trained: bool, config: Config) -> ParamSchema:
+    return schema_for(dtype_name(dtype), trained, config.optimizer.states, delayed=config.update is not None)
 
 
 def make_layout(
@@ -213,13 +215,11 @@ def unfreeze(
     layout: Layout,
     data: ModelData,
     interceptor: Interceptor,
-    states: tuple[str, ...],
+    config: Config,
 ) -> Layout:
     """Move parameters that are no longer frozen to new chunks at the end, with the lists of trained parameters."""
     specs = [
-        ParamSpec(
-            managed.name, managed.numel, schema_for(dtype_name(managed.chunk.dtype), True, states), managed.embedding
-        )
+        ParamSpec(managed.name, managed.numel, _schema(managed.chunk.dtype, True, config), managed.embedding)
         for managed in managed_params
     ]
     extended = layout.extended(specs)

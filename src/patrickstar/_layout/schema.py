@@ -15,6 +15,8 @@ EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 EMA = "ema"
 """Exponential moving average of the master."""
+DELAYED16 = "delayed16"
+"""Gradient of a delayed update; the update writes the new parameters over it."""
 GRAD32 = "grad32"
 """Accumulated gradient. Not part of a schema: its chunks are created only when gradients are accumulated."""
 KEPT32 = "kept32"
@@ -59,6 +61,11 @@ class ParamSchema:
         return self.lists[1:]
 
     @property
+    def state_lists(self) -> tuple[ListSpec, ...]:
+        """Master and optimizer states."""
+        return tuple(spec for spec in self.optimizer_lists if spec.kind != DELAYED16)
+
+    @property
     def bytes_per_param(self) -> int:
         """Bytes of model data per element without padding: 14 for Adam in mixed precision, 2 if frozen in 16 bits."""
         return sum(spec.itemsize for spec in self.lists)
@@ -77,13 +84,17 @@ class ParamSchema:
 ADAM_STATES = (EXP_AVG, EXP_AVG_SQ)
 
 
-def schema_for(dtype: str, trained: bool, states: tuple[str, ...] = ADAM_STATES) -> ParamSchema:
+def schema_for(
+    dtype: str, trained: bool, states: tuple[str, ...] = ADAM_STATES, *, delayed: bool = False
+) -> ParamSchema:
     """Return the schema of a parameter with this compute dtype.
 
-    A frozen parameter has `param16` only. A trained one also has the master and the optimizer's `states`.
+    A frozen parameter has `param16` only. A trained one also has the master and the optimizer's `states`, and, if
+    updates are `delayed`, a list for the gradients of such an update.
     """
     compute = ListSpec(PARAM16, dtype)
     if not trained:
         return ParamSchema((compute,))
     master = "float64" if dtype == "float64" else "float32"
-    return ParamSchema((compute, *(ListSpec(kind, master) for kind in (PARAM32, *states))))
+    gradients = (ListSpec(DELAYED16, dtype),) if delayed else ()
+    return ParamSchema((compute, *(ListSpec(kind, master) for kind in (PARAM32, *states)), *gradients))

@@ -56,9 +56,13 @@ class CopyStreams:
         self.down_stream = None if accelerator is None else accelerator.new_stream()
         self.thread = WorkerPool(1, "copy")
 
-    def up(self, chunk: Chunk, urgent: bool = False) -> Transfer:
+    def up(self, chunk: Chunk, urgent: bool = False, after: Transfer | None = None) -> Transfer:
+        """Start to copy a chunk to the device; beside an accelerator `after` a copy from there has ended."""
         assert chunk.host is not None
         stream = self.urgent_stream if urgent else self.up_stream
+        if self.accelerator is not None and stream is not None and isinstance(after, StreamTransfer):
+            with self.accelerator.use(stream):
+                after.order()
         return self._start(chunk.on_device(chunk.whole), chunk.host, stream, repr(chunk))
 
     def down(self, chunk: Chunk) -> Transfer:

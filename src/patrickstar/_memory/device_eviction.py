@@ -248,6 +248,23 @@ class DeviceEviction:
             self.transfers.evict_now(chunk)
         return True
 
+    @defer_sigint
+    def exchange(self, chunk: Chunk, other: Chunk) -> bool:
+        """Exchange the contents of a chunk in memory and of one on the host, by exchanging their memory there.
+
+        Return False if that is not possible: without an accelerator for a chunk on the device, or without room.
+        """
+        self.transfers.complete_io(other)
+        self.transfers.complete_io(chunk)
+        if chunk.device_valid and not (self.hardware.has_gpu and self._ensure_host_block(chunk)):
+            return False
+        if not chunk.device_valid and not chunk.host_valid:
+            return False
+        if chunk.held:
+            self.withdraw_hold(chunk)  # its device memory is filled anew
+        self.transfers.exchange(chunk, other)
+        return True
+
     def _ensure_host_block(self, chunk: Chunk) -> bool:
         """Allocate a host block for a chunk that has none. Return False if the host has no room."""
         if chunk.host is None:

@@ -193,6 +193,19 @@ class HostTier:
         self._note_peaks()
         self.moved.add(chunk)
 
+    def exchange_blocks(self, first: Chunk, second: Chunk) -> None:
+        """Exchange the host copies of two chunks of the same size, with the copies that use them."""
+        assert first.host_block is not None and second.host_block is not None, f"{first} or {second} has no host copy"
+        assert first.nbytes == second.nbytes, f"{first} and {second} differ in size"
+        first.wait_for_save()
+        second.wait_for_save()
+        self._owners[first.host_block], self._owners[second.host_block] = second, first
+        first.host_block, second.host_block = second.host_block, first.host_block
+        first.host, second.host = second.host, first.host
+        first.h2d_transfer, second.h2d_transfer = second.h2d_transfer, first.h2d_transfer
+        first.d2h_transfer, second.d2h_transfer = second.d2h_transfer, first.d2h_transfer
+        self.moved |= {first, second}
+
     def free_in_order(self, chunk: Chunk) -> None:
         """Free a chunk's block without a wait for copies of the device: it is used again once they have ended."""
         chunk.wait_for_save()

@@ -158,6 +158,30 @@ class ChunkTransfers:
         self._count_h2d(chunk)
 
     @defer_sigint
+    def exchange(self, chunk: Chunk, other: Chunk) -> None:
+        """Exchange the contents of a chunk, which has host memory, and of one on the host. No update uses them.
+
+        Beside an accelerator a copy on the device goes down, and the new content up; the host does not wait.
+        """
+        self.complete_in_order(chunk)
+        down = None
+        if chunk.device_valid:
+            with profiler_range("evict", chunk):
+                down = self.io_dispatch.copies.down(chunk)
+            self._count_d2h(chunk)
+            chunk.d2h_transfer = down
+        self.host_tier.exchange_blocks(chunk, other)
+        for each in (chunk, other):
+            each.version += 1
+            each.device_valid, each.host_valid, each.disk_valid = False, True, False
+        if down is None:
+            return
+        self.in_flight[chunk] = None
+        with profiler_range("prefetch", chunk):
+            chunk.fetch_transfer = self.io_dispatch.copies.up(chunk, urgent=True, after=down)
+        self._count_h2d(chunk)
+
+    @defer_sigint
     def disk_renewed(self, chunk: Chunk) -> None:
         """Mark the disk copy, whose pages were exchanged, as the only valid one, and free the others."""
         self.complete_in_order(chunk)

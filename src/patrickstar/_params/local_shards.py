@@ -1,6 +1,6 @@
 """Access to this rank's shards of the chunk lists: parameters, masters, optimizer states and gradients."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -13,6 +13,7 @@ from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.device_arithmetic import add_gradient, round_to_device
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._schedule.placement import Tier
+from patrickstar.errors import TrainingError
 
 # [Note: placeholders of evicted parameters]
 # The user's Parameter views its chunk's storage while the chunk is on the device. When the chunk is evicted, the
@@ -48,6 +49,8 @@ class LocalShards:
         self.manager = manager
         self.by_chunk: dict[int, list[ManagedParam]] = {}
         self.closed = False
+        self.complete_delayed: Callable[[ManagedParam], None] = lambda managed: None
+        """Waits for the delayed update of a parameter, which may read the gradient list."""
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
 
     def update_param_views(self) -> None:
@@ -109,6 +112,10 @@ class LocalShards:
         """Return the chunks of one index that only the update uses, in the order of the parameter schema."""
         return [self.manager[spec.kind, index] for spec in self.by_chunk[index][0].schema.optimizer_lists]
 
+    def state_chunks(self, index: int) -> list[Chunk]:
+        """Return the chunks of the masters and optimizer states of one index, in the order of the parameter schema."""
+        return [self.manager[spec.kind, index] for spec in self.by_chunk[index][0].schema.state_lists]
+
     def gradient_sums(self, index: int) -> list[Chunk]:
         """Return the chunk of accumulated gradients of an index, if there is one."""
         sums = self.manager.chunks.get((GRAD32, index))
@@ -137,7 +144,7 @@ class LocalShards:
         self._round_master(managed)
         torch.autograd.graph.increment_version(managed.param)
         self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
-        managed.steps -= managed.state.update_pending
+        managed.steps -= managed.state.update_pending or managed.state.delayed
         managed.state.consume()
 
     @defer_sigint
@@ -188,7 +195,7 @@ class LocalShards:
         # Making room for a gradient list may have evicted the shard, and no copy in flight may still read it.
         self.ensure_local(managed)
         payload, master = managed.flat(managed.shard_chunk), self.manager[PARAM32, managed.location.chunk]
-        if self._is_computed_on_device(managed.shard_chunk, master):
+        if self._is_computed_on_device(master, on_device=managed.shard_chunk.device_valid):
             round_to_device(payload, managed.flat(master, in_order=True))
             master.h2d_transfer = self.manager.io_dispatch.copies.issued(repr(master))
             self.manager.count_transfer(managed.location.numel * master.dtype.itemsize, to_device=True)
@@ -197,18 +204,33 @@ class LocalShards:
             copy_rounded(part, payload[part_slice])
         self._count_transfer(managed, master, managed.shard_chunk)
 
-    def _is_computed_on_device(self, source: Chunk, listed: Chunk) -> bool:
-        """Return whether the device computes on `listed`. See [Note: lists on the host beside an accelerator]."""
+    def _is_computed_on_device(self, listed: Chunk, *, on_device: bool) -> bool:
+        """Return whether the device computes on `listed`, beside values that are on the device or on the host.
+
+        See [Note: lists on the host beside an accelerator].
+        """
         self.manager.transfers.complete_io(listed)
         on_host = listed.host_valid and not listed.device_resident
-        return on_host and source.device_valid and self.manager.hardware.has_gpu
+        return on_host and on_device and self.manager.hardware.has_gpu
 
-    def _restore_own(self, managed: ManagedParam) -> None:
+    def restore_own(self, managed: ManagedParam) -> None:
         """Restore the parameter where a gradient is stored in place of this rank's shard."""
+        self.check_restorable(managed)
         self._round_master(managed)
         self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
 
-    def _accumulate(self, managed: ManagedParam) -> None:
+    @staticmethod
+    def check_restorable(managed: ManagedParam) -> None:
+        """Raise TrainingError if a gradient has replaced the only copy of a parameter. See [Note: delayed updates]."""
+        if managed.state.delayed:
+            raise TrainingError(
+                f"parameter {managed.name!r} is read again after its gradient has replaced it, or the gradient is "
+                f"changed, while its update is delayed: its old values are gone. For several backwards per step call "
+                f"engine.backward(loss, accumulate=True) for all but the last one; before any other use call "
+                f"optimizer.flush() or optimizer.step()"
+            )
+
+    def list_gradient(self, managed: ManagedParam) -> None:
         """Add the gradient stored in place of a parameter to the gradient list."""
         self._ensure_list(managed)
         self.ensure_local(managed)  # making room for the list may have evicted it
@@ -233,8 +255,13 @@ class LocalShards:
         """Add a parameter's gradient, which is in `source`, to the gradient list."""
         self._ensure_list(managed)
         chunk = self.manager[GRAD32, managed.location.chunk]
-        grad = managed.flat(source)
-        if self._is_computed_on_device(source, chunk):
+        self._add_to(chunk, managed, managed.flat(source), on_device=source.device_valid)
+
+    def _add_to(self, chunk: Chunk, managed: ManagedParam, grad: torch.Tensor, *, on_device: bool) -> None:
+        """Add the elements of a gradient, which is on the device or on the host, to a chunk of the gradient list."""
+        if not managed.state.accumulated:
+            self.complete_delayed(managed)
+        if self._is_computed_on_device(chunk, on_device=on_device):
             add_gradient(managed.flat(chunk, in_order=True), grad, first=not managed.state.accumulated)
             chunk.d2h_transfer = self.manager.io_dispatch.copies.issued(repr(chunk))
             nbytes = managed.location.numel * chunk.dtype.itemsize
@@ -243,7 +270,9 @@ class LocalShards:
                 self.manager.count_transfer(nbytes, to_device=True)
             self.manager.mark_written(chunk, on_device=False)
         else:
-            self._count_transfer(managed, source, chunk)
+            if on_device != chunk.device_valid and chunk.in_memory:
+                nbytes = managed.location.numel * min(grad.element_size(), chunk.dtype.itemsize)
+                self.manager.count_transfer(nbytes, to_device=chunk.device_valid)
             for part_slice, total in self.parts(managed, GRAD32, write=True):
                 if managed.state.accumulated:
                     total.add_(grad[part_slice].to(total.device, total.dtype))

@@ -67,9 +67,13 @@ class ManagedParam:
 
     def begin_update(self) -> None:
         """Count an update, and reserve the gradient for it until `ModelData.end_update`."""
+        self.count_update()
+        self.state.begin_update()
+
+    def count_update(self) -> None:
+        """Count an update that was started."""
         self.steps += 1
         self.observed = True
-        self.state.begin_update()
 
     @property
     def overlays_shard(self) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Protocol
 
 import torch
 
@@ -18,34 +17,12 @@ from patrickstar._memory.tracer import Tracer
 from patrickstar._params.local_shards import LocalShards, follow_written
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.residency import Residency
+from patrickstar._params.save_in_progress import SaveInProgress
 from patrickstar._params.shard_collectives import add_over_ranks, share_optimizer_extra
 from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.placement import Tier, embedding_runs_on_host
 from patrickstar._schedule.tensor_state import TensorState
 from patrickstar.errors import BudgetError, TrainingError
-
-
-class SaveInProgress(Protocol):
-    """A checkpoint that is written while training continues (`_checkpoint/async_save.py`)."""
-
-    @property
-    def done(self) -> bool:
-        """True if the checkpoint is complete or has failed."""
-
-    def before_update(self, index: int) -> None:
-        """Copy the parts of a chunk that the checkpoint still needs, before the chunk changes."""
-
-    def copy_all(self) -> None:
-        """Copy everything that the checkpoint still needs from chunks."""
-
-    def progress(self) -> None:
-        """Copy as much as the disk accepts without waiting."""
-
-    def finish(self) -> None:
-        """Wait until the checkpoint is complete. Raises CheckpointError if it failed."""
-
-    def cancel(self, reason: str, /) -> None:
-        """Stop reading chunks and discard the checkpoint."""
 
 
 class ModelData(LocalShards):
@@ -65,6 +42,10 @@ class ModelData(LocalShards):
         self.backward_id = 0
         self.backwards_in_step = 0
         self.accumulates = False
+        """True if the last step had several backwards."""
+        self.lists_gradients = False
+        """True if gradients of parameters whose update is delayed go to the gradient list: steps have several
+        backwards. See [Note: delayed updates]."""
 
     def add(self, managed: ManagedParam) -> None:
         """Register a parameter whose values are already in its chunk."""
@@ -198,6 +179,7 @@ class ModelData(LocalShards):
     def begin_backward(self, accumulate: bool = False) -> None:
         """Start a new backward. `accumulate`: more backwards follow before the step."""
         self.in_backward = True
+        self.lists_gradients |= accumulate
         self.backward_id += 1
         self.backwards_in_step += 1
 
@@ -282,12 +264,29 @@ class ModelData(LocalShards):
         if state.partial is not None:
             state.partial.add_(grad)
             return
+        if state.delayed and self.lists_gradients and not state.overlays_param:
+            self._list_at_once(managed, grad)
+            return
         grows = state.overlays_param and state.backward_id == self.backward_id
         if state.overlays_param and not grows:
             self.move_out_gradient(managed)
         version = managed.param._version
         self._write_gradient(managed, grad, add=grows)
         state.overlay(self.backward_id, version)
+
+    def _list_at_once(self, managed: ManagedParam, grad: torch.Tensor) -> None:
+        """Add a gradient to the gradient list; if it may grow, once its backward has ended."""
+        state = managed.state
+        if self.in_backward and state.may_grow:
+            state.keep_partial(grad.clone())
+            return
+        if self.in_backward and state.listed_in == self.backward_id:
+            state.expect_growth()
+            self.check_restorable(managed)
+        self._ensure_list(managed)
+        chunk, on_device = self.manager[GRAD32, managed.location.chunk], grad.device.type == self.manager.device.type
+        self._add_to(chunk, managed, managed.flattened(grad), on_device=on_device)
+        state.accumulate(self.backward_id)
 
     def _write_gradient(self, managed: ManagedParam, grad: torch.Tensor, add: bool) -> None:
         """Write a gradient over its parameter; fetch its chunk from disk, or write page by page if there is no room."""
@@ -316,11 +315,12 @@ class ModelData(LocalShards):
         of autograd are valid again. A gradient of an earlier backward is added to the gradient list; one of the
         running backward may still grow and is kept apart until that backward ends.
         """
+        self.check_restorable(managed)
         self.ensure_in_memory(managed)
         if self.in_backward and managed.state.backward_id == self.backward_id:
             managed.state.keep_partial(managed.payload().clone())
         else:
-            self._accumulate(managed)
+            self.list_gradient(managed)
         self._restore(managed)
 
     def _check_not_updated(self, managed_params: Sequence[ManagedParam]) -> None:
@@ -369,10 +369,12 @@ class ModelData(LocalShards):
     def end_step(self) -> bool:
         """Drop the gradient list unless the step accumulated; return whether that differs from the previous step."""
         accumulated, self.backwards_in_step = self.backwards_in_step > 1, 0
+        self.lists_gradients |= accumulated
         lists = [chunk for (kind, _), chunk in self.manager.chunks.items() if kind == GRAD32]
         if not accumulated:
             for chunk in lists:
-                if not any(managed.state.update_pending for managed in self.by_chunk[chunk.index]):
+                states = [managed.state for managed in self.by_chunk[chunk.index]]
+                if not any(state.update_pending or state.delayed for state in states):
                     self.manager.remove(chunk)
         changed = accumulated != self.accumulates
         self.accumulates = accumulated
@@ -392,6 +394,6 @@ class ModelData(LocalShards):
         self.update_param_views()
 
     def _restore(self, managed: ManagedParam) -> None:
-        self._restore_own(managed)
+        self.restore_own(managed)
         torch._C._autograd._unsafe_set_version_counter((managed.param,), (managed.state.version_before,))
         managed.state.remove_overlay()

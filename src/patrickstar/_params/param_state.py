@@ -45,6 +45,11 @@ class ParamState:
     update_pending: bool = False
     """True while a deferred update of the parameter, which consumes its gradient, is unfinished."""
 
+    delayed: bool = False
+    """True while a delayed update of the parameter runs, or has computed values that operators do not read yet."""
+    listed_in: int = 0
+    """Number of the backward that added its gradient to the gradient list without storing it in the place."""
+
     @property
     def has_any_gradient(self) -> bool:
         """True if a gradient of the parameter exists in any place or stage of reduction."""
@@ -124,9 +129,10 @@ class ParamState:
         """Record whether this rank, or after synchronization any rank, has a gradient for the next step."""
         self.ready = ready
 
-    def accumulate(self) -> None:
-        """The gradient was added to the gradient list."""
+    def accumulate(self, backward_id: int = 0) -> None:
+        """The gradient was added to the gradient list; `backward_id`: by this backward, which has not ended."""
         self.accumulated = True
+        self.listed_in = backward_id or self.listed_in
 
     def expect_growth(self) -> None:
         """The gradient is not complete when its hook fires, or the parameter is read after that."""
@@ -156,10 +162,18 @@ class ParamState:
 
     def consume(self) -> None:
         """The gradient was consumed by an update, or given up after a failed one."""
-        self.overlays_param = self.reduced = self.accumulated = self.update_pending = False
+        self.overlays_param = self.reduced = self.accumulated = self.update_pending = self.delayed = False
         self.partial = None
         if self.uses == 0:
             self._move_to(TensorState.HOLD)
+
+    def delay(self) -> None:
+        """A delayed update of the parameter was started."""
+        self.delayed = True
+
+    def end_delay(self) -> None:
+        """Operators read the newest values again."""
+        self.delayed = False
 
     def end_step(self) -> None:
         """The optimizer step is complete on all ranks."""

@@ -71,8 +71,9 @@ class ShardedModelData(ModelData):
         self._finish_reduction(index)
         for managed in managed_params:
             if managed.state.reduced:
-                self._accumulate(managed)
-                self._restore_own(managed)
+                self.check_restorable(managed)
+                self.list_gradient(managed)
+                self.restore_own(managed)
                 managed.state.restore_shard()
         if not own.in_memory:
             self.manager.ensure_in_memory(own)
@@ -308,7 +309,7 @@ class ShardedModelData(ModelData):
         """Discard the reduced gradient of this rank's shard, and restore the shard."""
         self._finish_reduction(managed.chunk.index)
         if managed.state.reduced:
-            self._restore_own(managed)
+            self.restore_own(managed)
         managed.state.discard_moved()
 
     # Synchronization of all ranks

@@ -1,13 +1,13 @@
 """Optimizer step of chunks whose states are on disk: read pages, update them, write them back, in a pipeline."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
-from patrickstar._layout.schema import GRAD32
+from patrickstar._layout.schema import DELAYED16, GRAD32
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
@@ -58,7 +58,12 @@ class DiskOptimizerStep:
 
     @property
     def pending(self) -> set[int]:
-        """Indices of chunks with a deferred update."""
+        """Indices of chunks with a deferred update, for which operators wait."""
+        return {update.index for update in self._updates if not update.speculative and not update.delayed}
+
+    @property
+    def unfinished(self) -> set[int]:
+        """Indices of chunks with a deferred or delayed update."""
         return {update.index for update in self._updates if not update.speculative}
 
     @property
@@ -79,6 +84,20 @@ class DiskOptimizerStep:
         else:
             self.data.end_update(rules)
 
+    @defer_sigint
+    def submit_delayed(
+        self,
+        index: int,
+        rules: Mapping[ManagedParam, Rule],
+        scales: Sequence[float],
+        listed: Collection[ManagedParam],
+    ) -> None:
+        """Queue a delayed update, whose gradients have been moved out of the parameters' place."""
+        self._expected.clear()  # the next step writes `delayed16` before its update reads it
+        update = self._new_update(index, rules, scales, listed)
+        if update.pages:
+            self._updates.append(update)
+
     def submit_speculative(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> DiskUpdate:
         """Queue an update whose results go to spare pages, which have been reserved, after all others."""
         update = self._new_update(index, rules, scales)
@@ -87,15 +106,21 @@ class DiskOptimizerStep:
         self._updates.append(update)
         return update
 
-    def _new_update(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> DiskUpdate:
-        lists = self.data.optimizer_chunks(index)
+    def _new_update(
+        self,
+        index: int,
+        rules: Mapping[ManagedParam, Rule],
+        scales: Sequence[float],
+        listed: Collection[ManagedParam] | None = None,
+    ) -> DiskUpdate:
+        lists = self.data.state_chunks(index) if listed is None else self.data.optimizer_chunks(index)
         lists += [sums for sums in self.data.gradient_sums(index) if not sums.in_memory]
         pages = [
             (first, numel)
             for first, numel in self.staging_pool.pages(lists[0])
             if any(overlap(managed, first, first + numel) for managed in rules)
         ]
-        return DiskUpdate(index, rules, scales, lists, pages)
+        return DiskUpdate(index, rules, scales, lists, pages, listed=listed)
 
     def is_queued(self, update: DiskUpdate) -> bool:
         """Return whether an update is in the queue and not complete."""
@@ -141,27 +166,29 @@ class DiskOptimizerStep:
             self.remove(update)
         self._read_ahead()
         while queued := self._queued():
-            param16 = queued[0].owner.param16
-            if not queued[0].ready or param16.fetch_transfer is not None or not param16.in_memory:
+            update = queued[0].owner
+            fetching = update.param16.fetch_transfer is not None or not update.param16.in_memory
+            if not queued[0].ready or (fetching and not update.delayed):
                 break
             self._update(queued[0])
             self._read_ahead()
 
     def finish(self, indices: Iterable[int] | None = None) -> None:
         """Wait until these chunks are updated (default: all, and until every page is written back)."""
-        wanted = self.pending if indices is None else self.pending & set(indices)
+        wanted = self.unfinished if indices is None else self.unfinished & set(indices)
         if wanted:
             if indices is not None:
                 read = {pages.owner.index for pages in self._queued() if pages.ready}
                 self.late |= wanted - read
             self.reorder(lambda index: index not in wanted)
-        while wanted & self.pending:
+        while wanted & self.unfinished:
             self._read_ahead()
             queued = self._queued()
             if queued and (queued[0].owner.index in wanted or not self._running):
                 self.staging_pool.complete(queued[0])
-                self.data.manager.ensure_in_memory(queued[0].owner.param16)
-                self.data.update_param_views()
+                if not queued[0].owner.delayed:
+                    self.data.manager.ensure_in_memory(queued[0].owner.param16)
+                    self.data.update_param_views()
                 self._update(queued[0])
             elif self._running:
                 self._running.finish_first()
@@ -187,7 +214,10 @@ class DiskOptimizerStep:
     def _abort(self, error: BaseException) -> None:
         """Drop all queued updates, and reset their parameters to the rounded masters, updated or not."""
         managed_params = [
-            managed for update in self._updates for managed in update.rules if managed.state.update_pending
+            managed
+            for update in self._updates
+            for managed in update.rules
+            if managed.state.update_pending or update.delayed
         ]
         aborted, self._updates = self._updates, []
         self.cancel_running()
@@ -258,13 +288,13 @@ class DiskOptimizerStep:
 
     def _read_speculatively(self) -> None:
         """Start to read pages of expected updates; see [Note: deferred updates]."""
-        pending = self.pending
+        pending = self.unfinished
         speculative = {update.index for update in self._updates if update.speculative}
         known = {(pages.index, pages.first) for pages in self.staging_pool.live}
         for index, expected in self._expected.items():
             if index in pending:
                 break  # the updates from here on were submitted in this step
-            lists = self.data.optimizer_chunks(index) if index in self.data.by_chunk else []
+            lists = self.data.state_chunks(index) if index in self.data.by_chunk else []
             if not lists or index in speculative or any(chunk.in_memory for chunk in lists):
                 continue
             for first, numel in expected:
@@ -283,7 +313,7 @@ class DiskOptimizerStep:
                 part = overlap(managed, pages.first, pages.first + pages.numel)
                 if part is not None:
                     spans.append(self._span(managed, rule, part, pages, views))
-                    if managed.shard_chunk.device_valid:  # states are on the host
+                    if managed.shard_chunk.device_valid and not update.delayed:  # states are on the host
                         numel, by_kernel = part.stop - part.start, self._host_updates is not None
                         upload = not update.speculative
                         count_update_transfers(self.data.manager, managed, numel, upload, by_kernel=by_kernel)
@@ -300,7 +330,7 @@ class DiskOptimizerStep:
     def _hold(self, pages: PageSet, updates: HostUpdates, spans: Sequence[Span]) -> None:
         """Start to update a page set on the worker thread, before whole chunks on the host: the disk is slower."""
         owner = pages.owner
-        chunks = [owner.param16, *(sums for sums in self.data.gradient_sums(pages.index) if sums not in pages.lists)]
+        chunks = [*([] if owner.delayed else [owner.param16]), *(sums for sums in self.data.gradient_sums(pages.index) if sums not in pages.lists)]
         pages.update = updates.start(spans, owner.scales, chunks, urgent=True)
         self.staging_pool.keep_until(EndOfUpdate(pages.update, repr(owner.param16)))
         self._running.add(pages.update, chunks, partial(self._finish, pages))
@@ -321,12 +351,14 @@ class DiskOptimizerStep:
         if update.speculative:
             self.staging_pool.write_spare(pages, update.param16)
         else:
-            self.data.manager.mark_written(update.param16, on_device=update.param16.device_valid)
+            if not update.delayed:
+                self.data.manager.mark_written(update.param16, on_device=update.param16.device_valid)
             self.staging_pool.write(pages, [chunk for chunk in pages.lists if chunk.kind != GRAD32])
         pages.updated = True
         update.updated += 1
         if update.complete and not update.speculative:
-            self.data.end_update(update.rules)
+            if not update.delayed:
+                self.data.end_update(update.rules)
             self._updates.remove(update)
 
     def _span(
@@ -336,19 +368,23 @@ class DiskOptimizerStep:
         first = managed.location.offset - pages.first
         on_page = slice(first + part.start, first + part.stop)
         in_order = self._host_updates is not None and self._host_updates.waits_for_copies
-        param = managed.flat(managed.shard_chunk, in_order=in_order)[part]
+        param = None if pages.owner.delayed else managed.flat(managed.shard_chunk, in_order=in_order)[part]
         accumulated = None
-        if managed.state.accumulated:
+        listed = pages.owner.listed
+        if managed.state.accumulated if listed is None else managed in listed:
             page = views.get(GRAD32)
             chunk = self.data.manager[GRAD32, managed.location.chunk]
             accumulated = page[on_page] if page is not None else managed.flat(chunk, in_order=in_order)[part]
         dtype = getattr(torch, managed.schema.master_dtype)
-        if managed.overlays_shard:
+        if listed is not None:
+            param = views[DELAYED16][on_page]
+            grad = Gradient(param if accumulated is None else accumulated, None, dtype)
+        elif managed.overlays_shard:
             grad = Gradient(param, accumulated, dtype)
         else:
             assert accumulated is not None, f"{managed.name} has no gradient"
             grad = Gradient(accumulated, None, dtype)
         if pages.owner.speculative:
             param = self.staging_pool.param_view(pages, param.dtype)[on_page]
-        master, *states = (views[spec.kind][on_page] for spec in managed.schema.optimizer_lists)
+        master, *states = (views[spec.kind][on_page] for spec in managed.schema.state_lists)
         return Span(param, grad, master, tuple(states), rule)

@@ -1,6 +1,6 @@
 """Update of one chunk whose states are on disk, and what it transfers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from patrickstar._kernels.update_rule import Rule
@@ -21,6 +21,8 @@ class DiskUpdate:
     """First element and number of elements of each page."""
     updated: int = 0
     """Number of pages updated so far."""
+    listed: Collection[ManagedParam] | None = None
+    """If it is a delayed update: parameters whose gradient is in the gradient list. See [Note: delayed updates]."""
     speculative: bool = False
     """True while its results go to spare pages. See [Note: speculation]."""
     versions: Mapping[Chunk, int] = field(default_factory=dict)
@@ -30,6 +32,11 @@ class DiskUpdate:
     def param16(self) -> Chunk:
         """Chunk whose gradients are replaced by the updated parameters."""
         return next(iter(self.rules)).shard_chunk
+
+    @property
+    def delayed(self) -> bool:
+        """True if it reads and writes `delayed16` in place of the parameters."""
+        return self.listed is not None
 
     @property
     def is_current(self) -> bool:

@@ -157,7 +157,7 @@ class HostSpeculation:
         self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float], inputs: Sequence[Chunk]
     ) -> bool:
         """Start to update a chunk. Return False without spare memory."""
-        step, param16, chunks = self._optimizer_step, inputs[0], self.data.optimizer_chunks(index)
+        step, param16, chunks = self._optimizer_step, inputs[0], self.data.state_chunks(index)
         in_order, manager = self._host_updates.waits_for_copies, self.data.manager
         spans = [step.span(managed, rule, chunks, in_order=in_order) for managed, rule in rules.items()]
         update = _Update(rules, [param16, *chunks], inputs, spans)
@@ -195,7 +195,7 @@ class HostSpeculation:
         """Return for how many of these chunks, the last ones first, the spare blocks had room in this step."""
         free = self._host_tier.spare_limit_bytes - self._host_tier.spare_peak
         for number, index in enumerate(reversed(indices)):
-            chunks = [self.data.by_chunk[index][0].shard_chunk, *self.data.optimizer_chunks(index)]
+            chunks = [self.data.by_chunk[index][0].shard_chunk, *self.data.state_chunks(index)]
             free -= sum(chunk.nbytes for chunk in chunks)
             if free < 0:
                 return number

@@ -16,6 +16,7 @@ from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
 from patrickstar._schedule.placement import Tier
+from patrickstar._step.delayed_update import DelayedUpdates
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.disk_update import count_update_transfers
 from patrickstar._step.running_updates import RunningUpdates
@@ -36,6 +37,7 @@ class OptimizerStep:
         kernels: Kernels,
         staging_size: StagingSize | None = None,
         buffer_bytes: int = 0,
+        delay_after: int | None = None,
     ) -> None:
         manager, accelerator = data.manager, data.manager.hardware.accelerator
         self.data = data
@@ -57,6 +59,8 @@ class OptimizerStep:
             if staging_size is not None
             else None
         )
+        self.delayed = None if delay_after is None else DelayedUpdates(data, delay_after)
+        data.complete_delayed = lambda managed: self._finish_delayed(managed.location.chunk)
         self._order: dict[int, None] = {}
 
     @property
@@ -83,17 +87,47 @@ class OptimizerStep:
     def run(self, group_of: GroupOf, scales: Sequence[float]) -> None:
         """Update every parameter that has a gradient and a param group; multiply the gradients by `scales` in order.
 
-        Beside an accelerator updates are started: see [Note: running updates].
+        Beside an accelerator updates are started: see [Note: running updates]. Delayed ones are started on every tier:
+        see [Note: delayed updates].
         """
         indices, first_use = list(self.data.by_chunk), self.data.tracer.trace.first_use
-        if self.host_updates is not None:
+        if self.host_updates is not None or self.delays:
             indices.sort(key=first_use)
         for index in indices:
-            self.update_chunk(index, group_of, scales)
+            if self.delays:
+                self._delay_chunk(index, group_of, scales)
+            else:
+                self.update_chunk(index, group_of, scales)
         self.running.reorder(first_use)
         if self.disk_step is not None:
             self.disk_step.reorder(first_use)
             self.progress()
+
+    @property
+    def delays(self) -> bool:
+        """True if the update of the step that runs, or has run last, is delayed."""
+        return self.delayed is not None and self.delayed.active
+
+    def begin_step(self) -> None:
+        """Count an optimizer step."""
+        if self.delayed is not None:
+            self.delayed.steps += 1
+
+    def flush(self) -> None:
+        """Finish delayed updates, and make the newest parameters those that operators read."""
+        if self.delayed is None:
+            return
+        self.complete()
+        for managed in self.data.managed_params:
+            self.delayed.publish(managed)
+        self.data.update_param_views()
+
+    def _finish_delayed(self, index: int) -> None:
+        """Finish the delayed update of a chunk, if it runs."""
+        if self.delayed is not None and self.data.by_chunk[index][0].schema.trained:
+            self.delayed.list_of(index).wait_for_update()
+            if self.disk_step is not None and index in self.disk_step.unfinished:
+                self.disk_step.finish([index])
 
     def close(self) -> None:
         """End the worker thread."""
@@ -148,7 +182,7 @@ class OptimizerStep:
         rules = self.rules(managed_params, group_of)
         if not rules:
             return
-        chunks = self.data.optimizer_chunks(index)
+        chunks = self.data.state_chunks(index)
         if not chunks[0].in_memory:
             assert self.disk_step is not None, "without a disk all chunks are in memory"
             self.disk_step.submit(index, rules, scales)
@@ -170,6 +204,62 @@ class OptimizerStep:
             if renewed is not None:
                 renewed.renews_host = True
             self.running.add(running, used, partial(self._finish, running, rules, renewed))
+
+    @defer_sigint
+    def _delay_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> None:
+        """End the delayed update of one chunk, and start the next one. See [Note: delayed updates]."""
+        managed_params = self.data.by_chunk[index]
+        if not managed_params[0].schema.trained:
+            return
+        assert self.delayed is not None
+        self.complete(managed_params)  # of the last step that was not delayed
+        self._finish_delayed(index)
+        if any(managed.has_gradient for managed in managed_params):
+            self.data.before_update(index)
+            self.note_order(index)
+        self._move_for_update(index, managed_params)
+        rules = self.rules(managed_params, group_of)
+        listed = self.delayed.exchange(index, rules)
+        if not rules:
+            return
+        for managed in rules:
+            managed.count_update()
+        chunks, delayed = self.data.state_chunks(index), self.delayed.list_of(index)
+        if not chunks[0].in_memory:
+            assert self.disk_step is not None, "without a disk all chunks are in memory"
+            self.disk_step.submit_delayed(index, rules, scales, listed)
+            return
+        used = [delayed, *chunks, *self.data.gradient_sums(index)]
+        try:
+            on_host = not chunks[0].device_valid
+            updates = self.host_updates if on_host else None
+            in_order = on_host and self._waits_for_copies
+            spans = [
+                self.delayed.span(managed, rule, chunks, listed=managed in listed, in_order=in_order)
+                for managed, rule in rules.items()
+            ]
+            running = None
+            if updates is not None:
+                running = updates.start(spans, scales, used)
+            else:
+                self.kernels.update(spans, scales)
+        except BaseException as error:
+            self.give_up(rules, error)
+            raise
+        for chunk in (delayed, *chunks):
+            self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
+        if running is not None:
+            self.running.add(running, used, partial(self._end_delayed, running, rules))
+
+    @defer_sigint
+    def _end_delayed(self, running: Running, rules: Mapping[ManagedParam, Rule]) -> None:
+        """Wait for the delayed update of one chunk's parameters."""
+        try:
+            running.finish()
+        except BaseException as error:
+            running.cancel()
+            self.give_up(rules, error)
+            raise
 
     def note_order(self, index: int) -> None:
         """Record that the chunks of an index are updated next."""

@@ -180,7 +180,7 @@ class Speculation:
     def _inputs(self, index: int) -> list[Chunk]:
         """Return the chunks that an update reads."""
         param16 = self.data.by_chunk[index][0].shard_chunk
-        return [param16, *self.data.optimizer_chunks(index), *self.data.gradient_sums(index)]
+        return [param16, *self.data.state_chunks(index), *self.data.gradient_sums(index)]
 
     # The step
 

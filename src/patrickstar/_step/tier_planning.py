@@ -111,7 +111,7 @@ def plan_tiers(
     page_bytes = min(page_bytes, round_up(largest))
     io_bytes = page_bytes * (STAGES + 1)
     # Master and gradient list, beside the optimizer states.
-    lists = 2 + len(config.optimizer.states)
+    lists = 2 + len(config.optimizer.states) + (config.update is not None)
     room = host - io_bytes - sum(chunk.shard_bytes for chunk in layout.chunks)
     staging_size = StagingSize.choose(lists, largest, page_bytes, rule.by_pages, room)
     staging = buffers + io_bytes + staging_size.nbytes

@@ -1,0 +1,181 @@
+"""Delayed updates: each runs beside the forward and backward of the next step (ZeRO-Offload §5.2)."""
+
+from collections.abc import Mapping
+
+import torch
+
+from patrickstar._kernels.update_rule import Gradient, Rule, Span
+from patrickstar._layout.schema import DELAYED16
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.model_data import ModelData
+
+# [Note: delayed updates]
+# Let M(i) be the masters after the update with the gradients g(i) of step i, and R(M) the parameters: masters rounded
+# to the compute dtype. Step i computes g(i) with R(M(i-1)) up to step `after`, and with R(M(i-2)) from the next one on.
+# Learning rate, loss scale and clipping of an update are those of the step that computed its gradients.
+#
+# `optimizer.step()` number i waits for the update with g(i-1), which has run since the last step. Then each chunk
+# exchanges two lists: the gradients g(i), which are in place of the parameters, move to the list `delayed16`, and the
+# parameters R(M(i-1)), which the update has written there, take their place. The update with g(i) begins; it reads its
+# gradients from `delayed16` and writes R(M(i)) over them. So a delay takes one more list of the compute dtype.
+#
+# Until the next step a parameter is not its rounded master, and its gradient overwrites the only copy: it cannot be
+# restored, as is done elsewhere, if it is read again before the step. Gradients that are accumulated over several
+# backwards are therefore added to the gradient list at once, as soon as the engine knows that a step has several.
+# The update of a step with accumulated gradients reads them from that list; the next step may write there only once
+# it has ended.
+
+SLICE_NUMEL = 1 << 20
+"""Elements that are exchanged at a time, with a temporary copy."""
+
+
+class DelayedUpdates:
+    """The exchange of gradients and parameters at the step. See [Note: delayed updates].
+
+    Args:
+        after: Number of the first step whose update is delayed, counted from 1.
+    """
+
+    def __init__(self, data: ModelData, after: int) -> None:
+        self.data = data
+        self.after = after
+        self.steps = 0
+        """Number of optimizer steps, with the one that runs."""
+
+    @property
+    def active(self) -> bool:
+        """True if the update of the step that runs, or has run last, is delayed."""
+        return self.steps >= self.after
+
+    @property
+    def next_active(self) -> bool:
+        """True if the update of the next step will be delayed."""
+        return self.steps + 1 >= self.after
+
+    def list_of(self, index: int) -> Chunk:
+        """Return the chunk of delayed gradients of an index."""
+        return self.data.manager[DELAYED16, index]
+
+    @defer_sigint
+    def exchange(self, index: int, rules: Mapping[ManagedParam, Rule]) -> set[ManagedParam]:
+        """Move the gradients of one chunk's parameters out, and make the newest parameters those that operators read.
+
+        Args:
+            rules: Rules of the parameters whose gradients are to be used.
+
+        Returns:
+            The parameters whose gradients are in the gradient list; those of the others are in `delayed16`.
+        """
+        managed_params = [managed for managed in self.data.by_chunk[index] if managed.location.numel]
+        listed = {managed for managed in rules if managed.state.accumulated}
+        if not self._exchange_whole(index, rules, managed_params):
+            for managed in managed_params:
+                if managed in listed:
+                    if managed.overlays_shard:
+                        self.data.list_gradient(managed)
+                    self._renew(managed)
+                elif managed in rules:
+                    self._exchange(managed)
+                elif managed.state.delayed:
+                    self.publish(managed)
+        self.data.end_update(rules)
+        for managed in rules:
+            managed.state.delay()
+        return listed
+
+    def publish(self, managed: ManagedParam) -> None:
+        """Make the newest values of a parameter those that operators read, unless its gradient is in their place."""
+        if not managed.overlays_shard and managed.state.delayed:
+            self._renew(managed)
+            torch.autograd.graph.increment_version(managed.param)
+        managed.state.end_delay()  # a gradient in its place is discarded by rounding the master
+
+    def delay_again(self, managed: ManagedParam) -> None:
+        """Exchange the parameter that operators read, which was published, for the values in `delayed16`."""
+        self._exchange(managed, delayed=True)
+        torch.autograd.graph.increment_version(managed.param)
+        managed.state.delay()
+
+    def span(self, managed: ManagedParam, rule: Rule, chunks: list[Chunk], *, listed: bool, in_order: bool) -> Span:
+        """Return the tensors that a delayed update of one parameter reads and writes.
+
+        Args:
+            chunks: Chunks of the master and of the states.
+            listed: The gradient is in the gradient list.
+            in_order: See `Chunk.flat`.
+        """
+        master, *states = [managed.flat(chunk, in_order=in_order) for chunk in chunks]
+        param = managed.flat(self.list_of(managed.location.chunk), in_order=in_order)
+        latest = param
+        if listed:
+            (sums,) = self.data.gradient_sums(managed.location.chunk)
+            latest = managed.flat(sums, in_order=in_order)
+        grad = Gradient(latest, None, getattr(torch, managed.schema.master_dtype))
+        return Span(param, grad, master, tuple(states), rule)
+
+    def _exchange_whole(
+        self, index: int, rules: Mapping[ManagedParam, Rule], managed_params: list[ManagedParam]
+    ) -> bool:
+        """Exchange a chunk with its list on the host, by exchanging their memory. Return False if that can't be done.
+
+        Every parameter in the chunk must have a gradient in its place, and newer values in the list.
+        """
+        delayed = self.list_of(index)
+        if delayed.device_valid or not delayed.host_valid or not managed_params:
+            return False
+        if not all(
+            managed in rules and managed.state.delayed and managed.overlays_shard and not managed.state.accumulated
+            for managed in managed_params
+        ):
+            return False
+        exchanged = self.data.manager.exchange(managed_params[0].shard_chunk, delayed)
+        self.data.update_param_views()
+        return exchanged
+
+    def _renew(self, managed: ManagedParam) -> None:
+        """Replace a parameter, or the gradient in its place, by the newest values."""
+        if not managed.state.delayed:
+            if managed.overlays_shard:
+                self.data.restore_own(managed)
+            return
+        for where, values in self.data.parts(managed, DELAYED16):
+            self._payload(managed)[where].copy_(values)
+        self._count(managed, to_device=True)
+        self._mark_written(managed)
+
+    def _exchange(self, managed: ManagedParam, *, delayed: bool | None = None) -> None:
+        """Exchange what is in the place of a parameter with its elements of `delayed16`.
+
+        `delayed`: these are newer values of the parameter; if not, it is restored. Default: as its state says.
+        """
+        delayed = managed.state.delayed if delayed is None else delayed
+        for where, values in self.data.parts(managed, DELAYED16, write=True):
+            payload = self._payload(managed)[where]
+            for first in range(0, payload.numel(), SLICE_NUMEL):
+                part = slice(first, first + SLICE_NUMEL)
+                moved = payload[part].to(values.device, copy=True)
+                if delayed:
+                    payload[part].copy_(values[part])
+                values[part].copy_(moved)
+        self._count(managed, to_device=False)
+        if delayed:
+            self._count(managed, to_device=True)
+            self._mark_written(managed)
+        else:
+            self.data.restore_own(managed)
+
+    def _payload(self, managed: ManagedParam) -> torch.Tensor:
+        self.data.ensure_local(managed)
+        return managed.flat(managed.shard_chunk)
+
+    def _mark_written(self, managed: ManagedParam) -> None:
+        self.data.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
+
+    def _count(self, managed: ManagedParam, *, to_device: bool) -> None:
+        """Count a copy between a parameter on the device and its delayed gradient on the host."""
+        chunk, delayed = managed.shard_chunk, self.list_of(managed.location.chunk)
+        if chunk.device_valid and not delayed.device_valid:
+            nbytes = managed.location.numel * chunk.dtype.itemsize
+            self.data.manager.count_transfer(nbytes, to_device=to_device)
