@@ -1,7 +1,7 @@
 """Training loops with events between backward and step, for the laws of speculative updates."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
 from patrickstar.errors import BudgetError
+
+Event = Callable[[Any], list[torch.Tensor]]
+"""What may happen between a backward and its step."""
 
 WIDTH, LAYERS = 48, 6
 PARAM16_BYTES = LAYERS * 2 * (WIDTH * WIDTH + WIDTH)
@@ -28,10 +31,10 @@ def batch(seed: int) -> torch.Tensor:
     return toys.inputs(1, width=WIDTH, rows=24, seed=seed)[0][0]
 
 
-def backward(trainer: Any, seed: int, factor: float = 1.0) -> torch.Tensor:
+def backward(trainer: Any, seed: int, factor: float = 1.0, *, accumulate: bool = False) -> torch.Tensor:
     """Run forward and backward; return the loss."""
     loss = trainer(batch(seed)).float().square().mean() * factor
-    trainer.backward(loss)
+    trainer.backward(loss, accumulate=accumulate)
     return loss.detach().to("cpu", copy=True)
 
 
@@ -89,6 +92,11 @@ def discard(trainer: Any) -> list[torch.Tensor]:
     return []
 
 
+def flush(trainer: Any) -> list[torch.Tensor]:
+    trainer.optimizer.flush()
+    return []
+
+
 def write_parameter(trainer: Any) -> list[torch.Tensor]:
     with torch.no_grad():
         list(trainer.module.parameters())[2].mul_(0.5)
@@ -100,13 +108,19 @@ def write_parameter(trainer: Any) -> list[torch.Tensor]:
 EVENTS = nothing, clip_nothing, clip, change_rate, read_gradients, another_backward, evaluate, discard, change_gradient
 
 
+DELAYED_EVENTS = nothing, nothing, clip_nothing, clip, change_rate, read_gradients, discard, change_gradient, flush
+"""Events that a delayed update allows: the parameters are not read between a backward and its step."""
+
+
 def loop(events: list[list[Callable[[Any], list[torch.Tensor]]]], backwards: list[int]) -> Callable[[Any], list[Any]]:
     """Return a training loop of one step for each list of events."""
 
     def run(trainer: Any) -> list[Any]:
         results: list[Any] = []
         for number, (between, count) in enumerate(zip(events, backwards, strict=True)):
-            results += [backward(trainer, 10 * number + each) for each in range(count)]
+            results += [
+                backward(trainer, 10 * number + each, accumulate=each + 1 < count) for each in range(count)
+            ]
             for event in between:
                 results += event(trainer)
             trainer.optimizer.step()
@@ -124,6 +138,7 @@ def compare(script: Callable[[Any], list[Any]], precision: str = "bf16", **optio
     """
     kinds = dict(device=options.pop("device"), precision=precision)
     kinds["optimizer"] = ps.EMA(ps.AdamW(lr=1e-2), decay=0.9)
+    kinds |= {name: options.pop(name) for name in ("update",) if name in options}
     torch.manual_seed(0)
     reference = testing.ReferenceTrainer(build, ps.Config(**kinds))
     expected = script(reference)
@@ -141,11 +156,11 @@ def compare(script: Callable[[Any], list[Any]], precision: str = "bf16", **optio
         return engine.stats.total
 
 
-def random_loop(choice: random.Random) -> Callable[[Any], list[Any]]:
-    """Return a loop with random events."""
+def random_loop(choice: random.Random, kinds: Sequence[Event] = EVENTS) -> Callable[[Any], list[Any]]:
+    """Return a loop with random events of these kinds."""
     steps = 8
     # Steps without events let the engine begin to assume again.
-    events = [[choice.choice(EVENTS) for _ in range(choice.choice([0, 0, 0, 1, 2]))] for _ in range(steps)]
+    events = [[choice.choice(kinds) for _ in range(choice.choice([0, 0, 0, 1, 2]))] for _ in range(steps)]
     for between in events:
         if discard in between:  # nothing is left to clip or to change
             between[:] = [discard]
@@ -161,14 +176,14 @@ def random_loop(choice: random.Random) -> Callable[[Any], list[Any]]:
     return loop(events, backwards)
 
 
-def run(seed: int, **options: Any) -> ps.StepStats:
+def run(seed: int, kinds: Sequence[Event] = EVENTS, **options: Any) -> ps.StepStats:
     """Train with random events, budgets and chunks, and compare with plain PyTorch.
 
     Returns:
         Statistics; of no step if the budgets are too small for accumulated gradients, which no check counts.
     """
     choice = random.Random(seed)
-    script, precision = random_loop(choice), choice.choice(["bf16", "bf16", "fp16", "fp32"])
+    script, precision = random_loop(choice, kinds), choice.choice(["bf16", "bf16", "fp16", "fp32"])
     options = (
         dict(
             chunk_size=choice.choice(["3KiB", "6KiB", "13KiB"]),

@@ -23,6 +23,7 @@ def averaged(core: EngineCore) -> Iterator[None]:
     if core.averaged:
         raise TrainingError("the parameters are the averages already: engine.averaged() can't be nested")
     core.complete()
+    core.flush()
     if any(managed.state.has_any_gradient for managed in core.data.managed_params):
         raise TrainingError(
             "engine.averaged() needs a step without stored gradients: call optimizer.step() or zero_grad() first"

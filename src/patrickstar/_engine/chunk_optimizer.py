@@ -132,6 +132,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._core.check_open()
         self._core.optimizer_in_backward.check_inactive("loading a state")
         self._core.complete()
+        self._core.flush()
         self._core.background_save.copy_all()
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in saved]

@@ -310,6 +310,7 @@ class EngineCore:
                     unfrozen.append(managed)
             if unfrozen:
                 self.complete()
+                self.flush()
                 self.background_save.copy_all()
                 if self.tracer.open_key is not None:
                     raise ModelError(

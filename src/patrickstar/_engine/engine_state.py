@@ -64,6 +64,7 @@ class EngineState:
         self._core.optimizer_in_backward.check_inactive("loading a state")
         with self._core.close_on_data_loss():
             self._core.complete()
+            self._core.flush()
             self._core.background_save.copy_all()
             self._core.data.synchronize_processes(Request.STATE)  # from here on no process gathers old values
             self._core.gradients.drop()

@@ -230,6 +230,15 @@ class LocalShards:
                 f"optimizer.flush() or optimizer.step()"
             )
 
+    @staticmethod
+    def check_writable(managed: ManagedParam) -> None:
+        """Raise TrainingError if a parameter was written in place while newer values of it exist."""
+        if managed.state.delayed:
+            raise TrainingError(
+                f"parameter {managed.name!r} was written in place while its update is delayed: the next step will "
+                f"replace what was written; call optimizer.flush() before"
+            )
+
     def list_gradient(self, managed: ManagedParam) -> None:
         """Add the gradient stored in place of a parameter to the gradient list."""
         self._ensure_list(managed)

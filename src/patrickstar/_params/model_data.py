@@ -242,6 +242,7 @@ class ModelData(LocalShards):
     @defer_sigint
     def on_in_place_write(self, managed: ManagedParam, values: torch.Tensor | None = None) -> None:
         """Update the master after an in-place write to a parameter by the user, of `values` if they are known."""
+        self.check_writable(managed)
         self.before_update(managed.location.chunk)
         self.manager.mark_written(managed.chunk, on_device=managed.chunk.device_valid)
         if managed.schema.trained:

@@ -149,6 +149,7 @@ class ShardedModelData(ModelData):
 
         Synchronizes first: a slower rank must still gather the old values.
         """
+        self.check_writable(managed)
         self.before_update(managed.location.chunk)
         part = managed.flattened(managed.payload())[managed.shard_slice].clone()
         self.synchronize_processes(Request.WRITE)

@@ -48,6 +48,7 @@ class FullState:
         self.writes += 1
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._optimizer_step.complete()
+            self._optimizer_step.flush()
             self.data.before_update(managed.location.chunk)
             self.data.synchronize_processes(Request.WRITE)
             if kind != managed.full_kind:

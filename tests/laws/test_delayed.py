@@ -1,0 +1,163 @@
+"""Law: delayed updates give the bits of their recurrence in plain PyTorch, on every tier and for any budget."""
+
+import random
+
+import pytest
+import speculation_cases as cases
+import torch
+from probes import manager_of
+from speculation_cases import DELAYED_EVENTS, backward, build, loop
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._engine.engine import Engine
+
+from .test_late_copies import some_are_slow
+
+RUNS_PER_TEST = 10
+STEPS = 6
+
+
+def on_disk(tmp_path):
+    return dict(chunk_size="18KiB", device_memory=2.0, host_memory="200KiB", disk=ps.Disk(tmp_path))
+
+
+def compare(script, after=0, **options):
+    return cases.compare(script, device="cpu", update=ps.Delayed(after=after), **options)
+
+
+def test_the_reference_follows_the_recurrence():
+    """Step i reads R(M(i-2)): written out here with two copies of the weights and plain SGD."""
+    rate, after = 0.5, 3
+    config = ps.Config(device="cpu", precision="fp32", optimizer=ps.SGD(lr=rate), update=ps.Delayed(after=after))
+    torch.manual_seed(0)
+    trainer = testing.ReferenceTrainer(build, config)
+    losses = [run_step(trainer, number) for number in range(STEPS)]
+    torch.manual_seed(0)
+    model, newest = build(), build()
+    newest.load_state_dict(model.state_dict())
+    for number in range(STEPS):
+        assert backward_of(model, number) == losses[number]
+        gradients = [param.grad for param in model.parameters()]
+        before = [param.detach().clone() for param in newest.parameters()]
+        with torch.no_grad():
+            for param, gradient in zip(newest.parameters(), gradients, strict=True):
+                param += gradient * -rate
+            read = before if number + 1 >= after else list(newest.parameters())
+            for param, value in zip(model.parameters(), read, strict=True):
+                param.copy_(value)
+                param.grad = None
+
+
+def run_step(trainer, number):
+    loss = backward(trainer, number)
+    trainer.optimizer.step()
+    return loss
+
+
+def backward_of(model, number):
+    loss = model(cases.batch(number)).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def test_delayed_differs_from_exact():
+    results = []
+    for update in (None, ps.Delayed(after=0)):
+        torch.manual_seed(0)
+        trainer = testing.ReferenceTrainer(build, ps.Config(device="cpu", update=update))
+        results.append([float(run_step(trainer, number)) for number in range(STEPS)])
+    exact, delayed = results
+    assert exact[0] == delayed[0] == delayed[0] and exact[1:] != delayed[1:]
+
+
+@pytest.mark.parametrize("after", [0, 1, 4, 40])
+@pytest.mark.parametrize("evict_everything", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_the_bits_are_those_of_the_reference(after, evict_everything, precision):
+    script = loop([[]] * STEPS, [1] * STEPS)
+    compare(script, after, precision=precision, device_memory=0.7, evict_everything=evict_everything, chunk_size="6KiB")
+
+
+@pytest.mark.parametrize("after", [0, 4])
+@pytest.mark.parametrize("backwards", [1, 3])
+def test_the_bits_are_those_of_the_reference_from_disk(after, backwards, tmp_path):
+    stats = compare(loop([[]] * STEPS, [backwards] * STEPS), after, **on_disk(tmp_path))
+    assert stats.disk_write_bytes > 0
+
+
+@pytest.mark.parametrize("event", DELAYED_EVENTS[1:])
+def test_whatever_happens_before_the_step_is_as_in_the_reference(event):
+    compare(loop([[]] * 2 + [[event], [], [event], []], [1] * 6), chunk_size="6KiB", device_memory=0.7)
+
+
+def engine_of(**options):
+    torch.manual_seed(0)
+    config = ps.Config(device="cpu", device_memory="64KiB", host_memory="4MiB", chunk_size="6KiB", **options)
+    return Engine(build, config, meter=testing.NoMeter(), poison=True, evict_everything=True)
+
+
+def test_it_takes_one_more_list_of_the_compute_dtype():
+    with engine_of(update=ps.Delayed(after=0)) as delayed, engine_of() as exact:
+        more = delayed.layout.model_data_bytes - exact.layout.model_data_bytes
+        assert more == sum(chunk.nbytes for chunk in manager_of(exact).param16.values())
+
+
+def test_the_newest_values_are_in_the_state_dict_and_after_flush_in_the_forward():
+    config = dict(update=ps.Delayed(after=0))
+    with engine_of(**config) as engine:
+        torch.manual_seed(0)
+        reference = testing.ReferenceTrainer(build, ps.Config(device="cpu", **config))
+        for trainer in (engine, reference):
+            for number in range(3):
+                run_step(trainer, number)
+        testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "masters")
+        batch = cases.batch(99)
+        with torch.no_grad():
+            before, expected_before = engine(batch).clone(), reference(batch)
+            engine.optimizer.flush()
+            reference.optimizer.flush()
+            after, expected_after = engine(batch).clone(), reference(batch)
+        testing.assert_same_bits([expected_before, expected_after], [before, after], "outputs")
+        assert not torch.equal(before, after)
+
+
+def test_reading_a_parameter_whose_values_are_gone_is_an_error():
+    with engine_of(update=ps.Delayed(after=0)) as engine:
+        run_step(engine, 0)
+        backward(engine, 1)
+        with pytest.raises(ps.errors.TrainingError, match=r"accumulate=True.*optimizer\.flush"):
+            backward(engine, 2)
+        engine.optimizer.zero_grad()
+        run_step(engine, 3)
+
+
+def test_an_in_place_write_needs_a_flush():
+    with engine_of(update=ps.Delayed(after=0)) as engine:
+        run_step(engine, 0)
+        with pytest.raises(ps.errors.TrainingError, match=r"flush\(\) before"), torch.no_grad():
+            next(engine.module.parameters()).mul_(2.0)
+        engine.optimizer.flush()
+        with torch.no_grad():
+            next(engine.module.parameters()).mul_(2.0)
+        run_step(engine, 1)
+
+
+def test_the_option_is_checked():
+    with pytest.raises(ps.errors.ConfigError, match="after"):
+        ps.Delayed(after=-1)
+    with pytest.raises(ps.errors.ConfigError, match="needs a name"):
+        ps.Config(update={"after": 3})
+    assert ps.Config(update={"name": "Delayed", "after": 3}).update == ps.Delayed(after=3)
+
+
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("first", some_are_slow(100, fast=10))
+def test_random_loops_give_the_bits_of_the_reference(first, disk, tmp_path):
+    tested = 0
+    for seed in range(first, first + RUNS_PER_TEST):
+        options = dict(update=ps.Delayed(after=random.Random(seed).choice([0, 1, 2, 3, 5])))
+        if disk:
+            options |= dict(disk=ps.Disk(tmp_path), host_memory=f"{150 + seed % 5 * 15}KiB", device_memory=2.5)
+        tested += cases.run(seed, DELAYED_EVENTS, device="cpu", **options).steps > 0
+    assert tested > RUNS_PER_TEST // 2
