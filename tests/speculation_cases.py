@@ -118,9 +118,7 @@ def loop(events: list[list[Callable[[Any], list[torch.Tensor]]]], backwards: lis
     def run(trainer: Any) -> list[Any]:
         results: list[Any] = []
         for number, (between, count) in enumerate(zip(events, backwards, strict=True)):
-            results += [
-                backward(trainer, 10 * number + each, accumulate=each + 1 < count) for each in range(count)
-            ]
+            results += [backward(trainer, 10 * number + each, accumulate=each + 1 < count) for each in range(count)]
             for event in between:
                 results += event(trainer)
             trainer.optimizer.step()

@@ -7,12 +7,20 @@ import torch
 from torch import nn
 
 from patrickstar._engine.engine import Engine
-from patrickstar._kernels.grad_norm import GradStats, block_sums, fold
-from patrickstar._kernels.rounding import canonical_nan_, round_into
-from patrickstar._params.local_shards import follow_written
-from patrickstar._params.precision import LossScaler, cast_inputs, clip_coefficient, compute_dtypes
+from patrickstar._reference import PlainOptimizer, ReferenceOptimizer, ReferenceTrainer
 from patrickstar.config import Config
-from patrickstar.optim import Optimizer, TorchOptimizer
+
+__all__ = [
+    "NoMeter",
+    "PlainOptimizer",
+    "ReferenceOptimizer",
+    "ReferenceTrainer",
+    "Script",
+    "assert_exact",
+    "assert_same_bits",
+    "compare",
+    "stressed",
+]
 
 Script = Callable[[Any, Any], Sequence[torch.Tensor]]
 """Training loop that both trainers run: takes a trainer and its optimizer, returns tensors to compare."""
@@ -46,238 +54,6 @@ class NoMeter:
 
     def close(self) -> None:
         """Do nothing: there is no limit."""
-
-
-class PlainOptimizer(torch.optim.Optimizer):
-    """Optimizer of this package over ordinary tensors: applies the rule of `spec` to one parameter at a time."""
-
-    def __init__(self, groups: list[dict[str, Any]], spec: Optimizer) -> None:
-        self.spec = spec
-        super().__init__(groups, spec.defaults())
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                state["step"] = state.get("step", torch.zeros((), device="cpu")) + 1
-                rule = self.spec.rule(group, int(state["step"]), {})
-                for kind in dict.fromkeys((*self.spec.states, *rule.kinds)):
-                    if kind not in state:
-                        state[kind] = torch.zeros_like(param)
-                # Gradients in the memory order of the parameter.
-                grad = torch.empty_like(param).copy_(param.grad)
-                states = [state[kind] for kind in rule.kinds]
-                rule.apply(param, grad, states)
-                for values in (param, *states):
-                    canonical_nan_(values)
-
-
-class ReferenceOptimizer:
-    """Optimizer over fp32 master parameters, which are cast back to the compute dtype after each step."""
-
-    def __init__(self, trainer: "ReferenceTrainer") -> None:
-        spec = trainer.config.optimizer
-        self.trainer = trainer
-        module = trainer.module
-        groups: list[dict[str, Any]] = [{"params": list(module.parameters())}]
-        if spec.param_groups is not None:
-            groups = [dict(group) for group in spec.param_groups(module)]
-        masters = [group | {"params": [trainer.master(p) for p in group["params"]]} for group in groups]
-        self.inner: torch.optim.Optimizer
-        if isinstance(spec, TorchOptimizer):
-            self.inner = spec.over(masters)
-        else:
-            self.inner = PlainOptimizer(masters, spec)
-        self.param_groups = self.inner.param_groups
-        self.steps = 0
-        self.delayed: list[nn.Parameter] = []
-        """Parameters whose master an update has changed, and which have not followed it yet."""
-
-    def step(self) -> None:
-        """Unscale gradients, update the masters, and cast them back. Skip the update on an fp16 overflow.
-
-        If updates are delayed, the parameters follow the masters of the update before this one: see `ps.Delayed`.
-        """
-        trainer, update = self.trainer, self.trainer.config.update
-        self.steps += 1
-        trainer.follow_writes()
-        self._follow_masters(self.delayed)
-        trainer.unscale()
-        overflow = trainer.scaler.enabled and any(
-            not torch.isfinite(master.grad).all() for master in trainer.masters.values() if master.grad is not None
-        )
-        if not overflow:
-            self.inner.step()
-            updated = [param for param, master in trainer.masters.items() if master.grad is not None]
-            if update is not None and self.steps >= update.after:
-                self.delayed = updated
-            else:
-                self._follow_masters(updated)
-        trainer.scaler.update(overflow)
-        trainer.unscaled = False
-        self.inner.zero_grad()
-
-    def flush(self) -> None:
-        """End the delay of the last update."""
-        self._follow_masters(self.delayed)
-
-    def _follow_masters(self, params: Iterable[nn.Parameter]) -> None:
-        """Round parameters from their masters."""
-        with torch.no_grad():
-            for param in params:
-                round_into(param, self.trainer.masters[param])
-                self.trainer.versions[param] = param._version
-        self.delayed = []
-
-    def zero_grad(self) -> None:
-        """Drop gradients. If there are any, the delay of the last update ends."""
-        self.trainer.unscaled = False
-        if any(master.grad is not None for master in self.trainer.masters.values()):
-            self.flush()
-        self.inner.zero_grad()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the inner `torch.optim` optimizer."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load `state_dict` into the inner `torch.optim` optimizer."""
-        self.inner.load_state_dict(state_dict)
-
-
-class ReferenceTrainer:
-    """Reference of the engine's mixed-precision training in plain PyTorch: no chunks, all in memory, one process.
-
-    Parameters are cast to the compute dtype; gradients are accumulated in fp32; the optimizer updates fp32 master
-    parameters, which are cast back. A frozen parameter is its own master.
-
-    Args:
-        model: Model, or function that builds it.
-        config: Configuration.
-    """
-
-    def __init__(self, model: nn.Module | Callable[[], nn.Module], config: Config) -> None:
-        self.config = config
-        self.device = config.find_device()
-        self.module = model if isinstance(model, nn.Module) else model()
-        self.scaler = LossScaler(config.precision == "fp16")
-        self.unscaled = False
-        self.versions: dict[nn.Parameter, int] = {}
-        self.masters: dict[nn.Parameter, torch.Tensor] = {}
-        dtypes = compute_dtypes(self.module, config.compute_dtype, config.keep_fp32)
-        for name, param in self.module.named_parameters():
-            value = param.data.to(self.device)
-            param.data = value.to(dtypes[name])
-            source = value if param.requires_grad else param.data
-            master_dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-            self.versions[param] = param._version
-            self.masters[param] = source.to(master_dtype, copy=True) if param.is_floating_point() else param.data
-        for module in self.module.modules():
-            module._buffers.update({k: b.to(self.device) for k, b in module._buffers.items() if b is not None})
-        self.trained = {param for param in self.masters if param.requires_grad}
-        self.optimizer = ReferenceOptimizer(self)
-
-    def master(self, param: nn.Parameter) -> torch.Tensor:
-        """Return the master of `param`, which the optimizer updates."""
-        return self.masters[param]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.trained.update(param for param in self.masters if param.requires_grad)
-        self.follow_writes()
-        args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
-        return self.module(*args, **kwargs)
-
-    def train(self, mode: bool = True) -> "ReferenceTrainer":
-        """Set the model's training mode to `mode`, and return the trainer."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> "ReferenceTrainer":
-        """Set the model's evaluation mode, and return the trainer."""
-        return self.train(False)
-
-    def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, *, update: bool = False, accumulate: bool = False
-    ) -> None:
-        """Compute gradients and accumulate them in fp32.
-
-        Args:
-            loss, retain_graph, update, accumulate: As for `Engine.backward`; the last two do not change the result.
-        """
-        scaled = loss * self.scaler.scale if self.scaler.enabled else loss
-        try:
-            torch.autograd.backward(scaled, retain_graph=retain_graph)
-        finally:
-            self._collect()
-
-    def _collect(self) -> None:
-        for param, master in self.masters.items():
-            if param.grad is not None:
-                grad = param.grad.to(master.dtype)
-                master.grad = grad if master.grad is None else master.grad + grad
-                param.grad = None
-
-    def follow_writes(self) -> None:
-        """Copy the user's in-place writes from the parameters to the masters."""
-        with torch.no_grad():
-            for param, master in self.masters.items():
-                if param._version != self.versions.get(param, 0):
-                    follow_written(master, param.detach())
-                self.versions[param] = param._version
-
-    def unscale(self) -> None:
-        """Multiply the gradients by the inverse loss scale, once per step."""
-        if self.scaler.enabled and not self.unscaled:
-            for master in self.masters.values():
-                if master.grad is not None:
-                    master.grad.mul_(1.0 / self.scaler.scale)
-        self.unscaled = True
-
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip as `torch.nn.utils.clip_grad_norm_`, with squares summed in fp64 and in a fixed order.
-
-        Args:
-            max_norm: Maximum global norm.
-
-        Returns:
-            The norm before clipping, an fp32 scalar on the compute device.
-        """
-        self.unscale()
-        grads = [torch.empty_like(m).copy_(m.grad) for m in self.masters.values() if m.grad is not None]
-        sums = tuple(float(fold(block_sums(grad.as_strided((grad.numel(),), (1,))))) for grad in grads)
-        total, factor = clip_coefficient(GradStats(sums).norm, max_norm)
-        for master in self.masters.values():
-            if master.grad is not None:
-                master.grad.mul_(factor)
-        return torch.tensor(total, dtype=torch.float32, device=self.device)
-
-    def gradient(self, name: str) -> torch.Tensor | None:
-        """Return an unscaled copy of the accumulated gradient of parameter `name` in the master's dtype, or None."""
-        grad = self.masters[dict(self.module.named_parameters())[name]].grad
-        if grad is None:
-            return None
-        return grad * (1.0 / self.scaler.scale) if self.scaler.enabled and not self.unscaled else grad.clone()
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return copies of the master parameters and buffers by name."""
-        self.follow_writes()
-        state = {}
-        for name, tensor in self.module.state_dict(keep_vars=True).items():
-            state[name] = self.masters[tensor].clone() if tensor in self.trained else tensor.detach().clone()
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Load master parameters and buffers from `state_dict`."""
-        with torch.no_grad():
-            for name, tensor in self.module.state_dict(keep_vars=True).items():
-                tensor.copy_(state_dict[name])
-                if isinstance(tensor, nn.Parameter):
-                    self.masters[tensor].copy_(state_dict[name])
-                    self.versions[tensor] = tensor._version
 
 
 def stressed(model: nn.Module | Callable[[], nn.Module], config: Config) -> Engine:

@@ -91,10 +91,16 @@ def test_whatever_happens_before_the_step_is_as_in_the_reference(event):
     compare(loop([[]] * 2 + [[event], [], [event], []], [1] * 6), chunk_size="6KiB", device_memory=0.7)
 
 
-def engine_of(**options):
+def partly_frozen():
+    model = build()
+    next(model.parameters()).requires_grad_(False)
+    return model
+
+
+def engine_of(model_func=build, **options):
     torch.manual_seed(0)
     config = ps.Config(device="cpu", device_memory="64KiB", host_memory="4MiB", chunk_size="6KiB", **options)
-    return Engine(build, config, meter=testing.NoMeter(), poison=True, evict_everything=True)
+    return Engine(model_func, config, meter=testing.NoMeter(), poison=True, evict_everything=True)
 
 
 def test_it_takes_one_more_list_of_the_compute_dtype():
@@ -161,3 +167,65 @@ def test_random_loops_give_the_bits_of_the_reference(first, disk, tmp_path):
             options |= dict(disk=ps.Disk(tmp_path), host_memory=f"{150 + seed % 5 * 15}KiB", device_memory=2.5)
         tested += cases.run(seed, DELAYED_EVENTS, device="cpu", **options).steps > 0
     assert tested > RUNS_PER_TEST // 2
+
+
+def trained(folder, first, last, *, update=ps.Delayed(after=3), saves=(), waits=True, **options):  # noqa: B008
+    """Train from step `first` to `last`, from a checkpoint of the step before if there is one."""
+    engine = engine_of(update=update, **options)
+    if (folder / f"step {first - 1}").exists():
+        engine.load(folder / f"step {first - 1}")
+    for step in range(first, last + 1):
+        run_step(engine, step)
+        if step in saves:
+            engine.save(folder / f"step {step}", wait=waits)
+    return engine
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(stop, waits, tmp_path):
+    with trained(tmp_path, 1, 8) as expected, trained(tmp_path, 1, 8, saves=[stop], waits=waits) as saved:
+        saved.finish_saving()
+        with trained(tmp_path, stop + 1, 8) as found:
+            for engine in (saved, found):
+                testing.assert_same_bits(expected.state_dict(), engine.state_dict(), "resumed")
+                testing._assert_same_states(expected.optimizer.state_dict(), engine.optimizer.state_dict())
+
+
+def test_a_checkpoint_of_a_delayed_run_is_that_of_its_masters_without_a_delay(tmp_path):
+    with trained(tmp_path, 1, 5, saves=[5]) as saved, trained(tmp_path, 6, 5, update=None) as loaded:
+        testing.assert_same_bits(saved.state_dict(), loaded.state_dict(), "loaded")
+        saved.optimizer.flush()
+        testing.assert_same_bits([run_step(saved, 9)], [run_step(loaded, 9)], "loss after flush")
+
+
+def test_a_checkpoint_goes_on_in_another_precision(tmp_path):
+    with trained(tmp_path, 1, 5, saves=[5]) as saved, trained(tmp_path, 6, 7, precision="fp32") as loaded:
+        assert saved.state_dict().keys() == loaded.state_dict().keys()
+
+
+@pytest.mark.parametrize("change", ["load_state_dict", "state", "unfreeze", "averaged"])
+def test_whatever_replaces_parameters_ends_the_delay(change):
+    config = dict(update=ps.Delayed(after=0), optimizer=ps.EMA(ps.AdamW(lr=1e-2), decay=0.9))
+    model_func = partly_frozen if change == "unfreeze" else build
+    torch.manual_seed(0)
+    reference = testing.ReferenceTrainer(model_func, ps.Config(device="cpu", **config))
+    with engine_of(model_func, **config) as engine:
+        for trainer in (engine, reference):
+            first = next(trainer.module.parameters())
+            run_step(trainer, 0)
+            run_step(trainer, 1)
+            if change == "load_state_dict":
+                trainer.load_state_dict({name: value * 0.5 for name, value in trainer.state_dict().items()})
+            elif change == "unfreeze":
+                first.requires_grad_(True)
+        if change == "state":
+            state = engine.optimizer.state[next(engine.module.parameters())]
+            state["exp_avg"] = state["exp_avg"] * 1.0
+        elif change == "averaged":
+            with engine.averaged():
+                engine.state_dict()
+        reference.optimizer.flush()
+        for number in range(2, 5):
+            testing.assert_same_bits([run_step(reference, number)], [run_step(engine, number)], f"loss {number}")
+        testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")

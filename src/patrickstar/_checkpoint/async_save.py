@@ -19,6 +19,7 @@ from patrickstar._checkpoint.save_planner import (
     saved_kinds,
 )
 from patrickstar._checkpoint.storage_writer import CheckpointWriter
+from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.profiler_range import profiler_range
@@ -145,7 +146,7 @@ class AsyncSave:
 
     def copy_volatile(self) -> None:
         """Copy everything but master parameters and optimizer states: user code may write the rest at any time."""
-        self._copy_while(lambda shard: shard.managed is None or not shard.managed.schema.trained)
+        self._copy_while(lambda shard: shard.managed is None or shard.kind == PARAM16)
         self._release_chunks()
 
     def finish(self) -> None:

@@ -10,8 +10,17 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from patrickstar._checkpoint.save_planner import boxes_in, chunk_of, list_kind, name_of, saved_kinds, unfolded
+from patrickstar._checkpoint.save_planner import (
+    boxes_in,
+    chunk_of,
+    delayed_name_of,
+    list_kind,
+    name_of,
+    saved_kinds,
+    unfolded,
+)
 from patrickstar._checkpoint.storage_reader import narrowed
+from patrickstar._layout.schema import PARAM16
 from patrickstar._layout.shard_geometry import Box, memory_order
 from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._params.managed_param import ManagedParam
@@ -51,6 +60,14 @@ class ShardLoadPlanner(LoadPlanner):
         assert metadata is not None
         entries = metadata.state_dict_metadata.items()
         self._metadata = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+    def holds_delayed(self, managed: ManagedParam) -> bool:
+        """Return whether the checkpoint holds values that operators read on while an update is delayed.
+
+        Without a delay, or in another precision, training goes on from the masters.
+        """
+        entry = self._metadata.get(delayed_name_of(managed))
+        return managed.schema.delays and entry is not None and entry.properties.dtype == managed.shard_chunk.dtype
 
     def create_local_plan(self) -> LoadPlan:
         """Return read items for all targets that the checkpoint holds."""
@@ -140,6 +157,9 @@ class ShardLoadPlanner(LoadPlanner):
                         part = slice(begin, min(begin + length, managed.location.numel))
                         for first, box in boxes_in(managed, part):
                             yield name_of(managed, kind), _Target(box, managed, kind, first)
+                if self.holds_delayed(managed):
+                    for first, box in boxes_in(managed, slice(0, managed.location.numel)):
+                        yield delayed_name_of(managed), _Target(box, managed, PARAM16, first)
         for name, value in self.tensors.items():
             yield name, _Target(Box.whole(value.shape), None, "", 0, value)
 

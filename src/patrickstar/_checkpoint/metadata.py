@@ -24,7 +24,10 @@ _Model = TypeVar("_Model", bound=ValidatedModel)
 
 
 class CommonMetadata(ValidatedModel):
-    """Metadata common to all processes. frozen: frozen parameters are included. steps, memory: by parameter name."""
+    """Metadata common to all processes. frozen: frozen parameters are included. steps, memory: by parameter name.
+
+    optimizer_steps: Number of steps of an engine whose updates are delayed.
+    """
 
     patrickstar: str
     precision: str
@@ -33,6 +36,7 @@ class CommonMetadata(ValidatedModel):
     states: list[str]
     groups: list[dict[str, Any]]
     steps: dict[str, NonNegativeInt]
+    optimizer_steps: NonNegativeInt = 0
     memory: dict[str, dict[str, Any]]
     buffers: list[str]
     loss_scale: dict[str, float]

@@ -31,6 +31,11 @@ def name_of(managed: ManagedParam, kind: str) -> str:
     return f"model.{managed.name}" if kind in (PARAM16, PARAM32) else f"optim.state.{managed.name}.{kind}"
 
 
+def delayed_name_of(managed: ManagedParam) -> str:
+    """Return the name of the values that operators read while the update of a parameter is delayed."""
+    return f"delayed.{managed.name}"
+
+
 def saved_kinds(managed: ManagedParam) -> tuple[str, ...]:
     """Return the chunk lists to save: master parameter and optimizer states, or the parameter itself if frozen."""
     return tuple(spec.kind for spec in managed.schema.state_lists) or (PARAM16,)
@@ -92,10 +97,34 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def param_shards(data: ModelData, order: Sequence[int]) -> list[TensorShard]:
-    """Return this process's shards of parameters and optimizer states, chunk by chunk, frozen parameters first."""
-    shards = []
+    """Return this process's shards of parameters and optimizer states, chunk by chunk.
+
+    What may change before the next update comes first: frozen parameters, and those whose update is delayed.
+    """
     is_first_rank = data.world.rank == 0
-    order = sorted(order, key=lambda index: data.by_chunk[index][0].schema.trained)
+    frozen = [index for index in order if not data.by_chunk[index][0].schema.trained]
+    trained = [index for index in order if data.by_chunk[index][0].schema.trained]
+    return [
+        *_list_shards(data, frozen, is_first_rank),
+        *_delayed_shards(data, trained),
+        *_list_shards(data, trained, is_first_rank),
+    ]
+
+
+def _delayed_shards(data: ModelData, order: Sequence[int]) -> list[TensorShard]:
+    """Return shards of the parameters that are not their rounded masters. See [Note: delayed updates]."""
+    return [
+        TensorShard(delayed_name_of(managed), managed.shape, box, managed.shard_chunk.dtype, managed, PARAM16, first)
+        for index in order
+        for managed in data.by_chunk[index]
+        if managed.state.delayed
+        for first, box in boxes_in(managed, slice(0, managed.location.numel))
+    ]
+
+
+def _list_shards(data: ModelData, order: Sequence[int], is_first_rank: bool) -> list[TensorShard]:
+    """Return shards of the saved chunk lists of these indices."""
+    shards = []
     for index in order:
         # Chunk list by chunk list, so that the file has the same order as memory.
         for kind in saved_kinds(data.by_chunk[index][0]):

@@ -217,7 +217,8 @@ class EngineCore:
             speculation = self.optimizer_in_backward.speculation
             if speculation.possible:
                 speculation.decide(groups.get, hyper_parameters(param_groups), self.gradients.scales, overflow)
-            self.optimizer_step.begin_step()
+            if self.optimizer_step.delayed is not None:
+                self.optimizer_step.delayed.steps += 1
             if overflow:
                 self.optimizer_step.flush()
             else:
@@ -239,7 +240,7 @@ class EngineCore:
         with self.close_on_data_loss():
             self.optimizer_in_backward.speculation.cancel()
             self.data.synchronize_to_drop()
-            if any(managed.state.has_any_gradient for managed in self.data.managed_params):
+            if self.config.update is not None and any(each.state.has_any_gradient for each in self.data.managed_params):
                 self._flush()
             self.gradients.drop()
 
@@ -247,18 +248,15 @@ class EngineCore:
     def flush(self) -> None:
         """End the delay of updates; see `ChunkOptimizer.flush`."""
         self.check_open()
-        if self.config.update is None:
-            return
-        self.data.residency.end()
-        with self.close_on_data_loss():
+        if self.config.update is not None:
+            self.data.residency.end()
             self.data.synchronize_processes(Request.WRITE)
             self._flush()
 
     def _flush(self) -> None:
-        if self.config.update is not None:
-            with self.internal_computation():
-                self.optimizer_step.flush()
-                self.data.drop_gathered()
+        with self.internal_computation():
+            self.optimizer_step.flush()
+            self.data.drop_gathered()
 
     @property
     def delays_next(self) -> bool:

@@ -37,6 +37,7 @@ from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.core import EngineCore
 from patrickstar._layout.schema import PARAM16, PARAM32
 from patrickstar._memory.direct_io import BLOCK_BYTES, PAGE_BYTES
+from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar._schedule.coordination import Request
 from patrickstar.errors import CheckpointError, PatrickStarError, TrainingError
@@ -138,6 +139,7 @@ class EngineCheckpoint:
             states=list(core.config.optimizer.states),
             groups=self.optimizer._packed_groups(lambda managed: managed.name),
             steps={managed.name: managed.steps for managed in core.data.managed_params if managed.steps},
+            optimizer_steps=0 if core.optimizer_step.delayed is None else core.optimizer_step.delayed.steps,
             memory={
                 managed.name: managed.optimizer_extra for managed in core.data.managed_params if managed.optimizer_extra
             },
@@ -192,12 +194,14 @@ class EngineCheckpoint:
             error = core.world.agree_on_error(error, CheckpointError)
             if error is None:
                 assert reader is not None
+                core.optimizer_step.flush()
                 core.gradients.drop()
                 group: dist.ProcessGroup | None = core.world.checkpoints
                 try:
                     with explain_peer_failure(self.core.world):
-                        dcp_calls.load(reader, ShardLoadPlanner(data, self._targets(reader)), group)
-                    self._restore(reader, common)
+                        planner = ShardLoadPlanner(data, self._targets(reader))
+                        dcp_calls.load(reader, planner, group)
+                    self._restore(reader, common, planner.holds_delayed)
                 except CheckpointError as caught:
                     error = caught  # raised in every process
         if error is not None:
@@ -280,9 +284,14 @@ class EngineCheckpoint:
             targets[own if own in reader.manifest.tensors else f"model.{name}"] = value
         return targets
 
-    def _restore(self, reader: CheckpointReader, common: CommonMetadata) -> None:
+    def _restore(
+        self, reader: CheckpointReader, common: CommonMetadata, holds_delayed: Callable[[ManagedParam], bool]
+    ) -> None:
         """Restore what depends on the loaded chunk lists, and plain data."""
         core, data = self.core, self.core.data
+        delayed = core.optimizer_step.delayed
+        if delayed is not None:
+            delayed.steps = common.optimizer_steps
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for managed in data.managed_params:
                 for kind in saved_kinds(managed):
@@ -291,7 +300,10 @@ class EngineCheckpoint:
                 managed.steps, managed.observed = int(common.steps.get(managed.name, 0)), False
                 managed.optimizer_extra.clear()
                 managed.optimizer_extra.update(common.memory.get(managed.name, {}))
-                data.follow_master(managed)
+                if delayed is not None and holds_delayed(managed):
+                    delayed.hold_back(managed)
+                else:
+                    data.follow_master(managed)
         data.drop_gathered()
         core.scaler.load_state_dict(common.loss_scale)
         self.optimizer._update_groups(common.groups)

@@ -66,6 +66,11 @@ class ParamSchema:
         return tuple(spec for spec in self.optimizer_lists if spec.kind != DELAYED16)
 
     @property
+    def delays(self) -> bool:
+        """True if updates of parameters of this schema may be delayed."""
+        return self.state_lists != self.optimizer_lists
+
+    @property
     def bytes_per_param(self) -> int:
         """Bytes of model data per element without padding: 14 for Adam in mixed precision, 2 if frozen in 16 bits."""
         return sum(spec.itemsize for spec in self.lists)

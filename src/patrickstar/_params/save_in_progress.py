@@ -1,4 +1,4 @@
-"""What training asks of a checkpoint that is being written."""
+"""Checkpoint that is written while training continues, as the training thread sees it."""
 
 from typing import Protocol
 

@@ -1,15 +1,21 @@
 """Delayed updates: each runs beside the forward and backward of the next step (ZeRO-Offload §5.2)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
-from patrickstar._kernels.update_rule import Gradient, Rule, Span
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.update_rule import Gradient, Rule, Running, Span
 from patrickstar._layout.schema import DELAYED16
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
+from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
+from patrickstar._step.failed_update import give_up
+from patrickstar._step.running_updates import RunningUpdates
+from patrickstar._step.streamed_update import HostUpdates
 
 # [Note: delayed updates]
 # Let M(i) be the masters after the update with the gradients g(i) of step i, and R(M) the parameters: masters rounded
@@ -32,15 +38,29 @@ SLICE_NUMEL = 1 << 20
 
 
 class DelayedUpdates:
-    """The exchange of gradients and parameters at the step. See [Note: delayed updates].
+    """Updates whose results operators read one step later. See [Note: delayed updates].
 
     Args:
+        host_updates: Updates on the host beside operators; None on a CPU.
+        running: Updates in progress, to which those in memory are added.
+        disk_step: Updates of states on disk; None without a disk.
         after: Number of the first step whose update is delayed, counted from 1.
     """
 
-    def __init__(self, data: ModelData, after: int) -> None:
+    def __init__(
+        self,
+        data: ModelData,
+        kernels: Kernels,
+        host_updates: HostUpdates | None,
+        running: RunningUpdates,
+        disk_step: DiskOptimizerStep | None,
+        after: int,
+    ) -> None:
         self.data = data
         self.after = after
+        self._kernels, self._host_updates = kernels, host_updates
+        self._running, self._disk_step = running, disk_step
+        data.complete_delayed = lambda managed: self.finish(managed.location.chunk)
         self.steps = 0
         """Number of optimizer steps, with the one that runs."""
 
@@ -58,8 +78,64 @@ class DelayedUpdates:
         """Return the chunk of delayed gradients of an index."""
         return self.data.manager[DELAYED16, index]
 
+    def finish(self, index: int) -> None:
+        """Wait until the delayed update of a chunk has ended. Raises its error."""
+        if self.data.by_chunk[index][0].schema.trained:
+            self.list_of(index).wait_for_update()
+            if self._disk_step is not None and index in self._disk_step.unfinished:
+                self._disk_step.finish([index])
+
+    def update(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> None:
+        """Start the update of one chunk, whose last one has ended, on the tier of its states."""
+        listed = self._exchange_chunk(index, rules)
+        if not rules:
+            return
+        for managed in rules:
+            managed.count_update()
+        chunks, delayed = self.data.state_chunks(index), self.list_of(index)
+        if not chunks[0].in_memory:
+            assert self._disk_step is not None, "without a disk all chunks are in memory"
+            self._disk_step.submit_delayed(index, rules, scales, listed)
+            return
+        used = [delayed, *chunks, *self.data.gradient_sums(index)]
+        updates = None if chunks[0].device_valid else self._host_updates
+        in_order = updates is not None and updates.waits_for_copies
+        running = None
+        try:
+            spans = [
+                self._span(managed, rule, chunks, listed=managed in listed, in_order=in_order)
+                for managed, rule in rules.items()
+            ]
+            if updates is not None:
+                running = updates.start(spans, scales, used)
+            else:
+                self._kernels.update(spans, scales)
+        except BaseException as error:
+            give_up(self.data, rules, error)
+            raise
+        for chunk in (delayed, *chunks):
+            self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
+        if running is not None:
+            self._running.add(running, used, partial(self._end, running, rules))
+
     @defer_sigint
-    def exchange(self, index: int, rules: Mapping[ManagedParam, Rule]) -> set[ManagedParam]:
+    def _end(self, running: Running, rules: Mapping[ManagedParam, Rule]) -> None:
+        """Wait for the update of one chunk's parameters."""
+        try:
+            running.finish()
+        except BaseException as error:
+            running.cancel()
+            give_up(self.data, rules, error)
+            raise
+
+    def publish_all(self) -> None:
+        """Make the newest parameters those that operators read. All updates have ended."""
+        for managed in self.data.managed_params:
+            self._publish(managed)
+        self.data.update_param_views()
+
+    @defer_sigint
+    def _exchange_chunk(self, index: int, rules: Mapping[ManagedParam, Rule]) -> set[ManagedParam]:
         """Move the gradients of one chunk's parameters out, and make the newest parameters those that operators read.
 
         Args:
@@ -79,26 +155,30 @@ class DelayedUpdates:
                 elif managed in rules:
                     self._exchange(managed)
                 elif managed.state.delayed:
-                    self.publish(managed)
+                    self._publish(managed)
         self.data.end_update(rules)
         for managed in rules:
             managed.state.delay()
         return listed
 
-    def publish(self, managed: ManagedParam) -> None:
+    @defer_sigint
+    def _publish(self, managed: ManagedParam) -> None:
         """Make the newest values of a parameter those that operators read, unless its gradient is in their place."""
         if not managed.overlays_shard and managed.state.delayed:
             self._renew(managed)
             torch.autograd.graph.increment_version(managed.param)
         managed.state.end_delay()  # a gradient in its place is discarded by rounding the master
 
-    def delay_again(self, managed: ManagedParam) -> None:
-        """Exchange the parameter that operators read, which was published, for the values in `delayed16`."""
-        self._exchange(managed, delayed=True)
+    @defer_sigint
+    def hold_back(self, managed: ManagedParam) -> None:
+        """Let operators read on what is in the parameter's place, and not its master, until the next step."""
+        if managed.location.numel:
+            self._exchange(managed, delayed=False)  # the parameter becomes its rounded master
+            self._exchange(managed, delayed=True)
         torch.autograd.graph.increment_version(managed.param)
         managed.state.delay()
 
-    def span(self, managed: ManagedParam, rule: Rule, chunks: list[Chunk], *, listed: bool, in_order: bool) -> Span:
+    def _span(self, managed: ManagedParam, rule: Rule, chunks: list[Chunk], *, listed: bool, in_order: bool) -> Span:
         """Return the tensors that a delayed update of one parameter reads and writes.
 
         Args:

@@ -330,7 +330,9 @@ class DiskOptimizerStep:
     def _hold(self, pages: PageSet, updates: HostUpdates, spans: Sequence[Span]) -> None:
         """Start to update a page set on the worker thread, before whole chunks on the host: the disk is slower."""
         owner = pages.owner
-        chunks = [*([] if owner.delayed else [owner.param16]), *(sums for sums in self.data.gradient_sums(pages.index) if sums not in pages.lists)]
+        chunks = [sums for sums in self.data.gradient_sums(pages.index) if sums not in pages.lists]
+        if not owner.delayed:
+            chunks.insert(0, owner.param16)
         pages.update = updates.start(spans, owner.scales, chunks, urgent=True)
         self.staging_pool.keep_until(EndOfUpdate(pages.update, repr(owner.param16)))
         self._running.add(pages.update, chunks, partial(self._finish, pages))
@@ -368,21 +370,21 @@ class DiskOptimizerStep:
         first = managed.location.offset - pages.first
         on_page = slice(first + part.start, first + part.stop)
         in_order = self._host_updates is not None and self._host_updates.waits_for_copies
-        param = None if pages.owner.delayed else managed.flat(managed.shard_chunk, in_order=in_order)[part]
-        accumulated = None
-        listed = pages.owner.listed
+        listed, accumulated, dtype = pages.owner.listed, None, getattr(torch, managed.schema.master_dtype)
         if managed.state.accumulated if listed is None else managed in listed:
             page = views.get(GRAD32)
             chunk = self.data.manager[GRAD32, managed.location.chunk]
             accumulated = page[on_page] if page is not None else managed.flat(chunk, in_order=in_order)[part]
-        dtype = getattr(torch, managed.schema.master_dtype)
         if listed is not None:
             param = views[DELAYED16][on_page]
-            grad = Gradient(param if accumulated is None else accumulated, None, dtype)
-        elif managed.overlays_shard:
+        else:
+            param = managed.flat(managed.shard_chunk, in_order=in_order)[part]
+        if accumulated is None:
+            assert managed.overlays_shard or listed is not None, f"{managed.name} has no gradient"
+            grad = Gradient(param, None, dtype)
+        elif listed is None and managed.overlays_shard:
             grad = Gradient(param, accumulated, dtype)
         else:
-            assert accumulated is not None, f"{managed.name} has no gradient"
             grad = Gradient(accumulated, None, dtype)
         if pages.owner.speculative:
             param = self.staging_pool.param_view(pages, param.dtype)[on_page]

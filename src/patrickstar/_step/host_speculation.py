@@ -15,6 +15,7 @@ from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._params.managed_param import ManagedParam, profiled_names
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_update import count_update_transfers
+from patrickstar._step.failed_update import give_up
 from patrickstar._step.optimizer_step import OptimizerStep
 from patrickstar._step.streamed_update import HostUpdates
 
@@ -261,7 +262,7 @@ class HostSpeculation:
             update.running.finish()
         except BaseException as error:
             self._spare.release(update)
-            self._optimizer_step.give_up(update.rules, error)
+            give_up(self.data, update.rules, error)
             raise
         for chunk, block in zip(update.chunks, update.blocks, strict=True):
             self._host_tier.replace_block(chunk, block)

@@ -19,6 +19,7 @@ from patrickstar._schedule.placement import Tier
 from patrickstar._step.delayed_update import DelayedUpdates
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.disk_update import count_update_transfers
+from patrickstar._step.failed_update import give_up
 from patrickstar._step.running_updates import RunningUpdates
 from patrickstar._step.staging_pool import StagingPool, StagingSize
 from patrickstar._step.streamed_update import HostUpdates, StreamedUpdates
@@ -59,8 +60,9 @@ class OptimizerStep:
             if staging_size is not None
             else None
         )
-        self.delayed = None if delay_after is None else DelayedUpdates(data, delay_after)
-        data.complete_delayed = lambda managed: self._finish_delayed(managed.location.chunk)
+        self.delayed = None
+        if delay_after is not None:
+            self.delayed = DelayedUpdates(data, kernels, self.host_updates, self.running, self.disk_step, delay_after)
         self._order: dict[int, None] = {}
 
     @property
@@ -108,26 +110,11 @@ class OptimizerStep:
         """True if the update of the step that runs, or has run last, is delayed."""
         return self.delayed is not None and self.delayed.active
 
-    def begin_step(self) -> None:
-        """Count an optimizer step."""
-        if self.delayed is not None:
-            self.delayed.steps += 1
-
     def flush(self) -> None:
         """Finish delayed updates, and make the newest parameters those that operators read."""
-        if self.delayed is None:
-            return
-        self.complete()
-        for managed in self.data.managed_params:
-            self.delayed.publish(managed)
-        self.data.update_param_views()
-
-    def _finish_delayed(self, index: int) -> None:
-        """Finish the delayed update of a chunk, if it runs."""
-        if self.delayed is not None and self.data.by_chunk[index][0].schema.trained:
-            self.delayed.list_of(index).wait_for_update()
-            if self.disk_step is not None and index in self.disk_step.unfinished:
-                self.disk_step.finish([index])
+        if self.delayed is not None:
+            self.complete()
+            self.delayed.publish_all()
 
     def close(self) -> None:
         """End the worker thread."""
@@ -192,7 +179,7 @@ class OptimizerStep:
                 renewed = self._host_copy_to_renew(index, rules, chunks)
                 running, used = self._start(rules, scales, chunks, first, renewed)
         except BaseException as error:
-            self.give_up(rules, error)
+            give_up(self.data, rules, error)
             raise
         for chunk in (managed_params[0].shard_chunk, *chunks):
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
@@ -207,59 +194,17 @@ class OptimizerStep:
 
     @defer_sigint
     def _delay_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> None:
-        """End the delayed update of one chunk, and start the next one. See [Note: delayed updates]."""
+        """End the delayed update of one chunk, and start the next one."""
         managed_params = self.data.by_chunk[index]
-        if not managed_params[0].schema.trained:
+        if self.delayed is None or not managed_params[0].schema.trained:
             return
-        assert self.delayed is not None
         self.complete(managed_params)  # of the last step that was not delayed
-        self._finish_delayed(index)
+        self.delayed.finish(index)
         if any(managed.has_gradient for managed in managed_params):
             self.data.before_update(index)
             self.note_order(index)
         self._move_for_update(index, managed_params)
-        rules = self.rules(managed_params, group_of)
-        listed = self.delayed.exchange(index, rules)
-        if not rules:
-            return
-        for managed in rules:
-            managed.count_update()
-        chunks, delayed = self.data.state_chunks(index), self.delayed.list_of(index)
-        if not chunks[0].in_memory:
-            assert self.disk_step is not None, "without a disk all chunks are in memory"
-            self.disk_step.submit_delayed(index, rules, scales, listed)
-            return
-        used = [delayed, *chunks, *self.data.gradient_sums(index)]
-        try:
-            on_host = not chunks[0].device_valid
-            updates = self.host_updates if on_host else None
-            in_order = on_host and self._waits_for_copies
-            spans = [
-                self.delayed.span(managed, rule, chunks, listed=managed in listed, in_order=in_order)
-                for managed, rule in rules.items()
-            ]
-            running = None
-            if updates is not None:
-                running = updates.start(spans, scales, used)
-            else:
-                self.kernels.update(spans, scales)
-        except BaseException as error:
-            self.give_up(rules, error)
-            raise
-        for chunk in (delayed, *chunks):
-            self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
-        if running is not None:
-            self.running.add(running, used, partial(self._end_delayed, running, rules))
-
-    @defer_sigint
-    def _end_delayed(self, running: Running, rules: Mapping[ManagedParam, Rule]) -> None:
-        """Wait for the delayed update of one chunk's parameters."""
-        try:
-            running.finish()
-        except BaseException as error:
-            running.cancel()
-            self.give_up(rules, error)
-            raise
+        self.delayed.update(index, self.rules(managed_params, group_of), scales)
 
     def note_order(self, index: int) -> None:
         """Record that the chunks of an index are updated next."""
@@ -282,7 +227,7 @@ class OptimizerStep:
             running.finish()
         except BaseException as error:
             running.cancel()  # Ctrl-C may have interrupted the wait
-            self.give_up(rules, error)
+            give_up(self.data, rules, error)
             raise
         finally:
             if renewed is not None:
@@ -298,16 +243,6 @@ class OptimizerStep:
         if chunk.held:
             self.data.manager.withdraw_hold(chunk)  # its device memory is filled anew, or freed
         self.data.manager.transfers.host_renewed(chunk, urgent)
-
-    def give_up(self, rules: Mapping[ManagedParam, Rule], error: BaseException) -> None:
-        """Reset parameters whose update has failed to the rounded masters, updated or not."""
-        for managed in rules:
-            self.data.give_up(managed)
-        error.add_note(
-            f"The optimizer step failed while updating chunk {next(iter(rules)).location.chunk} "
-            f"({', '.join(managed.name for managed in rules)}). These parameters may be updated in part, and their "
-            f"gradients are lost. Load a checkpoint before training on."
-        )
 
     def _host_copy_to_renew(
         self, index: int, rules: Mapping[ManagedParam, Rule], chunks: Sequence[Chunk]
