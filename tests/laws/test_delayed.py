@@ -229,3 +229,15 @@ def test_whatever_replaces_parameters_ends_the_delay(change):
         for number in range(2, 5):
             testing.assert_same_bits([run_step(reference, number)], [run_step(engine, number)], f"loss {number}")
         testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
+
+
+def test_statistics_say_how_stale_the_parameters_of_a_step_were():
+    with engine_of(update=ps.Delayed(after=3)) as engine:
+        found = []
+        for number in range(5):
+            run_step(engine, number)
+            found.append((engine.stats.last.staleness, engine.stats.last.peak_staleness))
+        engine.optimizer.flush()
+        run_step(engine, 9)
+        assert [*found, (engine.stats.last.staleness, 0)] == [(0, 0), (0, 0), (0, 0), (1, 1), (1, 1), (0, 0)]
+        assert engine.stats.total.staleness == 2 / 6 and engine.stats.total.peak_staleness == 1

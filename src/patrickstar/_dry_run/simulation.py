@@ -35,8 +35,8 @@ from patrickstar._dry_run.op_tracer import (
     trace_operators,
 )
 from patrickstar._dry_run.report import ChannelUse, DryRunReport, MemorySample
-from patrickstar._dry_run.simulated_hardware import META, SimulatedHardware, SimulatedUpdate
-from patrickstar._kernels.dispatch import Kernels
+from patrickstar._dry_run.simulated_hardware import META, SimulatedHardware, SimulatedTransfer, SimulatedUpdate
+from patrickstar._kernels.dispatch import Copy, Kernels
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.update_rule import Gradient, Span
 from patrickstar._memory.chunk_manager import ChunkManager
@@ -73,6 +73,9 @@ class SimulatedKernels(Kernels):
         return True
 
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Any]:
+        return self.start_after((), spans, scales)
+
+    def start_after(self, copies: Sequence[Copy], spans: Sequence[Span], scales: Sequence[float]) -> list[Any]:
         on_host = [span for span in spans if self.hardware.on_host(span.master)]
         on_device = [span for span in spans if not self.hardware.on_host(span.master)]
         self._run_on_device(sum(_span_bytes(span) for span in on_device))
@@ -85,10 +88,13 @@ class SimulatedKernels(Kernels):
         from_device = [span for span in on_host if not self.hardware.on_host(span.param)]
         grads = [span.grad.latest for span in on_host if not self.hardware.on_host(span.grad.latest)]
         down, up = sum(grad.nbytes for grad in grads), sum(span.param.nbytes for span in from_device)
-        downloads = self.hardware.down.begin(down, "gradients of an update") if down else None
+        last = copies[-1] if copies else None
+        assert last is None or isinstance(last, SimulatedTransfer), "copies of this hardware are simulated"
+        downloads = self.hardware.down.begin(down, "gradients of an update", after=last) if down else last
         update = self.hardware.update.begin(nbytes, "update", after=downloads)
         uploads = self.hardware.up.begin(up, "parameters of an update", after=update) if up else None
-        return [SimulatedUpdate(*(each for each in (downloads, update, uploads) if each is not None))]
+        own = (downloads if down else None, update, uploads)
+        return [SimulatedUpdate(*(each for each in own if each is not None))]
 
     def grad_stats(self, gradients: Sequence[Gradient], scales: Sequence[float]) -> GradStats:
         on_host = [grad for grad in gradients if self.hardware.on_host(grad.latest)]

@@ -25,6 +25,7 @@ from patrickstar._engine.model_structure import ModelStructure
 from patrickstar._engine.param_init import (
     WeightSource,
     check_model,
+    move_buffers,
     move_params,
     param_specs,
     params_used_together,
@@ -161,7 +162,7 @@ class EngineCore:
             raise
         if world.size > 1:
             broadcast_buffers(world, self.module)
-        self._move_buffers()
+        move_buffers(self.module, self.device)
         self.tracer.calibrate()
         self.optimizer_placement.begin(plan.placement)
         self.by_name = {managed.name: managed for managed in self.data.managed_params}
@@ -217,8 +218,7 @@ class EngineCore:
             speculation = self.optimizer_in_backward.speculation
             if speculation.possible:
                 speculation.decide(groups.get, hyper_parameters(param_groups), self.gradients.scales, overflow)
-            if self.optimizer_step.delayed is not None:
-                self.optimizer_step.delayed.steps += 1
+            staleness = self.optimizer_step.delayed.begin_step() if self.optimizer_step.delayed is not None else 0.0
             if overflow:
                 self.optimizer_step.flush()
             else:
@@ -230,7 +230,7 @@ class EngineCore:
             self.optimizer_placement.replan(self.layout)
         self.scaler.update(overflow)
         peak = max(self.tracer.non_model_peak, self.tracer.trace.peak_non_model_bytes)
-        self.stats.close_step(manager, overflow, self.scaler.scale, peak)
+        self.stats.close_step(manager, overflow, self.scaler.scale, peak, staleness)
         self.tracer.non_model_peak = 0
 
     @handle_sigint
@@ -374,12 +374,6 @@ class EngineCore:
         if saved != computed and hasattr(type(self.module), "save_pretrained"):
             method = SavePretrained(self.module, common_dtype(saved))
             self.module_hooks.replace_method(self.module, "save_pretrained", method)
-
-    def _move_buffers(self) -> None:
-        for module in self.module.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self.device)
 
     def check_not_averaged(self, operation: str) -> None:
         """Raise TrainingError while the parameters are exchanged for their moving averages."""

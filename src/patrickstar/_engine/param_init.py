@@ -183,6 +183,14 @@ def move_params(
     data.managed_params.sort(key=lambda managed: creation[managed.name])
 
 
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move all buffers of a model to a device."""
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = buffer.to(device)
+
+
 def _own_elements(managed: ManagedParam, weights: WeightSource | None) -> torch.Tensor:
     """Return this process's shard of a parameter's value, flattened in the memory order of the parameter."""
     value = managed.param.data

@@ -28,6 +28,13 @@ class Backend(Protocol):
         """Return the statistics of the scaled gradients, with sums of squares in the order of `gradients`."""
 
 
+class Copy(Protocol):
+    """A copy in progress."""
+
+    def wait(self) -> None:
+        """Wait until it has ended."""
+
+
 class Kernels:
     """Dispatcher to the fastest backend for each span: C++ on the host, Triton on a GPU, eager otherwise."""
 
@@ -90,6 +97,12 @@ class Kernels:
                 update.finish()
             raise
         return running
+
+    def start_after(self, copies: Sequence[Copy], spans: Sequence[Span], scales: Sequence[float]) -> list[Running]:
+        """Update every span as `start` does, once copies of its tensors have ended."""
+        for copy in copies:
+            copy.wait()
+        return self.start(spans, scales)
 
     def update(self, spans: Sequence[Span], scales: Sequence[float]) -> None:
         """Update every span and wait for completion."""

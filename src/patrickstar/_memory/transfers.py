@@ -178,7 +178,7 @@ class ChunkTransfers:
             return
         self.in_flight[chunk] = None
         with profiler_range("prefetch", chunk):
-            chunk.fetch_transfer = self.io_dispatch.copies.up(chunk, urgent=True, after=down)
+            chunk.fetch_transfer = self.io_dispatch.copies.up(chunk, after=down)
         self._count_h2d(chunk)
 
     @defer_sigint

@@ -74,6 +74,13 @@ class DelayedUpdates:
         """True if the update of the next step will be delayed."""
         return self.steps + 1 >= self.after
 
+    def begin_step(self) -> float:
+        """Count a step, and return the staleness of the parameters that it has read, as a mean over their elements."""
+        self.steps += 1
+        trained = [managed for managed in self.data.managed_params if managed.schema.trained]
+        late = sum(managed.location.numel for managed in trained if managed.state.delayed)
+        return late / max(1, sum(managed.location.numel for managed in trained))
+
     def list_of(self, index: int) -> Chunk:
         """Return the chunk of delayed gradients of an index."""
         return self.data.manager[DELAYED16, index]
@@ -99,7 +106,7 @@ class DelayedUpdates:
             return
         used = [delayed, *chunks, *self.data.gradient_sums(index)]
         updates = None if chunks[0].device_valid else self._host_updates
-        in_order = updates is not None and updates.waits_for_copies
+        in_order = updates is not None  # the update waits for the copies of its chunks itself
         running = None
         try:
             spans = [

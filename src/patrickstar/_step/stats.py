@@ -1,5 +1,6 @@
 """Statistics of optimizer steps, in bytes and seconds."""
 
+import math
 import warnings
 from dataclasses import asdict, dataclass, field
 from operator import add
@@ -61,6 +62,11 @@ class StepStats:
     """Number of these chunks whose update the step confirmed; the others were updated again."""
     host_peak_speculative_bytes: int = 0
     """Peak of the host memory of such updates. It is released when anything else needs it."""
+    staleness: float = 0.0
+    """Number of updates that the parameters of the step's forward did not contain yet, as a mean over their elements
+    and over steps: 0 unless `ps.Config(update=...)` delays updates."""
+    peak_staleness: int = 0
+    """Largest such number of any parameter."""
     reserved_bytes: int = 0
     """GPU memory reserved by the caching allocator at the end of the step, in use or not; 0 on a CPU."""
     inactive_split_bytes: int = 0
@@ -75,13 +81,16 @@ class StepStats:
             later: Statistics of the steps after these.
 
         Returns:
-            Sums of counts, bytes and seconds; maxima of peaks and of allocated bytes; the later loss scale.
+            Sums of counts, bytes and seconds; maxima of peaks and of allocated bytes; the later loss scale; the mean
+            staleness.
         """
         values: dict[str, Any] = {}
         for name in self.__dataclass_fields__:
             combine = max if "peak" in name or name in STOCKS else add
             values[name] = combine(getattr(self, name), getattr(later, name))
-        return StepStats(**values | {"loss_scale": later.loss_scale})
+        steps = self.steps * self.staleness + later.steps * later.staleness
+        values |= {"loss_scale": later.loss_scale, "staleness": steps / max(1, self.steps + later.steps)}
+        return StepStats(**values)
 
 
 @dataclass
@@ -95,7 +104,9 @@ class Stats:
     """Retries of the caching allocator before the current step."""
     _warned: bool = False
 
-    def close_step(self, manager: ChunkManager, overflow: bool, loss_scale: float, non_model_peak: int) -> None:
+    def close_step(
+        self, manager: ChunkManager, overflow: bool, loss_scale: float, non_model_peak: int, staleness: float = 0.0
+    ) -> None:
         """Read the manager's counters at the end of a step, and reset its peaks."""
         moved = manager.counters.since(self._mark)
         self._mark = manager.counters.copy()
@@ -113,6 +124,8 @@ class Stats:
             library_resident_peak_bytes=manager.hardware.library_resident_bytes(manager.resident_bytes),
             disk_bytes=manager.disk_tier.file.used_bytes if manager.disk_tier is not None else 0,
             **asdict(moved),
+            staleness=staleness,
+            peak_staleness=math.ceil(staleness),
             reserved_bytes=allocator.reserved_bytes,
             inactive_split_bytes=allocator.inactive_split_bytes,
             allocator_retries=retries,

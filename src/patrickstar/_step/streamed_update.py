@@ -263,7 +263,7 @@ class HostUpdates:
         """Start an update that uses these chunks; `urgent`: see `StreamedUpdates.submit`."""
         if self.streamed is not None:
             return self.streamed.submit(spans, scales, copies_of(used), urgent)
-        running = UpdateGroup(self._kernels.start(spans, scales))
+        running = UpdateGroup(self._kernels.start_after(copies_of(used), spans, scales))
         if urgent:
             running.prioritize()
         return running
