@@ -48,7 +48,7 @@ class Disk(Options):
 class Delayed(Options):
     """Delayed update (ZeRO-Offload §5.2): an update runs beside the next forward and backward, which do not wait.
 
-    These read the parameters before that update: [docs/staleness.md] has the recurrence. It takes 2 more bytes per
+    These read the parameters before that update; docs/staleness.md has the recurrence. It takes 2 more bytes per
     parameter with a 16-bit precision, 4 with fp32.
 
     Raises:

@@ -131,6 +131,11 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
             else []
         ),
         ("evictions", str(stats.evictions)),
+        *(
+            [("staleness", f"{stats.staleness:.2f} updates on average, {stats.peak_staleness} at most")]
+            if stats.peak_staleness
+            else []
+        ),
         ("stalled", f"{stats.stall_s:.2f} s waiting for transfers"),
     ]
 

@@ -90,6 +90,10 @@ def train(
         bool,
         typer.Option("--activation-offload", help="Move activations to the host between forward and backward."),
     ] = False,
+    delay_from: Annotated[
+        int | None,
+        typer.Option(min=0, help="Delay updates by one step from this step on. Not exact: see docs/staleness.md."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the initial values and the order of batches.")] = 0,
     log: Annotated[
         Path | None,

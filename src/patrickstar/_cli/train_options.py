@@ -29,6 +29,7 @@ class TrainOptions:
     chunk_size: str
     activation_checkpointing: bool
     activation_offload: bool
+    delay_from: int | None
     seed: int
     log: Path | None
     save_every: int
