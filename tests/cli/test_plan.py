@@ -148,5 +148,8 @@ def test_a_dry_run_says_what_a_step_takes_and_trains_nothing(tmp_path):
     assert len(drawn["compute"]) == SPARKLINE_WIDTH and "█" in drawn["compute"]
     assert drawn["update on the host"].strip() and drawn["compute waits"].strip()
     assert not log.exists()
+    assert "\ndelayed         updates would" in result.output
+    result = run("train", *options, "--dry-run", "--delay-from", "9")
+    assert result.exit_code == 0 and "updates would" not in result.output
     result = run("train", *options[:-1], "1KiB", "--dry-run")
     assert result.exit_code == 2 and "does not fit" in result.output

@@ -50,9 +50,10 @@ def steps(log: str) -> list[dict[str, object]]:
     ]
 
 
-def test_a_run_that_is_resumed_is_the_one_that_was_not_stopped() -> None:
-    assert train("--log", "whole.jsonl").exit_code == 0
-    done = train("--log", "cut.jsonl", "--save-every", 2, "--keep", 9, "--save-to", "kept")
+@pytest.mark.parametrize("delay", [(), ("--delay-from", 3)])
+def test_a_run_that_is_resumed_is_the_one_that_was_not_stopped(delay: tuple[object, ...]) -> None:
+    assert train("--log", "whole.jsonl", *delay).exit_code == 0
+    done = train("--log", "cut.jsonl", "--save-every", 2, "--keep", 9, "--save-to", "kept", *delay)
     assert done.exit_code == 0, done.output
     assert sorted(path.name for path in Path("kept").iterdir()) == ["step-2", "step-4", "step-6", "step-7"]
     for late in ("step-6", "step-7"):
@@ -60,7 +61,7 @@ def test_a_run_that_is_resumed_is_the_one_that_was_not_stopped() -> None:
     # The run was killed in step 6, while it wrote to its log.
     lines = Path("cut.jsonl").read_text().splitlines(keepends=True)
     Path("cut.jsonl").write_text("".join(lines[:5]) + lines[5][:20])
-    done = train("--log", "cut.jsonl", "--save-every", 2, "--keep", 2, "--resume", "kept")
+    done = train("--log", "cut.jsonl", "--save-every", 2, "--keep", 2, "--resume", "kept", *delay)
     assert done.exit_code == 0, done.output
     assert "resumed from kept/step-4" in done.output
     assert steps("cut.jsonl") == steps("whole.jsonl")

@@ -120,6 +120,19 @@ def test_training_options_reach_the_engine(options: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
+def test_delayed_updates_show_after_one_more_step(options: list[str]) -> None:
+    assert run(options, "--steps", 5).exit_code == 0
+    exact = losses(options)
+    result = run(options, "--steps", 5, "--delay-from", 2)
+    assert result.exit_code == 0, result.output
+    assert losses(options)[:2] == exact[:2] and losses(options)[2] == pytest.approx(exact[2], abs=0.5)
+    assert losses(options)[2:] != exact[2:]
+    assert [step["staleness"] for step in read_log(options)[:-1]] == [0, 0, 1, 1, 1]
+    assert "\nstaleness       0.60 updates on average, 1 at most" in result.stdout
+    assert run(options, "--steps", 4, "--delay-from", 0, "--accumulation", 3).exit_code == 0
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_accumulated_batches_are_one_larger_batch(options: list[str]) -> None:
     assert run(options, "--steps", 3, "--precision", "fp32", "--batch", 4).exit_code == 0
     whole = losses(options)

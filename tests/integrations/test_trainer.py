@@ -384,3 +384,17 @@ def test_frozen_model_is_evaluated_without_optimizer_states(tmp_path):
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
     assert not any(param.trained for param in trainer.engine.inspect().parameters)
     close(trainer)
+
+
+def test_an_evaluation_ends_the_delay_of_updates(tmp_path):
+    config = BUDGET.model_copy(update={"update": ps.Delayed(after=0)})
+    trainer = Stressed(gpt2(), arguments(tmp_path), train_dataset=texts(8), eval_dataset=texts(5), config=config)
+    trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    state = trainer.engine.state_dict()
+    close(trainer)
+    exact = Stressed(gpt2(), arguments(tmp_path), train_dataset=texts(8), eval_dataset=texts(5), config=BUDGET)
+    exact.evaluate()
+    exact.engine.load_state_dict(state)
+    assert exact.evaluate()["eval_loss"] == loss
+    close(exact)

@@ -30,6 +30,7 @@ MODULES = {
     "disk_tier": "_memory",
     "host_tier": "_memory",
     "transfers": "_memory",
+    "delayed_update": "_step",
     "disk_optimizer_step": "_step",
     "disk_speculation": "_step",
     "host_speculation": "_step",
@@ -66,7 +67,7 @@ CALLS = {
     "_wait_for_transfers",
 }
 TESTS = "unit/test_in_flight.py", "unit/test_host_tier.py", "unit/test_disk_optimizer_step.py"
-STRICT = "test_streamed_updates.py", "test_chunks.py", "test_disk_updates.py", "test_saves.py"
+STRICT = "test_streamed_updates.py", "test_chunks.py", "test_disk_updates.py", "test_saves.py", "test_delayed.py"
 SCENARIOS = 160
 """Scenarios without a failure before a statement counts as unnoticed."""
 LIMIT_S = 150

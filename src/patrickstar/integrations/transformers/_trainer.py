@@ -179,6 +179,12 @@ class Trainer(transformers.Trainer):
             raise RuntimeError(f"{error} This batch is out of memory.") from error
         return loss
 
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Evaluate the newest parameters; see `transformers.Trainer.evaluation_loop`. It ends a delay of updates."""
+        if self._managed is not None:
+            self._managed.engine.optimizer.flush()
+        return super().evaluation_loop(*args, **options)
+
     def prediction_step(self, *args: Any, **options: Any) -> Any:
         """Return loss, logits and labels of a batch; see `transformers.Trainer.prediction_step`."""
         outputs = super().prediction_step(*args, **options)
