@@ -26,7 +26,7 @@ from .tiers import (
     worker_threads,
 )
 
-CHUNK = r"(?:param16|param32|exp_avg|exp_avg_sq|grad32)\[\d+\]"
+CHUNK = r"(?:param16|param32|exp_avg|exp_avg_sq|grad32|delayed16)\[\d+\]"
 STEPS = 4
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.chunk_mapping import Layout
-from patrickstar._memory.direct_io import PAGE_BYTES
+from patrickstar._memory.direct_io import BLOCK_BYTES, PAGE_BYTES
 from patrickstar._memory.disk_tier import STAGES, DiskTier
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.host_arena import ALIGN_BYTES
@@ -109,6 +109,8 @@ def plan_tiers(
     numel = max(layout.chunk_numel, *(chunk.own_numel for chunk in layout.chunks))
     largest = numel * max(MASTER_BYTES, *(spec.itemsize for chunk in layout.chunks for spec in chunk.schema.lists))
     page_bytes = min(page_bytes, round_up(largest))
+    if config.update is not None:  # pages of 16-bit gradients, which an update reads, are whole blocks too
+        page_bytes = max(page_bytes, 2 * BLOCK_BYTES)
     io_bytes = page_bytes * (STAGES + 1)
     # Master and gradient list, beside the optimizer states.
     lists = 2 + len(config.optimizer.states) + (config.update is not None)
