@@ -33,8 +33,8 @@ UPDATES = {"exact": None, "delayed from step 40": ps.Delayed(after=40), "delayed
 def split(corpus: Corpus) -> tuple[Corpus, Corpus]:
     """Return nine tenths of the files of a corpus, and every tenth one."""
     held_out = corpus.paths[9::10]
-    kept = tuple(path for path in corpus.paths if path not in set(held_out))
-    return replace(corpus, paths=kept), replace(corpus, paths=held_out)
+    others = tuple(path for path in corpus.paths if path not in set(held_out))
+    return replace(corpus, paths=others), replace(corpus, paths=held_out)
 
 
 def validation_loss(engine: ps.Engine, batches: list[torch.Tensor]) -> float:
