@@ -84,8 +84,7 @@ class ReferenceOptimizer:
             else:
                 self._follow_masters(updated)
         trainer.scaler.update(overflow)
-        trainer.unscaled = False
-        self.inner.zero_grad()
+        trainer.drop_gradients()
 
     def flush(self) -> None:
         """End the delay of the last update."""
@@ -101,10 +100,9 @@ class ReferenceOptimizer:
 
     def zero_grad(self) -> None:
         """Drop gradients. If there are any, the delay of the last update ends."""
-        self.trainer.unscaled = False
         if any(master.grad is not None for master in self.trainer.masters.values()):
             self.flush()
-        self.inner.zero_grad()
+        self.trainer.drop_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the inner `torch.optim` optimizer."""
@@ -194,6 +192,12 @@ class ReferenceTrainer:
                 if param._version != self.versions.get(param, 0):
                     follow_written(master, param.detach())
                 self.versions[param] = param._version
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients, also of parameters in no param group."""
+        self.unscaled = False
+        for master in self.masters.values():
+            master.grad = None
 
     def unscale(self) -> None:
         """Multiply the gradients by the inverse loss scale, once per step."""

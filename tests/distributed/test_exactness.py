@@ -117,31 +117,17 @@ def test_any_budget_of_each_process(size):
     ranks.run(size, any_budget, seeds=list(range(100, 100 + draws(24 // size))))
 
 
-def delayed(seeds: list[int]) -> None:
-    """Train with delayed updates; gradients of several backwards are reduced once. Runs in each process."""
+def delayed() -> None:
+    """Ask for delayed updates; runs in each process."""
     dist.init_process_group("gloo")
-    for seed in seeds:
-        draw = random.Random(seed)
-        shape, config = random_shape(draw), random_config(draw, update=ps.Delayed(after=draw.choice([0, 1, 2])))
-        print(f"seed {seed}: {shape}, {config!r}", flush=True)
-        world = World(CPU)
-        generator = torch.Generator().manual_seed(1000 * seed + world.rank)
-        data = [(torch.randint(0, 11, (2, 3 + (seed + world.rank + k) % 4), generator=generator),) for k in range(6)]
-        options = {"accumulation": draw.choice([1, 1, 2]), "max_norm": draw.choice([None, 0.1]), "reduce_once": True}
-        evict = draw.random() < 0.5
-
-        def script(trainer: Any, data: Any = data, options: Any = options) -> list[torch.Tensor]:
-            results = train(trainer, data[:4], **options)
-            trainer.optimizer.flush()
-            return results + train(trainer, data[4:], **options)
-
-        compare(world, shape.build, config, script, seed, meter=testing.NoMeter(), evict_everything=evict)
+    config = ps.Config(device="cpu", update=ps.Delayed())
+    with pytest.raises(ps.errors.ConfigError, match="one process only, and 2 processes share"):
+        Engine(Shape(("mlp",)).build, config, world=World(CPU))
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_delayed_updates(size):
-    ranks.run(size, delayed, seeds=list(range(300, 300 + draws(24 // size))))
+def test_delayed_updates_are_refused():
+    ranks.run(2, delayed)
 
 
 class Branches(nn.Module):
@@ -210,6 +196,6 @@ def test_processes_with_different_loops(size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("function", [everything_evicted, any_budget, branches, delayed])
+@pytest.mark.parametrize("function", [everything_evicted, any_budget, branches])
 def test_many_more_cases(function, size):
     ranks.run(size, function, 600, seeds=list(range(10_000 * size, 10_000 * size + 30)))

@@ -97,10 +97,10 @@ def partly_frozen():
     return model
 
 
-def engine_of(model_func=build, **options):
+def engine_of(model_func=build, *, evict_everything=True, **options):
     torch.manual_seed(0)
     config = ps.Config(device="cpu", device_memory="64KiB", host_memory="4MiB", chunk_size="6KiB", **options)
-    return Engine(model_func, config, meter=testing.NoMeter(), poison=True, evict_everything=True)
+    return Engine(model_func, config, meter=testing.NoMeter(), poison=True, evict_everything=evict_everything)
 
 
 def test_it_takes_one_more_list_of_the_compute_dtype():

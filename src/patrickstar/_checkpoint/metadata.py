@@ -26,7 +26,7 @@ _Model = TypeVar("_Model", bound=ValidatedModel)
 class CommonMetadata(ValidatedModel):
     """Metadata common to all processes. frozen: frozen parameters are included. steps, memory: by parameter name.
 
-    optimizer_steps: Number of steps of an engine whose updates are delayed.
+    optimizer_steps: Number of steps that engines have run.
     """
 
     patrickstar: str

@@ -132,7 +132,6 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._core.check_open()
         self._core.optimizer_in_backward.check_inactive("loading a state")
         self._core.complete()
-        self._core.flush()
         self._core.background_save.copy_all()
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in saved]
@@ -173,6 +172,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
                     raise ModelError(
                         f"saved {kind} of {managed.name!r} has shape {tuple(values[kind].shape)}, not {managed.shape}"
                     )
+        self._core.flush()
         for position, managed in by_position.items():
             managed.steps, managed.observed = 0, False
             managed.optimizer_extra.clear()

@@ -195,7 +195,7 @@ class EngineCore:
     ) -> None:
         """Let the backward that begins update chunks if the step is likely to decide as in the last one."""
         speculation = self.optimizer_in_backward.speculation
-        if speculation.possible and not self.delays_next:
+        if speculation.possible and not self.optimizer_step.delays_next:
             speculation.begin(groups, hyper_parameters(param_groups), self.gradients.scales)
 
     @handle_sigint
@@ -218,13 +218,15 @@ class EngineCore:
             speculation = self.optimizer_in_backward.speculation
             if speculation.possible:
                 speculation.decide(groups.get, hyper_parameters(param_groups), self.gradients.scales, overflow)
-            staleness = self.optimizer_step.delayed.begin_step() if self.optimizer_step.delayed is not None else 0.0
+            staleness = self.optimizer_step.delayed.staleness if self.optimizer_step.delayed is not None else 0.0
+            self.optimizer_step.begin_step()
             if overflow:
                 self.optimizer_step.flush()
             else:
                 self.optimizer_step.run(groups.get, self.gradients.scales)
             self.data.close_step(() if overflow else groups)
             self.gradients.drop()
+            self.optimizer_step.end_step()
             self.data.place_embeddings()
         if self.data.end_step():
             self.optimizer_placement.replan(self.layout)
@@ -242,6 +244,7 @@ class EngineCore:
             self.data.synchronize_to_drop()
             if self.config.update is not None and any(each.state.has_any_gradient for each in self.data.managed_params):
                 self._flush()
+                self.data.backwards_in_step = 0
             self.gradients.drop()
 
     @handle_sigint
@@ -257,11 +260,6 @@ class EngineCore:
         with self.internal_computation():
             self.optimizer_step.flush()
             self.data.drop_gathered()
-
-    @property
-    def delays_next(self) -> bool:
-        """True if the update of the next step will be delayed."""
-        return self.optimizer_step.delayed is not None and self.optimizer_step.delayed.next_active
 
     def close(self, keep: bool) -> None:
         """Free all chunks; see `Engine.close`."""

@@ -14,6 +14,7 @@ from patrickstar._engine.param_init import make_layout
 from patrickstar._layout.chunk_mapping import Layout, ParamSpec
 from patrickstar._memory.accelerator import Accelerator
 from patrickstar.config import Config
+from patrickstar.errors import ConfigError
 
 
 def negotiate_layout(
@@ -24,6 +25,11 @@ def negotiate_layout(
     Raises:
         ConfigError: Versions, models or options differ; the message names the first difference.
     """
+    if config.update is not None and world.size > 1:
+        raise ConfigError(
+            f"update={config.update!r} delays updates in one process only, and {world.size} processes share this "
+            f"model: leave it out"
+        )
     facts = {
         "the version of PyTorch": torch.__version__,
         "the version of PatrickStar": version("patrickstar"),
@@ -34,7 +40,6 @@ def negotiate_layout(
         "use of a disk": config.disk is not None,
         "optimizer": type(config.optimizer).__name__,
         "the optimizer's states": list(config.optimizer.states),
-        "update": repr(config.update),
         "parameters": [
             [name, list(param.shape), str(param.dtype), param.requires_grad]
             for name, param in module.named_parameters()

@@ -139,7 +139,7 @@ class EngineCheckpoint:
             states=list(core.config.optimizer.states),
             groups=self.optimizer._packed_groups(lambda managed: managed.name),
             steps={managed.name: managed.steps for managed in core.data.managed_params if managed.steps},
-            optimizer_steps=0 if core.optimizer_step.delayed is None else core.optimizer_step.delayed.steps,
+            optimizer_steps=core.optimizer_step.steps,
             memory={
                 managed.name: managed.optimizer_extra for managed in core.data.managed_params if managed.optimizer_extra
             },
@@ -289,9 +289,8 @@ class EngineCheckpoint:
     ) -> None:
         """Restore what depends on the loaded chunk lists, and plain data."""
         core, data = self.core, self.core.data
-        delayed = core.optimizer_step.delayed
-        if delayed is not None:
-            delayed.steps = common.optimizer_steps
+        core.optimizer_step.steps = common.optimizer_steps
+        delayed = core.optimizer_step.delayed if core.optimizer_step.delays else None
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for managed in data.managed_params:
                 for kind in saved_kinds(managed):

@@ -144,7 +144,7 @@ class LocalShards:
         self._round_master(managed)
         torch.autograd.graph.increment_version(managed.param)
         self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
-        managed.steps -= managed.state.update_pending or managed.state.delayed
+        managed.steps -= managed.state.update_pending
         managed.state.consume()
 
     @defer_sigint

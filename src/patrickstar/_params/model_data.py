@@ -42,10 +42,8 @@ class ModelData(LocalShards):
         self.backward_id = 0
         self.backwards_in_step = 0
         self.accumulates = False
-        """True if the last step had several backwards."""
         self.lists_gradients = False
-        """True if gradients of parameters whose update is delayed go to the gradient list: steps have several
-        backwards. See [Note: delayed updates]."""
+        """True if gradients of delayed parameters go to the gradient list. See [Note: delayed updates]."""
 
     def add(self, managed: ManagedParam) -> None:
         """Register a parameter whose values are already in its chunk."""
@@ -265,7 +263,8 @@ class ModelData(LocalShards):
         if state.partial is not None:
             state.partial.add_(grad)
             return
-        if state.delayed and self.lists_gradients and not state.overlays_param:
+        lists = self.lists_gradients or (self.in_backward and state.may_grow)
+        if lists and state.delayed and not state.overlays_param:
             self._list_at_once(managed, grad)
             return
         grows = state.overlays_param and state.backward_id == self.backward_id
@@ -316,6 +315,8 @@ class ModelData(LocalShards):
         of autograd are valid again. A gradient of an earlier backward is added to the gradient list; one of the
         running backward may still grow and is kept apart until that backward ends.
         """
+        if self.in_backward and managed.state.backward_id == self.backward_id:
+            managed.state.expect_growth()
         self.check_restorable(managed)
         self.ensure_in_memory(managed)
         if self.in_backward and managed.state.backward_id == self.backward_id:
@@ -374,8 +375,7 @@ class ModelData(LocalShards):
         lists = [chunk for (kind, _), chunk in self.manager.chunks.items() if kind == GRAD32]
         if not accumulated:
             for chunk in lists:
-                states = [managed.state for managed in self.by_chunk[chunk.index]]
-                if not any(state.update_pending or state.delayed for state in states):
+                if not any(each.state.update_pending or each.state.delayed for each in self.by_chunk[chunk.index]):
                     self.manager.remove(chunk)
         changed = accumulated != self.accumulates
         self.accumulates = accumulated

@@ -171,9 +171,12 @@ class ParamState:
         """A delayed update of the parameter was started."""
         self.delayed = True
 
-    def end_delay(self) -> None:
-        """Operators read the newest values again."""
-        self.delayed = False
+    def end_delay(self, version: int) -> None:
+        """Operators read the newest values again.
+
+        `version`: of the parameter, if its gradient is in its place; when it is restored, its bits have changed.
+        """
+        self.delayed, self.version_before = False, version + 1
 
     def end_step(self) -> None:
         """The optimizer step is complete on all ranks."""

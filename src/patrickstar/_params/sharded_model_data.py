@@ -71,7 +71,6 @@ class ShardedModelData(ModelData):
         self._finish_reduction(index)
         for managed in managed_params:
             if managed.state.reduced:
-                self.check_restorable(managed)
                 self.list_gradient(managed)
                 self.restore_own(managed)
                 managed.state.restore_shard()
@@ -149,7 +148,6 @@ class ShardedModelData(ModelData):
 
         Synchronizes first: a slower rank must still gather the old values.
         """
-        self.check_writable(managed)
         self.before_update(managed.location.chunk)
         part = managed.flattened(managed.payload())[managed.shard_slice].clone()
         self.synchronize_processes(Request.WRITE)

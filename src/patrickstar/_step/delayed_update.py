@@ -1,6 +1,6 @@
 """Delayed updates: each runs beside the forward and backward of the next step (ZeRO-Offload §5.2)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -58,25 +58,15 @@ class DelayedUpdates:
     ) -> None:
         self.data = data
         self.after = after
+        self._exchanged: set[int] = set()
+        """Indices of the chunks that were exchanged in a step that has not ended: Ctrl-C or an error interrupted it."""
         self._kernels, self._host_updates = kernels, host_updates
         self._running, self._disk_step = running, disk_step
         data.complete_delayed = lambda managed: self.finish(managed.location.chunk)
-        self.steps = 0
-        """Number of optimizer steps, with the one that runs."""
 
     @property
-    def active(self) -> bool:
-        """True if the update of the step that runs, or has run last, is delayed."""
-        return self.steps >= self.after
-
-    @property
-    def next_active(self) -> bool:
-        """True if the update of the next step will be delayed."""
-        return self.steps + 1 >= self.after
-
-    def begin_step(self) -> float:
-        """Count a step, and return the staleness of the parameters that it has read, as a mean over their elements."""
-        self.steps += 1
+    def staleness(self) -> float:
+        """Number of updates that the parameters do not contain yet, as a mean over their elements."""
         trained = [managed for managed in self.data.managed_params if managed.schema.trained]
         late = sum(managed.location.numel for managed in trained if managed.state.delayed)
         return late / max(1, sum(managed.location.numel for managed in trained))
@@ -84,6 +74,16 @@ class DelayedUpdates:
     def list_of(self, index: int) -> Chunk:
         """Return the chunk of delayed gradients of an index."""
         return self.data.manager[DELAYED16, index]
+
+    def begin_chunk(self, index: int) -> bool:
+        """Return whether the step has to do anything for a chunk: not if it did before the step was interrupted."""
+        repeated = index in self._exchanged
+        self._exchanged.add(index)
+        return not repeated or any(managed.has_gradient for managed in self.data.by_chunk[index])
+
+    def end_step(self) -> None:
+        """End the step: all chunks have been exchanged."""
+        self._exchanged.clear()
 
     def finish(self, index: int) -> None:
         """Wait until the delayed update of a chunk has ended. Raises its error."""
@@ -94,21 +94,21 @@ class DelayedUpdates:
 
     def update(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> None:
         """Start the update of one chunk, whose last one has ended, on the tier of its states."""
-        listed = self._exchange_chunk(index, rules)
-        if not rules:
-            return
-        for managed in rules:
-            managed.count_update()
         chunks, delayed = self.data.state_chunks(index), self.list_of(index)
-        if not chunks[0].in_memory:
-            assert self._disk_step is not None, "without a disk all chunks are in memory"
-            self._disk_step.submit_delayed(index, rules, scales, listed)
-            return
-        used = [delayed, *chunks, *self.data.gradient_sums(index)]
         updates = None if chunks[0].device_valid else self._host_updates
         in_order = updates is not None  # the update waits for the copies of its chunks itself
         running = None
+        for managed in rules:
+            managed.count_update()
         try:
+            listed = self._exchange_chunk(index, rules)
+            if not rules:
+                return
+            if not chunks[0].in_memory:
+                assert self._disk_step is not None, "without a disk all chunks are in memory"
+                self._disk_step.submit_delayed(index, rules, scales, listed)
+                return
+            used = [delayed, *chunks, *self.data.gradient_sums(index)]
             spans = [
                 self._span(managed, rule, chunks, listed=managed in listed, in_order=in_order)
                 for managed, rule in rules.items()
@@ -118,7 +118,7 @@ class DelayedUpdates:
             else:
                 self._kernels.update(spans, scales)
         except BaseException as error:
-            give_up(self.data, rules, error)
+            self._give_up(rules, error)
             raise
         for chunk in (delayed, *chunks):
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
@@ -132,8 +132,14 @@ class DelayedUpdates:
             running.finish()
         except BaseException as error:
             running.cancel()
-            give_up(self.data, rules, error)
+            self._give_up(rules, error)
             raise
+
+    def _give_up(self, rules: Mapping[ManagedParam, Rule], error: BaseException) -> None:
+        for managed in rules:
+            managed.steps -= 1
+        if rules:
+            give_up(self.data, rules, error)
 
     def publish_all(self) -> None:
         """Make the newest parameters those that operators read. All updates have ended."""
@@ -153,28 +159,37 @@ class DelayedUpdates:
         """
         managed_params = [managed for managed in self.data.by_chunk[index] if managed.location.numel]
         listed = {managed for managed in rules if managed.state.accumulated}
-        if not self._exchange_whole(index, rules, managed_params):
-            for managed in managed_params:
-                if managed in listed:
-                    if managed.overlays_shard:
-                        self.data.list_gradient(managed)
-                    self._renew(managed)
-                elif managed in rules:
-                    self._exchange(managed)
-                elif managed.state.delayed:
-                    self._publish(managed)
-        self.data.end_update(rules)
-        for managed in rules:
-            managed.state.delay()
+        if self._exchange_whole(index, rules, managed_params):
+            self._delay(rules)
+            return listed
+        for managed in managed_params:
+            if managed in listed:
+                if managed.overlays_shard:
+                    self.data.list_gradient(managed)
+                self._renew(managed)
+            elif managed in rules:
+                self._exchange(managed)
+            else:
+                self._publish(managed)
+                continue
+            self._delay([managed])
+        self._delay([managed for managed in rules if not managed.location.numel])
         return listed
+
+    def _delay(self, managed_params: Collection[ManagedParam]) -> None:
+        self.data.end_update(managed_params)
+        for managed in managed_params:
+            managed.state.delay()
 
     @defer_sigint
     def _publish(self, managed: ManagedParam) -> None:
         """Make the newest values of a parameter those that operators read, unless its gradient is in their place."""
-        if not managed.overlays_shard and managed.state.delayed:
+        if not managed.state.delayed:
+            return
+        if not managed.overlays_shard:  # else the gradient is discarded by rounding the master
             self._renew(managed)
             torch.autograd.graph.increment_version(managed.param)
-        managed.state.end_delay()  # a gradient in its place is discarded by rounding the master
+        managed.state.end_delay(managed.param._version)
 
     @defer_sigint
     def hold_back(self, managed: ManagedParam) -> None:
@@ -227,9 +242,10 @@ class DelayedUpdates:
             if managed.overlays_shard:
                 self.data.restore_own(managed)
             return
+        self.data.ensure_local(managed)
         for where, values in self.data.parts(managed, DELAYED16):
             self._payload(managed)[where].copy_(values)
-        self._count(managed, to_device=True)
+        self._count(managed, to_list=False)
         self._mark_written(managed)
 
     def _exchange(self, managed: ManagedParam, *, delayed: bool | None = None) -> None:
@@ -238,6 +254,7 @@ class DelayedUpdates:
         `delayed`: these are newer values of the parameter; if not, it is restored. Default: as its state says.
         """
         delayed = managed.state.delayed if delayed is None else delayed
+        self.data.ensure_local(managed)
         for where, values in self.data.parts(managed, DELAYED16, write=True):
             payload = self._payload(managed)[where]
             for first in range(0, payload.numel(), SLICE_NUMEL):
@@ -246,9 +263,9 @@ class DelayedUpdates:
                 if delayed:
                     payload[part].copy_(values[part])
                 values[part].copy_(moved)
-        self._count(managed, to_device=False)
+        self._count(managed, to_list=True)
         if delayed:
-            self._count(managed, to_device=True)
+            self._count(managed, to_list=False)
             self._mark_written(managed)
         else:
             self.data.restore_own(managed)
@@ -260,9 +277,11 @@ class DelayedUpdates:
     def _mark_written(self, managed: ManagedParam) -> None:
         self.data.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
 
-    def _count(self, managed: ManagedParam, *, to_device: bool) -> None:
-        """Count a copy between a parameter on the device and its delayed gradient on the host."""
+    def _count(self, managed: ManagedParam, *, to_list: bool) -> None:
+        """Count a copy between the place of a parameter and its elements of `delayed16`, if it changes the tier."""
         chunk, delayed = managed.shard_chunk, self.list_of(managed.location.chunk)
-        if chunk.device_valid and not delayed.device_valid:
+        if chunk.device_valid != delayed.device_valid:
             nbytes = managed.location.numel * chunk.dtype.itemsize
-            self.data.manager.count_transfer(nbytes, to_device=to_device)
+            chunk.transferred_bytes += nbytes
+            target = delayed if to_list else chunk
+            self.data.manager.count_transfer(nbytes, to_device=target.device_valid)

@@ -219,6 +219,8 @@ class DiskOptimizerStep:
             for managed in update.rules
             if managed.state.update_pending or update.delayed
         ]
+        for managed in [managed for update in self._updates if update.delayed for managed in update.rules]:
+            managed.steps -= 1
         aborted, self._updates = self._updates, []
         self.cancel_running()
         if self.data.manager.io_dispatch.failed is not None:

@@ -63,6 +63,9 @@ class OptimizerStep:
         self.delayed = None
         if delay_after is not None:
             self.delayed = DelayedUpdates(data, kernels, self.host_updates, self.running, self.disk_step, delay_after)
+        self.steps = 0
+        """Number of steps, with the one that runs."""
+        self._in_step = False
         self._order: dict[int, None] = {}
 
     @property
@@ -78,8 +81,8 @@ class OptimizerStep:
 
     @property
     def updating(self) -> bool:
-        """True while updates are running or deferred."""
-        return bool(self.running) or (self.disk_step is not None and bool(self.disk_step.pending))
+        """True while updates are running, deferred or delayed."""
+        return bool(self.running) or (self.disk_step is not None and bool(self.disk_step.unfinished))
 
     @property
     def updated_in_part(self) -> list[str]:
@@ -108,7 +111,23 @@ class OptimizerStep:
     @property
     def delays(self) -> bool:
         """True if the update of the step that runs, or has run last, is delayed."""
-        return self.delayed is not None and self.delayed.active
+        return self.delayed is not None and self.steps >= self.delayed.after
+
+    @property
+    def delays_next(self) -> bool:
+        """True if the update of the next step will be delayed."""
+        return self.delayed is not None and self.steps + 1 >= self.delayed.after
+
+    def begin_step(self) -> None:
+        """Count a step, unless it is one that was interrupted."""
+        self.steps += not self._in_step
+        self._in_step = True
+
+    def end_step(self) -> None:
+        """End the step that `begin_step` has begun."""
+        self._in_step = False
+        if self.delayed is not None:
+            self.delayed.end_step()
 
     def flush(self) -> None:
         """Finish delayed updates, and make the newest parameters those that operators read."""
@@ -196,7 +215,7 @@ class OptimizerStep:
     def _delay_chunk(self, index: int, group_of: GroupOf, scales: Sequence[float]) -> None:
         """End the delayed update of one chunk, and start the next one."""
         managed_params = self.data.by_chunk[index]
-        if self.delayed is None or not managed_params[0].schema.trained:
+        if self.delayed is None or not managed_params[0].schema.trained or not self.delayed.begin_chunk(index):
             return
         self.complete(managed_params)  # of the last step that was not delayed
         self.delayed.finish(index)
