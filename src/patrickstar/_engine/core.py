@@ -245,6 +245,7 @@ class EngineCore:
             if self.config.update is not None and any(each.state.has_any_gradient for each in self.data.managed_params):
                 self._flush()
                 self.data.backwards_in_step = 0
+            self.optimizer_step.end_step()  # of one that was interrupted
             self.gradients.drop()
 
     @handle_sigint
