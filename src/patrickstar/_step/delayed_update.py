@@ -95,8 +95,6 @@ class DelayedUpdates:
     def update(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> None:
         """Start the update of one chunk, whose last one has ended, on the tier of its states."""
         chunks, delayed = self.data.state_chunks(index), self.list_of(index)
-        updates = None if chunks[0].device_valid else self._host_updates
-        in_order = updates is not None  # the update waits for the copies of its chunks itself
         running = None
         for managed in rules:
             managed.count_update()
@@ -109,6 +107,8 @@ class DelayedUpdates:
                 self._disk_step.submit_delayed(index, rules, scales, listed)
                 return
             used = [delayed, *chunks, *self.data.gradient_sums(index)]
+            updates = None if chunks[0].device_valid else self._host_updates
+            in_order = updates is not None  # the update waits for the copies of its chunks itself
             spans = [
                 self._span(managed, rule, chunks, listed=managed in listed, in_order=in_order)
                 for managed, rule in rules.items()
