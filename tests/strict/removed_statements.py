@@ -67,7 +67,10 @@ CALLS = {
     "_wait_for_transfers",
 }
 TESTS = "unit/test_in_flight.py", "unit/test_host_tier.py", "unit/test_disk_optimizer_step.py"
-STRICT = "test_streamed_updates.py", "test_chunks.py", "test_disk_updates.py", "test_saves.py", "test_delayed.py"
+STRICT = (
+    *("test_streamed_updates.py", "test_chunks.py", "test_disk_updates.py", "test_saves.py"),
+    *("test_running_updates.py", "test_speculation.py", "test_delayed.py"),
+)
 SCENARIOS = 160
 """Scenarios without a failure before a statement counts as unnoticed."""
 LIMIT_S = 150
