@@ -1,15 +1,10 @@
 """Law: beside delayed updates a failing disk, a dead thread or a killed run lose nothing without saying so."""
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from speculation_cases import backward, build
-from toys import train
 
 import patrickstar as ps
 from patrickstar import testing
@@ -19,30 +14,23 @@ from patrickstar.errors import MoveError
 from .test_disk_faults import (
     CHUNK,
     FAULTS,
-    STEPS,
     check_message,
     check_nothing_is_left,
     check_parameters,
     kill_one,
     kill_readers,
     kill_writers,
+    reference_run,
     run,
 )
-from .tiers import Room, blocks, inputs, on_disk, open_files, options, small_engine
+from .tiers import Room, blocks, inputs, last_save_of_a_killed_run, on_disk, open_files, options, small_engine
 
 DELAYED = ps.Delayed(after=1)
 
 
 @pytest.fixture(scope="module")
 def reference():
-    """Losses of each step, and masters before the first and after each step."""
-    torch.manual_seed(0)
-    trainer = testing.ReferenceTrainer(blocks, options(update=DELAYED))
-    losses, states = [], [trainer.state_dict()]
-    for batch in inputs(STEPS):
-        losses += train(trainer, [batch])
-        states.append(trainer.state_dict())
-    return losses, states
+    return reference_run(options(update=DELAYED))
 
 
 @pytest.fixture
@@ -107,20 +95,7 @@ def trained(folder: Path, first: int, last: int, saves: bool = False) -> Engine:
 
 
 def test_a_killed_run_resumes_with_the_same_bits(tmp_path):
-    code = (
-        f"import pathlib, laws.test_delayed_faults as test; test.trained(pathlib.Path({str(tmp_path)!r}), 1, 99, True)"
-    )
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
-    )
-    assert child.stdout is not None
-    for line in child.stdout:
-        if int(line) == 7:
-            break
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
-    saved = max(int(folder.name.split()[1]) for folder in tmp_path.glob("step *") if folder.is_dir())
+    saved = last_save_of_a_killed_run("test_delayed_faults", tmp_path, lambda line: int(line) == 7)
     assert saved >= 4
     (undisturbed := tmp_path / "undisturbed").mkdir()
     with trained(undisturbed, 1, saved + 2) as expected, trained(tmp_path, saved + 1, saved + 2) as found:

@@ -30,16 +30,20 @@ CHUNK = r"(?:param16|param32|exp_avg|exp_avg_sq|grad32|delayed16)\[\d+\]"
 STEPS = 4
 
 
-@pytest.fixture(scope="module")
-def reference():
-    """Losses of each step, and parameters before the first and after each step."""
+def reference_run(config):
+    """Return the losses of each step, and the masters before the first and after each step."""
     torch.manual_seed(0)
-    trainer = testing.ReferenceTrainer(blocks, options())
+    trainer = testing.ReferenceTrainer(blocks, config)
     losses, states = [], [trainer.state_dict()]
     for batch in inputs(STEPS):
         losses += train(trainer, [batch])
         states.append(trainer.state_dict())
     return losses, states
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return reference_run(options())
 
 
 @pytest.fixture

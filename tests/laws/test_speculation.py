@@ -1,10 +1,6 @@
 """Law: updates from disk that backward starts before the step has decided never change a bit."""
 
 import logging
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +14,7 @@ from patrickstar._step.disk_speculation import DiskSpeculation
 from patrickstar._step.staging_pool import PageSet
 
 from .test_late_copies import some_are_slow
+from .tiers import last_save_of_a_killed_run
 
 RUNS_PER_TEST = 10
 
@@ -90,19 +87,11 @@ def trained(folder: Path, first: int, last: int, saves: bool = False) -> Engine:
 
 
 def test_a_run_killed_beside_speculative_updates_resumes_with_the_same_bits(tmp_path):
-    code = f"import pathlib, laws.test_speculation as test; test.trained(pathlib.Path({str(tmp_path)!r}), 1, 99, True)"
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
-    )
-    assert child.stdout is not None
-    for line in child.stdout:
+    def speculates(line):
         step, speculated = map(int, line.split())
-        if step >= 6 and speculated:
-            break
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
-    saved = max(int(folder.name.split()[1]) for folder in tmp_path.glob("step *") if folder.is_dir())
+        return step >= 6 and speculated > 0
+
+    saved = last_save_of_a_killed_run("test_speculation", tmp_path, speculates)
     assert saved >= 4
     (undisturbed := tmp_path / "undisturbed").mkdir()
     with trained(undisturbed, 1, saved + 2) as expected, trained(tmp_path, saved + 1, saved + 2) as found:

@@ -3,6 +3,9 @@
 import gc
 import os
 import resource
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -199,6 +202,26 @@ def optimizer_bytes_on_disk(engine: Engine) -> int:
 def pages_of(offset: int, numel: int, length: int) -> range:
     """Return the pages of `length` elements that these elements are on."""
     return range(offset // length, -(-(offset + numel) // length))
+
+
+def last_save_of_a_killed_run(module: str, folder: Path, until: Callable[[str], bool]) -> int:
+    """Run `trained(folder, 1, 99, True)` of a test module, and kill it at a line that it prints.
+
+    Returns:
+        The number of the last step that it has saved.
+    """
+    code = f"import pathlib, laws.{module} as test; test.trained(pathlib.Path({str(folder)!r}), 1, 99, True)"
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert child.stdout is not None
+    for line in child.stdout:
+        if until(line):
+            break
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    return max(int(saved.name.split()[1]) for saved in folder.glob("step *") if saved.is_dir())
 
 
 def worker_threads() -> list[str]:

@@ -44,7 +44,6 @@ class ParamState:
     """Number of the backward during which the parameter was updated."""
     update_pending: bool = False
     """True while a deferred update of the parameter, which consumes its gradient, is unfinished."""
-
     delayed: bool = False
     """True while a delayed update of the parameter runs, or has computed values that operators do not read yet."""
     listed_in: int = 0
