@@ -8,7 +8,7 @@ from patrickstar._engine.initialize import Initialized, initialize
 from patrickstar._engine.inspection import ChunkInfo, DiskUsage, Inspection, MomentInfo, ParameterInfo, TierUsage
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._step.stats import StepStats
-from patrickstar.config import Config, Delayed, Disk
+from patrickstar.config import Config, Delayed, Disk, LockFree
 from patrickstar.optim import EMA, SGD, Adam, AdamW, Lion, Optimizer, TorchOptimizer
 
 __version__ = "0.1.0"
@@ -28,6 +28,7 @@ __all__ = [
     "Initialized",
     "Inspection",
     "Lion",
+    "LockFree",
     "MomentInfo",
     "Optimizer",
     "ParameterInfo",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pydantic import NonNegativeInt, ValidationInfo, field_validator
+from pydantic import NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 
 from patrickstar._layout.byte_size import parse_size_field
 from patrickstar._options import Options
@@ -60,6 +60,29 @@ class Delayed(Options):
     training gradients change too fast."""
 
 
+class LockFree(Options):
+    """Lock-free update (Angel-PTM §4.3): states on disk are updated page by page whenever they have been read.
+
+    Gradients are summed on the host until the update of their page; forward and backward never wait for it, unless a
+    gradient would be older than `max_staleness` steps. docs/staleness.md has the recurrence. It takes 6 more bytes of
+    host memory per parameter with a 16-bit precision, 8 with fp32.
+
+    Raises:
+        ConfigError: An option is unknown, or its value is invalid.
+    """
+
+    max_staleness: PositiveInt = 4
+    """Number of steps whose gradients the parameters of a forward may lack, at most. Default 4."""
+    after: NonNegativeInt = 40
+    """Number of the first optimizer step whose update is lock-free, counted from 1. Default 40, as for `Delayed`."""
+    gradient_dtype: Literal["fp32", "16-bit"] = "fp32"
+    """Dtype of the sums of gradients. Default "fp32"; "16-bit", as in the paper, is the compute dtype."""
+    log: str | Path | None = None
+    """File to which each update is written: its page and the steps whose gradients it used. Default None: no log."""
+    replay: str | Path | None = None
+    """Log of another run, whose updates are repeated in the same order. Default None: no replay."""
+
+
 class Config(Options):
     """Training configuration: memory budgets, device, precision and optimizer.
 
@@ -88,9 +111,10 @@ class Config(Options):
     optimizer: Optimizer = AdamW()
     """Optimizer: one of this package, or an element-wise class of `torch.optim`, alone or as a `functools.partial`
     with its options. Default `AdamW()`."""
-    update: Delayed | None = None
+    update: Delayed | LockFree | None = None
     """When updates take effect. Default None: before the next forward reads a parameter, so that results are those of
-    plain PyTorch. `Delayed()`: one step later, so that nothing waits for them."""
+    plain PyTorch. `Delayed()`: one step later, so that nothing waits for them. `LockFree()`: as soon as the disk has
+    delivered their states."""
     activation_offload: bool = False
     """Keep saved activations on the host between forward and backward. Default False."""
     reduce_dtype: Literal["16-bit", "fp32"] = "16-bit"
@@ -110,7 +134,7 @@ class Config(Options):
             precision: Literal["bf16", "fp16", "fp32"] = ...,
             keep_fp32: Sequence[str] = ...,
             optimizer: Optimizer | Mapping[str, Any] | Callable[..., torch.optim.Optimizer] = ...,
-            update: Delayed | Mapping[str, Any] | None = ...,
+            update: Delayed | LockFree | Mapping[str, Any] | None = ...,
             activation_offload: bool = ...,
             reduce_dtype: Literal["16-bit", "fp32"] = ...,
         ) -> None: ...
@@ -122,7 +146,8 @@ class Config(Options):
         Args:
             options: A `Config`, a mapping of options, the path of a TOML file with them, or None for the defaults.
                 `disk` may be a table with the options of `Disk`, `optimizer` one with `name` (a class of this package)
-                and the options of the class, `update` one with `name = "Delayed"` and its options.
+                and the options of the class, `update` one with `name = "Delayed"` or `"LockFree"` and its
+                options.
 
         Raises:
             ConfigError: The file can't be read, or an option is invalid.
@@ -154,9 +179,10 @@ class Config(Options):
     def _update(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        if value.get("name") != "Delayed":
-            raise ValueError("an update given as a mapping needs a name: Delayed")
-        return Delayed(**{name: option for name, option in value.items() if name != "name"})
+        known = {kind.__name__: kind for kind in (Delayed, LockFree)}
+        if value.get("name") not in known:
+            raise ValueError(f"an update given as a mapping needs a name: one of {', '.join(known)}")
+        return known[value["name"]](**{name: option for name, option in value.items() if name != "name"})
 
     @field_validator("optimizer", mode="before")
     @classmethod

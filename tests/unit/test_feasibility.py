@@ -41,7 +41,7 @@ def cases(draw):
 def refusal(case, device_bytes: int, host_bytes: int, disk_bytes: int = 0, staging: int = 0) -> BudgetError | None:
     """Return the error of `check_budgets` for these budgets, or None."""
     try:
-        check_budgets(*case, Budgets(device_bytes, host_bytes, disk_bytes), staging)
+        check_budgets(*case, Budgets(device_bytes, host_bytes, disk_bytes), staging, with_disk=staging > 0)
     except BudgetError as error:
         return error
     return None

@@ -45,7 +45,7 @@ from patrickstar._memory.hardware import Hardware
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar._schedule.trace import Trace
 from patrickstar._step.stats import StepStats
-from patrickstar.config import Config, Delayed
+from patrickstar.config import Config, LockFree
 from patrickstar.errors import ModelError
 
 MIN_STEPS, MAX_STEPS = 3, 8
@@ -306,7 +306,8 @@ def simulate(
         BudgetError: The model does not fit, as in a real run.
     """
     if config.update is not None:  # the steps that are simulated are those that are delayed
-        config = config.model_copy(update={"update": Delayed(after=1)})
+        files = dict(log=None, replay=None) if isinstance(config.update, LockFree) else {}
+        config = config.model_copy(update={"update": config.update.model_copy(update={"after": 1} | files)})
     meter = TensorMeter(DEVICE_GRAIN_BYTES) if machine.gpu is not None else TensorMeter(allocator=cpu_allocator())
     hardware = SimulatedHardware(machine, meter, library_bytes)
     engine: Any = None

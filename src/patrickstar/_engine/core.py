@@ -140,7 +140,7 @@ class EngineCore:
             self.kernels,
             plan.staging_size,
             plan.buffer_bytes,
-            delay_after=None if config.update is None else config.update.after,
+            config.update,
         )
         if self.optimizer_step.disk_step is not None:
             self.optimizer_step.disk_step.reads_ahead = prefetch_policy is not DemandFetch
@@ -195,7 +195,7 @@ class EngineCore:
     ) -> None:
         """Let the backward that begins update chunks if the step is likely to decide as in the last one."""
         speculation = self.optimizer_in_backward.speculation
-        if speculation.possible and not self.optimizer_step.delays_next:
+        if speculation.possible and not self.optimizer_step.next_is_late:
             speculation.begin(groups, hyper_parameters(param_groups), self.gradients.scales)
 
     @handle_sigint
@@ -218,10 +218,10 @@ class EngineCore:
             speculation = self.optimizer_in_backward.speculation
             if speculation.possible:
                 speculation.decide(groups.get, hyper_parameters(param_groups), self.gradients.scales, overflow)
-            staleness = self.optimizer_step.delayed.staleness if self.optimizer_step.delayed is not None else 0.0
+            staleness = self.optimizer_step.staleness
             self.optimizer_step.begin_step()
             if overflow:
-                self.optimizer_step.flush()
+                self.optimizer_step.skip()
             else:
                 self.optimizer_step.run(groups.get, self.gradients.scales)
             self.data.close_step(() if overflow else groups)

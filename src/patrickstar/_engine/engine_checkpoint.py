@@ -70,6 +70,8 @@ class EngineCheckpoint:
             for managed in data.managed_params
             if data.has_gradient(managed) or managed.state.partial is not None
         ]
+        if not unused and core.optimizer_step.lock_free is not None:
+            core.flush()  # checkpoints hold no sums of gradients
         data.synchronize_processes(Request.STATE)
         with data.collective_section():
             data.share_optimizer_memory()
@@ -290,7 +292,7 @@ class EngineCheckpoint:
         """Restore what depends on the loaded chunk lists, and plain data."""
         core, data = self.core, self.core.data
         core.optimizer_step.steps = common.optimizer_steps
-        delayed = core.optimizer_step.delayed if core.optimizer_step.delays else None
+        delayed = core.optimizer_step.delayed if core.optimizer_step.is_late else None
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for managed in data.managed_params:
                 for kind in saved_kinds(managed):

@@ -143,7 +143,7 @@ def _chunk_info(chunk: Chunk, core: EngineCore) -> ChunkInfo:
 
 
 def _parameter_info(managed: ManagedParam, core: EngineCore) -> ParameterInfo:
-    home = core.optimizer_step.home_tiers.get(managed.location.chunk, Tier.HOST)
+    home = core.optimizer_step.tiers.home.get(managed.location.chunk, Tier.HOST)
     return ParameterInfo(
         managed.name,
         managed.shape,

@@ -18,7 +18,7 @@ from patrickstar._params.model_data import ModelData
 from patrickstar._params.precision import compute_dtypes
 from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.placement import HOST, ChunkTiers, Tier
-from patrickstar.config import Config
+from patrickstar.config import Config, Delayed, LockFree
 from patrickstar.errors import ModelError
 
 WeightSource = Callable[[str], torch.Tensor]
@@ -91,7 +91,14 @@ def param_specs(module: nn.Module, config: Config) -> list[ParamSpec]:
 
 
 def _schema(dtype: torch.dtype, trained: bool, config: Config) -> ParamSchema:
-    return schema_for(dtype_name(dtype), trained, config.optimizer.states, delayed=config.update is not None)
+    update = config.update
+    return schema_for(
+        dtype_name(dtype),
+        trained,
+        config.optimizer.states,
+        delayed=isinstance(update, Delayed),
+        buffered=update.gradient_dtype if isinstance(update, LockFree) else None,
+    )
 
 
 def make_layout(
@@ -134,6 +141,8 @@ def create_chunks(spec: ChunkSpec, tiers: ChunkTiers, manager: ChunkManager) -> 
         for item in spec.schema.optimizer_lists if spec.sharded else spec.schema.lists:
             tier = tiers.compute if item.kind == PARAM16 else tiers.optimizer
             created.append(manager.new_chunk(item.kind, spec.index, spec.own_numel, item.dtype, tier))
+        for item in spec.schema.buffers:
+            created.append(manager.new_chunk(item.kind, spec.index, spec.own_numel, item.dtype, Tier.HOST))
     except BaseException:
         for chunk in created:
             manager.remove(chunk)

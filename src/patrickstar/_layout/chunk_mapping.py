@@ -108,6 +108,11 @@ class ChunkSpec:
         return self.own_numel * sum(spec.itemsize for spec in self.schema.optimizer_lists)
 
     @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the chunks that stay on the host, for lock-free updates."""
+        return self.own_numel * sum(spec.itemsize for spec in self.schema.buffers)
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all chunks of this index that this rank owns."""
         return self.own_numel * self.schema.bytes_per_param
@@ -144,6 +149,11 @@ class Layout:
     def optimizer_bytes(self) -> int:
         """Bytes of all lists that only the optimizer step reads."""
         return sum(chunk.optimizer_bytes for chunk in self.chunks)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all lists that stay on the host, for lock-free updates."""
+        return sum(chunk.buffer_bytes for chunk in self.chunks)
 
     @property
     def model_data_bytes(self) -> int:

@@ -17,6 +17,10 @@ EMA = "ema"
 """Exponential moving average of the master."""
 DELAYED16 = "delayed16"
 """Gradient of a delayed update; the update writes the new parameters over it."""
+BUFFERED16 = "buffered16"
+"""Newest values of a parameter whose updates are lock-free, on the host (Angel-PTM's buffered parameters)."""
+BUFFERED_GRAD = "buffered_grad"
+"""Sum of the gradients that no lock-free update has used yet, on the host (Angel-PTM's buffered gradients)."""
 GRAD32 = "grad32"
 """Accumulated gradient. Not part of a schema: its chunks are created only when gradients are accumulated."""
 KEPT32 = "kept32"
@@ -46,6 +50,8 @@ class ParamSchema:
     """Parallel chunk lists of a parameter, `param16` first."""
 
     lists: tuple[ListSpec, ...]
+    buffers: tuple[ListSpec, ...] = ()
+    """Lists that stay on the host, for lock-free updates."""
 
     def __post_init__(self) -> None:
         assert self.lists[0].kind == PARAM16, "the first list of a schema must be param16"
@@ -73,7 +79,7 @@ class ParamSchema:
     @property
     def bytes_per_param(self) -> int:
         """Bytes of model data per element without padding: 14 for Adam in mixed precision, 2 if frozen in 16 bits."""
-        return sum(spec.itemsize for spec in self.lists)
+        return sum(spec.itemsize for spec in (*self.lists, *self.buffers))
 
     @property
     def trained(self) -> bool:
@@ -90,16 +96,29 @@ ADAM_STATES = (EXP_AVG, EXP_AVG_SQ)
 
 
 def schema_for(
-    dtype: str, trained: bool, states: tuple[str, ...] = ADAM_STATES, *, delayed: bool = False
+    dtype: str,
+    trained: bool,
+    states: tuple[str, ...] = ADAM_STATES,
+    *,
+    delayed: bool = False,
+    buffered: str | None = None,
 ) -> ParamSchema:
     """Return the schema of a parameter with this compute dtype.
 
-    A frozen parameter has `param16` only. A trained one also has the master and the optimizer's `states`, and, if
-    updates are `delayed`, a list for the gradients of such an update.
+    A frozen parameter has `param16` only. A trained one also has the master and the optimizer's `states`.
+
+    Args:
+        delayed: Add a list for the gradients of a delayed update.
+        buffered: Add the buffers of lock-free updates, with sums of gradients in "fp32" (the master's dtype) or in
+            "16-bit" (the compute dtype).
     """
     compute = ListSpec(PARAM16, dtype)
     if not trained:
         return ParamSchema((compute,))
     master = "float64" if dtype == "float64" else "float32"
     gradients = (ListSpec(DELAYED16, dtype),) if delayed else ()
-    return ParamSchema((compute, *(ListSpec(kind, master) for kind in (PARAM32, *states)), *gradients))
+    lists = (compute, *(ListSpec(kind, master) for kind in (PARAM32, *states)), *gradients)
+    if buffered is None:
+        return ParamSchema(lists)
+    sums = ListSpec(BUFFERED_GRAD, master if buffered == "fp32" else dtype)
+    return ParamSchema(lists, (ListSpec(BUFFERED16, dtype), sums))

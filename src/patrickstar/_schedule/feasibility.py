@@ -28,12 +28,19 @@ def smallest_accepted(accepts: Callable[[int], bool], upper: int) -> int:
 
 
 def check_budgets(
-    layout: Layout, operators: Iterable[set[str]], budgets: Budgets, staging_bytes: int = 0, library_bytes: int = 0
+    layout: Layout,
+    operators: Iterable[set[str]],
+    budgets: Budgets,
+    staging_bytes: int = 0,
+    library_bytes: int = 0,
+    *,
+    with_disk: bool = False,
 ) -> None:
     """Raise BudgetError with the smallest sufficient budgets if the model data does not fit the tiers.
 
-    `operators` holds the parameter names that each operator reads. `budgets` excludes `staging_bytes` (host, for disk
-    transfers) and `library_bytes` (device, for cuBLAS); the error includes both. Activations are not counted.
+    `operators` holds the parameter names that each operator reads. `budgets` excludes `staging_bytes` (host, for
+    transfers), the buffers of lock-free updates (host) and `library_bytes` (device, for cuBLAS); the error includes
+    them. Activations are not counted.
     """
     working_set = working_set_bytes(layout, operators)
 
@@ -43,10 +50,11 @@ def check_budgets(
     if budgets.host >= 0 and accepts():
         return
     total, given_device = layout.model_data_bytes, budgets.device + library_bytes
+    reserved = staging_bytes + layout.buffer_bytes
     given = (
         f"the model data of {total} bytes ({format_size(total)}) does not fit a device budget of {given_device} "
-        f"bytes ({format_size(given_device)}) and a host budget of {budgets.host + staging_bytes} bytes "
-        f"({format_size(budgets.host + staging_bytes)})"
+        f"bytes ({format_size(given_device)}) and a host budget of {budgets.host + reserved} bytes "
+        f"({format_size(budgets.host + reserved)})"
     )
     needs = f"the most demanding operator needs {working_set} bytes at once on the device"
     if library_bytes:
@@ -54,12 +62,17 @@ def check_budgets(
             f", and this device needs {library_bytes} bytes ({format_size(library_bytes)}) more for its libraries "
             f"(cuBLAS workspaces)"
         )
-    if staging_bytes:
+    if layout.buffer_bytes:
+        needs += (
+            f", and lock-free updates need {layout.buffer_bytes} bytes ({format_size(layout.buffer_bytes)}) on the host"
+        )
+    if with_disk:
         all_on_disk = {chunk.index: ChunkTiers(Tier.DEVICE, Tier.DISK) for chunk in layout.chunks}
         disk = disk_bytes(layout.chunks, all_on_disk)
         shards = sum(chunk.shard_bytes for chunk in layout.chunks)
-        min_host = staging_bytes + shards
-        purpose = " and this rank's shards of the parameters" if shards else ""
+        min_host = reserved + shards
+        purpose = " and buffers of lock-free updates" if layout.buffer_bytes else ""
+        purpose += " and this rank's shards of the parameters" if shards else ""
         min_device = working_set + library_bytes
         shortage = {
             f"device_memory={min_device} bytes ({format_size(min_device)})": working_set - budgets.device,
@@ -78,7 +91,7 @@ def check_budgets(
     device = smallest_accepted(lambda nbytes: accepts(device=nbytes), ample)
     min_device = max(budgets.device, smallest_accepted(lambda nbytes: accepts(device=nbytes, host=ample), ample))
     host = smallest_accepted(lambda nbytes: accepts(device=min_device, host=nbytes), ample)
-    device, min_device = device + library_bytes, min_device + library_bytes
+    device, min_device, host = device + library_bytes, min_device + library_bytes, host + reserved
     raise BudgetError(
         f"{given}; {needs}",
         device - given_device,

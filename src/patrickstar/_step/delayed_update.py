@@ -65,11 +65,11 @@ class DelayedUpdates:
         data.complete_delayed = lambda managed: self.finish(managed.location.chunk)
 
     @property
-    def staleness(self) -> float:
-        """Number of updates that the parameters do not contain yet, as a mean over their elements."""
+    def staleness(self) -> tuple[float, int]:
+        """Number of updates that the parameters do not contain yet: mean over their elements, and maximum."""
         trained = [managed for managed in self.data.managed_params if managed.schema.trained]
         late = sum(managed.location.numel for managed in trained if managed.state.delayed)
-        return late / max(1, sum(managed.location.numel for managed in trained))
+        return late / max(1, sum(managed.location.numel for managed in trained)), min(late, 1)
 
     def list_of(self, index: int) -> Chunk:
         """Return the chunk of delayed gradients of an index."""

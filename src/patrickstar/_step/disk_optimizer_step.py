@@ -6,12 +6,13 @@ from functools import partial
 import torch
 
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.update_rule import Gradient, Rule, Span
-from patrickstar._layout.schema import DELAYED16, GRAD32
+from patrickstar._kernels.update_rule import Rule, Span
+from patrickstar._layout.schema import GRAD32
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
-from patrickstar._step.disk_update import DiskUpdate, count_update_transfers, overlap
+from patrickstar._step.disk_update import DiskUpdate, PageBuffers, count_update_transfers, overlap
+from patrickstar._step.page_span import page_span
 from patrickstar._step.running_updates import EndOfUpdate, RunningUpdates
 from patrickstar._step.staging_pool import PageSet, StagingPool
 from patrickstar._step.streamed_update import HostUpdates
@@ -98,6 +99,16 @@ class DiskOptimizerStep:
         if update.pages:
             self._updates.append(update)
 
+    @defer_sigint
+    def submit_buffered(
+        self, index: int, rules: Mapping[ManagedParam, Rule], pages: Sequence[tuple[int, int]], buffers: PageBuffers
+    ) -> DiskUpdate:
+        """Queue a lock-free update of some pages of a chunk."""
+        self._expected.clear()  # all pages that will be updated are queued
+        update = DiskUpdate(index, rules, (), self.data.state_chunks(index), list(pages), buffers=buffers)
+        self._updates.append(update)
+        return update
+
     def submit_speculative(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> DiskUpdate:
         """Queue an update whose results go to spare pages, which have been reserved, after all others."""
         update = self._new_update(index, rules, scales)
@@ -121,6 +132,10 @@ class DiskOptimizerStep:
             if any(overlap(managed, first, first + numel) for managed in rules)
         ]
         return DiskUpdate(index, rules, scales, lists, pages, listed=listed)
+
+    def buffered(self, index: int) -> list[DiskUpdate]:
+        """Return the queued lock-free updates of a chunk."""
+        return [update for update in self._updates if update.index == index and update.buffers is not None]
 
     def is_queued(self, update: DiskUpdate) -> bool:
         """Return whether an update is in the queue and not complete."""
@@ -181,10 +196,22 @@ class DiskOptimizerStep:
                 read = {pages.owner.index for pages in self._queued() if pages.ready}
                 self.late |= wanted - read
             self.reorder(lambda index: index not in wanted)
-        while wanted & self.unfinished:
+        self._update_until(lambda: not wanted & self.unfinished, wanted)
+        if indices is None:
+            self.staging_pool.wait([write for pages in self.staging_pool.live for write in pages.writes])
+            self.staging_pool.collect()
+
+    def finish_pages(self, indices: Collection[int], ended: Callable[[], bool]) -> None:
+        """Update pages, those of these chunks first, until `ended` returns True or none is left."""
+        self.reorder(lambda index: index not in indices)
+        self._update_until(ended, indices)
+
+    def _update_until(self, ended: Callable[[], bool], first: Collection[int]) -> None:
+        """Update pages in the order of the queue; begin with those of chunks `first` while others run."""
+        while self._updates and not ended():
             self._read_ahead()
             queued = self._queued()
-            if queued and (queued[0].owner.index in wanted or not self._running):
+            if queued and (queued[0].owner.index in first or not self._running):
                 self.staging_pool.complete(queued[0])
                 if not queued[0].owner.delayed:
                     self.data.manager.ensure_in_memory(queued[0].owner.param16)
@@ -194,9 +221,6 @@ class DiskOptimizerStep:
                 self._running.finish_first()
             else:
                 self.staging_pool.wait_for_buffers()
-        if indices is None:
-            self.staging_pool.wait([write for pages in self.staging_pool.live for write in pages.writes])
-            self.staging_pool.collect()
 
     def finish_running(self) -> None:
         """Wait for the updates that the worker thread runs; others stay deferred."""
@@ -219,8 +243,12 @@ class DiskOptimizerStep:
             for managed in update.rules
             if managed.state.update_pending or update.delayed
         ]
-        for managed in [managed for update in self._updates if update.delayed for managed in update.rules]:
-            managed.steps -= 1
+        for update in [each for each in self._updates if each.delayed]:
+            if update.buffers is not None:
+                update.buffers.forget(update.rules)
+                continue
+            for managed in update.rules:
+                managed.steps -= 1
         aborted, self._updates = self._updates, []
         self.cancel_running()
         if self.data.manager.io_dispatch.failed is not None:
@@ -310,15 +338,10 @@ class DiskOptimizerStep:
         try:
             self.staging_pool.wait(pages.reads)
             views = dict(zip((chunk.kind for chunk in pages.lists), self.staging_pool.views(pages), strict=True))
-            spans = []
-            for managed, rule in update.rules.items():
-                part = overlap(managed, pages.first, pages.first + pages.numel)
-                if part is not None:
-                    spans.append(self._span(managed, rule, part, pages, views))
-                    if managed.shard_chunk.device_valid and not update.delayed:  # states are on the host
-                        numel, by_kernel = part.stop - part.start, self._host_updates is not None
-                        upload = not update.speculative
-                        count_update_transfers(self.data.manager, managed, numel, upload, by_kernel=by_kernel)
+            if update.buffers is None:
+                spans = self._spans(pages, views)
+            else:
+                spans = update.buffers.spans(pages.index, pages.first, views)
             if self._host_updates is not None:
                 self._hold(pages, self._host_updates, spans)
                 return
@@ -329,11 +352,27 @@ class DiskOptimizerStep:
             self._abort(error)
             raise
 
+    def _spans(self, pages: PageSet, views: Mapping[str, torch.Tensor]) -> list[Span]:
+        """Return what the update of a page set reads and writes, and count what it copies."""
+        update, updates, spans = pages.owner, self._host_updates, []
+        for managed, rule in update.rules.items():
+            part = overlap(managed, pages.first, pages.first + pages.numel)
+            if part is not None:
+                in_order = updates is not None and updates.waits_for_copies
+                pool = self.staging_pool
+                spans.append(page_span(self.data, pool, managed, rule, part, pages, views, in_order=in_order))
+                if managed.shard_chunk.device_valid and not update.delayed:  # states are on the host
+                    numel, upload = part.stop - part.start, not update.speculative
+                    count_update_transfers(self.data.manager, managed, numel, upload, by_kernel=updates is not None)
+        return spans
+
     def _hold(self, pages: PageSet, updates: HostUpdates, spans: Sequence[Span]) -> None:
         """Start to update a page set on the worker thread, before whole chunks on the host: the disk is slower."""
         owner = pages.owner
         chunks = [sums for sums in self.data.gradient_sums(pages.index) if sums not in pages.lists]
-        if not owner.delayed:
+        if owner.buffers is not None:
+            chunks = owner.buffers.chunks(pages.index)
+        elif not owner.delayed:
             chunks.insert(0, owner.param16)
         pages.update = updates.start(spans, owner.scales, chunks, urgent=True)
         self.staging_pool.keep_until(EndOfUpdate(pages.update, repr(owner.param16)))
@@ -358,37 +397,11 @@ class DiskOptimizerStep:
             if not update.delayed:
                 self.data.manager.mark_written(update.param16, on_device=update.param16.device_valid)
             self.staging_pool.write(pages, [chunk for chunk in pages.lists if chunk.kind != GRAD32])
+            if update.buffers is not None:
+                update.buffers.end_page(pages.index, pages.first)
         pages.updated = True
         update.updated += 1
         if update.complete and not update.speculative:
             if not update.delayed:
                 self.data.end_update(update.rules)
             self._updates.remove(update)
-
-    def _span(
-        self, managed: ManagedParam, rule: Rule, part: slice, pages: PageSet, views: Mapping[str, torch.Tensor]
-    ) -> Span:
-        """Return the tensors that the update of elements `part` accesses, on pages with these `views`."""
-        first = managed.location.offset - pages.first
-        on_page = slice(first + part.start, first + part.stop)
-        in_order = self._host_updates is not None and self._host_updates.waits_for_copies
-        listed, accumulated, dtype = pages.owner.listed, None, getattr(torch, managed.schema.master_dtype)
-        if managed.state.accumulated if listed is None else managed in listed:
-            page = views.get(GRAD32)
-            chunk = self.data.manager[GRAD32, managed.location.chunk]
-            accumulated = page[on_page] if page is not None else managed.flat(chunk, in_order=in_order)[part]
-        if listed is not None:
-            param = views[DELAYED16][on_page]
-        else:
-            param = managed.flat(managed.shard_chunk, in_order=in_order)[part]
-        if accumulated is None:
-            assert managed.overlays_shard or listed is not None, f"{managed.name} has no gradient"
-            grad = Gradient(param, None, dtype)
-        elif listed is None and managed.overlays_shard:
-            grad = Gradient(param, accumulated, dtype)
-        else:
-            grad = Gradient(accumulated, None, dtype)
-        if pages.owner.speculative:
-            param = self.staging_pool.param_view(pages, param.dtype)[on_page]
-        master, *states = (views[spec.kind][on_page] for spec in managed.schema.state_lists)
-        return Span(param, grad, master, tuple(states), rule)

@@ -1,12 +1,36 @@
 """Update of one chunk whose states are on disk, and what it transfers."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from patrickstar._kernels.update_rule import Rule
+import torch
+
+from patrickstar._kernels.update_rule import Rule, Span
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._params.managed_param import ManagedParam
+
+
+class PageBuffers(Protocol):
+    """Sums of gradients and newest parameters on the host, which an update of pages uses in place of `param16`."""
+
+    def chunks(self, index: int) -> list[Chunk]:
+        """Return the chunks of an index that hold them."""
+
+    def spans(self, index: int, first: int, states: Mapping[str, torch.Tensor]) -> list[Span]:
+        """Return what the update of one page reads and writes.
+
+        Args:
+            first: First element of the page.
+            states: Page of each list of masters and optimizer states.
+        """
+
+    def end_page(self, index: int, first: int) -> None:
+        """Note that a page has been updated."""
+
+    def forget(self, failed: Iterable[ManagedParam]) -> None:
+        """Drop the gradients of parameters whose update has failed."""
 
 
 @dataclass(eq=False)
@@ -23,6 +47,8 @@ class DiskUpdate:
     """Number of pages updated so far."""
     listed: Collection[ManagedParam] | None = None
     """If it is a delayed update: parameters whose gradient is in the gradient list. See [Note: delayed updates]."""
+    buffers: PageBuffers | None = None
+    """If it is lock-free: what it uses in place of `param16`. See [Note: lock-free updates]."""
     speculative: bool = False
     """True while its results go to spare pages. See [Note: speculation]."""
     versions: Mapping[Chunk, int] = field(default_factory=dict)
@@ -35,8 +61,8 @@ class DiskUpdate:
 
     @property
     def delayed(self) -> bool:
-        """True if it reads and writes `delayed16` in place of the parameters."""
-        return self.listed is not None
+        """True if it reads and writes other lists in place of the parameters, which operators go on reading."""
+        return self.listed is not None or self.buffers is not None
 
     @property
     def is_current(self) -> bool:

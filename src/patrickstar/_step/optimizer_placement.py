@@ -26,15 +26,15 @@ class OptimizerPlacement:
     def begin(self, placement: Mapping[int, ChunkTiers]) -> None:
         """Set the home tiers before the first measured step."""
         if self._data.manager.disk_tier is None:
-            self._optimizer_step.home_tiers = dict.fromkeys(self._optimizer_step.bound_to_device(), Tier.DEVICE)
+            self._optimizer_step.tiers.home = dict.fromkeys(self._optimizer_step.tiers.bound_to_device(), Tier.DEVICE)
         else:
-            self._optimizer_step.home_tiers = {index: tiers.optimizer for index, tiers in placement.items()}
+            self._optimizer_step.tiers.home = {index: tiers.optimizer for index, tiers in placement.items()}
 
     def replan(self, layout: Layout) -> None:
         """Set the home tiers again after a measured step."""
         chunks, manager, non_model_bytes = layout.chunks, self._data.manager, self._tracer.peak_non_model_bytes
         self._set_keep_duplicates(layout, non_model_bytes)
-        bound_to_device = self._optimizer_step.bound_to_device() if manager.disk_tier is None else set()
+        bound_to_device = self._optimizer_step.tiers.bound_to_device() if manager.disk_tier is None else set()
         chunkable = manager.device_tier.budget_bytes - non_model_bytes - self._optimizer_step.workspace_bytes()
         accumulates = self._data.accumulates
         on_host = {managed.location.chunk for managed in self._data.managed_params if managed.on_host} - bound_to_device
@@ -42,13 +42,13 @@ class OptimizerPlacement:
             set(margin_chunks(chunks, chunkable, bound_to_device=bound_to_device, accumulates=accumulates)) - on_host
         )
         if manager.disk_tier is None:
-            self._optimizer_step.home_tiers = dict.fromkeys(on_device, Tier.DEVICE)
+            self._optimizer_step.tiers.home = dict.fromkeys(on_device, Tier.DEVICE)
         else:
             host_bytes = manager.host_tier.budget_bytes - manager.host_tier.other_peak
             device_param_bytes = 0 if manager.evict_everything else chunkable
             room = optimizer_room_bytes(layout, host_bytes, device_param_bytes, on_host)
-            self._optimizer_step.home_tiers = home_tiers(chunks, on_device, room, accumulates=accumulates)
-        tiers = Counter(self._optimizer_step.home_tiers.values())
+            self._optimizer_step.tiers.home = home_tiers(chunks, on_device, room, accumulates=accumulates)
+        tiers = Counter(self._optimizer_step.tiers.home.values())
         host_count = layout.chunk_count - tiers[Tier.DEVICE] - tiers[Tier.DISK]
         _log.info(
             "plan: optimizer chunks: %d on the device, %d on the host, %d on disk; %d bytes of non-model data",

@@ -9,7 +9,6 @@ import torch
 
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule, Running, Span
-from patrickstar._layout.schema import SHARD16
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.profiler_range import profiler_range
@@ -20,9 +19,12 @@ from patrickstar._step.delayed_update import DelayedUpdates
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.disk_update import count_update_transfers
 from patrickstar._step.failed_update import give_up
+from patrickstar._step.lock_free_update import LockFreeUpdates
 from patrickstar._step.running_updates import RunningUpdates
 from patrickstar._step.staging_pool import StagingPool, StagingSize
 from patrickstar._step.streamed_update import HostUpdates, StreamedUpdates
+from patrickstar._step.update_tiers import UpdateTiers
+from patrickstar.config import Delayed, LockFree
 from patrickstar.optim import Optimizer
 
 GroupOf = Callable[[ManagedParam], Mapping[str, Any] | None]
@@ -38,7 +40,7 @@ class OptimizerStep:
         kernels: Kernels,
         staging_size: StagingSize | None = None,
         buffer_bytes: int = 0,
-        delay_after: int | None = None,
+        update: Delayed | LockFree | None = None,
     ) -> None:
         manager, accelerator = data.manager, data.manager.hardware.accelerator
         self.data = data
@@ -53,16 +55,20 @@ class OptimizerStep:
             self.host_updates = HostUpdates(kernels, streamed)
         self.running = RunningUpdates()
         """Updates in progress, except those from disk."""
-        self.home_tiers: dict[int, Tier] = {}
-        """Tier of the optimizer chunks of each index; the host for others."""
+        self.tiers = UpdateTiers(data, self._waits_for_copies)
         self.disk_step = (
             DiskOptimizerStep(data, kernels, self.host_updates, StagingPool(manager, staging_size))
             if staging_size is not None
             else None
         )
-        self.delayed = None
-        if delay_after is not None:
-            self.delayed = DelayedUpdates(data, kernels, self.host_updates, self.running, self.disk_step, delay_after)
+        self.delayed: DelayedUpdates | None = None
+        self.lock_free: LockFreeUpdates | None = None
+        own = kernels, self.host_updates, self.running, self.disk_step
+        if isinstance(update, Delayed):
+            self.delayed = DelayedUpdates(data, *own, update.after)
+        elif isinstance(update, LockFree):
+            self.lock_free = LockFreeUpdates(data, optimizer, *own, update)
+        self._late_from = None if update is None else update.after
         self.steps = 0
         """Number of steps, with the one that runs."""
         self._in_step = False
@@ -92,31 +98,50 @@ class OptimizerStep:
     def run(self, group_of: GroupOf, scales: Sequence[float]) -> None:
         """Update every parameter that has a gradient and a param group; multiply the gradients by `scales` in order.
 
-        Beside an accelerator updates are started: see [Note: running updates]. Delayed ones are started on every tier:
-        see [Note: delayed updates].
+        Beside an accelerator updates are started: see [Note: running updates]. Late ones are started on every tier:
+        see [Note: delayed updates] and [Note: lock-free updates].
         """
         indices, first_use = list(self.data.by_chunk), self.data.tracer.trace.first_use
-        if self.host_updates is not None or self.delays:
+        if self.host_updates is not None or self.is_late:
             indices.sort(key=first_use)
+        if self.is_late and self.lock_free is not None:
+            self.lock_free.begin_step(self.steps)
         for index in indices:
-            if self.delays:
+            if not self.is_late:
+                self.update_chunk(index, group_of, scales)
+            elif self.lock_free is None:
                 self._delay_chunk(index, group_of, scales)
             else:
-                self.update_chunk(index, group_of, scales)
+                self._buffer_chunk(self.lock_free, index, group_of, scales)
+        if self.is_late and self.lock_free is not None:
+            self.lock_free.end_step()
         self.running.reorder(first_use)
         if self.disk_step is not None:
             self.disk_step.reorder(first_use)
             self.progress()
 
     @property
-    def delays(self) -> bool:
-        """True if the update of the step that runs, or has run last, is delayed."""
-        return self.delayed is not None and self.steps >= self.delayed.after
+    def is_late(self) -> bool:
+        """True if the update of the step that runs, or has run last, is delayed or lock-free."""
+        return self._late_from is not None and self.steps >= self._late_from
 
     @property
-    def delays_next(self) -> bool:
-        """True if the update of the next step will be delayed."""
-        return self.delayed is not None and self.steps + 1 >= self.delayed.after
+    def next_is_late(self) -> bool:
+        """True if the update of the next step will be delayed or lock-free."""
+        return self._late_from is not None and self.steps + 1 >= self._late_from
+
+    @property
+    def staleness(self) -> tuple[float, int]:
+        """Updates that the parameters of the present forward lack: mean over elements, and maximum."""
+        late = self.delayed or self.lock_free
+        return (0.0, 0) if late is None else late.staleness
+
+    def skip(self) -> None:
+        """Drop the gradients of the step, which have overflowed."""
+        if self.is_late and self.lock_free is not None:
+            self.run(lambda managed: None, ())
+        else:
+            self.flush()
 
     def begin_step(self) -> None:
         """Count a step, unless it is one that was interrupted."""
@@ -130,15 +155,18 @@ class OptimizerStep:
             self.delayed.end_step()
 
     def flush(self) -> None:
-        """Finish delayed updates, and make the newest parameters those that operators read."""
-        if self.delayed is not None:
+        """Finish late updates, and make the newest parameters those that operators read."""
+        late = self.delayed or self.lock_free
+        if late is not None:
             self.complete()
-            self.delayed.publish_all()
+            late.publish_all()
 
     def close(self) -> None:
         """End the worker thread."""
         if self.disk_step is not None:
             self.disk_step.cancel_running()
+        if self.lock_free is not None:
+            self.lock_free.close()
         self.running.clear()
         if self.host_updates is not None:
             self.host_updates.close()
@@ -160,6 +188,8 @@ class OptimizerStep:
         """Wait for updates of these parameters (default: all) that are running or deferred. Raises the first error."""
         if managed_params is None:
             self.running.finish()
+            if self.lock_free is not None:
+                self.lock_free.complete()
         elif self.running:
             for managed in managed_params:
                 managed.shard_chunk.wait_for_update()
@@ -184,7 +214,7 @@ class OptimizerStep:
         if any(managed.has_gradient for managed in managed_params):
             self.data.before_update(index)
             self.note_order(index)
-        self._move_for_update(index, managed_params)
+        self.tiers.move(index, managed_params)
         rules = self.rules(managed_params, group_of)
         if not rules:
             return
@@ -222,8 +252,25 @@ class OptimizerStep:
         if any(managed.has_gradient for managed in managed_params):
             self.data.before_update(index)
             self.note_order(index)
-        self._move_for_update(index, managed_params)
+        self.tiers.move(index, managed_params)
         self.delayed.update(index, self.rules(managed_params, group_of), scales)
+
+    @defer_sigint
+    def _buffer_chunk(self, lock_free: LockFreeUpdates, index: int, group_of: GroupOf, scales: Sequence[float]) -> None:
+        """Add the gradients of one chunk to the buffers, and replace them by the newest parameters."""
+        managed_params = self.data.by_chunk[index]
+        if not managed_params[0].schema.trained:
+            return
+        self.complete(managed_params)  # of the last step that was not lock-free
+        with_gradient = [managed for managed in managed_params if managed.has_gradient]
+        if with_gradient or lock_free.buffer.pending(index):
+            self.data.before_update(index)
+            self.note_order(index)
+        tier = self.tiers.tier_of(index)
+        if tier is not Tier.DISK:
+            lock_free.withdraw_from_disk(index)
+        self.tiers.move(index, managed_params, tier)
+        lock_free.accept(index, {managed: group_of(managed) for managed in with_gradient}, scales)
 
     def note_order(self, index: int) -> None:
         """Record that the chunks of an index are updated next."""
@@ -335,62 +382,3 @@ class OptimizerStep:
             if managed.schema.trained
         )
         return max(sizes, default=0)
-
-    def bound_to_device(self) -> set[int]:
-        """Return indices whose optimizer chunks are on the device and do not fit on the host.
-
-        Evicting them must leave the host enough room to swap two `param16` chunks.
-        """
-        manager = self.data.manager
-        param_chunks = [managed_params[0].chunk for managed_params in self.data.by_chunk.values()]
-        exchange = 2 * max(0 if chunk.sharded else chunk.nbytes for chunk in param_chunks)
-        free = manager.host_tier.free_bytes + manager.host_tier.spare_bytes - exchange
-        bound = set()
-        for index in self.data.by_chunk:
-            # Some of them may have been evicted already, to make room for `param16`.
-            chunks = self.data.optimizer_chunks(index)
-            on_device = [chunk for chunk in chunks if chunk.device_valid and not chunk.host_valid]
-            if on_device:
-                nbytes = sum(chunk.nbytes for chunk in on_device)
-                if nbytes > free:
-                    bound.add(index)
-                else:
-                    free -= nbytes
-        return bound
-
-    def _update_tier(self, index: int, chunks: Sequence[Chunk]) -> Tier:
-        """Return the tier to update on: the home tier, or the disk while a host home tier has no room yet."""
-        home, manager = self.home_tiers.get(index, Tier.HOST), self.data.manager
-        if home is Tier.HOST and manager.disk_tier is not None:
-            needed = sum(chunk.nbytes for chunk in chunks if chunk.host is None)
-            if not manager.host_tier.has_room(needed):
-                return Tier.DISK
-        return home
-
-    def _fits_host(self, chunk: Chunk) -> bool:
-        """Return whether a chunk that is on the device fits on the host."""
-        return chunk.device_valid and (chunk.host_bytes > 0 or self.data.manager.host_tier.has_room(chunk.nbytes))
-
-    def _move_for_update(self, index: int, managed_params: list[ManagedParam]) -> None:
-        """Move the optimizer chunks of one index to the tier that they are updated on.
-
-        For an update on the host the `param16` chunk stays on the device if it is there: gradients are copied D2H and
-        parameters H2D, beside operators. Chunks that are on the device after backward are those that the next forward
-        uses first, so nothing would be gained by moving them.
-        """
-        manager = self.data.manager
-        chunks = [*self.data.optimizer_chunks(index), *self.data.gradient_sums(index)]
-        home = self._update_tier(index, chunks)
-        param16 = managed_params[0].shard_chunk
-        if any(managed.has_gradient for managed in managed_params):
-            manager.transfers.complete_io(param16)
-            # Operators read gathered chunks: a shard follows its states.
-            if home is Tier.DEVICE or (param16.kind == SHARD16 and self._fits_host(param16)):
-                chunks.append(param16)
-            elif home is Tier.HOST:
-                manager.ensure_in_memory(param16, in_order=self._waits_for_copies)
-        if home is Tier.DEVICE:
-            manager.fetch(chunks)
-        for chunk in chunks:
-            manager.move_to_tier(chunk, home)
-        self.data.update_param_views()

@@ -1,6 +1,5 @@
 """Statistics of optimizer steps, in bytes and seconds."""
 
-import math
 import warnings
 from dataclasses import asdict, dataclass, field
 from operator import add
@@ -105,7 +104,12 @@ class Stats:
     _warned: bool = False
 
     def close_step(
-        self, manager: ChunkManager, overflow: bool, loss_scale: float, non_model_peak: int, staleness: float = 0.0
+        self,
+        manager: ChunkManager,
+        overflow: bool,
+        loss_scale: float,
+        non_model_peak: int,
+        staleness: tuple[float, int] = (0.0, 0),
     ) -> None:
         """Read the manager's counters at the end of a step, and reset its peaks."""
         moved = manager.counters.since(self._mark)
@@ -124,8 +128,8 @@ class Stats:
             library_resident_peak_bytes=manager.hardware.library_resident_bytes(manager.resident_bytes),
             disk_bytes=manager.disk_tier.file.used_bytes if manager.disk_tier is not None else 0,
             **asdict(moved),
-            staleness=staleness,
-            peak_staleness=math.ceil(staleness),
+            staleness=staleness[0],
+            peak_staleness=staleness[1],
             reserved_bytes=allocator.reserved_bytes,
             inactive_split_bytes=allocator.inactive_split_bytes,
             allocator_retries=retries,

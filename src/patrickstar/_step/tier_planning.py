@@ -15,7 +15,7 @@ from patrickstar._schedule.feasibility import check_budgets, working_set_bytes
 from patrickstar._schedule.placement import Budgets, ChunkTiers, disk_bytes, initial_placement
 from patrickstar._step.staging_pool import StagingSize
 from patrickstar._step.streamed_update import BUFFERS, buffer_bytes
-from patrickstar.config import Config
+from patrickstar.config import Config, Delayed
 from patrickstar.errors import BudgetError
 
 MASTER_BYTES = 4
@@ -95,7 +95,7 @@ def plan_tiers(
     """
     rule = config.optimizer.rule(config.optimizer.defaults(), 1, {})
     buffers = _update_buffer_bytes(layout, rule.by_pages) if hardware.has_gpu else 0
-    device, host = memory[0] - library_bytes, memory[1] - buffers
+    device, host = memory[0] - library_bytes, memory[1] - buffers - layout.buffer_bytes
     working_set = working_set_bytes(layout, together)
     in_memory = initial_placement(layout.chunks, Budgets(device, host), working_set)
     free = hardware.free_disk_bytes(Path(config.disk.directory)) // sharing if config.disk is not None else 0
@@ -109,16 +109,17 @@ def plan_tiers(
     numel = max(layout.chunk_numel, *(chunk.own_numel for chunk in layout.chunks))
     largest = numel * max(MASTER_BYTES, *(spec.itemsize for chunk in layout.chunks for spec in chunk.schema.lists))
     page_bytes = min(page_bytes, round_up(largest))
-    if config.update is not None:  # pages of 16-bit gradients, which an update reads, are whole blocks too
+    delayed = isinstance(config.update, Delayed)
+    if delayed:  # pages of 16-bit gradients, which an update reads, are whole blocks too
         page_bytes = max(page_bytes, 2 * BLOCK_BYTES)
     io_bytes = page_bytes * (STAGES + 1)
     # Master and gradient list, beside the optimizer states.
-    lists = 2 + len(config.optimizer.states) + (config.update is not None)
+    lists = 2 + len(config.optimizer.states) + delayed
     room = host - io_bytes - sum(chunk.shard_bytes for chunk in layout.chunks)
     staging_size = StagingSize.choose(lists, largest, page_bytes, rule.by_pages, room)
     staging = buffers + io_bytes + staging_size.nbytes
-    budget = Budgets(device, memory[1] - staging, capacity if capacity is not None else free)
-    check_budgets(layout, together, budget, staging, library_bytes)
+    budget = Budgets(device, memory[1] - layout.buffer_bytes - staging, capacity if capacity is not None else free)
+    check_budgets(layout, together, budget, staging, library_bytes, with_disk=True)
     placement = initial_placement(layout.chunks, budget, working_set)
     assert placement is not None, "budgets were checked"
     nbytes = disk_bytes(layout.chunks, placement)
@@ -140,7 +141,7 @@ def optimizer_room_bytes(layout: Layout, host_bytes: int, device_param_bytes: in
     `on_host` holds indices of `param16` chunks that stay on the host, where their embedding lookups run.
     """
     resident = sum(chunk.compute_bytes for chunk in layout.chunks if chunk.index in on_host)
-    resident += sum(chunk.shard_bytes for chunk in layout.chunks)
+    resident += layout.buffer_bytes + sum(chunk.shard_bytes for chunk in layout.chunks)
     evictable = [chunk.evictable_bytes for chunk in layout.chunks if chunk.index not in on_host]
     spilled = sum(evictable) - device_param_bytes
     return host_bytes - resident - (min(sum(evictable), spilled + max(evictable)) if spilled > 0 else 0)

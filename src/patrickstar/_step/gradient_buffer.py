@@ -1,0 +1,218 @@
+"""Buffers of lock-free updates: sums of gradients that no update has used, and the newest parameters."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from patrickstar._kernels.update_rule import Gradient, Rule, Span
+from patrickstar._layout.schema import BUFFERED16, BUFFERED_GRAD
+from patrickstar._memory.chunk import Chunk
+from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.model_data import ModelData
+from patrickstar._step.disk_update import overlap
+from patrickstar._step.update_log import Pages, UpdateRecord
+from patrickstar.optim import Optimizer
+
+
+@dataclass(eq=False)
+class BufferedPage:
+    """One page of a chunk, which is updated as a whole."""
+
+    index: int
+    number: int
+    first: int
+    """First element in the chunk."""
+    numel: int
+    pending: dict[ManagedParam, int] = field(default_factory=dict)
+    """Number of gradients in the sums, by parameter."""
+    oldest: int = 0
+    """Step of the first of these gradients."""
+    used_until: int = 0
+    """Last step whose gradients an update may have used."""
+    updates: dict[ManagedParam, int] = field(default_factory=dict)
+    """Number of updates of these elements, by parameter."""
+    queued: bool = False
+    """True while an update of the page is queued or runs."""
+
+    def part(self, managed: ManagedParam) -> slice | None:
+        """Return the elements of a parameter that are on the page; None if there are none."""
+        return overlap(managed, self.first, self.first + self.numel)
+
+
+class GradientBuffer:
+    """Sums of gradients and newest parameters, page by page, in host memory.
+
+    Args:
+        page_numel: Returns the number of elements of the pages of a chunk of masters.
+    """
+
+    def __init__(self, data: ModelData, optimizer: Optimizer, page_numel: Callable[[Chunk], int]) -> None:
+        self.data = data
+        self.step = 0
+        """Number of the last step whose gradients were added."""
+        self.records: list[UpdateRecord] = []
+        """Updates that the log does not contain yet."""
+        self.renewed: set[ManagedParam] = set()
+        """Parameters with values that operators do not read yet."""
+        self._optimizer, self._page_numel = optimizer, page_numel
+        self._groups: dict[ManagedParam, Mapping[str, Any]] = {}
+        """Param group of each parameter as it was in the last step in which it had a gradient."""
+        self._pages: dict[int, list[BufferedPage]] = {}
+
+    def pages(self, index: int) -> list[BufferedPage]:
+        """Return the pages of a chunk."""
+        if index not in self._pages:
+            master = self.data.state_chunks(index)[0]
+            numel = max(1, min(self._page_numel(master), master.numel))
+            starts = enumerate(range(0, master.numel, numel))
+            self._pages[index] = [
+                BufferedPage(index, number, first, min(numel, master.numel - first)) for number, first in starts
+            ]
+        return self._pages[index]
+
+    def pages_of(self, managed: ManagedParam) -> Iterator[tuple[BufferedPage, slice]]:
+        """Yield the pages with elements of a parameter, and these elements."""
+        for page in self.pages(managed.location.chunk):
+            if (part := page.part(managed)) is not None:
+                yield page, part
+
+    def pending(self, index: int | None = None) -> list[BufferedPage]:
+        """Return the pages, of one chunk or of all, with gradients that no update has used."""
+        indices = [each for each in self._pages if each in self.data.by_chunk] if index is None else [index]
+        return [page for each in indices for page in self.pages(each) if page.pending]
+
+    def describe(self) -> Pages:
+        """Return the pages as the log describes them."""
+        return {
+            str(index): {
+                "page_numel": self.pages(index)[0].numel if self.pages(index) else 0,
+                "params": [(each.name, each.location.offset, each.location.numel) for each in managed_params],
+            }
+            for index, managed_params in self.data.by_chunk.items()
+            if managed_params[0].schema.trained
+        }
+
+    def begin(self, managed: ManagedParam) -> None:
+        """Fill the buffer of a parameter, whose updates were not lock-free before, with its present values."""
+        for page, _ in self.pages_of(managed):
+            page.updates[managed] = managed.steps
+        self.data.ensure_local(managed)
+        newest = self.data.manager[BUFFERED16, managed.location.chunk]
+        managed.flat(newest).copy_(managed.flat(managed.shard_chunk))
+        self.data.manager.mark_written(newest, on_device=False)
+
+    def add(self, managed: ManagedParam, group: Mapping[str, Any], scales: Sequence[float]) -> None:
+        """Add the gradient of a parameter, multiplied by `scales`, to the sums.
+
+        Args:
+            group: Options of its param group, which do not change any more.
+        """
+        self._groups[managed] = group
+        chunk = self.data.manager[BUFFERED_GRAD, managed.location.chunk]
+        sums, copied = managed.flat(chunk), managed.shard_chunk.device_valid
+        for elements, gradient in self._gradient(managed):
+            for page, part in self.pages_of(managed):
+                first, stop = max(part.start, elements.start), min(part.stop, elements.stop)
+                if first >= stop:
+                    continue
+                within = slice(first - elements.start, stop - elements.start)
+                value = gradient.page(within).scaled(scales).to(sums.device)
+                total = sums[first:stop]
+                if managed in page.pending:
+                    value = value.add_(total)
+                total.copy_(value)
+        for page, _ in self.pages_of(managed):
+            page.oldest = page.oldest if page.pending else self.step
+            page.pending[managed] = page.pending.get(managed, 0) + 1
+        self.data.manager.mark_written(chunk, on_device=False)
+        if copied:
+            self.data.manager.count_transfer(
+                managed.location.numel * managed.shard_chunk.dtype.itemsize, to_device=False
+            )
+
+    def _gradient(self, managed: ManagedParam) -> Iterator[tuple[slice, Gradient]]:
+        """Yield the gradient of a parameter in parts."""
+        if managed.overlays_shard:
+            self.data.ensure_local(managed)
+        if self.data.gradient_on_disk(managed):
+            for elements, part in self.data.gradient_parts(managed):
+                yield elements, part.together()
+        else:
+            yield slice(0, managed.location.numel), self.data.gradient(managed).together()
+
+    def renew(self, managed: ManagedParam) -> None:
+        """Make the newest values of a parameter those that operators read."""
+        self.renewed.discard(managed)
+        self.data.ensure_local(managed)
+        chunk = managed.shard_chunk
+        managed.flat(chunk).copy_(managed.flat(self.data.manager[BUFFERED16, managed.location.chunk]))
+        self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
+        if chunk.device_valid:
+            self.data.manager.count_transfer(managed.location.numel * chunk.dtype.itemsize, to_device=True)
+
+    @property
+    def staleness(self) -> tuple[float, int]:
+        """Number of gradients that no update has used: mean over the elements of trained parameters, and maximum."""
+        trained = sum(managed.location.numel for managed in self.data.managed_params if managed.schema.trained)
+        waiting, most = 0, 0
+        for page in self.pending():
+            for managed, count in page.pending.items():
+                part = page.part(managed)
+                assert part is not None, f"{managed.name} has no elements on page {page.number} of chunk {page.index}"
+                waiting += count * (part.stop - part.start)
+                most = max(most, count)
+        return waiting / max(1, trained), most
+
+    def rules(self, pages: Sequence[BufferedPage]) -> dict[ManagedParam, Rule]:
+        """Return the rules of the next update of pages."""
+        return {managed: self._rule(page, managed) for page in pages for managed in page.pending}
+
+    def _rule(self, page: BufferedPage, managed: ManagedParam) -> Rule:
+        count = page.updates.get(managed, managed.steps) + 1
+        return self._optimizer.rule(self._groups[managed], count, managed.optimizer_extra)
+
+    # What an update of pages needs: see `PageBuffers`
+
+    def chunks(self, index: int) -> list[Chunk]:
+        """Return the chunks of both buffers of an index."""
+        return [self.data.manager[kind, index] for kind in (BUFFERED16, BUFFERED_GRAD)]
+
+    def spans(self, index: int, first: int, states: Mapping[str, torch.Tensor]) -> list[Span]:
+        """Return what the update of one page reads and writes; see `PageBuffers`."""
+        page = self._page(index, first)
+        newest, sums = self.chunks(index)
+        spans = []
+        for managed in page.pending:
+            part = page.part(managed)
+            assert part is not None, f"{managed.name} has no elements on page {page.number} of chunk {index}"
+            offset = managed.location.offset - first
+            on_page = slice(offset + part.start, offset + part.stop)
+            master, *others = (states[spec.kind][on_page] for spec in managed.schema.state_lists)
+            grad = Gradient(managed.flat(sums)[part], None, master.dtype)
+            spans.append(Span(managed.flat(newest)[part], grad, master, tuple(others), self._rule(page, managed)))
+        return spans
+
+    def end_page(self, index: int, first: int) -> None:
+        """Note that a page has been updated with all gradients in its sums."""
+        page = self._page(index, first)
+        for managed in page.pending:
+            page.updates[managed] += 1
+            managed.steps, managed.observed = max(managed.steps, page.updates[managed]), True
+            self.renewed.add(managed)
+        self.records.append(UpdateRecord(index, page.number, page.oldest, self.step))
+        page.pending.clear()
+        page.queued, page.used_until = False, self.step
+
+    def forget(self, failed: Iterable[ManagedParam]) -> None:
+        """Drop the gradients of parameters whose update has failed."""
+        for managed in failed:
+            self.renewed.discard(managed)
+            for page, _ in self.pages_of(managed):
+                page.pending.pop(managed, None)
+                page.queued = False
+
+    def _page(self, index: int, first: int) -> BufferedPage:
+        pages = self.pages(index)
+        return pages[first // pages[0].numel]

@@ -1,0 +1,371 @@
+"""Lock-free updates: each page is updated once the disk has delivered its states (Angel-PTM §4.3, Algorithm 2)."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.update_rule import Running, Span
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._memory.direct_io import PAGE_BYTES
+from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.model_data import ModelData
+from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
+from patrickstar._step.failed_update import give_up
+from patrickstar._step.gradient_buffer import BufferedPage, GradientBuffer
+from patrickstar._step.running_updates import RunningUpdates
+from patrickstar._step.streamed_update import HostUpdates
+from patrickstar._step.update_log import LoggedRun, UpdateLog, UpdateRecord
+from patrickstar.config import LockFree
+from patrickstar.errors import TrainingError
+from patrickstar.optim import Optimizer
+
+# [Note: lock-free updates]
+# The host has two buffers: for each parameter the sum of the gradients that no update has used, and its newest values.
+# `optimizer.step()` number i adds the gradients g(i), scaled and clipped as in that step, to the sums, and copies the
+# newest values into the parameters' place. Between the steps pages are updated whose states have been read from disk:
+# the update takes all of the sum, and writes masters, states and newest values. So forward and backward read the same
+# values, and do not wait for the disk.
+#
+# A step never begins while a page is being updated: the pages whose update has begun are finished first, which takes
+# no I/O. It waits for others only if their oldest gradient would otherwise be older than `max_staleness` steps. The
+# queue of pages goes round: a page is queued at the end once its last update has ended and a gradient has been added,
+# in the reverse order of the layers, as in the paper.
+#
+# States in memory: beside an accelerator their update runs beside operators, too, or stays in the queue until the next
+# step. On a CPU, where it would take the operators' cores, it runs in the step and uses the gradient of that step.
+#
+# Which page was updated when depends on the disk. So each update is recorded: its page, the first and the last step
+# whose gradients it has used, and the step after which a forward first read its results. With these records a replay
+# gives the same bits on any tier: before it adds g(i) it makes the updates that use older gradients, after that those
+# that use g(i).
+#
+# The step count of an update is the number of updates of its page. `flush` makes the counts of a parameter's pages
+# equal to the largest, so that checkpoints have one.
+
+
+@dataclass(eq=False)
+class _HostUpdate:
+    """Update of a chunk whose states are on the host, beside operators of an accelerator."""
+
+    running: Running
+    pages: Sequence[BufferedPage]
+
+
+class LockFreeUpdates:
+    """Updates of pages at the speed of the disk. See [Note: lock-free updates].
+
+    Args:
+        host_updates: Updates on the host beside operators; None on a CPU.
+        running: Updates in progress, to which those of states on the host are added.
+        disk_step: Updates of states on disk; None without a disk.
+    """
+
+    def __init__(
+        self,
+        data: ModelData,
+        optimizer: Optimizer,
+        kernels: Kernels,
+        host_updates: HostUpdates | None,
+        running: RunningUpdates,
+        disk_step: DiskOptimizerStep | None,
+        options: LockFree,
+    ) -> None:
+        self.data = data
+        self.options = options
+        self.staleness: tuple[float, int] = (0.0, 0)
+        """Gradients that the parameters of the present forward lack: mean over elements, and maximum."""
+        self._kernels, self._host_updates = kernels, host_updates
+        self._running, self._disk_step = running, disk_step
+        self._by_pages = optimizer.rule(optimizer.defaults(), 1, {}).by_pages
+        self.buffer = GradientBuffer(data, optimizer, self._page_numel)
+        self._on_host: dict[int, _HostUpdate] = {}
+        self._log = None if options.log is None else UpdateLog(options.log)
+        self._replay = None if options.replay is None else LoggedRun(options.replay)
+        self._described: Any = None
+
+    def _page_numel(self, master: Chunk) -> int:
+        if not self._by_pages:
+            return master.numel
+        disk = self.data.manager.disk_tier
+        return (PAGE_BYTES if disk is None else disk.page_bytes) // master.dtype.itemsize
+
+    # The step
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step: end the updates that run, and those that may not wait any longer. Raises TrainingError."""
+        if self.buffer.step >= step:
+            return  # it goes on after an interruption
+        if self._disk_step is not None:
+            self._disk_step.finish_running()
+        for index in list(self._on_host):
+            self._end_or_withdraw(index, step)
+        if self._replay is not None:
+            if self._described is None:
+                self._described = self.buffer.describe()
+                self._replay.check_pages(self._described)
+            self._repeat([record for record in self._replay.at(step) if record.last < step])
+        overdue = [page for page in self.buffer.pending() if self._is_overdue(page, step)]
+        if overdue and self._replay is None:
+            self._finish(overdue)
+        self.buffer.step = step
+
+    def _is_overdue(self, page: BufferedPage, step: int) -> bool:
+        """Return whether the forward after a step may not lack the gradients of a page."""
+        return page.oldest <= step - self.options.max_staleness
+
+    def _finish(self, pages: Sequence[BufferedPage]) -> None:
+        """Wait until pages, whose update is queued, have been updated."""
+        assert self._disk_step is not None, "only updates of states on disk are queued"
+        self._disk_step.finish_pages({page.index for page in pages}, lambda: not any(page.pending for page in pages))
+
+    @defer_sigint
+    def accept(
+        self, index: int, groups: Mapping[ManagedParam, Mapping[str, Any] | None], scales: Sequence[float]
+    ) -> None:
+        """Add the gradients of one chunk to the sums, and make the newest values those that operators read.
+
+        Args:
+            groups: Param group of each parameter with a gradient; the gradient of one without is dropped.
+        """
+        taken = [managed for managed in groups if managed.location.numel]
+        try:
+            for managed in taken:
+                self._accept(managed, groups[managed], scales)
+            if self._replay is not None:
+                used = [record for record in self._replay.at(self.buffer.step) if record.last == self.buffer.step]
+                self._repeat([record for record in used if record.chunk == index])
+            elif self._in_step(index):
+                self._update(index, self.buffer.pending(index))
+            for managed in self.data.by_chunk[index]:
+                if managed in self.buffer.renewed:
+                    self.buffer.renew(managed)
+                    torch.autograd.graph.increment_version(managed.param)
+        except BaseException as error:
+            self._give_up(taken, error)
+            raise
+        self.data.update_param_views()
+
+    def _accept(self, managed: ManagedParam, group: Mapping[str, Any] | None, scales: Sequence[float]) -> None:
+        """Add the gradient of one parameter to the sums, and put its newest values into its place."""
+        was_delayed = managed.state.delayed
+        if group is not None:
+            self.buffer.add(managed, group, scales)
+        if was_delayed:
+            self.buffer.renew(managed)
+        else:
+            if managed.overlays_shard:
+                self.data.restore_own(managed)
+            self.buffer.begin(managed)
+        self.data.end_update([managed])
+        managed.state.delay()
+
+    def _in_step(self, index: int) -> bool:
+        """Return whether the states of a chunk are updated in the step."""
+        states = self.data.state_chunks(index)[0]
+        return states.in_memory and (self._host_updates is None or states.device_valid)
+
+    def end_step(self) -> None:
+        """End a step: queue the updates of its gradients, and log those that its parameters contain."""
+        if self._replay is None:
+            self._queue()
+        self.staleness = self.buffer.staleness
+        self._write_log()
+
+    def _queue(self) -> None:
+        first_use = self.data.tracer.trace.first_use
+        waiting: dict[int, list[BufferedPage]] = {}
+        for page in self.buffer.pending():
+            if not page.queued:
+                waiting.setdefault(page.index, []).append(page)
+        for index in sorted(waiting, key=lambda each: (min(p.oldest for p in waiting[each]), -first_use(each))):
+            self._start(index, waiting[index])
+
+    @defer_sigint
+    def _start(self, index: int, pages: Sequence[BufferedPage]) -> None:
+        """Start or queue the update of some pages of a chunk."""
+        for page in pages:
+            page.queued = True
+        if not self.data.state_chunks(index)[0].in_memory:
+            self._submit(index, pages)
+            return
+        assert self._host_updates is not None, "states in memory are updated in the step"
+        rules, used = self.buffer.rules(pages), [*self.data.state_chunks(index), *self.buffer.chunks(index)]
+        try:
+            running = self._host_updates.start(self._spans(index, pages), (), used)
+        except BaseException as error:
+            self._give_up(rules, error)
+            raise
+        self._mark_written(index)
+        self._on_host[index] = _HostUpdate(running, pages)
+        self._running.add(running, used, partial(self._end_on_host, index))
+
+    def _submit(self, index: int, pages: Sequence[BufferedPage]) -> None:
+        assert self._disk_step is not None, "without a disk all chunks are in memory"
+        ranges = [(page.first, page.numel) for page in pages]
+        self._disk_step.submit_buffered(index, self.buffer.rules(pages), ranges, self.buffer)
+
+    @defer_sigint
+    def _end_on_host(self, index: int) -> None:
+        """Wait for the update of a chunk whose states are on the host."""
+        update = self._on_host.pop(index)
+        try:
+            update.running.finish()
+        except BaseException as error:
+            update.running.cancel()
+            self._give_up(self.buffer.rules(update.pages), error)
+            raise
+        for page in update.pages:
+            self.buffer.end_page(index, page.first)
+
+    @defer_sigint
+    def _end_or_withdraw(self, index: int, step: int) -> None:
+        """End the update of a chunk whose states are on the host, or withdraw it if it has not begun and may wait."""
+        update = self._on_host[index]
+        overdue = any(self._is_overdue(page, step) for page in update.pages)
+        if not overdue and update.running.withdraw():
+            self._running.discard(update.running)
+            del self._on_host[index]
+            for page in update.pages:
+                page.queued = False
+        else:
+            self._running.finish_one(update.running)
+
+    @defer_sigint
+    def withdraw_from_disk(self, index: int) -> None:
+        """Withdraw the queued updates of a chunk whose states are about to move."""
+        if self._disk_step is None:
+            return
+        for update in self._disk_step.buffered(index):
+            self._disk_step.remove(update)
+        for page in self.buffer.pages(index):
+            page.queued = False
+
+    # Updates at once
+
+    @defer_sigint
+    def _update(self, index: int, pages: Sequence[BufferedPage]) -> None:
+        """Update pages whose states are in memory."""
+        if not pages:
+            return
+        rules = self.buffer.rules(pages)
+        try:
+            for span in self._spans(index, pages):
+                self._run(span)
+        except BaseException as error:
+            self._give_up(rules, error)
+            raise
+        self._mark_written(index)
+        for page in pages:
+            self.buffer.end_page(index, page.first)
+
+    def _run(self, span: Span) -> None:
+        """Run one update on the tier of its states."""
+        if span.master.device == span.param.device:
+            self._kernels.update([span], ())
+            return
+        grad = replace(span.grad, latest=span.grad.latest.to(span.master.device))
+        param = torch.empty_like(span.param, device=span.master.device)
+        self._kernels.update([replace(span, grad=grad, param=param)], ())
+        span.param.copy_(param)
+        manager, nbytes = self.data.manager, (span.grad.latest.nbytes, span.param.nbytes)
+        manager.count_transfer(nbytes[0], to_device=True)
+        manager.count_transfer(nbytes[1], to_device=False)
+
+    def _spans(self, index: int, pages: Sequence[BufferedPage]) -> list[Span]:
+        """Return what the update of pages in memory reads and writes."""
+        chunks = self.data.state_chunks(index)
+        spans = []
+        for page in pages:
+            states = {chunk.kind: chunk.flat(page.first, page.numel) for chunk in chunks}
+            spans += self.buffer.spans(index, page.first, states)
+        return spans
+
+    def _mark_written(self, index: int) -> None:
+        for chunk in (*self.data.state_chunks(index), self.buffer.chunks(index)[0]):
+            self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
+
+    def _repeat(self, records: Iterable[UpdateRecord]) -> None:
+        """Make the updates of a log. Raises TrainingError if this run has taken another course."""
+        by_chunk: dict[int, list[BufferedPage]] = {}
+        for record in records:
+            page = self.buffer.pages(record.chunk)[record.page]
+            if not page.pending and page.used_until >= record.last:
+                continue  # it was made when the state was read
+            if not page.pending or page.oldest != record.first:
+                found = f"has gradients since step {page.oldest}" if page.pending else "has no gradients"
+                raise TrainingError(
+                    f"the replay differs from the log {str(self.options.replay)!r}: an update of page {record.page} of "
+                    f"chunk {record.chunk} used gradients of steps {record.first} to {record.last}, but the page "
+                    f"{found}. Run the same loop with the same data, from the same checkpoint"
+                )
+            by_chunk.setdefault(record.chunk, []).append(page)
+        self._update_all(by_chunk)
+
+    def _update_all(self, by_chunk: Mapping[int, Sequence[BufferedPage]]) -> None:
+        """Update pages that are not queued, and wait."""
+        on_disk = []
+        for index, pages in by_chunk.items():
+            self.data.before_update(index)
+            if self.data.state_chunks(index)[0].in_memory:
+                self._update(index, pages)
+            else:
+                on_disk.append(index)
+                self._submit(index, sorted(pages, key=lambda page: page.first))
+        if on_disk:
+            assert self._disk_step is not None, "without a disk all chunks are in memory"
+            self._disk_step.finish(on_disk)
+
+    # The end of staleness
+
+    def complete(self) -> None:
+        """Make all updates for which there are gradients."""
+        if self._disk_step is not None:
+            self._disk_step.finish()
+        for update in list(self._on_host.values()):
+            self._running.finish_one(update.running)
+        by_chunk: dict[int, list[BufferedPage]] = {}
+        for page in self.buffer.pending():
+            by_chunk.setdefault(page.index, []).append(page)
+        self._update_all(by_chunk)
+
+    def publish_all(self) -> None:
+        """Make the newest parameters those that operators read. All updates have ended."""
+        for managed in self.data.managed_params:
+            self._publish(managed)
+        self.data.update_param_views()
+        self.staleness = (0.0, 0)
+        self._write_log()
+
+    @defer_sigint
+    def _publish(self, managed: ManagedParam) -> None:
+        if not managed.state.delayed:
+            return
+        if not managed.overlays_shard:  # else the gradient is discarded by rounding the master
+            self.buffer.renew(managed)
+            torch.autograd.graph.increment_version(managed.param)
+        self.buffer.renewed.discard(managed)
+        managed.state.end_delay(managed.param._version)
+
+    def _write_log(self) -> None:
+        if self._log is not None and self.buffer.step:
+            if self._described is None:
+                self._described = self.buffer.describe()
+            self._log.write(self.buffer.step, self.buffer.records, self._described)
+        self.buffer.records.clear()
+
+    def close(self) -> None:
+        """Write the last updates to the log, and close it."""
+        if self._log is not None:
+            self._write_log()
+            self._log.close()
+
+    def _give_up(self, failed: Collection[ManagedParam], error: BaseException) -> None:
+        """Drop the gradients of parameters whose update has failed."""
+        if failed:
+            self.buffer.forget(failed)
+            give_up(self.data, failed, error)
