@@ -86,6 +86,9 @@ class ReferenceOptimizer:
         trainer.scaler.update(overflow)
         trainer.drop_gradients()
 
+    def complete(self) -> None:
+        """Make all updates for which there are gradients: they have been made by `step`."""
+
     def flush(self) -> None:
         """End the delay of the last update."""
         self._follow_masters(self.delayed)
@@ -122,9 +125,15 @@ class ReferenceTrainer:
     Args:
         model: Model, or function that builds it.
         config: Configuration.
+        optimizer: Class of its optimizer.
     """
 
-    def __init__(self, model: nn.Module | Callable[[], nn.Module], config: Config) -> None:
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        config: Config,
+        optimizer: Callable[["ReferenceTrainer"], ReferenceOptimizer] = ReferenceOptimizer,
+    ) -> None:
         self.config = config
         self.device = config.find_device()
         self.module = model if isinstance(model, nn.Module) else model()
@@ -143,7 +152,7 @@ class ReferenceTrainer:
         for module in self.module.modules():
             module._buffers.update({k: b.to(self.device) for k, b in module._buffers.items() if b is not None})
         self.trained = {param for param in self.masters if param.requires_grad}
-        self.optimizer = ReferenceOptimizer(self)
+        self.optimizer = optimizer(self)
 
     def master(self, param: nn.Parameter) -> torch.Tensor:
         """Return the master of `param`, which the optimizer updates."""
@@ -235,6 +244,7 @@ class ReferenceTrainer:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return copies of the master parameters and buffers by name."""
         self.follow_writes()
+        self.optimizer.complete()
         state = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             state[name] = self.masters[tensor].clone() if tensor in self.trained else tensor.detach().clone()

@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from patrickstar._engine.engine import Engine
+from patrickstar._lock_free_reference import LockFreeOptimizer
 from patrickstar._reference import PlainOptimizer, ReferenceOptimizer, ReferenceTrainer
 from patrickstar.config import Config
 
 __all__ = [
+    "LockFreeOptimizer",
     "NoMeter",
     "PlainOptimizer",
     "ReferenceOptimizer",

@@ -141,6 +141,7 @@ def create_chunks(spec: ChunkSpec, tiers: ChunkTiers, manager: ChunkManager) -> 
         for item in spec.schema.optimizer_lists if spec.sharded else spec.schema.lists:
             tier = tiers.compute if item.kind == PARAM16 else tiers.optimizer
             created.append(manager.new_chunk(item.kind, spec.index, spec.own_numel, item.dtype, tier))
+        manager.free_host(spec.buffer_bytes)  # earlier chunks may have taken the room
         for item in spec.schema.buffers:
             created.append(manager.new_chunk(item.kind, spec.index, spec.own_numel, item.dtype, Tier.HOST))
     except BaseException:

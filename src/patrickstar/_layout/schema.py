@@ -28,6 +28,9 @@ KEPT32 = "kept32"
 SUM32 = "sum32"
 """With several processes: fp32 sum of the gradients of all ranks, before it is added to `grad32`."""
 
+HOST_ONLY = SHARD16, KEPT32, SUM32, BUFFERED16, BUFFERED_GRAD
+"""Lists that are never moved to disk."""
+
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1}
 ITEMSIZE |= {"uint8": 1, "bool": 1}
 

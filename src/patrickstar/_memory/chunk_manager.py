@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from patrickstar._layout.schema import KEPT32, PARAM16, SHARD16, SUM32
+from patrickstar._layout.schema import HOST_ONLY, PARAM16
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.device_eviction import DeviceEviction
@@ -373,10 +373,7 @@ class ChunkManager(DeviceEviction):
             movable = [
                 chunk
                 for chunk in self.chunks.values()
-                if chunk.host_valid
-                and not chunk.device_bytes
-                and not chunk.pins
-                and chunk.kind not in (SHARD16, SUM32, KEPT32)
+                if chunk.host_valid and not chunk.device_bytes and not chunk.pins and chunk.kind not in HOST_ONLY
             ]
             # Optimizer chunks first: host memory saves them the least time, and the last ones are needed the latest.
             for chunk in sorted(movable, key=lambda chunk: (chunk.kind == PARAM16, -chunk.index)):

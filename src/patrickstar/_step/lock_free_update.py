@@ -1,5 +1,6 @@
 """Lock-free updates: each page is updated once the disk has delivered its states (Angel-PTM §4.3, Algorithm 2)."""
 
+import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +20,7 @@ from patrickstar._step.failed_update import give_up
 from patrickstar._step.gradient_buffer import BufferedPage, GradientBuffer
 from patrickstar._step.running_updates import RunningUpdates
 from patrickstar._step.streamed_update import HostUpdates
-from patrickstar._step.update_log import LoggedRun, UpdateLog, UpdateRecord
+from patrickstar._step.update_log import LoggedRun, Pages, UpdateLog, UpdateRecord
 from patrickstar.config import LockFree
 from patrickstar.errors import TrainingError
 from patrickstar.optim import Optimizer
@@ -86,12 +87,16 @@ class LockFreeUpdates:
         self._on_host: dict[int, _HostUpdate] = {}
         self._log = None if options.log is None else UpdateLog(options.log)
         self._replay = None if options.replay is None else LoggedRun(options.replay)
-        self._described: Any = None
+        self._described: Pages | None = None
+        self._options: dict[int, Mapping[str, Any]] = {}
+        """Copies of the options of param groups in the present step, by the group's id."""
 
     def _page_numel(self, master: Chunk) -> int:
         if not self._by_pages:
             return master.numel
         disk = self.data.manager.disk_tier
+        if disk is None and self._replay is not None and str(master.index) in self._replay.pages:
+            return int(self._replay.pages[str(master.index)]["page_numel"])
         return (PAGE_BYTES if disk is None else disk.page_bytes) // master.dtype.itemsize
 
     # The step
@@ -106,13 +111,13 @@ class LockFreeUpdates:
             self._end_or_withdraw(index, step)
         if self._replay is not None:
             if self._described is None:
-                self._described = self.buffer.describe()
-                self._replay.check_pages(self._described)
+                self._replay.check_pages(self._pages())
             self._repeat([record for record in self._replay.at(step) if record.last < step])
         overdue = [page for page in self.buffer.pending() if self._is_overdue(page, step)]
         if overdue and self._replay is None:
             self._finish(overdue)
         self.buffer.step = step
+        self._options.clear()
 
     def _is_overdue(self, page: BufferedPage, step: int) -> bool:
         """Return whether the forward after a step may not lack the gradients of a page."""
@@ -154,7 +159,10 @@ class LockFreeUpdates:
         """Add the gradient of one parameter to the sums, and put its newest values into its place."""
         was_delayed = managed.state.delayed
         if group is not None:
-            self.buffer.add(managed, group, scales)
+            if id(group) not in self._options:
+                unchanging = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+                self._options[id(group)] = unchanging
+            self.buffer.add(managed, self._options[id(group)], scales)
         if was_delayed:
             self.buffer.renew(managed)
         else:
@@ -301,7 +309,7 @@ class LockFreeUpdates:
                 raise TrainingError(
                     f"the replay differs from the log {str(self.options.replay)!r}: an update of page {record.page} of "
                     f"chunk {record.chunk} used gradients of steps {record.first} to {record.last}, but the page "
-                    f"{found}. Run the same loop with the same data, from the same checkpoint"
+                    f"{found}. Run the same loop with the same data and saves, from the same checkpoint"
                 )
             by_chunk.setdefault(record.chunk, []).append(page)
         self._update_all(by_chunk)
@@ -339,7 +347,7 @@ class LockFreeUpdates:
             self._publish(managed)
         self.data.update_param_views()
         self.staleness = (0.0, 0)
-        self._write_log()
+        self._write_log(flush=True)
 
     @defer_sigint
     def _publish(self, managed: ManagedParam) -> None:
@@ -351,18 +359,22 @@ class LockFreeUpdates:
         self.buffer.renewed.discard(managed)
         managed.state.end_delay(managed.param._version)
 
-    def _write_log(self) -> None:
+    def _write_log(self, *, flush: bool = False) -> None:
         if self._log is not None and self.buffer.step:
-            if self._described is None:
-                self._described = self.buffer.describe()
-            self._log.write(self.buffer.step, self.buffer.records, self._described)
+            self._log.write(self.buffer.step, self.buffer.records, self._pages(), flush=flush)
         self.buffer.records.clear()
+
+    def _pages(self) -> Pages:
+        """Return the description of the pages at the start."""
+        if self._described is None:
+            self._described = self.buffer.describe()
+        return self._described
 
     def close(self) -> None:
         """Write the last updates to the log, and close it."""
         if self._log is not None:
-            self._write_log()
-            self._log.close()
+            self._write_log(flush=True)
+            self._log.close(self._pages())
 
     def _give_up(self, failed: Collection[ManagedParam], error: BaseException) -> None:
         """Drop the gradients of parameters whose update has failed."""

@@ -14,6 +14,8 @@ FORMAT = 1
 # `params` holds name, first element and number of elements. The others hold the updates whose results the forward of
 # the step after `step` was the first to read, as chunk, page, first and last step whose gradients it has used:
 #     {"step": 41, "updates": [[3, 0, 40, 40]]}
+# Updates before a flush, which a save makes too, have "flush" in place of "updates". They are for the reader only: the
+# loop repeats its flushes, which make all updates.
 # A forward that a resumed run repeats counts once: lines of steps after `after_step` that come before are void.
 
 Pages = Mapping[str, Mapping[str, Any]]
@@ -41,14 +43,18 @@ class UpdateLog:
         except OSError as error:
             raise ConfigError(f"the log of updates {str(path)!r} can't be written: {error}") from error
 
-    def write(self, step: int, records: Sequence[UpdateRecord], pages: Pages) -> None:
-        """Write the updates that the forward after a step is the first to read. Raises TrainingError."""
+    def write(self, step: int, records: Sequence[UpdateRecord], pages: Pages, *, flush: bool = False) -> None:
+        """Write the updates that the forward after a step is the first to read. Raises TrainingError.
+
+        Args:
+            flush: They were made before a flush after that step.
+        """
         try:
             if not self._begun:
                 self._write({"format": FORMAT, "after_step": step - 1, "chunks": pages})
                 self._begun = True
             if records:
-                self._write({"step": step, "updates": records})
+                self._write({"step": step, "flush" if flush else "updates": records})
             self._file.flush()
         except OSError as error:
             raise TrainingError(
@@ -59,8 +65,10 @@ class UpdateLog:
     def _write(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
-    def close(self) -> None:
-        """Close the file."""
+    def close(self, pages: Pages) -> None:
+        """Close the file. If there was no lock-free update, it describes the pages all the same."""
+        if not self._begun and self._file.tell() == 0:
+            self._write({"format": FORMAT, "after_step": 0, "chunks": pages})
         self._file.close()
 
 
@@ -98,7 +106,9 @@ class LoggedRun:
             self.pages = line["chunks"]
             self._updates = {step: found for step, found in self._updates.items() if step <= line["after_step"]}
             return
-        self._updates.setdefault(line["step"], []).extend(UpdateRecord(*values) for values in line["updates"])
+        records = [UpdateRecord(*values) for values in line["flush" if "flush" in line else "updates"]]
+        if "flush" not in line:
+            self._updates.setdefault(line["step"], []).extend(records)
 
     def at(self, step: int) -> list[UpdateRecord]:
         """Return the updates whose results the forward after a step was the first to read, in their order."""
