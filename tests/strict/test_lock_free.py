@@ -1,0 +1,109 @@
+"""Law: beside an accelerator, whose work is late, lock-free updates give the bits of their log."""
+
+import random
+from functools import partial
+
+import pytest
+import strict_device
+from laws.test_late_copies import some_are_slow
+from lock_free_cases import IN_MEMORY, on_disk, run_random, run_three
+from speculation_cases import DELAYED_EVENTS, loop
+
+from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
+from patrickstar._step.streamed_update import HostUpdates, StreamedUpdate
+
+RUNS_PER_TEST = 10
+STEPS = 8
+
+
+@pytest.fixture
+def sluggish(monkeypatch):
+    """Let the worker thread not begin updates, and chances to update pages pass, at random."""
+    progress, withdraw = DiskOptimizerStep.progress, StreamedUpdate.withdraw
+
+    def choose(share, seed=0):
+        choice = random.Random(seed)
+
+        def sometimes(self):
+            if choice.random() >= share:
+                progress(self)
+
+        def withdraw_or_wait(self):
+            if choice.random() >= share:
+                self.finish()
+            return withdraw(self)
+
+        monkeypatch.setattr(DiskOptimizerStep, "progress", sometimes)
+        monkeypatch.setattr(StreamedUpdate, "withdraw", withdraw_or_wait)
+
+    return choose
+
+
+def compare(script, seed, folder, **options):
+    strict_device.configure(seed=seed)
+    return run_three(script, folder, device="strict", **options)
+
+
+@pytest.mark.parametrize("device_memory", [0.5, 1.6, 20], ids=["half of the parameters fit", "all fit", "states fit"])
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_run_replay_and_reference_agree_in_memory(device_memory, backwards, sluggish, tmp_path):
+    sluggish(0.5)
+    script = loop([[]] * STEPS, [backwards] * STEPS)
+    stats = compare(script, 1, tmp_path, chunk_size="6KiB", device_memory=device_memory, **IN_MEMORY)
+    assert stats.peak_staleness <= 4 and (stats.staleness > 0 or device_memory == 20)
+
+
+class NotBegun:
+    """Update that begins when it is waited for."""
+
+    done = False
+
+    def __init__(self, start):
+        self._start = start
+
+    def prioritize(self):
+        pass
+
+    def withdraw(self):
+        return True
+
+    def cancel(self):
+        pass
+
+    def finish(self):
+        self._start().finish()
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+def test_updates_that_have_not_begun_are_put_off_until_they_are_overdue(max_staleness, monkeypatch, tmp_path):
+    start = HostUpdates.start
+    monkeypatch.setattr(HostUpdates, "start", lambda *args: NotBegun(partial(start, *args)))
+    script = loop([[]] * STEPS, [1] * STEPS)
+    stats = compare(script, 4, tmp_path, max_staleness=max_staleness, chunk_size="6KiB", **IN_MEMORY)
+    assert stats.peak_staleness == max_staleness
+
+
+@pytest.mark.parametrize("share", [0.0, 0.8, 1.0])
+def test_run_replay_and_reference_agree_from_disk(share, sluggish, tmp_path):
+    sluggish(share)
+    stats = compare(loop([[]] * STEPS, [1] * STEPS), 2, tmp_path, replayed=IN_MEMORY, **on_disk(tmp_path))
+    assert stats.disk_write_bytes > 0 and stats.staleness > 0 and stats.peak_staleness <= 4
+
+
+@pytest.mark.parametrize("event", DELAYED_EVENTS[1:])
+@pytest.mark.parametrize("evict_everything", [False, True], ids=["planned", "evicted at every access"])
+def test_whatever_happens_before_the_step(event, evict_everything, sluggish, tmp_path):
+    sluggish(0.5)
+    options = dict(chunk_size="6KiB", device_memory=0.7, evict_everything=evict_everything, **IN_MEMORY)
+    compare(loop([[]] * 2 + [[event], [], [event], []], [1] * 6), 3, tmp_path, **options)
+
+
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("first", some_are_slow(100, fast=10))
+def test_random_loops(first, disk, sluggish, tmp_path):
+    tested = 0
+    for seed in range(first, first + RUNS_PER_TEST):
+        strict_device.configure(seed=seed)
+        sluggish(random.Random(seed).choice([0.0, 0.5, 0.9, 1.0]), seed)
+        tested += run_random(seed, tmp_path, device="strict", **({} if disk else IN_MEMORY))
+    assert tested > RUNS_PER_TEST // 4
