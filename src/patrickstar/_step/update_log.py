@@ -1,11 +1,12 @@
 """Log of lock-free updates: which steps' gradients each update has used. A replay repeats them in the same order."""
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from patrickstar.errors import ConfigError, TrainingError
+from patrickstar.errors import ConfigError
 
 FORMAT = 1
 
@@ -39,36 +40,41 @@ class UpdateLog:
         self.path = Path(path)
         self._begun = False
         try:
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(f"the log of updates {str(path)!r} can't be written: {error}") from error
 
     def write(self, step: int, records: Sequence[UpdateRecord], pages: Pages, *, flush: bool = False) -> None:
-        """Write the updates that the forward after a step is the first to read. Raises TrainingError.
+        """Write the updates that the forward after a step is the first to read. If that fails, warn and write no more.
 
         Args:
             flush: They were made before a flush after that step.
         """
-        try:
-            if not self._begun:
-                self._write({"format": FORMAT, "after_step": step - 1, "chunks": pages})
-                self._begun = True
-            if records:
-                self._write({"step": step, "flush" if flush else "updates": records})
-            self._file.flush()
-        except OSError as error:
-            raise TrainingError(
-                f"the log of updates {str(self.path)!r} can't be written: {error}. The step is complete; a replay "
-                f"needs the whole log, so free space there, or train on without `log`"
-            ) from error
+        lines: list[Mapping[str, Any]] = []
+        if not self._begun:
+            lines.append({"format": FORMAT, "after_step": step - 1, "chunks": pages})
+        if records:
+            lines.append({"step": step, "flush" if flush else "updates": records})
+        self._write(lines)
 
-    def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        self._begun = True
+        try:
+            while text and not self._file.closed:
+                text = text[self._file.write(text.encode()) :]  # names of parameters are ASCII in JSON
+        except OSError as error:
+            self._file.close()
+            warnings.warn(
+                f"the log of updates {str(self.path)!r} can't be written: {error}. Training goes on, but this run "
+                f"can't be replayed beyond the last step that the log contains",
+                stacklevel=2,
+            )
 
     def close(self, pages: Pages) -> None:
         """Close the file. If there was no lock-free update, it describes the pages all the same."""
         if not self._begun and self._file.tell() == 0:
-            self._write({"format": FORMAT, "after_step": 0, "chunks": pages})
+            self._write([{"format": FORMAT, "after_step": 0, "chunks": pages}])
         self._file.close()
 
 

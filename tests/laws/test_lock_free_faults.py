@@ -1,0 +1,246 @@
+"""Law: beside lock-free updates a failing disk, a dead thread or a killed run lose nothing without saying so."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lock_free_cases import HOST_BYTES, config_of, engine_with
+from probes import optimizer_step_of
+from speculation_cases import backward
+from toys import mean_square, train
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._engine.engine import Engine
+from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
+from patrickstar.errors import ConfigError, MoveError, TrainingError
+
+from .test_disk_faults import (
+    CHUNK,
+    FAULTS,
+    check_message,
+    check_nothing_is_left,
+    kill_one,
+    kill_readers,
+    kill_writers,
+    run,
+)
+from .tiers import Room, blocks, inputs, last_save_of_a_killed_run, on_disk, open_files, options, small_engine
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Folders of the swap file, which has to be empty at the end, and of the log."""
+    (tmp_path / "swap").mkdir()
+    return tmp_path / "swap", tmp_path
+
+
+@pytest.fixture
+def engine(folders):
+    swap, folder = folders
+    update = ps.LockFree(after=1, max_staleness=2, log=folder / "log")
+    config = on_disk(blocks, options(update=update), swap, inputs(1)[0], Room(host_bytes=20000))
+    (folder / "log").unlink()  # of the engines that found the budgets
+    torch.manual_seed(0)
+    made = small_engine(blocks, config)
+    yield made
+    made.close()
+
+
+def possible_states(log, steps):
+    """Return the masters of runs that end in step `steps` + 1: before it, after its older updates, and after all."""
+    states = []
+    for completes in (False, True):
+        torch.manual_seed(0)
+        update = ps.LockFree(after=1, max_staleness=2, replay=log)
+        trainer = testing.ReferenceTrainer(blocks, options(update=update), testing.LockFreeOptimizer)
+        batches = inputs(steps + 1)
+        train(trainer, batches[:steps])
+        if completes:
+            trainer.optimizer.complete()
+        states.append({name: value.clone() for name, value in masters_of(trainer).items()})
+        train(trainer, batches[steps:])
+        states.append(trainer.state_dict())
+    return states
+
+
+def masters_of(trainer):
+    return {name: trainer.master(param) for name, param in trainer.module.named_parameters()}
+
+
+def check_whole_updates(engine, error, log):
+    """Check that each element has all of an update or nothing of it, unless its parameter is named as lost."""
+    (note,) = [note for note in error.__notes__ if "The engine is closed." in note]
+    states = possible_states(log, engine.stats.total.steps)
+    for name, param in engine.module.named_parameters():
+        if param.isnan().any():
+            assert f"{name}" in note and param.isnan().all(), name
+        else:
+            assert torch.stack([param.detach() == state[name] for state in states]).any(dim=0).all(), name
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("when", [1, 2])
+def test_a_disk_that_fails(engine, folders, fault, when):
+    swap, folder = folders
+    before = open_files() - 2  # the swap file and the log
+    kind, operation, reason = FAULTS[fault]
+    with pytest.raises(kind) as raised:
+        run(engine, [], lambda number: number == when and fault(engine))
+    check_message(raised.value, engine, operation, reason)
+    check_nothing_is_left(engine, swap, before)
+    check_whole_updates(engine, raised.value, folder / "log")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("fault", [kill_readers, kill_writers, kill_one], ids=lambda fault: fault.__name__)
+def test_threads_that_die(engine, folders, fault):
+    swap, folder = folders
+    before = open_files() - 2
+    with pytest.raises(MoveError, match=rf"{CHUNK}.*a worker thread (died|was told to end)") as raised:
+        run(engine, [], lambda number: number == 1 and fault(engine))
+        run(engine, [])
+    check_nothing_is_left(engine, swap, before)
+    if engine.stats.total.steps < 4:
+        check_whole_updates(engine, raised.value, folder / "log")
+
+
+def trained(folder: Path, first: int, last: int, saves: bool = False, *, replay: Path | None = None) -> Engine:
+    """Train from step `first` to `last`, from a checkpoint of the step before if there is one; print each step."""
+    update = ps.LockFree(after=2, log=None if replay else folder / "log", replay=replay)
+    engine = engine_with(config_of(update, host_memory=HOST_BYTES, disk=ps.Disk(folder)))
+    if (folder / f"step {first - 1}").exists():
+        engine.load(folder / f"step {first - 1}")
+    for step in range(first, last + 1):
+        backward(engine, step)
+        if saves:
+            print(step, flush=True)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        if saves and step % 2 == 0:
+            engine.save(folder / f"step {step}", wait=step % 4 == 0)
+    return engine
+
+
+def test_a_killed_run_goes_on_and_its_log_with_it(tmp_path):
+    saved = last_save_of_a_killed_run("test_lock_free_faults", tmp_path, lambda line: int(line) == 9)
+    assert saved >= 6
+    with trained(tmp_path, saved + 1, saved + 4) as resumed:
+        state, optimizer = resumed.state_dict(), resumed.optimizer.state_dict()
+    assert (tmp_path / "log").read_text().count('"format"') == 2
+    with trained(tmp_path, saved + 1, saved + 4, replay=tmp_path / "log") as found:
+        testing.assert_same_bits(state, found.state_dict(), "replayed")
+        testing._assert_same_states(optimizer, found.optimizer.state_dict())
+
+
+def test_a_checkpoint_holds_all_gradients_and_goes_on_in_any_mode(tmp_path, monkeypatch):
+    monkeypatch.setattr(DiskOptimizerStep, "progress", lambda self: None)
+    with trained(tmp_path, 1, 5) as engine:
+        assert engine.stats.last.staleness > 0
+        engine.save(tmp_path / "step 5")
+        with engine_with(config_of(None, host_memory="4MiB")) as exact:
+            exact.load(tmp_path / "step 5")
+            testing.assert_same_bits(engine.state_dict(), exact.state_dict(), "masters")
+            testing._assert_same_states(engine.optimizer.state_dict(), exact.optimizer.state_dict())
+            testing.assert_same_bits([backward(exact, 9)], [backward(engine, 9)], "loss after a save")
+
+
+def test_a_replay_of_another_course_is_refused(tmp_path, monkeypatch):
+    progress = DiskOptimizerStep.progress
+    monkeypatch.setattr(DiskOptimizerStep, "progress", lambda self: None)
+    with trained(tmp_path, 1, 8):
+        pass
+    monkeypatch.setattr(DiskOptimizerStep, "progress", progress)
+    config = config_of(ps.LockFree(after=2, replay=tmp_path / "log"), host_memory="4MiB")
+    with engine_with(config) as engine:
+        for step in range(1, 5):
+            backward(engine, step)
+            engine.optimizer.step()
+        engine.optimizer.flush()  # the run did not
+        with pytest.raises(TrainingError, match=r"differs from the log .* chunk \d+ used gradients of steps \d+ to"):
+            for step in range(5, 9):
+                backward(engine, step)
+                engine.optimizer.step()
+
+
+def test_a_log_that_cannot_be_used_is_refused(tmp_path):
+    for name, content, reason in [
+        ("missing", None, "can't be read"),
+        ("empty", "", "no description of pages"),
+        ("text", "hello\n", "line 1 is invalid"),
+        ("other", json.dumps({"format": 7, "chunks": {}}) + "\n", "format 7 is unknown"),
+    ]:
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(ConfigError, match=f"{name}.*{reason}"):
+            engine_with(config_of(ps.LockFree(replay=tmp_path / name), host_memory="4MiB"))
+    with pytest.raises(ConfigError, match=r"can't be written"):
+        engine_with(config_of(ps.LockFree(log=tmp_path / "no folder" / "log"), host_memory="4MiB"))
+
+
+def test_a_log_of_other_chunks_is_refused(tmp_path):
+    with trained(tmp_path, 1, 3):
+        pass
+    update = ps.LockFree(after=1, replay=tmp_path / "log")
+    with engine_with(config_of(update, host_memory="4MiB", chunk_size="6KiB")) as engine:
+        backward(engine, 1)
+        with pytest.raises(ConfigError, match="of other chunks"):
+            engine.optimizer.step()
+
+
+def test_a_line_that_a_killed_run_has_not_completed_is_ignored(tmp_path):
+    with trained(tmp_path, 1, 6) as engine:
+        state = engine.state_dict()
+    with (tmp_path / "log").open("a") as file:
+        file.write('{"step":7,"upda')
+    with trained(tmp_path, 1, 6, replay=tmp_path / "log") as found:
+        testing.assert_same_bits(state, found.state_dict(), "replayed")
+
+
+def test_a_full_disk_under_the_log_is_said_once_and_stops_no_training():
+    update = ps.LockFree(after=1, log="/dev/full")
+    with engine_with(config_of(update, host_memory="4MiB")) as engine, pytest.warns(UserWarning) as warned:
+        for step in range(3):
+            backward(engine, step)
+            engine.optimizer.step()
+    (message,) = [str(warning.message) for warning in warned]
+    assert "log of updates '/dev/full' can't be written" in message and "No space left" in message
+
+
+def test_a_step_that_was_interrupted_goes_on_where_it_stopped(monkeypatch):
+    with (
+        engine_with(config_of(ps.LockFree(after=1), host_memory="4MiB")) as engine,
+        engine_with(config_of(None, host_memory="4MiB")) as exact,
+    ):
+        lock_free, count = optimizer_step_of(engine).lock_free, 0
+        accept = lock_free.accept
+
+        def interrupted(*args):
+            nonlocal count
+            count += 1
+            if count == 5:
+                raise KeyboardInterrupt
+            accept(*args)
+
+        monkeypatch.setattr(lock_free, "accept", interrupted)
+        for number in range(4):
+            testing.assert_same_bits([backward(exact, number)], [backward(engine, number)], f"loss {number}")
+            exact.optimizer.step()
+            try:
+                engine.optimizer.step()
+            except KeyboardInterrupt:
+                engine.optimizer.step()
+        assert count > 5 and optimizer_step_of(engine).steps == 4
+
+
+def test_the_engine_of_a_folder_is_the_model_of_its_masters(engine):
+    """After `close` the parameters contain all gradients."""
+    batches = inputs(4)
+    for batch in batches:
+        engine.backward(mean_square(engine(*batch)))
+        engine.optimizer.step()
+    state = engine.state_dict()
+    engine.close()
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(param.detach(), state[name]), name
