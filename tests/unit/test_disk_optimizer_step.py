@@ -82,7 +82,7 @@ def test_who_waits_for_a_buffer_sleeps(tmp_path, slow_writes):
     pipeline = disk_step_of(engine)
     steps(engine, 2)
     pages = sum(len(update.pages) for update in pipeline._updates)
-    with mock.patch.object(pipeline, "_read_ahead", wraps=pipeline._read_ahead) as read_ahead:
+    with mock.patch.object(pipeline.read_ahead, "start", wraps=pipeline.read_ahead.start) as read_ahead:
         pipeline.finish()
     assert 0 < read_ahead.call_count <= 3 * pages
     engine.close()
@@ -94,7 +94,7 @@ def test_reads_that_were_interrupted_are_made_up_for(tmp_path):
     steps(engine, 2)
     while not pipeline._queued():
         assert pipeline.pending
-        pipeline._read_ahead()
+        pipeline.read_ahead.start(pipeline._updates)
     interrupted = pipeline._queued()[0]
     pipeline.staging_pool.wait(interrupted.reads)
     interrupted.reads.clear()

@@ -143,7 +143,7 @@ class EngineCore:
             config.update,
         )
         if self.optimizer_step.disk_step is not None:
-            self.optimizer_step.disk_step.reads_ahead = prefetch_policy is not DemandFetch
+            self.optimizer_step.disk_step.read_ahead.enabled = prefetch_policy is not DemandFetch
         if isinstance(self.data, ShardedModelData):
             self.data.complete = self.optimizer_step.complete
         self.full_state = FullState(self.model_state, self.optimizer_step)

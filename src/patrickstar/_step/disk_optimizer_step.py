@@ -13,6 +13,7 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_update import DiskUpdate, PageBuffers, count_update_transfers, overlap
 from patrickstar._step.page_span import page_span
+from patrickstar._step.read_ahead import ReadAhead
 from patrickstar._step.running_updates import EndOfUpdate, RunningUpdates
 from patrickstar._step.staging_pool import PageSet, StagingPool
 from patrickstar._step.streamed_update import HostUpdates
@@ -25,10 +26,6 @@ from patrickstar._step.streamed_update import HostUpdates
 # operators. Beside an accelerator a worker thread runs it, and it is finished at the end of an operator: see
 # [Note: updates beside an accelerator] and [Note: running updates]. Until the update, the gradient overlays the
 # parameter and `update_pending` is set: no code may use that gradient for anything else.
-#
-# Updates run in the same order in each step. So staging buffers that the queued updates do not need are filled
-# speculatively with pages of the expected next updates. This keeps the disk busy when a step has no I/O of its own,
-# and lets the next update start with pages that are already in memory.
 
 
 class DiskOptimizerStep:
@@ -43,10 +40,7 @@ class DiskOptimizerStep:
     ) -> None:
         self.data = data
         self.staging_pool = staging_pool
-        self.reads_ahead = True
-        """Read pages before an update waits for them."""
-        self.reads_expected = True
-        """Read pages of updates that are expected, while no update needs the buffers."""
+        self.read_ahead = ReadAhead(data, staging_pool)
         self.late: set[int] = set()
         """Indices of chunks whose parameters were needed before the pages of their update had been read."""
         self._kernels, self._host_updates = kernels, host_updates
@@ -54,8 +48,6 @@ class DiskOptimizerStep:
         self._aborted: list[DiskUpdate] = []
         """Updates that ended because bytes of chunks were lost."""
         self._running = RunningUpdates(in_order=True)
-        self._expected: dict[int, list[tuple[int, int]]] = {}
-        """Pages by chunk index, in the order in which the updates were last submitted."""
 
     @property
     def pending(self) -> set[int]:
@@ -77,7 +69,7 @@ class DiskOptimizerStep:
     def submit(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> None:
         """Queue the update of one chunk's parameters."""
         update = self._new_update(index, rules, scales)
-        self.expect(update)
+        self.read_ahead.expect(update)
         for managed in rules:
             managed.begin_update()
         if update.pages:
@@ -94,7 +86,7 @@ class DiskOptimizerStep:
         listed: Collection[ManagedParam],
     ) -> None:
         """Queue a delayed update, whose gradients have been moved out of the parameters' place."""
-        self._expected.clear()  # the next step writes `delayed16` before its update reads it
+        self.read_ahead.expected.clear()  # the next step writes `delayed16` before its update reads it
         update = self._new_update(index, rules, scales, listed)
         if update.pages:
             self._updates.append(update)
@@ -104,7 +96,7 @@ class DiskOptimizerStep:
         self, index: int, rules: Mapping[ManagedParam, Rule], pages: Sequence[tuple[int, int]], buffers: PageBuffers
     ) -> DiskUpdate:
         """Queue a lock-free update of some pages of a chunk."""
-        self._expected.clear()  # all pages that will be updated are queued
+        self.read_ahead.expected.clear()  # all pages that will be updated are queued
         update = DiskUpdate(index, rules, (), self.data.state_chunks(index), list(pages), buffers=buffers)
         self._updates.append(update)
         return update
@@ -141,11 +133,6 @@ class DiskOptimizerStep:
         """Return whether an update is in the queue and not complete."""
         return update in self._updates and not update.complete
 
-    def expect(self, update: DiskUpdate) -> None:
-        """Expect the pages of an update to be updated in the next step in the order of these calls."""
-        earlier = {chunk: expected for chunk, expected in self._expected.items() if chunk != update.index}
-        self._expected = earlier | {update.index: update.pages}
-
     @defer_sigint
     def remove(self, update: DiskUpdate) -> None:
         """Remove a speculative update from the queue. Pages that are read and not updated yet serve later updates."""
@@ -174,19 +161,19 @@ class DiskOptimizerStep:
     @defer_sigint
     def progress(self) -> None:
         """Update the pages whose reads have finished, and start the next reads; never wait for the disk."""
-        if not self.reads_ahead:
+        if not self.read_ahead.enabled:
             return
         self._running.finish_done()
         for update in [each for each in self._updates if not each.is_current and not each.complete]:
             self.remove(update)
-        self._read_ahead()
+        self.read_ahead.start(self._updates)
         while queued := self._queued():
             update = queued[0].owner
             fetching = update.param16.fetch_transfer is not None or not update.param16.in_memory
             if not queued[0].ready or (fetching and not update.delayed):
                 break
             self._update(queued[0])
-            self._read_ahead()
+            self.read_ahead.start(self._updates)
 
     def finish(self, indices: Iterable[int] | None = None) -> None:
         """Wait until these chunks are updated (default: all, and until every page is written back)."""
@@ -209,7 +196,7 @@ class DiskOptimizerStep:
     def _update_until(self, ended: Callable[[], bool], first: Collection[int]) -> None:
         """Update pages in the order of the queue; begin with those of chunks `first` while others run."""
         while self._updates and not ended():
-            self._read_ahead()
+            self.read_ahead.start(self._updates)
             queued = self._queued()
             if queued and (queued[0].owner.index in first or not self._running):
                 self.staging_pool.complete(queued[0])
@@ -276,60 +263,6 @@ class DiskOptimizerStep:
         ]
         rank = {update: number for number, update in enumerate(self._updates)}
         return sorted(queued, key=lambda pages: (rank[pages.owner], pages.first))
-
-    @defer_sigint
-    def _read_ahead(self) -> None:
-        """Start to read as many pages as the pool has buffers for: of queued updates, then of expected ones."""
-        self.staging_pool.collect()
-        for update in self._updates:
-            requested = {pages.first for pages in self.staging_pool.live if pages.owner is update}
-            for first, numel in update.pages[update.updated :]:
-                if first not in requested and not self._start_read(update, first, numel):
-                    return
-                if not self.reads_ahead:
-                    return
-        final = not self.data.accumulates  # otherwise the gradient list on disk changes until the step
-        if self.reads_ahead and self.reads_expected and final:
-            self._read_speculatively()
-
-    def _start_read(self, update: DiskUpdate, first: int, numel: int) -> bool:
-        """Start to read one page of an update, or reuse a speculative read; return False if no buffer is free."""
-        speculative = [pages for pages in self.staging_pool.live if pages.owner is None]
-        pages = next((pages for pages in speculative if (pages.index, pages.first) == (update.index, first)), None)
-        if pages is not None and not pages.is_current(update.lists):
-            self.staging_pool.drop(pages)
-            pages = None
-        if pages is None:
-            pages = self.staging_pool.start_read(update.lists, first, numel)
-        while pages is None and speculative and not self.staging_pool.writes_page(update.lists, first):
-            victim = speculative.pop()  # expected last
-            if victim in self.staging_pool.live:
-                self.staging_pool.drop(victim)
-            pages = self.staging_pool.start_read(update.lists, first, numel)
-        if pages is None:
-            return False
-        if update.speculative and not self.staging_pool.take_param_buffer(pages):
-            if not speculative:
-                return False
-            self.staging_pool.drop(speculative.pop())
-            self.staging_pool.take_param_buffer(pages)
-        pages.owner = update
-        return True
-
-    def _read_speculatively(self) -> None:
-        """Start to read pages of expected updates; see [Note: deferred updates]."""
-        pending = self.unfinished
-        speculative = {update.index for update in self._updates if update.speculative}
-        known = {(pages.index, pages.first) for pages in self.staging_pool.live}
-        for index, expected in self._expected.items():
-            if index in pending:
-                break  # the updates from here on were submitted in this step
-            lists = self.data.state_chunks(index) if index in self.data.by_chunk else []
-            if not lists or index in speculative or any(chunk.in_memory for chunk in lists):
-                continue
-            for first, numel in expected:
-                if (index, first) not in known and self.staging_pool.start_read(lists, first, numel) is None:
-                    return
 
     @defer_sigint
     def _update(self, pages: PageSet) -> None:

@@ -43,7 +43,7 @@ class DiskSpeculation:
         self._count = 0
         self._disk_step.late.clear()
         # Pages that are read now would give up their buffers to speculative updates.
-        self._disk_step.reads_expected = not (confident and self._limit)
+        self._disk_step.read_ahead.reads_expected = not (confident and self._limit)
 
     @property
     def capacity(self) -> int:
@@ -53,7 +53,7 @@ class DiskSpeculation:
     def accepts(self, inputs: Sequence[Chunk]) -> bool:
         """Return whether masters and states are on disk, and sums of gradients, if there are any, in memory."""
         disk, param16 = self.data.manager.disk_tier, inputs[0]
-        if self._full or disk is None or self._count >= self._limit or not self._disk_step.reads_ahead:
+        if self._full or disk is None or self._count >= self._limit or not self._disk_step.read_ahead.enabled:
             return False
         page_numel = disk.page_bytes_of(param16) // param16.dtype.itemsize
         return all(
@@ -100,7 +100,7 @@ class DiskSpeculation:
         update, manager = self._updates.pop(index), self.data.manager
         assert manager.disk_tier is not None, "states are on disk without a disk"
         self._disk_step.remove(update)
-        self._disk_step.expect(update)
+        self._disk_step.read_ahead.expect(update)
         for chunk in update.lists:
             manager.disk_tier.swap_spare(chunk)
             chunk.version += 1

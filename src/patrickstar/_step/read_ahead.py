@@ -1,0 +1,86 @@
+"""Reads of pages before their update: of updates in the queue, and of those that are expected."""
+
+from collections.abc import Sequence
+
+from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._params.model_data import ModelData
+from patrickstar._step.disk_update import DiskUpdate
+from patrickstar._step.staging_pool import StagingPool
+
+# [Note: expected updates]
+# Updates run in the same order in each step. So staging buffers that the queued updates do not need are filled
+# speculatively with pages of the expected next updates. This keeps the disk busy when a step has no I/O of its own,
+# and lets the next update start with pages that are already in memory.
+
+
+class ReadAhead:
+    """Fills the staging buffers with pages. See [Note: expected updates]."""
+
+    def __init__(self, data: ModelData, staging_pool: StagingPool) -> None:
+        self.data = data
+        self.staging_pool = staging_pool
+        self.enabled = True
+        """Read pages before an update waits for them."""
+        self.reads_expected = True
+        """Read pages of updates that are expected, while no update needs the buffers."""
+        self.expected: dict[int, list[tuple[int, int]]] = {}
+        """Pages by chunk index, in the order in which the updates were last submitted."""
+
+    def expect(self, update: DiskUpdate) -> None:
+        """Expect the pages of an update to be updated in the next step in the order of these calls."""
+        earlier = {chunk: expected for chunk, expected in self.expected.items() if chunk != update.index}
+        self.expected = earlier | {update.index: update.pages}
+
+    @defer_sigint
+    def start(self, updates: Sequence[DiskUpdate]) -> None:
+        """Start to read as many pages as the pool has buffers for: of queued updates, then of expected ones."""
+        self.staging_pool.collect()
+        for update in updates:
+            requested = {pages.first for pages in self.staging_pool.live if pages.owner is update}
+            for first, numel in update.pages[update.updated :]:
+                if first not in requested and not self._start_read(update, first, numel):
+                    return
+                if not self.enabled:
+                    return
+        final = not self.data.accumulates  # otherwise the gradient list on disk changes until the step
+        if self.enabled and self.reads_expected and final:
+            self._read_expected(updates)
+
+    def _start_read(self, update: DiskUpdate, first: int, numel: int) -> bool:
+        """Start to read one page of an update, or reuse a speculative read; return False if no buffer is free."""
+        speculative = [pages for pages in self.staging_pool.live if pages.owner is None]
+        pages = next((pages for pages in speculative if (pages.index, pages.first) == (update.index, first)), None)
+        if pages is not None and not pages.is_current(update.lists):
+            self.staging_pool.drop(pages)
+            pages = None
+        if pages is None:
+            pages = self.staging_pool.start_read(update.lists, first, numel)
+        while pages is None and speculative and not self.staging_pool.writes_page(update.lists, first):
+            victim = speculative.pop()  # expected last
+            if victim in self.staging_pool.live:
+                self.staging_pool.drop(victim)
+            pages = self.staging_pool.start_read(update.lists, first, numel)
+        if pages is None:
+            return False
+        if update.speculative and not self.staging_pool.take_param_buffer(pages):
+            if not speculative:
+                return False
+            self.staging_pool.drop(speculative.pop())
+            self.staging_pool.take_param_buffer(pages)
+        pages.owner = update
+        return True
+
+    def _read_expected(self, updates: Sequence[DiskUpdate]) -> None:
+        """Start to read pages of expected updates."""
+        pending = {update.index for update in updates if not update.speculative}
+        speculative = {update.index for update in updates if update.speculative}
+        known = {(pages.index, pages.first) for pages in self.staging_pool.live}
+        for index, expected in self.expected.items():
+            if index in pending:
+                break  # the updates from here on were submitted in this step
+            lists = self.data.state_chunks(index) if index in self.data.by_chunk else []
+            if not lists or index in speculative or any(chunk.in_memory for chunk in lists):
+                continue
+            for first, numel in expected:
+                if (index, first) not in known and self.staging_pool.start_read(lists, first, numel) is None:
+                    return
