@@ -94,6 +94,23 @@ def train(
         int | None,
         typer.Option(min=0, help="Delay updates by one step from this step on. Not exact: see docs/staleness.md."),
     ] = None,
+    lock_free_from: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="From this step on update states on disk whenever they have been read. Not exact: see "
+            "docs/staleness.md.",
+        ),
+    ] = None,
+    max_staleness: Annotated[
+        int, typer.Option(min=1, help="With --lock-free-from: steps that the parameters may be behind, at most.")
+    ] = 4,
+    update_log: Annotated[
+        Path | None, typer.Option(help="With --lock-free-from: file for the order of updates, to be replayed.")
+    ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(help="Repeat the lock-free updates of a run from its --update-log, bit by bit.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the initial values and the order of batches.")] = 0,
     log: Annotated[
         Path | None,

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import patrickstar as ps
 from patrickstar._cli.console import LEGEND, Progress, print_row, print_summary, print_text
 from patrickstar._cli.corpus import Corpus, open_corpus
+from patrickstar._cli.late_updates import late_steps, late_update
 from patrickstar._cli.model_source import ModelSource, find_model
 from patrickstar._cli.run_checkpoints import ResumeOptions, RunMetadata
 from patrickstar._cli.run_log import RunLog, StepRecord, Summary
@@ -38,7 +39,7 @@ from patrickstar._dry_run.traced_workload import traced_workloads
 from patrickstar._engine.initialize import check_fit, create_engine
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.workload import Workloads
-from patrickstar.errors import BudgetError, ConfigError, TrainingError
+from patrickstar.errors import ConfigError, TrainingError
 
 # The cosine ends at this fraction of the peak learning rate, not at 0, so that the last steps still learn.
 _FINAL_FRACTION = 0.1
@@ -117,7 +118,7 @@ def _config(options: TrainOptions) -> ps.Config:
         chunk_size=options.chunk_size,
         precision=options.precision,
         optimizer=ps.AdamW(lr=options.lr, weight_decay=options.weight_decay),
-        update=None if options.delay_from is None else ps.Delayed(after=options.delay_from),
+        update=late_update(options),
         activation_offload=options.activation_offload,
     )
 
@@ -154,21 +155,9 @@ def dry_run_training(options: TrainOptions, console: Console, machine: str | Non
     report = run(config)
     print_text(console, str(report))
     if config.update is None:
-        print_row(console, "delayed", f"{_delayed_step(report, config, run)} (--delay-from, not exact)")
+        for label, text in late_steps(report, config, run):
+            print_row(console, label, text)
     return report
-
-
-def _delayed_step(report: DryRunReport, config: ps.Config, run: Callable[[ps.Config], DryRunReport]) -> str:
-    """Return what a delay of the updates would change in the step of a dry run."""
-    if not any(wait.channel != "host to device" for wait in report.waits):
-        return "updates would gain nothing, since compute waits for none"
-    try:
-        seconds = run(config.model_copy(update={"update": ps.Delayed()})).seconds
-    except BudgetError as error:
-        return (
-            f"updates need one more gradient per parameter, which does not fit: {error.short_bytes} bytes are missing"
-        )
-    return f"updates would make it a step of {seconds:.2f} s instead of {report.seconds:.2f} s"
 
 
 def language_model_workloads(source: ModelSource, sequence: int, machine: Machine) -> Workloads:

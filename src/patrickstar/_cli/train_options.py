@@ -30,6 +30,10 @@ class TrainOptions:
     activation_checkpointing: bool
     activation_offload: bool
     delay_from: int | None
+    lock_free_from: int | None
+    max_staleness: int
+    update_log: Path | None
+    replay: Path | None
     seed: int
     log: Path | None
     save_every: int

@@ -85,8 +85,11 @@ class LockFreeUpdates:
         self._by_pages = optimizer.rule(optimizer.defaults(), 1, {}).by_pages
         self.buffer = GradientBuffer(data, optimizer, self._page_numel)
         self._on_host: dict[int, _HostUpdate] = {}
-        self._log = None if options.log is None else UpdateLog(options.log)
+        own = {"after": options.after, "gradient_dtype": options.gradient_dtype}
         self._replay = None if options.replay is None else LoggedRun(options.replay)
+        if self._replay is not None:
+            self._replay.check_options(own)
+        self._log = None if options.log is None else UpdateLog(options.log, own)
         self._described: Pages | None = None
         self._options: dict[int, Mapping[str, Any]] = {}
         """Copies of the options of param groups in the present step, by the group's id."""

@@ -10,8 +10,10 @@ from patrickstar.errors import ConfigError
 
 FORMAT = 1
 
-# The file has one JSON object per line. The first one, and one more after each resumption, describes the pages:
-#     {"format": 1, "after_step": 0, "chunks": {"0": {"page_numel": 1048576, "params": [["weight", 0, 4096]]}}}
+# The file has one JSON object per line. The first one, and one more after each resumption, has options of the run and
+# describes the pages:
+#     {"format": 1, "after_step": 39, "after": 40, "gradient_dtype": "fp32",
+#      "chunks": {"0": {"page_numel": 1048576, "params": [["weight", 0, 4096]]}}}
 # `params` holds name, first element and number of elements. The others hold the updates whose results the forward of
 # the step after `step` was the first to read, as chunk, page, first and last step whose gradients it has used:
 #     {"step": 41, "updates": [[3, 0, 40, 40]]}
@@ -34,10 +36,15 @@ class UpdateRecord(NamedTuple):
 
 
 class UpdateLog:
-    """Writer of a log, to whose end it appends."""
+    """Writer of a log, to whose end it appends.
 
-    def __init__(self, path: str | Path) -> None:
+    Args:
+        options: Options of the run on which its results depend.
+    """
+
+    def __init__(self, path: str | Path, options: Mapping[str, Any]) -> None:
         self.path = Path(path)
+        self._options = dict(options)
         self._begun = False
         try:
             self._file = self.path.open("ab", buffering=0)
@@ -52,10 +59,13 @@ class UpdateLog:
         """
         lines: list[Mapping[str, Any]] = []
         if not self._begun:
-            lines.append({"format": FORMAT, "after_step": step - 1, "chunks": pages})
+            lines.append(self._header(step - 1, pages))
         if records:
             lines.append({"step": step, "flush" if flush else "updates": records})
         self._write(lines)
+
+    def _header(self, after_step: int, pages: Pages) -> Mapping[str, Any]:
+        return {"format": FORMAT, "after_step": after_step, **self._options, "chunks": pages}
 
     def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
@@ -74,7 +84,7 @@ class UpdateLog:
     def close(self, pages: Pages) -> None:
         """Close the file. If there was no lock-free update, it describes the pages all the same."""
         if not self._begun and self._file.tell() == 0:
-            self._write([{"format": FORMAT, "after_step": 0, "chunks": pages}])
+            self._write([self._header(0, pages)])
         self._file.close()
 
 
@@ -88,6 +98,8 @@ class LoggedRun:
     def __init__(self, path: str | Path) -> None:
         self.path = path
         self.pages: Pages = {}
+        self.options: dict[str, Any] = {}
+        """Options of the run on which its results depend."""
         self._updates: dict[int, list[UpdateRecord]] = {}
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -110,6 +122,7 @@ class LoggedRun:
             if line["format"] != FORMAT:
                 raise ValueError(f"format {line['format']} is unknown, this version reads {FORMAT}")
             self.pages = line["chunks"]
+            self.options = {"after": line["after"], "gradient_dtype": line["gradient_dtype"]}
             self._updates = {step: found for step, found in self._updates.items() if step <= line["after_step"]}
             return
         records = [UpdateRecord(*values) for values in line["flush" if "flush" in line else "updates"]]
@@ -119,6 +132,15 @@ class LoggedRun:
     def at(self, step: int) -> list[UpdateRecord]:
         """Return the updates whose results the forward after a step was the first to read, in their order."""
         return self._updates.get(step, [])
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the run had other options."""
+        for name, value in self.options.items():
+            if options[name] != value:
+                raise ConfigError(
+                    f"the log of updates {str(self.path)!r} is of a run with {name}={value!r}, not {options[name]!r}: "
+                    f"use the same"
+                )
 
     def check_pages(self, pages: Pages) -> None:
         """Raise ConfigError if the log is of other pages than these."""
