@@ -74,8 +74,8 @@ PRESETS = {
     "gpt-8b": Preset(layers=72, hidden=3072, heads=16),
     "gpt-10b": Preset(layers=50, hidden=4096, heads=16),
     "gpt-12b": Preset(layers=60, hidden=4096, heads=16),
-    # Angel-PTM: hidden 8192 and FFN 32768. Its sizes fix the number of layers by the same count of matrices. The heads are
-    # not published; these are 128 wide, which fused attention supports.
+    # Angel-PTM (arXiv 2303.02868): hidden 8192 and FFN 32768. The layers follow from its sizes by the same count of
+    # matrices. The heads are assumed: 128 wide, which fused attention supports.
     "gpt-28b": Preset(layers=35, hidden=8192, heads=64),
     "gpt-55b": Preset(layers=68, hidden=8192, heads=64),
 }
@@ -86,7 +86,8 @@ T5_PRESETS = {
     "t5-60m": T5Preset(layers=6, hidden=512, heads=8, ffn=2048),
     "t5-220m": T5Preset(layers=12, hidden=768, heads=12, ffn=3072),
     "t5-770m": T5Preset(layers=24, hidden=1024, heads=16, ffn=4096),
-    # Angel-PTM: hidden 4096 and FFN 16384. As above, its sizes fix the layers: a pair of them has 28 x hidden^2 elements.
+    # Angel-PTM: hidden 4096 and FFN 16384. The layers follow from its sizes: an encoder layer and a decoder layer have
+    # 28 x hidden^2 elements. The heads are assumed, as above.
     "t5-27b": T5Preset(layers=57, hidden=4096, heads=32, ffn=16384),
     "t5-58b": T5Preset(layers=123, hidden=4096, heads=32, ffn=16384),
 }

@@ -9,9 +9,9 @@ POSITION_BUCKETS = 32
 
 SAVED_BY_ATTENTION, SAVED_BY_NORM, SAVED_BY_FFN = 11, 2, 3
 SAVED_BY_RELU = 2
-"""Bytes that parts of a layer save for backward per token and hidden unit, without attention scores (Korthikanti et al.
-2022, section 4.1): attention 11, a norm 2, input and dropout mask of a feed-forward network 3. Per token and unit of the
-feed-forward network the output of ReLU, which is also the input of the second matrix product: 2."""
+"""Bytes that parts of a layer save for backward, without attention scores (Korthikanti et al. 2022, section 4.1). Per
+token and hidden unit: attention 11, a norm 2, input and dropout mask of a feed-forward network 3. Per token and unit of
+the feed-forward network: 2 for the output of ReLU, which is also the input of the second matrix product."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ class T5:
     def layer_operations(self, tokens: int) -> int:
         """Return the forward operations of one encoder and one decoder layer for `tokens` tokens in each stack.
 
-        The matrices of a pair of layers are those of three attentions and two feed-forward networks. Scores and weighted
-        sums count masked ones.
+        Together they have three attentions and two feed-forward networks. Masked scores and weighted sums count.
         """
         attention = 8 * self.hidden**2 + 4 * self.sequence * self.hidden
         return tokens * (3 * attention + 2 * 4 * self.hidden * self.ffn)
