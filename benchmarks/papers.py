@@ -239,8 +239,9 @@ def effect_of_pcie() -> float:
 INTRO = """\
 Published figures of Angel-PTM (arXiv 2303.02868) and ZeRO-Offload (arXiv 2101.06840), and ours for the same machines.
 The machine specs cite the source of each rate; none is fitted to these figures. The estimate is `patrickstar plan`: a
-linear program for all GPUs of the server, which share host memory and links. It assumes full overlap and is an upper
-bound. The dry run is this engine with clipped gradients. Both recompute activations.
+linear program for all GPUs of the server, which share host memory and links, with full overlap and the operations of
+formulas. The dry run is this engine with clipped gradients, and the operators that transformers' models execute. Both
+recompute activations.
 
 A dry run simulates one process. For a server it manages the whole model with the host memory and update rate of all
 processes; a chunk is copied over all links in parts and gathered between GPUs; one GPU computes its own batch. Each
@@ -262,6 +263,12 @@ What is not comparable:
   and the abstract gives neither batch nor length, nor says whether TFLOPS count recomputation. Ours do.
 - ZeRO-Offload measures delayed updates against its own step without them; ours is against a step without overlap of
   compute and update, for batches up to {batch} of models whose states are not all on the device.
+
+Why the errors: each estimate of samples/s is bound by computation, at the rate of large products on an A100 (225 TFLOPS
+for hidden 8192). At 512 tokens the published rates are 95 to 203 TFLOPS: the other system waits for more than
+computation, computes more slowly, or reads longer sequences. The dry run of a T5 is slower than its estimate, because
+transformers' T5 executes norms, and attention with position biases, as separate operators that are bound by GPU memory.
+One of a GPT can be faster, because checkpointing recomputes fewer products than the formulas count.
 
 Angel-PTM gives 32 GB/s for PCIe, the nominal rate; the spec has the measured 25. With 32, estimated throughputs
 change by at most {pcie:.1f} %."""

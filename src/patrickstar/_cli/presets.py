@@ -45,7 +45,7 @@ class T5Preset(T5):
         # Imported here because it takes seconds to load, and plans only need the shape.
         from transformers import T5Config
 
-        return T5Config(
+        config = T5Config(
             num_layers=self.layers,
             d_model=self.hidden,
             num_heads=self.heads,
@@ -53,10 +53,10 @@ class T5Preset(T5):
             d_ff=self.ffn,
             vocab_size=self.vocab,
             dropout_rate=0.0,
-            # The decoder's inputs are the labels after a start token, which is the padding token.
-            pad_token_id=0,
-            decoder_start_token_id=0,
         )
+        # Labels are shifted behind a start token, the padding token 0; the constructor has no argument for it.
+        config.update({"decoder_start_token_id": 0})
+        return config
 
 
 PRESETS = {
