@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, T5ForConditionalGeneration
 
 from patrickstar._cli.model_source import find_model
-from patrickstar._cli.presets import PRESETS
+from patrickstar._cli.presets import PRESETS, T5_PRESETS
 from patrickstar.errors import ConfigError, ModelError
 
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 300}
@@ -78,7 +78,20 @@ def test_the_papers_presets_are_named_after_their_layers(name: str) -> None:
     preset = PRESETS[name]
     billions = float(name.removeprefix("gpt-").removesuffix("b"))
     assert 12 * preset.layers * preset.hidden**2 / 1e9 == pytest.approx(billions, rel=0.04)
-    assert preset.heads == 16
+    # PatrickStar's models have 16 heads. Angel-PTM's have width 8192, and fused attention supports heads of up to 256.
+    assert preset.heads == (16 if preset.hidden < 8192 else 64)
+
+
+@pytest.mark.parametrize("name", T5_PRESETS)
+def test_a_t5_preset_has_the_parameters_it_says(name: str) -> None:
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(T5_PRESETS[name].config())
+    assert sum(parameter.numel() for parameter in model.parameters()) == T5_PRESETS[name].numel
+
+
+def test_a_t5_preset_is_for_plans_only() -> None:
+    with pytest.raises(ModelError, match="t5-27b is a preset of `patrickstar plan` only"):
+        find_model("t5-27b")
 
 
 def test_activation_checkpointing_is_switched_on() -> None:

@@ -40,6 +40,20 @@ def test_as_json_it_is_plain_data_that_adds_up():
     assert found["host_bytes"] <= found["machine"]["host"]["memory"]
 
 
+@pytest.mark.parametrize("model", ["gpt-28b", "gpt-55b", "t5-27b", "t5-58b"])
+def test_angel_ptms_models_fit_its_server(model):
+    result = run("plan", "--model", model, "--machine", "8xA100-40GB-11TB", "--sequence", "512", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["processes"] == 8 and found["model"]["sequence"] == 512
+    assert found["model"]["params"] / 1e9 == pytest.approx(float(model[-3:-1]), rel=0.03)
+
+
+def test_a_t5_is_described_by_both_stacks():
+    result = run("plan", "--model", "t5-220m", "--machine", "RTX4090-desktop")
+    assert result.exit_code == 0 and "12 encoder and 12 decoder layers x 768" in result.output
+
+
 def test_the_largest_model_is_larger_on_more_gpus_and_smaller_at_a_higher_bar():
     def params(*more: str) -> int:
         result = run("plan", "--largest", "--json", "--machine", "8xV100-32GB", *more)
@@ -102,6 +116,7 @@ def test_a_sparkline_of_memory_shows_the_most_in_each_part_of_the_time():
     ("arguments", "says"),
     [
         (["--model", "gpt-13b"], "gpt-12b, gpt-10b?"),
+        (["--model", "t5-28b"], "did you mean t5-58b, t5-27b"),
         (["--machine", "8xV100"], "did you mean 8xV100-32GB"),
         (["--gpus", "9"], "8xV100-32GB has 8"),
         (["--host-memory", "lots"], "'lots' is not a size"),

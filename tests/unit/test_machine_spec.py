@@ -53,7 +53,7 @@ def test_packaged_specs_are_complete_and_cite_their_sources(name):
 
 def test_the_expected_specs_are_packaged():
     expected = {"8xV100-32GB", "8xV100-32GB-120GB", "700-dollar-pc", "8xA100-40GB", "H200", "RTX4090-desktop"}
-    assert expected <= set(known_machines())
+    assert expected | {"8xA100-40GB-11TB", "DGX-2"} <= set(known_machines())
 
 
 def test_the_variant_differs_only_in_host_memory():
@@ -61,6 +61,20 @@ def test_the_variant_differs_only_in_host_memory():
     assert half.host.memory * 2 == whole.host.memory
     same = {"name": whole.name, "source": whole.source, "host": whole.host}
     assert half.model_copy(update=same) == whole
+
+
+def test_angel_ptms_server_differs_only_in_its_disk():
+    plain, server = find_machine("8xA100-40GB"), find_machine("8xA100-40GB-11TB")
+    assert server.disk is not None and server.disk.capacity == 11e12
+    assert server.disk.read == server.disk.write == 3.5e9
+    assert server.model_copy(update={"name": plain.name, "source": plain.source, "disk": None}) == plain
+
+
+def test_the_gpus_of_a_dgx_2_share_its_links_by_four():
+    machine = find_machine("DGX-2")
+    assert machine.gpu == find_machine("8xV100-32GB").gpu.model_copy(update={"count": 16})
+    assert machine.transfer_rates(1) == (12.2e9, 12.9e9)
+    assert machine.transfer_rates(16) == (12.9e9 / 4, 12.9e9 / 4)
 
 
 def test_a_user_file_is_read(tmp_path):

@@ -10,13 +10,14 @@ from pathlib import Path
 from rich.console import Console
 
 from patrickstar._cli.console import print_text
-from patrickstar._cli.presets import PRESETS
+from patrickstar._cli.presets import PRESETS, T5_PRESETS
 from patrickstar._layout.byte_size import format_size, parse_size
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.perf_model import BATCHES, ChannelLoad, Estimate, best_estimate, largest_batch
+from patrickstar._perf_model.t5_costs import T5
 from patrickstar._perf_model.text_tables import channels_table, memory_table, rows
-from patrickstar._perf_model.workload import Workloads, gpt_workload
+from patrickstar._perf_model.workload import Workloads, gpt_workload, t5_workload
 from patrickstar.errors import BudgetError, ConfigError
 
 GPT_FAMILY = (
@@ -116,8 +117,11 @@ def find_planned_model(name: str, sequence: int, machine: Machine) -> PlannedMod
     """
     if name in PRESETS:
         return _planned_gpt(name, replace(PRESETS[name], sequence=sequence))
+    if name in T5_PRESETS:
+        return _planned_t5(name, replace(T5_PRESETS[name], sequence=sequence))
     if not Path(name).exists():
-        nearest = get_close_matches(name, PRESETS, n=3, cutoff=0.3) or list(PRESETS)
+        known = [*PRESETS, *T5_PRESETS]
+        nearest = get_close_matches(name, known, n=3, cutoff=0.3) or known
         raise ConfigError(f"{name!r} is neither a known model nor a file; did you mean {', '.join(nearest)}?")
     # Imported here because PyTorch takes seconds to load.
     from patrickstar._cli.model_source import find_model
@@ -130,6 +134,11 @@ def find_planned_model(name: str, sequence: int, machine: Machine) -> PlannedMod
 
 def _planned_gpt(name: str, gpt: Gpt) -> PlannedModel:
     return PlannedModel(f"{name}, {gpt.layers} layers x {gpt.hidden}", gpt.sequence, partial(gpt_workload, gpt))
+
+
+def _planned_t5(name: str, t5: T5) -> PlannedModel:
+    layers = f"{t5.layers} encoder and {t5.layers} decoder layers"
+    return PlannedModel(f"{name}, {layers} x {t5.hidden}", t5.sequence, partial(t5_workload, t5))
 
 
 def _candidates(options: PlanOptions) -> tuple[Sequence[bool], Sequence[int]]:

@@ -1,12 +1,13 @@
-"""Named GPT shapes."""
+"""Named shapes of GPTs and T5s."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from patrickstar._perf_model.gpt_costs import Gpt
+from patrickstar._perf_model.t5_costs import T5
 
 if TYPE_CHECKING:
-    from transformers import GPT2Config
+    from transformers import GPT2Config, T5Config
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,29 @@ class Preset(Gpt):
         )
 
 
+@dataclass(frozen=True)
+class T5Preset(T5):
+    """Shape of a T5 1.0 model, for plans. The default vocabulary is T5's."""
+
+    def config(self) -> "T5Config":
+        """Return the Hugging Face configuration, without dropout."""
+        # Imported here because it takes seconds to load, and plans only need the shape.
+        from transformers import T5Config
+
+        config = T5Config(
+            num_layers=self.layers,
+            d_model=self.hidden,
+            num_heads=self.heads,
+            d_kv=self.hidden // self.heads,
+            d_ff=self.ffn,
+            vocab_size=self.vocab,
+            dropout_rate=0.0,
+        )
+        # Labels are shifted behind a start token, the padding token 0; the constructor has no argument for it.
+        config.update({"decoder_start_token_id": 0})
+        return config
+
+
 PRESETS = {
     "gpt-1m": Preset(layers=4, hidden=128, heads=4, vocab=1024),
     "gpt-10m": Preset(layers=6, hidden=320, heads=5, vocab=8192),
@@ -50,4 +74,21 @@ PRESETS = {
     "gpt-8b": Preset(layers=72, hidden=3072, heads=16),
     "gpt-10b": Preset(layers=50, hidden=4096, heads=16),
     "gpt-12b": Preset(layers=60, hidden=4096, heads=16),
+    # Angel-PTM (arXiv 2303.02868): hidden 8192 and FFN 32768. The layers follow from its sizes by the same count of
+    # matrices. The heads are assumed: 128 wide, which fused attention supports.
+    "gpt-28b": Preset(layers=35, hidden=8192, heads=64),
+    "gpt-55b": Preset(layers=68, hidden=8192, heads=64),
 }
+"""Causal language models, to plan and to train."""
+
+T5_PRESETS = {
+    # Raffel et al. 2020, section 3.7: small, base and large.
+    "t5-60m": T5Preset(layers=6, hidden=512, heads=8, ffn=2048),
+    "t5-220m": T5Preset(layers=12, hidden=768, heads=12, ffn=3072),
+    "t5-770m": T5Preset(layers=24, hidden=1024, heads=16, ffn=4096),
+    # Angel-PTM: hidden 4096 and FFN 16384. The layers follow from its sizes: an encoder layer and a decoder layer have
+    # 28 x hidden^2 elements. The heads are assumed, as above.
+    "t5-27b": T5Preset(layers=57, hidden=4096, heads=32, ffn=16384),
+    "t5-58b": T5Preset(layers=123, hidden=4096, heads=32, ffn=16384),
+}
+"""Models with encoder and decoder, to plan only: `layers` of each stack."""

@@ -1,9 +1,10 @@
-"""Workload of one training step, the input of the performance model, and the analytic costs of a GPT."""
+"""Workload of one training step, the input of the performance model, from the analytic costs of a GPT or a T5."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from patrickstar._perf_model.gpt_costs import SAVED_BYTES_PER_SCORE, Gpt
+from patrickstar._perf_model.t5_costs import T5
 
 PARAM_BYTES = 2
 """Bytes of a parameter in the compute dtype; its gradient reuses the same memory."""
@@ -58,4 +59,26 @@ def gpt_workload(gpt: Gpt, batch: int, checkpointing: bool = True) -> Workload:
         matrix_size=min(gpt.hidden, tokens),
         non_model_bytes=activations + gpt.logit_bytes(batch),
         working_bytes=2 * PARAM_BYTES * gpt.layer_numel,
+    )
+
+
+def t5_workload(t5: T5, batch: int, checkpointing: bool = True) -> Workload:
+    """Return the workload of one process for `batch` samples, with fused attention, which saves no scores.
+
+    Tokens are those of one stack: the encoder and the decoder each process as many.
+    """
+    tokens = batch * t5.sequence
+    encoder_bytes, decoder_bytes = t5.saved_bytes(batch)
+    activations = (
+        t5.checkpoint_bytes(batch) + decoder_bytes if checkpointing else t5.layers * (encoder_bytes + decoder_bytes)
+    )
+    return Workload(
+        params=t5.numel,
+        batch=batch,
+        tokens=tokens,
+        checkpointing=checkpointing,
+        operations=t5.operations(tokens, checkpointing),
+        matrix_size=min(t5.hidden, tokens),
+        non_model_bytes=activations + t5.logit_bytes(batch),
+        working_bytes=2 * PARAM_BYTES * t5.decoder_layer_numel,
     )

@@ -1,0 +1,86 @@
+"""Analytic T5 costs against published counts, against sums over matrices, and in plans."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling import draws
+
+from patrickstar._cli.presets import T5_PRESETS
+from patrickstar._perf_model.gpt_costs import SAVED_BYTES_PER_SCORE, Gpt
+from patrickstar._perf_model.t5_costs import T5
+from patrickstar._perf_model.workload import t5_workload
+
+quick = settings(derandomize=True, deadline=None, max_examples=draws(100))
+
+shapes = st.builds(
+    T5,
+    layers=st.integers(1, 100),
+    hidden=st.integers(1, 64).map(lambda n: 64 * n),
+    heads=st.integers(1, 32),
+    ffn=st.integers(1, 256).map(lambda n: 64 * n),
+    vocab=st.integers(1, 60_000),
+    sequence=st.integers(1, 4096),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "numel"), [("t5-60m", 60_506_624), ("t5-220m", 222_903_552), ("t5-770m", 737_668_096)]
+)
+def test_small_base_and_large_have_as_many_parameters_as_their_checkpoints(name, numel):
+    assert T5_PRESETS[name].numel == numel
+
+
+@quick
+@given(shapes, st.integers(1, 1 << 20))
+def test_operations_are_two_per_matrix_element_and_token(t5, tokens):
+    norms = 2 * t5.hidden, 3 * t5.hidden
+    encoder, decoder = t5.encoder_layer_numel - norms[0], t5.decoder_layer_numel - norms[1]
+    # Self-attention of both stacks and cross attention, each with scores and weighted sums.
+    scores_and_sums = 3 * 2 * 2 * t5.sequence * t5.hidden
+    forward = t5.layers * (2 * (encoder + decoder) + scores_and_sums)
+    logits = 2 * t5.vocab * t5.hidden
+    assert t5.operations(tokens, recompute=False) == 3 * tokens * (forward + logits)
+    assert t5.operations(tokens) == t5.operations(tokens, recompute=False) + tokens * forward
+
+
+@quick
+@given(shapes, st.integers(1, 64))
+def test_activations_are_proportional_to_the_batch(t5, batch):
+    assert t5.checkpoint_bytes(batch) == batch * t5.checkpoint_bytes(1)
+    assert t5.logit_bytes(batch) == batch * t5.logit_bytes(1)
+    encoder, decoder = t5.saved_bytes(1)
+    assert t5.saved_bytes(batch) == (batch * encoder, batch * decoder)
+    assert encoder < decoder
+
+
+@quick
+@given(shapes, st.integers(1, 64))
+def test_checkpointing_costs_operations_and_saves_memory(t5, batch):
+    kept, recomputed = t5_workload(t5, batch, checkpointing=False), t5_workload(t5, batch)
+    assert recomputed.operations > kept.operations
+    assert recomputed.params == kept.params == t5.numel
+    assert recomputed.tokens == batch * t5.sequence
+    assert t5.layers == 1 or recomputed.non_model_bytes < kept.non_model_bytes
+
+
+def test_a_pair_of_layers_costs_as_much_as_the_same_matrices_in_a_gpt():
+    # 3 attentions and 2 feed-forward networks: 28 x hidden^2 elements, those of 7 / 3 layers of a GPT.
+    t5 = T5(layers=30, hidden=4096, heads=32, ffn=16384, vocab=1, sequence=1)
+    gpt = Gpt(layers=70, hidden=4096, heads=32, vocab=1, sequence=1)
+    assert t5.operations(1000) == pytest.approx(gpt.operations(1000), rel=1e-3)
+    assert t5.numel == pytest.approx(gpt.numel, rel=1e-3)
+
+
+def test_an_encoder_layer_saves_less_than_a_layer_of_a_gpt_by_the_input_of_its_activation_function():
+    # GELU saves its input, 4 x hidden x 2 bytes; ReLU does not.
+    t5, gpt = T5(12, 1024, 16, 4096, sequence=512), Gpt(12, 1024, 16, sequence=512)
+    without_scores = gpt.saved_bytes(1) - SAVED_BYTES_PER_SCORE * gpt.score_numel(1)
+    assert without_scores - t5.saved_bytes(1)[0] == 512 * 4096 * 2
+
+
+@pytest.mark.parametrize("name", ["t5-27b", "t5-58b"])
+def test_angel_ptms_presets_are_named_after_their_layers(name):
+    t5 = T5_PRESETS[name]
+    assert (t5.hidden, t5.ffn) == (4096, 16384)
+    billions = float(name.removeprefix("t5-").removesuffix("b"))
+    assert 28 * t5.layers * t5.hidden**2 / 1e9 == pytest.approx(billions, rel=0.01)
