@@ -112,6 +112,18 @@ def test_a_sparkline_of_memory_shows_the_most_in_each_part_of_the_time():
     assert sparkline([], 1.0, 100) == sparkline([(0.0, 1)], 0.0, 100) == ""
 
 
+def test_a_plan_says_what_late_updates_would_gain():
+    options = ["--model", "gpt-8b", "--machine", "RTX4090-desktop", "--batch", "4"]
+    result = run("plan", *options)
+    assert result.exit_code == 0 and "\ndelayed         updates would gain nothing here" in result.output
+    assert "\nlock-free       updates would make it a step of" in result.output
+    found = json.loads(run("plan", *options, "--json").output)
+    assert found["lock_free"]["step_s"] < found["step_s"] and found["lock_free"]["staleness"] > 1
+    result = run("plan", "--model", "gpt-1b")
+    assert result.exit_code == 0 and "lock-free" not in result.output
+    assert json.loads(run("plan", "--model", "gpt-1b", "--json").output)["lock_free"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -133,6 +133,35 @@ def test_delayed_updates_show_after_one_more_step(options: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
+def test_lock_free_updates_are_replayed(options: list[str], tmp_path: Path) -> None:
+    on_disk = ["--disk", tmp_path, "--device-memory", "40MiB", "--host-memory", "24MiB", "--precision", "fp32"]
+    log = tmp_path / "updates.jsonl"
+    result = run(options, "--steps", 6, *on_disk, "--lock-free-from", 2, "--max-staleness", 2, "--update-log", log)
+    assert result.exit_code == 0, result.output
+    assert '"step":' in log.read_text()
+    recorded = losses(options)
+    result = run(options, "--steps", 6, *on_disk, "--replay", log)
+    assert result.exit_code == 0, result.output
+    assert losses(options) == recorded
+    result = run(options, "--steps", 6, "--precision", "fp32", "--replay", log)  # all in memory
+    assert result.exit_code == 0 and losses(options) == recorded
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--delay-from", 2, "--lock-free-from", 2), "--delay-from and --lock-free-from exclude each other"),
+        (("--replay", "log", "--lock-free-from", 2), "--lock-free-from and --replay exclude each other"),
+        (("--update-log", "log"), "requires --lock-free-from"),
+        (("--replay", "no such log"), "can't be read"),
+    ],
+)
+def test_options_of_late_updates_that_can_not_be_used(options: list[str], arguments: Any, says: str) -> None:
+    result = run(options, *arguments)
+    assert result.exit_code == 2 and says in result.output and result.output.count("\n") == 1
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_accumulated_batches_are_one_larger_batch(options: list[str]) -> None:
     assert run(options, "--steps", 3, "--precision", "fp32", "--batch", 4).exit_code == 0
     whole = losses(options)

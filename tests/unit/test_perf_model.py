@@ -1,5 +1,6 @@
 """Performance model: bytes are conserved, tiers stay within budget, and faster hardware is never slower."""
 
+import math
 from functools import partial
 from itertools import product
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from sampling import draws
 
 from patrickstar._perf_model.gpt_costs import Gpt
-from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine
+from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine, find_machine
 from patrickstar._perf_model.perf_model import Tier, best_estimate, estimate, fits, largest_batch, min_extra_bytes
 from patrickstar._perf_model.workload import PARAM_BYTES, STATE_BYTES, UPDATE_BYTES, Workload, gpt_workload
 from patrickstar.errors import BudgetError
@@ -259,3 +260,24 @@ def test_without_a_gpu_both_tiers_share_the_host_memory():
         found = best(work, machine, 1)
         assert (found is not None) is possible
         assert found is None or found.device_bytes + found.host_bytes <= memory
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_lock_free_updates_hide_the_disk_behind_the_other_channels(processes):
+    machine = find_machine("8xA100-40GB-11TB")
+    machine = machine.model_copy(update={"host": machine.host.model_copy(update={"memory": 300 * 10**9})})
+    work = gpt_workload(Gpt(34, 8192, heads=64, sequence=512), 4, True)
+    exact, late = estimate(work, machine, processes), estimate(work, machine, processes, lock_free=True)
+    assert exact.channels != late.channels and late.seconds < exact.seconds
+    assert late.staleness == math.ceil(late.sweep_s / late.seconds) >= 2
+    assert late.host_bytes >= 6 * work.params and late.host_bytes <= machine.host.memory
+    assert exact.seconds >= exact.sweep_s
+
+
+def test_buffers_of_lock_free_updates_that_do_not_fit_are_refused():
+    machine = find_machine("RTX4090-desktop")
+    work = gpt_workload(Gpt(60, 4096, heads=16), 1, True)
+    assert 6 * work.params > machine.host.memory
+    estimate(work, machine)
+    with pytest.raises(BudgetError):
+        estimate(work, machine, lock_free=True)

@@ -14,7 +14,14 @@ from patrickstar._cli.presets import PRESETS, T5_PRESETS
 from patrickstar._layout.byte_size import format_size, parse_size
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
-from patrickstar._perf_model.perf_model import BATCHES, ChannelLoad, Estimate, best_estimate, largest_batch
+from patrickstar._perf_model.perf_model import (
+    BATCHES,
+    ChannelLoad,
+    Estimate,
+    best_estimate,
+    estimate,
+    largest_batch,
+)
 from patrickstar._perf_model.t5_costs import T5
 from patrickstar._perf_model.text_tables import channels_table, memory_table, rows
 from patrickstar._perf_model.workload import Workloads, gpt_workload, t5_workload
@@ -185,6 +192,7 @@ def largest(machine: Machine, processes: int, options: PlanOptions) -> tuple[Pla
 
 def plan_as_dict(model: PlannedModel, machine: Machine, best: Estimate, max_batch: int) -> dict[str, object]:
     """Return the plan as plain data, in bytes, seconds and operations."""
+    late = lock_free(machine, best)
     return {
         "model": {"name": model.name, "params": best.workload.params, "sequence": model.sequence},
         "machine": machine.model_dump(),
@@ -196,6 +204,7 @@ def plan_as_dict(model: PlannedModel, machine: Machine, best: Estimate, max_batc
         "bound_s": best.bound_s,
         "tflops_per_process": best.tflops,
         "free_tokens": best.free_tokens,
+        "lock_free": None if late is None else {"step_s": late.seconds, "staleness": late.staleness},
         "shares": asdict(best.shares),
         "lanes": [asdict(channel) | {"idle_s": best.seconds - channel.seconds} for channel in best.channels],
         "non_model_bytes": best.workload.non_model_bytes,
@@ -219,6 +228,8 @@ def print_plan(console: Console, model: PlannedModel, machine: Machine, best: Es
         ("step", f"{best.seconds:.2f} s, of which the busiest resource alone takes {best.bound_s:.2f} s"),
         ("speed", f"{best.tflops:.1f} TFLOPS per process, {best.processes * work.tokens / best.seconds:,.0f} tokens/s"),
         ("transfers", f"hidden behind computation from {best.free_tokens:,} tokens per process and step"),
+        ("delayed", "updates would gain nothing here: the estimate hides them behind computation already"),
+        *_lock_free_row(machine, best),
     )
     parts = (
         rows(summary),
@@ -227,6 +238,28 @@ def print_plan(console: Console, model: PlannedModel, machine: Machine, best: Es
         _choices(best),
     )
     print_text(console, "\n".join(parts))
+
+
+def lock_free(machine: Machine, best: Estimate) -> Estimate | None:
+    """Return the estimate with lock-free updates; None if their buffers do not fit, or no step waits for the disk."""
+    slowest = max(best.channels, key=lambda channel: channel.seconds)
+    if not slowest.name.startswith("disk"):
+        return None
+    try:
+        return estimate(best.workload, machine, best.processes, lock_free=True)
+    except BudgetError:
+        return None
+
+
+def _lock_free_row(machine: Machine, best: Estimate) -> list[tuple[str, str]]:
+    """Return what lock-free updates would change, if states are on disk."""
+    if best.shares.in_ram >= 1:
+        return []
+    late = lock_free(machine, best)
+    if late is None:
+        return [("lock-free", "updates would gain nothing: their buffers do not fit, or no step waits for the disk")]
+    text = f"updates would make it a step of {late.seconds:.2f} s, up to {late.staleness} steps behind (not exact)"
+    return [("lock-free", text)]
 
 
 def _amount(channel: ChannelLoad) -> str:

@@ -15,7 +15,14 @@ import numpy as np
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.linear_program import SLACK, Expression, Variables, minimize, value
 from patrickstar._perf_model.machine_spec import Machine
-from patrickstar._perf_model.workload import PARAM_BYTES, STATE_BYTES, UPDATE_BYTES, Workload, Workloads
+from patrickstar._perf_model.workload import (
+    LOCK_FREE_BYTES,
+    PARAM_BYTES,
+    STATE_BYTES,
+    UPDATE_BYTES,
+    Workload,
+    Workloads,
+)
 from patrickstar.errors import BudgetError
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -66,6 +73,13 @@ class Estimate:
     device_bytes: int
     host_bytes: int
     disk_bytes: int
+    sweep_s: float = 0.0
+    """Seconds in which the disk reads and writes all states on it once."""
+
+    @property
+    def staleness(self) -> int:
+        """Steps that pass until lock-free updates have swept all states on disk; 0 without any."""
+        return math.ceil(self.sweep_s / self.seconds - SLACK) if self.seconds else 0
 
     @property
     def bound_s(self) -> float:
@@ -97,14 +111,19 @@ class Tier(Enum):
     DISK = "disk"
 
 
-def estimate(work: Workload, machine: Machine, processes: int = 1) -> Estimate:
+def estimate(work: Workload, machine: Machine, processes: int = 1, *, lock_free: bool = False) -> Estimate:
     """Estimate the fastest step of `processes` on a machine, each with an equal part of the model data.
+
+    Args:
+        lock_free: No step waits for states on disk; the host has the buffers of lock-free updates (Angel-PTM §4.3).
 
     Raises:
         BudgetError: The model does not fit; the message names the smallest sufficient changes.
     """
-    busy = _channels(work, machine, processes)
+    busy = _channels(work, machine, processes, lock_free)
     used = _used(work, processes)
+    if lock_free:
+        used[Tier.HOST] = used[Tier.HOST] + _VAR.one * float(LOCK_FREE_BYTES * work.params)
     limits = [*_capacity_limits(used, machine), *(seconds - _VAR[_TIME] for _, seconds, _ in busy)]
     fastest = minimize(_VAR[_TIME], limits, _TOTALS)
     if fastest is None:
@@ -129,7 +148,10 @@ def estimate(work: Workload, machine: Machine, processes: int = 1) -> Estimate:
         ),
         channels,
         work.fill_share * max(channel.seconds for channel in channels if channel.name != "compute"),
-        *(math.floor(value(used[tier], solution)) for tier in Tier),
+        math.floor(value(used[Tier.DEVICE], solution)),
+        math.floor(value(used[Tier.HOST], solution)),
+        math.floor(value(used[Tier.DISK], solution)),
+        value(_sweep(work, machine), solution),
     )
 
 
@@ -255,15 +277,28 @@ def _capacity_limits(used: dict[Tier, Expression], machine: Machine) -> list[Exp
     return [*in_memory, used[Tier.DISK] - _VAR.one * disk_bytes, exclusive, refetched]
 
 
-def _channels(work: Workload, machine: Machine, processes: int) -> list[tuple[str, Expression, Expression]]:
-    """Name, busy seconds and amount of each resource for one process; seconds of shared resources count all."""
+def _sweep(work: Workload, machine: Machine) -> Expression:
+    """Seconds in which the disk reads and writes all states on it once, in both directions at the same time."""
+    if machine.disk is None:
+        return 0 * _VAR.one
+    return work.params * STATE_BYTES * _VAR[_ON_DISK] / min(machine.disk.read, machine.disk.write)
+
+
+def _channels(
+    work: Workload, machine: Machine, processes: int, lock_free: bool = False
+) -> list[tuple[str, Expression, Expression]]:
+    """Name, busy seconds and amount of each resource for one process; seconds of shared resources count all.
+
+    `lock_free`: without the states on disk, for which no step waits.
+    """
     shard = work.params / processes
     fetched = _VAR.one - _VAR[_KEPT] - _VAR[_RESIDENT]
     disk, rate = machine.disk, machine.matmul_rate(work.matrix_size)
     d2h_bytes = shard * (PARAM_BYTES * _VAR[_ON_HOST] + STATE_BYTES * _VAR[_STREAMED])
     h2d_bytes = d2h_bytes + shard * PARAM_BYTES * (fetched + _VAR[_REFETCHED])
-    read_bytes = shard * (STATE_BYTES * _VAR[_ON_DISK] + PAGED_READ_BYTES * _VAR[_PAGED])
-    write_bytes = shard * (STATE_BYTES * _VAR[_ON_DISK] + PAGED_WRITE_BYTES * _VAR[_PAGED])
+    states_bytes = (0 if lock_free else STATE_BYTES) * _VAR[_ON_DISK]
+    read_bytes = shard * (states_bytes + PAGED_READ_BYTES * _VAR[_PAGED])
+    write_bytes = shard * (states_bytes + PAGED_WRITE_BYTES * _VAR[_PAGED])
     host_update = UPDATE_BYTES * _VAR[_ON_HOST] + 2 * STATE_BYTES * _VAR[_STREAMED]
     device_update_bytes = shard * UPDATE_BYTES * (_VAR[_RESIDENT] + _VAR[_STREAMED])
     ram_bytes = shard * (host_update + PARAM_BYTES * fetched) + read_bytes + write_bytes

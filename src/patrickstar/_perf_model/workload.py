@@ -10,6 +10,8 @@ PARAM_BYTES = 2
 """Bytes of a parameter in the compute dtype; its gradient reuses the same memory."""
 STATE_BYTES = 12
 """Bytes of a parameter's fp32 master copy and two optimizer moments."""
+LOCK_FREE_BYTES = 6
+"""Host bytes of a parameter's buffers for lock-free updates: its newest value, and an fp32 sum of gradients."""
 UPDATE_BYTES = 2 * PARAM_BYTES + 2 * STATE_BYTES
 """Bytes per parameter that an update reads and writes: gradient, parameter, states."""
 
