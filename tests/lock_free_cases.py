@@ -89,7 +89,7 @@ def run_random(seed: int, folder: Path, **options: Any) -> bool:
         dict(
             precision=precision,
             max_staleness=choice.choice([1, 2, 4, 7]),
-            gradient_dtype=choice.choice(["fp32", "fp32", "16-bit"]),
+            gradient_dtype=choice.choice(["fp32", "fp32", "16-bit" if precision != "fp16" else "fp32"]),
             chunk_size=choice.choice(["3KiB", "13KiB", "18KiB", "40KiB"]),
             device_memory=choice.choice([1.6, 2.5, 20]),
             host_memory=HOST_BYTES + choice.choice([0, 30, 100]) * 1024 + PARAM16_BYTES * (precision == "fp32"),

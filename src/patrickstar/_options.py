@@ -27,7 +27,8 @@ class Options(BaseModel):
             super().__init__(**options)
         except ValidationError as error:
             problems = "; ".join(
-                f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()
+                ": ".join(filter(None, [".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")]))
+                for e in error.errors()
             )
             raise ConfigError(f"{type(self).__name__}: {problems}") from None
 

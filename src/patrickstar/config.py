@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt, ValidationInfo, field_validator
+from pydantic import NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from patrickstar._layout.byte_size import parse_size_field
 from patrickstar._options import Options
@@ -206,6 +206,14 @@ class Config(Options):
                 f"class of torch.optim"
             )
         return chosen
+
+    @model_validator(mode="after")
+    def _sums_without_overflow(self) -> "Config":
+        if isinstance(self.update, LockFree) and self.update.gradient_dtype == "16-bit" and self.precision == "fp16":
+            raise ValueError(
+                "gradient_dtype='16-bit' stores gradients without the loss scale, which fp16 rounds to zero: use 'fp32'"
+            )
+        return self
 
     @property
     def compute_dtype(self) -> torch.dtype:

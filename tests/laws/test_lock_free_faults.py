@@ -1,6 +1,7 @@
 """Law: beside lock-free updates a failing disk, a dead thread or a killed run lose nothing without saying so."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,8 @@ def engine(folders):
 def possible_states(log, steps):
     """Return the masters of runs that end in step `steps` + 1: before it, after its older updates, and after all."""
     states = []
+    with log.open("a") as file:  # the step that failed has left no line
+        file.write(json.dumps({"step": steps + 1, "updates": []}) + "\n")
     for completes in (False, True):
         torch.manual_seed(0)
         update = ps.LockFree(after=1, max_staleness=2, replay=log)
@@ -179,23 +182,60 @@ def test_a_log_that_cannot_be_used_is_refused(tmp_path):
         engine_with(config_of(ps.LockFree(log=tmp_path / "no folder" / "log"), host_memory="4MiB"))
 
 
+def test_a_file_that_is_no_log_is_not_written(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="exists and is no log of updates"):
+        engine_with(config_of(ps.LockFree(log=tmp_path / "thesis.txt"), host_memory="4MiB"))
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_two_engines_do_not_share_a_log(tmp_path):
+    config = config_of(ps.LockFree(log=tmp_path / "log"), host_memory="4MiB")
+    with engine_with(config), pytest.raises(ConfigError, match="written by another engine"):
+        engine_with(config)
+    with engine_with(config):
+        pass
+
+
+def test_a_replay_ends_with_its_log(tmp_path):
+    with trained(tmp_path, 1, 4):
+        pass
+    with pytest.raises(TrainingError, match="ends with step 4, so that step 5 can't be replayed"):
+        trained(tmp_path, 1, 6, replay=tmp_path / "log")
+
+
+def test_a_warning_that_is_an_error_does_not_keep_the_model(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        engine = engine_with(config_of(ps.LockFree(after=9, log="/dev/full"), host_memory="4MiB"))
+        with pytest.raises(UserWarning, match="can't be written"):
+            engine.close()
+    assert all(type(param) is torch.nn.Parameter for param in engine.module.parameters())
+
+
 def test_a_log_of_other_chunks_is_refused(tmp_path):
     with trained(tmp_path, 1, 3):
         pass
-    update = ps.LockFree(after=1, replay=tmp_path / "log")
-    with engine_with(config_of(update, host_memory="4MiB", chunk_size="6KiB")) as engine:
-        backward(engine, 1)
-        with pytest.raises(ConfigError, match="of other chunks"):
-            engine.optimizer.step()
+    for changed, reason in [({"chunk_size": "6KiB"}, "of other chunks"), ({}, "with after=2, not 1")]:
+        update = ps.LockFree(after=2 if changed else 1, replay=tmp_path / "log")
+        with pytest.raises(ConfigError, match=reason):
+            engine_with(config_of(update, host_memory="4MiB", **changed))
 
 
-def test_a_line_that_a_killed_run_has_not_completed_is_ignored(tmp_path):
+def test_a_line_that_a_killed_run_has_not_completed_is_void(tmp_path):
+    log = tmp_path / "log"
     with trained(tmp_path, 1, 6) as engine:
+        engine.save(tmp_path / "step 6")
         state = engine.state_dict()
-    with (tmp_path / "log").open("a") as file:
+    with log.open("a") as file:
         file.write('{"step":7,"upda')
-    with trained(tmp_path, 1, 6, replay=tmp_path / "log") as found:
+    with trained(tmp_path, 1, 6, replay=log) as found:
+        found.optimizer.flush()
         testing.assert_same_bits(state, found.state_dict(), "replayed")
+    with trained(tmp_path, 7, 8) as resumed:
+        state = resumed.state_dict()
+    with trained(tmp_path, 7, 8, replay=log) as found:
+        testing.assert_same_bits(state, found.state_dict(), "resumed and replayed")
 
 
 def test_a_full_disk_under_the_log_is_said_once_and_stops_no_training():

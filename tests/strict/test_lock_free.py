@@ -6,10 +6,12 @@ from functools import partial
 import pytest
 import strict_device
 from laws.test_late_copies import some_are_slow
-from lock_free_cases import IN_MEMORY, on_disk, run_random, run_three
-from speculation_cases import DELAYED_EVENTS, loop
+from lock_free_cases import IN_MEMORY, config_of, engine_with, on_disk, run_random, run_three
+from speculation_cases import DELAYED_EVENTS, backward, loop
 
+import patrickstar as ps
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
+from patrickstar._step.lock_free_update import LockFreeUpdates
 from patrickstar._step.streamed_update import HostUpdates, StreamedUpdate
 
 RUNS_PER_TEST = 10
@@ -88,6 +90,33 @@ def test_run_replay_and_reference_agree_from_disk(share, sluggish, tmp_path):
     sluggish(share)
     stats = compare(loop([[]] * STEPS, [1] * STEPS), 2, tmp_path, replayed=IN_MEMORY, **on_disk(tmp_path))
     assert stats.disk_write_bytes > 0 and stats.staleness > 0 and stats.peak_staleness <= 4
+
+
+def test_no_page_is_updated_while_gradients_are_added(sluggish, monkeypatch, tmp_path):
+    sluggish(1.0)
+    accept, calls = LockFreeUpdates.accept, 0
+
+    def checked(self, *args):
+        nonlocal calls
+        calls += 1
+        assert not self._disk_step._running, "a page is being updated"
+        accept(self, *args)
+
+    monkeypatch.setattr(LockFreeUpdates, "accept", checked)
+    script = loop([[]] * STEPS, [1] * STEPS)
+    compare(script, 5, tmp_path, max_staleness=2, **on_disk(tmp_path) | dict(chunk_size="40KiB"))
+    assert calls
+
+
+def test_gradients_are_copied_to_the_host_in_their_own_dtype(tmp_path):
+    strict_device.configure(seed=6)
+    config = config_of(ps.LockFree(after=1), device="strict", device_memory=20, **IN_MEMORY)
+    with engine_with(config) as engine:
+        for number in range(3):
+            backward(engine, number)
+            engine.optimizer.step()
+        gradients = sum(2 * param.numel() for param in engine.module.parameters())
+        assert engine.stats.last.d2h_bytes <= 2 * gradients  # newest parameters of states on the device, too
 
 
 @pytest.mark.parametrize("event", DELAYED_EVENTS[1:])

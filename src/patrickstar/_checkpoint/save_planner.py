@@ -117,7 +117,7 @@ def _delayed_shards(data: ModelData, order: Sequence[int]) -> list[TensorShard]:
         TensorShard(delayed_name_of(managed), managed.shape, box, managed.shard_chunk.dtype, managed, PARAM16, first)
         for index in order
         for managed in data.by_chunk[index]
-        if managed.state.delayed
+        if managed.state.late
         for first, box in boxes_in(managed, slice(0, managed.location.numel))
     ]
 

@@ -79,7 +79,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
     def flush(self) -> None:
         """Make the next forward read the newest parameters: finish delayed updates. Every process must call it.
 
-        Call it before an evaluation, and after the last step. Without `ps.Config(update=ps.Delayed())` it does nothing.
+        Call it before an evaluation, and after the last step. Without `update` in `ps.Config` it does nothing.
         `state_dict`, checkpoints and exports have the newest values anyway.
 
         Raises:

@@ -156,6 +156,8 @@ class EngineCore:
                 check_no_graphs(self.module)
             with managing():
                 move_params(self.module, self.layout, plan.placement, params, self.data, self.interceptor, weights)
+            if self.optimizer_step.lock_free is not None:
+                self.optimizer_step.lock_free.open_log()
         except BaseException:
             self.interceptor.gradient_hooks.close()
             self.model_state.release()

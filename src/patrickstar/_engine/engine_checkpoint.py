@@ -291,7 +291,7 @@ class EngineCheckpoint:
     ) -> None:
         """Restore what depends on the loaded chunk lists, and plain data."""
         core, data = self.core, self.core.data
-        core.optimizer_step.steps = common.optimizer_steps
+        core.optimizer_step.resume(common.optimizer_steps)
         delayed = core.optimizer_step.delayed if core.optimizer_step.is_late else None
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for managed in data.managed_params:

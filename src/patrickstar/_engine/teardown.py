@@ -55,10 +55,12 @@ def release(interceptor: Interceptor, module_hooks: ModuleHooks, state: ModelSta
             state.data.manager.cancel_transfers()
             state.data.manager.io_dispatch.salvaging = True
             interceptor.gradient_hooks.close()
-            interceptor.optimizer_in_backward.optimizer_step.close()
-            lost = state.release()
-            if state.data.comm is not None:
-                state.data.comm.close()
+            try:
+                interceptor.optimizer_in_backward.optimizer_step.close()
+            finally:
+                lost = state.release()
+                if state.data.comm is not None:
+                    state.data.comm.close()
         return lost
 
 

@@ -51,6 +51,8 @@ class LocalShards:
         self.closed = False
         self.complete_delayed: Callable[[ManagedParam], None] = lambda managed: None
         """Waits for the delayed update of a parameter, which may read the gradient list."""
+        self.before_write: Callable[[int], None] = lambda index: None
+        """Lets no late update of a chunk write a page that it has read before the caller writes it."""
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
 
     def update_param_views(self) -> None:
@@ -222,22 +224,24 @@ class LocalShards:
     @staticmethod
     def check_restorable(managed: ManagedParam) -> None:
         """Raise TrainingError if a gradient has replaced the only copy of a parameter. See [Note: delayed updates]."""
-        if managed.state.delayed:
+        if managed.state.late:
             raise TrainingError(
                 f"parameter {managed.name!r} is read again after its gradient has replaced it, or the gradient is "
-                f"changed, while its update is delayed: its old values are gone. For several backwards per step call "
+                f"changed, while its update is late (update=... in ps.Config): its old values are gone. For several "
+                f"backwards per step call "
                 f"engine.backward(loss, accumulate=True) for all but the last one; before any other use call "
                 f"optimizer.flush() or optimizer.step()"
             )
 
-    @staticmethod
-    def check_writable(managed: ManagedParam) -> None:
+    def check_writable(self, managed: ManagedParam) -> None:
         """Raise TrainingError if a parameter was written in place while newer values of it exist."""
-        if managed.state.delayed:
+        if managed.state.late:
             raise TrainingError(
-                f"parameter {managed.name!r} was written in place while its update is delayed: the next step will "
-                f"replace what was written; call optimizer.flush() before"
+                f"parameter {managed.name!r} was written in place while newer values of it exist, or are being "
+                f"computed (update=... in ps.Config): the next step will replace what was written; call "
+                f"optimizer.flush() before"
             )
+        self.before_write(managed.location.chunk)
 
     def list_gradient(self, managed: ManagedParam) -> None:
         """Add the gradient stored in place of a parameter to the gradient list."""

@@ -264,7 +264,7 @@ class ModelData(LocalShards):
             state.partial.add_(grad)
             return
         lists = self.lists_gradients or (self.in_backward and state.may_grow)
-        if lists and state.delayed and not state.overlays_param:
+        if lists and state.late and not state.overlays_param:
             self._list_at_once(managed, grad)
             return
         grows = state.overlays_param and state.backward_id == self.backward_id
@@ -375,7 +375,7 @@ class ModelData(LocalShards):
         lists = [chunk for (kind, _), chunk in self.manager.chunks.items() if kind == GRAD32]
         if not accumulated:
             for chunk in lists:
-                if not any(each.state.update_pending or each.state.delayed for each in self.by_chunk[chunk.index]):
+                if not any(each.state.update_pending or each.state.late for each in self.by_chunk[chunk.index]):
                     self.manager.remove(chunk)
         changed = accumulated != self.accumulates
         self.accumulates = accumulated

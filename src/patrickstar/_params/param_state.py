@@ -44,8 +44,9 @@ class ParamState:
     """Number of the backward during which the parameter was updated."""
     update_pending: bool = False
     """True while a deferred update of the parameter, which consumes its gradient, is unfinished."""
-    delayed: bool = False
-    """True while a delayed update of the parameter runs, or has computed values that operators do not read yet."""
+    late: bool = False
+    """True while a delayed or lock-free update of the parameter is to be made, or has computed values that operators do
+    not read yet."""
     listed_in: int = 0
     """Number of the backward that added its gradient to the gradient list without storing it in the place."""
 
@@ -161,21 +162,21 @@ class ParamState:
 
     def consume(self) -> None:
         """The gradient was consumed by an update, or given up after a failed one."""
-        self.overlays_param = self.reduced = self.accumulated = self.update_pending = self.delayed = False
+        self.overlays_param = self.reduced = self.accumulated = self.update_pending = self.late = False
         self.partial = None
         if self.uses == 0:
             self._move_to(TensorState.HOLD)
 
-    def delay(self) -> None:
-        """A delayed update of the parameter was started."""
-        self.delayed = True
+    def begin_late(self) -> None:
+        """A delayed or lock-free update of the parameter was started."""
+        self.late = True
 
-    def end_delay(self, version: int) -> None:
+    def end_late(self, version: int) -> None:
         """Operators read the newest values again.
 
         `version`: of the parameter, if its gradient is in its place; when it is restored, its bits have changed.
         """
-        self.delayed, self.version_before = False, version + 1
+        self.late, self.version_before = False, version + 1
 
     def end_step(self) -> None:
         """The optimizer step is complete on all ranks."""

@@ -63,12 +63,13 @@ class DelayedUpdates:
         self._kernels, self._host_updates = kernels, host_updates
         self._running, self._disk_step = running, disk_step
         data.complete_delayed = lambda managed: self.finish(managed.location.chunk)
+        data.before_write = self.finish
 
     @property
     def staleness(self) -> tuple[float, int]:
         """Number of updates that the parameters do not contain yet: mean over their elements, and maximum."""
         trained = [managed for managed in self.data.managed_params if managed.schema.trained]
-        late = sum(managed.location.numel for managed in trained if managed.state.delayed)
+        late = sum(managed.location.numel for managed in trained if managed.state.late)
         return late / max(1, sum(managed.location.numel for managed in trained)), min(late, 1)
 
     def list_of(self, index: int) -> Chunk:
@@ -179,17 +180,17 @@ class DelayedUpdates:
     def _delay(self, managed_params: Collection[ManagedParam]) -> None:
         self.data.end_update(managed_params)
         for managed in managed_params:
-            managed.state.delay()
+            managed.state.begin_late()
 
     @defer_sigint
     def _publish(self, managed: ManagedParam) -> None:
         """Make the newest values of a parameter those that operators read, unless its gradient is in their place."""
-        if not managed.state.delayed:
+        if not managed.state.late:
             return
         if not managed.overlays_shard:  # else the gradient is discarded by rounding the master
             self._renew(managed)
             torch.autograd.graph.increment_version(managed.param)
-        managed.state.end_delay(managed.param._version)
+        managed.state.end_late(managed.param._version)
 
     @defer_sigint
     def hold_back(self, managed: ManagedParam) -> None:
@@ -198,7 +199,7 @@ class DelayedUpdates:
             self._exchange(managed, delayed=False)  # the parameter becomes its rounded master
             self._exchange(managed, delayed=True)
         torch.autograd.graph.increment_version(managed.param)
-        managed.state.delay()
+        managed.state.begin_late()
 
     def _span(self, managed: ManagedParam, rule: Rule, chunks: list[Chunk], *, listed: bool, in_order: bool) -> Span:
         """Return the tensors that a delayed update of one parameter reads and writes.
@@ -228,7 +229,7 @@ class DelayedUpdates:
         if delayed.device_valid or not delayed.host_valid or not managed_params:
             return False
         if not all(
-            managed in rules and managed.state.delayed and managed.overlays_shard and not managed.state.accumulated
+            managed in rules and managed.state.late and managed.overlays_shard and not managed.state.accumulated
             for managed in managed_params
         ):
             return False
@@ -238,7 +239,7 @@ class DelayedUpdates:
 
     def _renew(self, managed: ManagedParam) -> None:
         """Replace a parameter, or the gradient in its place, by the newest values."""
-        if not managed.state.delayed:
+        if not managed.state.late:
             if managed.overlays_shard:
                 self.data.restore_own(managed)
             return
@@ -253,7 +254,7 @@ class DelayedUpdates:
 
         `delayed`: these are newer values of the parameter; if not, it is restored. Default: as its state says.
         """
-        delayed = managed.state.delayed if delayed is None else delayed
+        delayed = managed.state.late if delayed is None else delayed
         self.data.ensure_local(managed)
         for where, values in self.data.parts(managed, DELAYED16, write=True):
             payload = self._payload(managed)[where]

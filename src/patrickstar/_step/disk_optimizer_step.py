@@ -52,11 +52,11 @@ class DiskOptimizerStep:
     @property
     def pending(self) -> set[int]:
         """Indices of chunks with a deferred update, for which operators wait."""
-        return {update.index for update in self._updates if not update.speculative and not update.delayed}
+        return {update.index for update in self._updates if not update.speculative and not update.late}
 
     @property
     def unfinished(self) -> set[int]:
-        """Indices of chunks with a deferred or delayed update."""
+        """Indices of chunks with an update that is queued, speculative ones excepted."""
         return {update.index for update in self._updates if not update.speculative}
 
     @property
@@ -135,7 +135,7 @@ class DiskOptimizerStep:
 
     @defer_sigint
     def remove(self, update: DiskUpdate) -> None:
-        """Remove a speculative update from the queue. Pages that are read and not updated yet serve later updates."""
+        """Remove an update from the queue. Pages that are read and not updated yet serve later updates."""
         if update in self._updates:
             self._updates.remove(update)
         for pages in [pages for pages in self.staging_pool.live if pages.owner is update]:
@@ -170,7 +170,7 @@ class DiskOptimizerStep:
         while queued := self._queued():
             update = queued[0].owner
             fetching = update.param16.fetch_transfer is not None or not update.param16.in_memory
-            if not queued[0].ready or (fetching and not update.delayed):
+            if not queued[0].ready or (fetching and not update.late):
                 break
             self._update(queued[0])
             self.read_ahead.start(self._updates)
@@ -200,7 +200,7 @@ class DiskOptimizerStep:
             queued = self._queued()
             if queued and (queued[0].owner.index in first or not self._running):
                 self.staging_pool.complete(queued[0])
-                if not queued[0].owner.delayed:
+                if not queued[0].owner.late:
                     self.data.manager.ensure_in_memory(queued[0].owner.param16)
                     self.data.update_param_views()
                 self._update(queued[0])
@@ -228,9 +228,9 @@ class DiskOptimizerStep:
             managed
             for update in self._updates
             for managed in update.rules
-            if managed.state.update_pending or update.delayed
+            if managed.state.update_pending or update.late
         ]
-        for update in [each for each in self._updates if each.delayed]:
+        for update in [each for each in self._updates if each.late]:
             if update.buffers is not None:
                 update.buffers.forget(update.rules)
                 continue
@@ -294,7 +294,7 @@ class DiskOptimizerStep:
                 in_order = updates is not None and updates.waits_for_copies
                 pool = self.staging_pool
                 spans.append(page_span(self.data, pool, managed, rule, part, pages, views, in_order=in_order))
-                if managed.shard_chunk.device_valid and not update.delayed:  # states are on the host
+                if managed.shard_chunk.device_valid and not update.late:  # states are on the host
                     numel, upload = part.stop - part.start, not update.speculative
                     count_update_transfers(self.data.manager, managed, numel, upload, by_kernel=updates is not None)
         return spans
@@ -305,7 +305,7 @@ class DiskOptimizerStep:
         chunks = [sums for sums in self.data.gradient_sums(pages.index) if sums not in pages.lists]
         if owner.buffers is not None:
             chunks = owner.buffers.chunks(pages.index)
-        elif not owner.delayed:
+        elif not owner.late:
             chunks.insert(0, owner.param16)
         pages.update = updates.start(spans, owner.scales, chunks, urgent=True)
         self.staging_pool.keep_until(EndOfUpdate(pages.update, repr(owner.param16)))
@@ -327,7 +327,7 @@ class DiskOptimizerStep:
         if update.speculative:
             self.staging_pool.write_spare(pages, update.param16)
         else:
-            if not update.delayed:
+            if not update.late:
                 self.data.manager.mark_written(update.param16, on_device=update.param16.device_valid)
             self.staging_pool.write(pages, [chunk for chunk in pages.lists if chunk.kind != GRAD32])
             if update.buffers is not None:
@@ -335,6 +335,6 @@ class DiskOptimizerStep:
         pages.updated = True
         update.updated += 1
         if update.complete and not update.speculative:
-            if not update.delayed:
+            if not update.late:
                 self.data.end_update(update.rules)
             self._updates.remove(update)

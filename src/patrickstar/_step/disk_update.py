@@ -60,7 +60,7 @@ class DiskUpdate:
         return next(iter(self.rules)).shard_chunk
 
     @property
-    def delayed(self) -> bool:
+    def late(self) -> bool:
         """True if it reads and writes other lists in place of the parameters, which operators go on reading."""
         return self.listed is not None or self.buffers is not None
 

@@ -29,8 +29,8 @@ class BufferedPage:
     """Number of gradients in the sums, by parameter."""
     oldest: int = 0
     """Step of the first of these gradients."""
-    used_until: int = 0
-    """Last step whose gradients an update may have used."""
+    used: tuple[int, int] = (0, 0)
+    """First and last step whose gradients the last update has used."""
     updates: dict[ManagedParam, int] = field(default_factory=dict)
     """Number of updates of these elements, by parameter."""
     queued: bool = False
@@ -51,7 +51,9 @@ class GradientBuffer:
     def __init__(self, data: ModelData, optimizer: Optimizer, page_numel: Callable[[Chunk], int]) -> None:
         self.data = data
         self.step = 0
-        """Number of the last step whose gradients were added."""
+        """Number of the last step that has begun to add gradients."""
+        self.accepted: dict[int, int] = {}
+        """Last step whose gradients were added, by chunk index."""
         self.records: list[UpdateRecord] = []
         """Updates that the log does not contain yet."""
         self.renewed: set[ManagedParam] = set()
@@ -110,37 +112,38 @@ class GradientBuffer:
             group: Options of its param group, which do not change any more.
         """
         self._groups[managed] = group
-        chunk = self.data.manager[BUFFERED_GRAD, managed.location.chunk]
-        sums, copied = managed.flat(chunk), managed.shard_chunk.device_valid
+        kind, index = BUFFERED_GRAD, managed.location.chunk
         for elements, gradient in self._gradient(managed):
+            sums = managed.flat(self.data.manager[kind, index])  # reading the gradient may have moved it
             for page, part in self.pages_of(managed):
                 first, stop = max(part.start, elements.start), min(part.stop, elements.stop)
-                if first >= stop:
-                    continue
-                within = slice(first - elements.start, stop - elements.start)
-                value = gradient.page(within).scaled(scales).to(sums.device)
-                total = sums[first:stop]
-                if managed in page.pending:
-                    value = value.add_(total)
-                total.copy_(value)
+                if first < stop:
+                    within = slice(first - elements.start, stop - elements.start)
+                    value = self._on_host(gradient.page(within), sums.device).scaled(scales)
+                    total = sums[first:stop]
+                    total.copy_(value.add_(total) if managed in page.pending else value)
         for page, _ in self.pages_of(managed):
             page.oldest = page.oldest if page.pending else self.step
             page.pending[managed] = page.pending.get(managed, 0) + 1
-        self.data.manager.mark_written(chunk, on_device=False)
-        if copied:
-            self.data.manager.count_transfer(
-                managed.location.numel * managed.shard_chunk.dtype.itemsize, to_device=False
-            )
+        self.data.manager.mark_written(self.data.manager[kind, index], on_device=False)
+
+    def _on_host(self, gradient: Gradient, host: torch.device) -> Gradient:
+        """Copy a gradient to the host before it is scaled: its parts have fewer bytes than the result."""
+        parts = [part for part in (gradient.latest, gradient.accumulated) if part is not None]
+        for part in parts:
+            if part.device != host:
+                self.data.manager.count_transfer(part.nbytes, to_device=False)
+        latest, *accumulated = [part.to(host) for part in parts]
+        return Gradient(latest, accumulated[0] if accumulated else None, gradient.dtype)
 
     def _gradient(self, managed: ManagedParam) -> Iterator[tuple[slice, Gradient]]:
         """Yield the gradient of a parameter in parts."""
         if managed.overlays_shard:
             self.data.ensure_local(managed)
         if self.data.gradient_on_disk(managed):
-            for elements, part in self.data.gradient_parts(managed):
-                yield elements, part.together()
+            yield from self.data.gradient_parts(managed)
         else:
-            yield slice(0, managed.location.numel), self.data.gradient(managed).together()
+            yield slice(0, managed.location.numel), self.data.gradient(managed)
 
     def renew(self, managed: ManagedParam) -> None:
         """Make the newest values of a parameter those that operators read."""
@@ -201,9 +204,10 @@ class GradientBuffer:
             page.updates[managed] += 1
             managed.steps, managed.observed = max(managed.steps, page.updates[managed]), True
             self.renewed.add(managed)
-        self.records.append(UpdateRecord(index, page.number, page.oldest, self.step))
+        page.used = page.oldest, self.accepted[index]
+        self.records.append(UpdateRecord(index, page.number, *page.used))
         page.pending.clear()
-        page.queued, page.used_until = False, self.step
+        page.queued = False
 
     def forget(self, failed: Iterable[ManagedParam]) -> None:
         """Drop the gradients of parameters whose update has failed."""

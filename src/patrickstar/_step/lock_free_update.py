@@ -2,14 +2,14 @@
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.update_rule import Running, Span
+from patrickstar._kernels.update_rule import Running
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.direct_io import PAGE_BYTES
@@ -18,9 +18,10 @@ from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.failed_update import give_up
 from patrickstar._step.gradient_buffer import BufferedPage, GradientBuffer
+from patrickstar._step.pages_in_memory import PagesInMemory
 from patrickstar._step.running_updates import RunningUpdates
 from patrickstar._step.streamed_update import HostUpdates
-from patrickstar._step.update_log import LoggedRun, Pages, UpdateLog, UpdateRecord
+from patrickstar._step.update_log import LoggedRun, UpdateLog, UpdateRecord
 from patrickstar.config import LockFree
 from patrickstar.errors import TrainingError
 from patrickstar.optim import Optimizer
@@ -80,18 +81,18 @@ class LockFreeUpdates:
         self.options = options
         self.staleness: tuple[float, int] = (0.0, 0)
         """Gradients that the parameters of the present forward lack: mean over elements, and maximum."""
-        self._kernels, self._host_updates = kernels, host_updates
+        self._host_updates = host_updates
         self._running, self._disk_step = running, disk_step
         self._by_pages = optimizer.rule(optimizer.defaults(), 1, {}).by_pages
         self.buffer = GradientBuffer(data, optimizer, self._page_numel)
+        self._in_memory = PagesInMemory(data, kernels, self.buffer)
         self._on_host: dict[int, _HostUpdate] = {}
-        own = {"after": options.after, "gradient_dtype": options.gradient_dtype}
+        data.before_write = self._queue_again
         self._replay = None if options.replay is None else LoggedRun(options.replay)
-        if self._replay is not None:
-            self._replay.check_options(own)
-        self._log = None if options.log is None else UpdateLog(options.log, own)
-        self._described: Pages | None = None
-        self._options: dict[int, Mapping[str, Any]] = {}
+        self._log: UpdateLog | None = None
+        self._in_progress = False
+        """True from the beginning to the end of a step, also if it was interrupted."""
+        self._group_options: dict[int, Mapping[str, Any]] = {}
         """Copies of the options of param groups in the present step, by the group's id."""
 
     def _page_numel(self, master: Chunk) -> int:
@@ -102,34 +103,59 @@ class LockFreeUpdates:
             return int(self._replay.pages[str(master.index)]["page_numel"])
         return (PAGE_BYTES if disk is None else disk.page_bytes) // master.dtype.itemsize
 
+    def open_log(self) -> None:
+        """Open the log, once all parameters are in chunks. Raises ConfigError, also if the replayed one differs."""
+        own = {"after": self.options.after, "gradient_dtype": self.options.gradient_dtype}
+        if self._replay is not None:
+            self._replay.check_options(own)
+            self._replay.check_pages(self.buffer.describe())
+        if self.options.log is not None:
+            self._log = UpdateLog(self.options.log, own)
+
     # The step
 
     def begin_step(self, step: int) -> None:
         """Begin a step: end the updates that run, and those that may not wait any longer. Raises TrainingError."""
-        if self.buffer.step >= step:
+        if self._in_progress:
             return  # it goes on after an interruption
-        if self._disk_step is not None:
-            self._disk_step.finish_running()
+        self._end_running()
         for index in list(self._on_host):
             self._end_or_withdraw(index, step)
         if self._replay is not None:
-            if self._described is None:
-                self._replay.check_pages(self._pages())
             self._repeat([record for record in self._replay.at(step) if record.last < step])
-        overdue = [page for page in self.buffer.pending() if self._is_overdue(page, step)]
-        if overdue and self._replay is None:
-            self._finish(overdue)
-        self.buffer.step = step
-        self._options.clear()
+        else:
+            self._update_overdue([page for page in self.buffer.pending() if self._is_overdue(page, step)])
+            self._end_running()  # pages that were updated beside the last overdue one
+        self._open(step)
+
+    @defer_sigint
+    def _open(self, step: int) -> None:
+        self._group_options.clear()
+        self.buffer.step, self._in_progress = step, True
+
+    def _end_running(self) -> None:
+        """End the updates of pages from disk that have begun."""
+        if self._disk_step is not None:
+            self._disk_step.finish_running()
 
     def _is_overdue(self, page: BufferedPage, step: int) -> bool:
         """Return whether the forward after a step may not lack the gradients of a page."""
         return page.oldest <= step - self.options.max_staleness
 
-    def _finish(self, pages: Sequence[BufferedPage]) -> None:
-        """Wait until pages, whose update is queued, have been updated."""
-        assert self._disk_step is not None, "only updates of states on disk are queued"
-        self._disk_step.finish_pages({page.index for page in pages}, lambda: not any(page.pending for page in pages))
+    def _update_overdue(self, pages: Sequence[BufferedPage]) -> None:
+        """Update pages, and wait."""
+        on_disk = []
+        for index, overdue in _by_chunk(pages).items():
+            if self.data.state_chunks(index)[0].in_memory:
+                self._update_all({index: overdue})
+                continue
+            on_disk += overdue
+            if missing := [page for page in overdue if not page.queued]:  # an interrupted step has not queued them
+                self._start(index, missing)
+        if on_disk:
+            assert self._disk_step is not None, "without a disk all chunks are in memory"
+            late = {page.index for page in on_disk}
+            self._disk_step.finish_pages(late, lambda: not any(page.pending for page in on_disk))
 
     @defer_sigint
     def accept(
@@ -141,41 +167,43 @@ class LockFreeUpdates:
             groups: Param group of each parameter with a gradient; the gradient of one without is dropped.
         """
         taken = [managed for managed in groups if managed.location.numel]
+        self.buffer.accepted[index] = self.buffer.step
         try:
             for managed in taken:
                 self._accept(managed, groups[managed], scales)
             if self._replay is not None:
                 used = [record for record in self._replay.at(self.buffer.step) if record.last == self.buffer.step]
                 self._repeat([record for record in used if record.chunk == index])
-            elif self._in_step(index):
-                self._update(index, self.buffer.pending(index))
+            elif self._updates_in_step(index):
+                self._in_memory.update(index, self.buffer.pending(index))
             for managed in self.data.by_chunk[index]:
                 if managed in self.buffer.renewed:
                     self.buffer.renew(managed)
                     torch.autograd.graph.increment_version(managed.param)
         except BaseException as error:
-            self._give_up(taken, error)
+            self.withdraw_from_disk(index)
+            self._give_up({*taken, *self.buffer.rules(self.buffer.pending(index))}, error)
             raise
         self.data.update_param_views()
 
     def _accept(self, managed: ManagedParam, group: Mapping[str, Any] | None, scales: Sequence[float]) -> None:
         """Add the gradient of one parameter to the sums, and put its newest values into its place."""
-        was_delayed = managed.state.delayed
+        was_delayed = managed.state.late
         if group is not None:
-            if id(group) not in self._options:
+            if id(group) not in self._group_options:
                 unchanging = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-                self._options[id(group)] = unchanging
-            self.buffer.add(managed, self._options[id(group)], scales)
+                self._group_options[id(group)] = unchanging
+            self.buffer.add(managed, self._group_options[id(group)], scales)
         if was_delayed:
-            self.buffer.renew(managed)
+            self.buffer.renewed.add(managed)
         else:
             if managed.overlays_shard:
                 self.data.restore_own(managed)
             self.buffer.begin(managed)
         self.data.end_update([managed])
-        managed.state.delay()
+        managed.state.begin_late()
 
-    def _in_step(self, index: int) -> bool:
+    def _updates_in_step(self, index: int) -> bool:
         """Return whether the states of a chunk are updated in the step."""
         states = self.data.state_chunks(index)[0]
         return states.in_memory and (self._host_updates is None or states.device_valid)
@@ -185,14 +213,17 @@ class LockFreeUpdates:
         if self._replay is None:
             self._queue()
         self.staleness = self.buffer.staleness
+        self._in_progress = False
         self._write_log()
+
+    def resume(self) -> None:
+        """Go on with the step after a checkpoint that was loaded."""
+        if self._log is not None:
+            self._log.resume()
 
     def _queue(self) -> None:
         first_use = self.data.tracer.trace.first_use
-        waiting: dict[int, list[BufferedPage]] = {}
-        for page in self.buffer.pending():
-            if not page.queued:
-                waiting.setdefault(page.index, []).append(page)
+        waiting = _by_chunk(page for page in self.buffer.pending() if not page.queued)
         for index in sorted(waiting, key=lambda each: (min(p.oldest for p in waiting[each]), -first_use(each))):
             self._start(index, waiting[index])
 
@@ -207,11 +238,11 @@ class LockFreeUpdates:
         assert self._host_updates is not None, "states in memory are updated in the step"
         rules, used = self.buffer.rules(pages), [*self.data.state_chunks(index), *self.buffer.chunks(index)]
         try:
-            running = self._host_updates.start(self._spans(index, pages), (), used)
+            running = self._host_updates.start(self._in_memory.spans(index, pages), (), used)
         except BaseException as error:
             self._give_up(rules, error)
             raise
-        self._mark_written(index)
+        self._in_memory.mark_written(index)
         self._on_host[index] = _HostUpdate(running, pages)
         self._running.add(running, used, partial(self._end_on_host, index))
 
@@ -256,66 +287,32 @@ class LockFreeUpdates:
         for page in self.buffer.pages(index):
             page.queued = False
 
+    def _queue_again(self, index: int) -> None:
+        """Let the queued pages of a chunk be read again, since the caller will write them."""
+        waiting = [page for page in self.buffer.pages(index) if page.queued] if index in self.data.by_chunk else []
+        if waiting and not self.data.state_chunks(index)[0].in_memory:
+            self.withdraw_from_disk(index)
+            self._start(index, waiting)
+
     # Updates at once
-
-    @defer_sigint
-    def _update(self, index: int, pages: Sequence[BufferedPage]) -> None:
-        """Update pages whose states are in memory."""
-        if not pages:
-            return
-        rules = self.buffer.rules(pages)
-        try:
-            for span in self._spans(index, pages):
-                self._run(span)
-        except BaseException as error:
-            self._give_up(rules, error)
-            raise
-        self._mark_written(index)
-        for page in pages:
-            self.buffer.end_page(index, page.first)
-
-    def _run(self, span: Span) -> None:
-        """Run one update on the tier of its states."""
-        if span.master.device == span.param.device:
-            self._kernels.update([span], ())
-            return
-        grad = replace(span.grad, latest=span.grad.latest.to(span.master.device))
-        param = torch.empty_like(span.param, device=span.master.device)
-        self._kernels.update([replace(span, grad=grad, param=param)], ())
-        span.param.copy_(param)
-        manager, nbytes = self.data.manager, (span.grad.latest.nbytes, span.param.nbytes)
-        manager.count_transfer(nbytes[0], to_device=True)
-        manager.count_transfer(nbytes[1], to_device=False)
-
-    def _spans(self, index: int, pages: Sequence[BufferedPage]) -> list[Span]:
-        """Return what the update of pages in memory reads and writes."""
-        chunks = self.data.state_chunks(index)
-        spans = []
-        for page in pages:
-            states = {chunk.kind: chunk.flat(page.first, page.numel) for chunk in chunks}
-            spans += self.buffer.spans(index, page.first, states)
-        return spans
-
-    def _mark_written(self, index: int) -> None:
-        for chunk in (*self.data.state_chunks(index), self.buffer.chunks(index)[0]):
-            self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
 
     def _repeat(self, records: Iterable[UpdateRecord]) -> None:
         """Make the updates of a log. Raises TrainingError if this run has taken another course."""
-        by_chunk: dict[int, list[BufferedPage]] = {}
+        repeated = []
         for record in records:
             page = self.buffer.pages(record.chunk)[record.page]
-            if not page.pending and page.used_until >= record.last:
+            if not page.pending and page.used == (record.first, record.last):
                 continue  # it was made when the state was read
             if not page.pending or page.oldest != record.first:
                 found = f"has gradients since step {page.oldest}" if page.pending else "has no gradients"
                 raise TrainingError(
                     f"the replay differs from the log {str(self.options.replay)!r}: an update of page {record.page} of "
                     f"chunk {record.chunk} used gradients of steps {record.first} to {record.last}, but the page "
-                    f"{found}. Run the same loop with the same data and saves, from the same checkpoint"
+                    f"{found}. Run the same loop with the same data, saves, flushes and reads of states, from the same "
+                    f"checkpoint"
                 )
-            by_chunk.setdefault(record.chunk, []).append(page)
-        self._update_all(by_chunk)
+            repeated.append(page)
+        self._update_all(_by_chunk(repeated))
 
     def _update_all(self, by_chunk: Mapping[int, Sequence[BufferedPage]]) -> None:
         """Update pages that are not queued, and wait."""
@@ -323,7 +320,12 @@ class LockFreeUpdates:
         for index, pages in by_chunk.items():
             self.data.before_update(index)
             if self.data.state_chunks(index)[0].in_memory:
-                self._update(index, pages)
+                rules = self.buffer.rules(pages)
+                try:
+                    self._in_memory.update(index, pages)
+                except BaseException as error:
+                    self._give_up(rules, error)
+                    raise
             else:
                 on_disk.append(index)
                 self._submit(index, sorted(pages, key=lambda page: page.first))
@@ -339,48 +341,46 @@ class LockFreeUpdates:
             self._disk_step.finish()
         for update in list(self._on_host.values()):
             self._running.finish_one(update.running)
-        by_chunk: dict[int, list[BufferedPage]] = {}
-        for page in self.buffer.pending():
-            by_chunk.setdefault(page.index, []).append(page)
-        self._update_all(by_chunk)
+        self._update_all(_by_chunk(self.buffer.pending()))
 
     def publish_all(self) -> None:
         """Make the newest parameters those that operators read. All updates have ended."""
         for managed in self.data.managed_params:
             self._publish(managed)
         self.data.update_param_views()
-        self.staleness = (0.0, 0)
+        self.staleness, self._in_progress = (0.0, 0), False
         self._write_log(flush=True)
 
     @defer_sigint
     def _publish(self, managed: ManagedParam) -> None:
-        if not managed.state.delayed:
+        if not managed.state.late:
             return
         if not managed.overlays_shard:  # else the gradient is discarded by rounding the master
             self.buffer.renew(managed)
             torch.autograd.graph.increment_version(managed.param)
         self.buffer.renewed.discard(managed)
-        managed.state.end_delay(managed.param._version)
+        managed.state.end_late(managed.param._version)
 
     def _write_log(self, *, flush: bool = False) -> None:
         if self._log is not None and self.buffer.step:
-            self._log.write(self.buffer.step, self.buffer.records, self._pages(), flush=flush)
+            self._log.write(self.buffer.step, self.buffer.records, self.buffer.describe(), flush=flush)
         self.buffer.records.clear()
-
-    def _pages(self) -> Pages:
-        """Return the description of the pages at the start."""
-        if self._described is None:
-            self._described = self.buffer.describe()
-        return self._described
 
     def close(self) -> None:
         """Write the last updates to the log, and close it."""
         if self._log is not None:
             self._write_log(flush=True)
-            self._log.close(self._pages())
+            self._log.close(self.buffer.describe())
 
     def _give_up(self, failed: Collection[ManagedParam], error: BaseException) -> None:
         """Drop the gradients of parameters whose update has failed."""
         if failed:
             self.buffer.forget(failed)
             give_up(self.data, failed, error)
+
+
+def _by_chunk(pages: Iterable[BufferedPage]) -> dict[int, list[BufferedPage]]:
+    by_chunk: dict[int, list[BufferedPage]] = {}
+    for page in pages:
+        by_chunk.setdefault(page.index, []).append(page)
+    return by_chunk

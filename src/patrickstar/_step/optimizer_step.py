@@ -87,7 +87,7 @@ class OptimizerStep:
 
     @property
     def updating(self) -> bool:
-        """True while updates are running, deferred or delayed."""
+        """True while updates are running or queued."""
         return bool(self.running) or (self.disk_step is not None and bool(self.disk_step.unfinished))
 
     @property
@@ -117,7 +117,8 @@ class OptimizerStep:
             self.lock_free.end_step()
         self.running.reorder(first_use)
         if self.disk_step is not None:
-            self.disk_step.reorder(first_use)
+            if not (self.is_late and self.lock_free is not None):  # whose queue goes round
+                self.disk_step.reorder(first_use)
             self.progress()
 
     @property
@@ -153,6 +154,12 @@ class OptimizerStep:
         self._in_step = False
         if self.delayed is not None:
             self.delayed.end_step()
+
+    def resume(self, steps: int) -> None:
+        """Go on after this number of steps, from a checkpoint that was loaded."""
+        self.steps = steps
+        if self.lock_free is not None:
+            self.lock_free.resume()
 
     def flush(self) -> None:
         """Finish late updates, and make the newest parameters those that operators read."""

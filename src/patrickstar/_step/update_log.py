@@ -1,25 +1,26 @@
 """Log of lock-free updates: which steps' gradients each update has used. A replay repeats them in the same order."""
 
+import fcntl
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from patrickstar.errors import ConfigError
+from patrickstar.errors import ConfigError, TrainingError
 
 FORMAT = 1
 
-# The file has one JSON object per line. The first one, and one more after each resumption, has options of the run and
-# describes the pages:
+# The file has one JSON object per line. The first one has options of the run, and describes the pages:
 #     {"format": 1, "after_step": 39, "after": 40, "gradient_dtype": "fp32",
 #      "chunks": {"0": {"page_numel": 1048576, "params": [["weight", 0, 4096]]}}}
-# `params` holds name, first element and number of elements. The others hold the updates whose results the forward of
-# the step after `step` was the first to read, as chunk, page, first and last step whose gradients it has used:
+# `params` holds name, first element and number of elements. There is one more after each resumption, and if the pages
+# have changed: lines before it that are of steps after `after_step` are void, since the resumed run repeats them.
+# The others hold the updates whose results the forward of the step after `step` was the first to read, as chunk, page,
+# first and last step whose gradients each has used; one line for each step:
 #     {"step": 41, "updates": [[3, 0, 40, 40]]}
 # Updates before a flush, which a save makes too, have "flush" in place of "updates". They are for the reader only: the
 # loop repeats its flushes, which make all updates.
-# A forward that a resumed run repeats counts once: lines of steps after `after_step` that come before are void.
 
 Pages = Mapping[str, Mapping[str, Any]]
 
@@ -40,16 +41,40 @@ class UpdateLog:
 
     Args:
         options: Options of the run on which its results depend.
+
+    Raises:
+        ConfigError: The file can't be written, is no log, or another engine writes it.
     """
 
     def __init__(self, path: str | Path, options: Mapping[str, Any]) -> None:
         self.path = Path(path)
         self._options = dict(options)
-        self._begun = False
+        self._pages: Pages | None = None
+        """The pages that the log describes; None before a description of this run."""
         try:
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(f"the log of updates {str(path)!r} can't be written: {error}") from error
+        try:
+            self._begin()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _begin(self) -> None:
+        """Lock the file, and cut the line off that a killed run has not completed. Raises ConfigError."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"the log of updates {str(self.path)!r} is written by another engine, or can't be locked ({error}): "
+                f"use another"
+            ) from error
+        if not self.path.is_file() or not (content := self.path.read_bytes()):
+            return
+        if not content.startswith(b'{"format":'):
+            raise ConfigError(f"the file {str(self.path)!r} exists and is no log of updates: choose another name")
+        self._file.truncate(content.rfind(b"\n") + 1)
 
     def write(self, step: int, records: Sequence[UpdateRecord], pages: Pages, *, flush: bool = False) -> None:
         """Write the updates that the forward after a step is the first to read. If that fails, warn and write no more.
@@ -58,21 +83,25 @@ class UpdateLog:
             flush: They were made before a flush after that step.
         """
         lines: list[Mapping[str, Any]] = []
-        if not self._begun:
-            lines.append(self._header(step - 1, pages))
-        if records:
+        if pages != self._pages:
+            lines.append(self._header(step if self._pages is not None else step - 1, pages))
+        if records or not flush:
             lines.append({"step": step, "flush" if flush else "updates": records})
+        self._pages = pages
         self._write(lines)
+
+    def resume(self) -> None:
+        """Go on with the step after a checkpoint that was loaded."""
+        self._pages = None
 
     def _header(self, after_step: int, pages: Pages) -> Mapping[str, Any]:
         return {"format": FORMAT, "after_step": after_step, **self._options, "chunks": pages}
 
     def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
-        self._begun = True
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
         try:
             while text and not self._file.closed:
-                text = text[self._file.write(text.encode()) :]  # names of parameters are ASCII in JSON
+                text = text[self._file.write(text) :]
         except OSError as error:
             self._file.close()
             warnings.warn(
@@ -83,7 +112,7 @@ class UpdateLog:
 
     def close(self, pages: Pages) -> None:
         """Close the file. If there was no lock-free update, it describes the pages all the same."""
-        if not self._begun and self._file.tell() == 0:
+        if self._pages is None and not self._file.closed and self._file.tell() == 0:
             self._write([self._header(0, pages)])
         self._file.close()
 
@@ -97,7 +126,11 @@ class LoggedRun:
 
     def __init__(self, path: str | Path) -> None:
         self.path = path
-        self.pages: Pages = {}
+        self.pages: dict[str, Mapping[str, Any]] = {}
+        """All pages, also those of parameters that were unfrozen in the run."""
+        self.last_step = 0
+        """Last step that the log contains."""
+        self._first_pages: Pages = {}
         self.options: dict[str, Any] = {}
         """Options of the run on which its results depend."""
         self._updates: dict[int, list[UpdateRecord]] = {}
@@ -121,16 +154,28 @@ class LoggedRun:
         if "format" in line:
             if line["format"] != FORMAT:
                 raise ValueError(f"format {line['format']} is unknown, this version reads {FORMAT}")
-            self.pages = line["chunks"]
+            self.pages |= line["chunks"]
+            self._first_pages = self._first_pages or line["chunks"]
+            self.last_step = min(self.last_step, line["after_step"])
             self.options = {"after": line["after"], "gradient_dtype": line["gradient_dtype"]}
             self._updates = {step: found for step, found in self._updates.items() if step <= line["after_step"]}
             return
         records = [UpdateRecord(*values) for values in line["flush" if "flush" in line else "updates"]]
         if "flush" not in line:
             self._updates.setdefault(line["step"], []).extend(records)
+            self.last_step = max(self.last_step, line["step"])
 
     def at(self, step: int) -> list[UpdateRecord]:
-        """Return the updates whose results the forward after a step was the first to read, in their order."""
+        """Return the updates whose results the forward after a step was the first to read, in their order.
+
+        Raises:
+            TrainingError: The log ends before.
+        """
+        if step > self.last_step:
+            raise TrainingError(
+                f"the log of updates {str(self.path)!r} ends with step {self.last_step}, so that step {step} can't be "
+                f"replayed: stop there, or load a checkpoint of it and train on without `replay`"
+            )
         return self._updates.get(step, [])
 
     def check_options(self, options: Mapping[str, Any]) -> None:
@@ -144,20 +189,8 @@ class LoggedRun:
 
     def check_pages(self, pages: Pages) -> None:
         """Raise ConfigError if the log is of other pages than these."""
-        if json.loads(json.dumps(pages)) != self.pages:
+        if json.loads(json.dumps(pages)) != self._first_pages:
             raise ConfigError(
                 f"the log of updates {str(self.path)!r} is of another model or of other chunks: use the same model, "
                 f"optimizer and `chunk_size`, and the budgets from which chunks were chosen if that is 'auto'"
             )
-
-
-def names(pages: Pages, records: Iterable[UpdateRecord]) -> list[str]:
-    """Return the names of the parameters that have elements on the pages of some updates."""
-    found: dict[str, None] = {}
-    for record in records:
-        chunk = pages[str(record.chunk)]
-        first = record.page * chunk["page_numel"]
-        for name, offset, numel in chunk["params"]:
-            if offset < first + chunk["page_numel"] and offset + numel > first:
-                found[name] = None
-    return list(found)

@@ -1,0 +1,263 @@
+"""Law: whatever happens around a step, lock-free updates lose no gradient and use none twice."""
+
+import random
+
+import pytest
+import speculation_cases as cases
+import torch
+from lock_free_cases import IN_MEMORY, config_of, engine_with, on_disk, reference_with
+from probes import manager_of, optimizer_step_of
+from speculation_cases import backward
+from torch import nn
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._engine.engine import Engine
+from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
+from patrickstar._step.gradient_buffer import GradientBuffer
+from patrickstar._step.lock_free_update import LockFreeUpdates
+from patrickstar.errors import ConfigError, TrainingError
+
+STEPS = 8
+
+
+@pytest.fixture
+def no_progress(monkeypatch):
+    """Update pages only when a step has to wait for them."""
+    monkeypatch.setattr(DiskOptimizerStep, "progress", lambda self: None)
+
+
+def step(trainer, number):
+    """Run one step, and return its loss."""
+    loss = backward(trainer, number)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    return loss
+
+
+def replayed(config, log, **options):
+    update = config.update.model_copy(update={"replay": log, "log": None})
+    return engine_with(config.model_copy(update={"update": update} | options))
+
+
+def test_a_checkpoint_of_an_earlier_step_goes_on_as_in_a_new_engine(no_progress, tmp_path):
+    """Rates, staleness and steps of the log are those of the steps that are repeated."""
+    config = config_of(ps.LockFree(after=1, max_staleness=2, log=tmp_path / "log"), **on_disk(tmp_path))
+    with engine_with(config) as engine:
+        for number in range(3):
+            step(engine, number)
+        engine.save(tmp_path / "saved")
+        for number in range(3, 9):
+            step(engine, number)
+        engine.load(tmp_path / "saved")
+        engine.optimizer.param_groups[0]["lr"] = 0.5
+        losses, staleness = [], []
+        for number in range(3, 9):
+            losses.append(step(engine, number))
+            staleness.append(engine.stats.last.peak_staleness)
+        state = engine.state_dict()
+    assert max(staleness) == 2
+    with replayed(config, tmp_path / "log", host_memory=4 << 20, disk=None) as again:
+        again.load(tmp_path / "saved")
+        again.optimizer.param_groups[0]["lr"] = 0.5
+        testing.assert_same_bits(losses, [step(again, number) for number in range(3, 9)], "losses")
+        testing.assert_same_bits(state, again.state_dict(), "parameters")
+
+
+class Sometimes(nn.Module):
+    """Layers, one of which is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = cases.build(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("update", [ps.LockFree(after=1), ps.Delayed(after=1)], ids=["lock-free", "delayed"])
+def test_a_write_into_a_parameter_beside_queued_updates_is_not_lost(update, tmp_path):
+    options = on_disk(tmp_path) | dict(host_memory=270 * 1024, chunk_size="40KiB")
+    torch.manual_seed(0)
+    with Engine(
+        Sometimes, config_of(update, **options), meter=testing.NoMeter(), poison=True, page_bytes=8192
+    ) as engine:
+        assert engine.inspect().disk is not None
+        for number in range(4):
+            step(engine, number)
+            with torch.no_grad():
+                engine.module.unused.weight.fill_(number)
+        state = engine.state_dict()
+        assert (state["unused.weight"] == 3).all()
+
+
+def test_the_queue_goes_round(tmp_path, monkeypatch):
+    """With a disk that delivers the same number of pages per step, no chunk is updated less often than others."""
+    budget = 0
+
+    def few(self):
+        nonlocal budget
+        while budget and (queued := self._queued()):
+            self.staging_pool.complete(queued[0])
+            self._update(queued[0])
+            self.read_ahead.start(self._updates)
+            budget -= 1
+
+    monkeypatch.setattr(DiskOptimizerStep, "progress", few)
+    update = ps.LockFree(after=1, max_staleness=40, log=tmp_path / "log")
+    with engine_with(config_of(update, **on_disk(tmp_path) | dict(chunk_size="6KiB"))) as engine:
+        for number in range(24):
+            budget = 6
+            step(engine, number)
+        buffer = optimizer_step_of(engine).lock_free.buffer
+        on_disk_now = [index for index in buffer.data.by_chunk if not buffer.data.state_chunks(index)[0].in_memory]
+        counts = [max(page.updates.values()) for index in on_disk_now for page in buffer.pages(index)]
+        assert len(counts) > 6 and max(counts) - min(counts) <= 2
+
+
+def test_a_state_that_is_read_in_the_replay_only_is_another_course(no_progress, tmp_path):
+    config = config_of(ps.LockFree(after=1, log=tmp_path / "log"), **on_disk(tmp_path))
+    with engine_with(config) as engine:
+        for number in range(STEPS):
+            step(engine, number)
+    with replayed(config, tmp_path / "log") as engine, pytest.raises(TrainingError, match="reads of states"):
+        for number in range(STEPS):
+            step(engine, number)
+            engine.state_dict()
+
+
+def test_a_state_that_is_read_in_both_is_not(no_progress, tmp_path):
+    config = config_of(ps.LockFree(after=1, log=tmp_path / "log"), **on_disk(tmp_path))
+    states = []
+    with engine_with(config) as engine:
+        for number in range(STEPS):
+            step(engine, number)
+            states += [engine.state_dict()] if number % 3 == 1 else []
+    with replayed(config, tmp_path / "log") as engine:
+        for number in range(STEPS):
+            step(engine, number)
+            if number % 3 == 1:
+                testing.assert_same_bits(states.pop(0), engine.state_dict(), f"state after {number}")
+
+
+@pytest.mark.parametrize("line", range(1, 14, 3))
+@pytest.mark.parametrize("then", ["repeat", "read and repeat", "drop"])
+def test_a_step_that_is_interrupted(line, then, no_progress, monkeypatch, tmp_path):
+    """Ctrl-C between chunks: the step is repeated, after a read of the state, or its gradients are dropped."""
+    config = config_of(
+        ps.LockFree(after=1, max_staleness=2, log=tmp_path / "log"), **on_disk(tmp_path) | dict(chunk_size="6KiB")
+    )
+    accept, count = LockFreeUpdates.accept, 0
+
+    def interrupted(self, *args):
+        nonlocal count
+        count += 1
+        if count == line:
+            raise KeyboardInterrupt
+        accept(self, *args)
+
+    def train(engine):
+        nonlocal count
+        results = []
+        for number in range(STEPS):
+            if number == 4:
+                count = 0
+                monkeypatch.setattr(LockFreeUpdates, "accept", interrupted)
+            results.append(backward(engine, number))
+            try:
+                engine.optimizer.step()
+            except KeyboardInterrupt:
+                if then == "read and repeat":
+                    engine.state_dict()
+                if then == "drop":
+                    engine.optimizer.zero_grad()
+                else:
+                    engine.optimizer.step()
+            monkeypatch.setattr(LockFreeUpdates, "accept", accept)
+            engine.optimizer.zero_grad()
+            assert engine.stats.last.peak_staleness <= 2
+        return [*results, *engine.state_dict().values()]
+
+    with engine_with(config) as engine:
+        found = train(engine)
+    if then != "drop":
+        with replayed(config, tmp_path / "log", host_memory=4 << 20, disk=None) as engine:
+            testing.assert_same_bits(found, train(engine), "replay")
+
+
+def test_sums_follow_memory_that_reading_a_gradient_moves(monkeypatch, tmp_path):
+    """Fetching a gradient may close gaps of the host's memory."""
+    gradient_of = GradientBuffer._gradient
+
+    def compacting(self, managed):
+        for found in gradient_of(self, managed):
+            manager_of(engine).host_tier._close_gaps()
+            yield found
+
+    config = config_of(ps.LockFree(after=1, log=tmp_path / "log"), **on_disk(tmp_path))
+    with engine_with(config) as engine:
+        block = manager_of(engine).host_tier.allocate_block(4096)
+        first = [step(engine, number) for number in range(2)]
+        manager_of(engine).host_tier.release_block(block)
+        monkeypatch.setattr(GradientBuffer, "_gradient", compacting)
+        found = [*first, *(step(engine, number) for number in range(2, STEPS)), *engine.state_dict().values()]
+    monkeypatch.undo()
+    reference = reference_with(config, tmp_path / "log")
+    losses = [step(reference, number) for number in range(STEPS)]
+    testing.assert_same_bits([*losses, *reference.state_dict().values()], found, "reference")
+
+
+def test_parameters_that_are_unfrozen_are_in_the_log(no_progress, tmp_path):
+    def partly_frozen():
+        model = cases.build()
+        next(model.parameters()).requires_grad_(False)
+        return model
+
+    config = config_of(ps.LockFree(after=1, log=tmp_path / "log"), **on_disk(tmp_path) | dict(host_memory=330 * 1024))
+
+    def train(trainer):
+        losses = []
+        for number in range(STEPS):
+            if number == 4:
+                next(trainer.module.parameters()).requires_grad_(True)
+                if not isinstance(trainer, Engine):
+                    trainer.optimizer.flush()
+            losses.append(step(trainer, number))
+        return [*losses, *trainer.state_dict().values()]
+
+    torch.manual_seed(0)
+    with Engine(partly_frozen, config, meter=testing.NoMeter(), poison=True, page_bytes=8192) as engine:
+        found = train(engine)
+    torch.manual_seed(0)
+    update = config.update.model_copy(update={"replay": tmp_path / "log", "log": None})
+    plain = config.model_copy(update={"update": update, "disk": None})
+    reference = testing.ReferenceTrainer(partly_frozen, plain, testing.LockFreeOptimizer)
+    testing.assert_same_bits(train(reference), found, "reference")
+
+
+def test_16_bit_sums_of_fp16_gradients_are_refused():
+    with pytest.raises(ConfigError, match=r"^Config: gradient_dtype='16-bit' stores gradients without the loss scale"):
+        config_of(ps.LockFree(gradient_dtype="16-bit"), precision="fp16", **IN_MEMORY)
+
+
+def test_the_buffers_are_counted_and_stay_on_the_host(tmp_path):
+    options = on_disk(tmp_path)
+    with (
+        engine_with(config_of(ps.LockFree(after=1), **options)) as late,
+        engine_with(config_of(None, **options)) as exact,
+    ):
+        more = late.layout.model_data_bytes - exact.layout.model_data_bytes
+        param16 = sum(chunk.nbytes for chunk in manager_of(exact).param16.values())
+        assert more == 3 * param16
+        choice = random.Random(0)
+        for number in range(4):
+            step(late, number)
+            manager_of(late).free_host(choice.choice([10_000, 200_000]))
+            for (kind, _), chunk in manager_of(late).chunks.items():
+                assert not kind.startswith("buffered") or (chunk.host_valid and not chunk.device_bytes)
+            assert late.stats.last.host_peak_model_bytes <= late.host_budget_bytes
+
+
+def test_a_host_without_room_for_the_buffers_is_refused_before_training(tmp_path):
+    with pytest.raises(ps.errors.BudgetError, match=r"lock-free updates need \d+ bytes .* on the host"):
+        engine_with(config_of(ps.LockFree(), disk=ps.Disk(tmp_path), host_memory="100KiB"))
