@@ -92,8 +92,11 @@ def test_run_replay_and_reference_agree_from_disk(share, sluggish, tmp_path):
     assert stats.disk_write_bytes > 0 and stats.staleness > 0 and stats.peak_staleness <= 4
 
 
-def test_no_page_is_updated_while_gradients_are_added(sluggish, monkeypatch, tmp_path):
+@pytest.mark.parametrize("seed", range(4))
+def test_no_page_is_updated_while_gradients_are_added(seed, sluggish, monkeypatch, tmp_path):
+    """Beside the pages for which a step waits others may have begun."""
     sluggish(1.0)
+    monkeypatch.setattr(LockFreeUpdates, "_is_overdue", lambda self, page, step: page.number in (0, seed))
     accept, calls = LockFreeUpdates.accept, 0
 
     def checked(self, *args):
@@ -104,7 +107,7 @@ def test_no_page_is_updated_while_gradients_are_added(sluggish, monkeypatch, tmp
 
     monkeypatch.setattr(LockFreeUpdates, "accept", checked)
     script = loop([[]] * STEPS, [1] * STEPS)
-    compare(script, 5, tmp_path, max_staleness=2, **on_disk(tmp_path) | dict(chunk_size="40KiB"))
+    compare(script, seed, tmp_path, max_staleness=9, **on_disk(tmp_path) | dict(chunk_size="40KiB"))
     assert calls
 
 
