@@ -1,8 +1,8 @@
 """Measure lock-free updates on a disk that is four times too slow for the exact step.
 
 python benchmarks/lock_free.py --directory DIR [--steps 12]
-GPT-2 with 89 million parameters, whose optimizer states are all on disk. The rate of the disk is limited in software: reads and writes of a
-step together take four times as long as the same step does in memory.
+GPT-2 with 89 million parameters, whose optimizer states are all on disk. The rate of the disk is limited in software:
+reads and writes of a step together take four times as long as the same step does in memory.
 """
 
 import argparse
@@ -89,7 +89,8 @@ def main() -> None:
     publish(
         "lock_free",
         "cpu",
-        f"Step of GPT-2 with 89 million parameters ({BATCH} x {SEQUENCE} tokens, bf16, AdamW, clipped), mean of {options.steps} steps after "
+        f"Step of GPT-2 with 89 million parameters ({BATCH} x {SEQUENCE} tokens, bf16, AdamW, clipped), mean of "
+        f"{options.steps} steps after "
         f"three (exact: of 3). All optimizer states are on a disk limited to {rate / 1e6:.0f} MB/s for reads and "
         f"writes together: {SLOWER} times slower than the exact step needs to hide them behind the step in memory. "
         f"Limit of a lock-free step: that in memory.",

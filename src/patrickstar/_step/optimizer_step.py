@@ -276,7 +276,8 @@ class OptimizerStep:
         tier = self.tiers.tier_of(index)
         if tier is not Tier.DISK:
             lock_free.withdraw_from_disk(index)
-        self.tiers.move(index, managed_params, tier)
+        if tier is not Tier.DISK or self.data.state_chunks(index)[0].in_memory:
+            self.tiers.move(index, managed_params, tier)  # waits for pages that are being written
         lock_free.accept(index, {managed: group_of(managed) for managed in with_gradient}, scales)
 
     def note_order(self, index: int) -> None:
