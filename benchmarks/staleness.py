@@ -1,14 +1,26 @@
-"""Does training with delayed updates learn as well as the exact step?
+"""Does training with delayed or lock-free updates learn as well as the exact step?
 
 python benchmarks/staleness.py [--steps 2000] [--model gpt-1m]
-A GPT is trained on nine tenths of the files of the standard library. The loss on the others is measured along the way,
-with the parameters that the next forward would read. Each seed has its own initial values and order of batches, the
-same for each update.
+Needs `pip install "patrickstar[plots]"`. A GPT is trained on nine tenths of the files of the standard library. The loss
+on the others is measured along the way, with the parameters that the next forward would read, and at the end after all
+updates. Each seed has its own initial values and order of batches, the same for each update.
+
+Lock-free updates follow a log that this script writes: between two steps a quarter of the pages is updated, in turn, in
+the reverse order of the chunks. That is the order on a disk whose rate is a quarter of what the exact step needs.
 """
 
 import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from statistics import fmean
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +34,19 @@ from patrickstar._cli.model_source import find_model
 from patrickstar._cli.sampler import BatchSampler
 from patrickstar._cli.tokenizer import _encode, train_tokenizer
 from patrickstar._cli.train import learning_rate_factor
+from patrickstar._step.update_log import FORMAT
+from patrickstar.testing import NoMeter
 
 SEEDS = 0, 1, 2
 SEQUENCE, BATCH, VALIDATION_BATCHES = 128, 8, 24
-MEASUREMENTS = 8
+MEASUREMENTS = 20
 RATE, WARMUP_STEPS, MAX_NORM = 1e-3, 50, 1.0
-UPDATES = {"exact": None, "delayed from step 40": ps.Delayed(after=40), "delayed from step 1": ps.Delayed(after=1)}
+AFTER, SWEEP_STEPS = 40, 4
+"""First step with late updates, and steps in which lock-free updates sweep all pages."""
+DISK_SLOWER = 4
+"""Time of the disk for all states, in steps without a disk: that of an exact or delayed step."""
+UPDATES = "exact", "delayed", "lock-free"
+PICTURE = Path(__file__).parents[1] / "docs" / "staleness.svg"
 
 
 def split(corpus: Corpus) -> tuple[Corpus, Corpus]:
@@ -37,21 +56,67 @@ def split(corpus: Corpus) -> tuple[Corpus, Corpus]:
     return replace(corpus, paths=others), replace(corpus, paths=held_out)
 
 
+def write_log(path: Path, pages: dict[str, Any], steps: int) -> None:
+    """Write the log of a run in which each interval updates the next pages, so that `SWEEP_STEPS` sweep all."""
+    header = {"format": FORMAT, "after_step": AFTER - 1, "after": AFTER, "gradient_dtype": "fp32", "chunks": pages}
+    order = [(int(chunk), number) for chunk in reversed(pages) for number in range(_count(pages[chunk]))]
+    used = dict.fromkeys(order, AFTER - 1)
+
+    def lines() -> Iterator[dict[str, Any]]:
+        for step in range(AFTER, steps + 1):
+            turn = (step - AFTER - 1) % SWEEP_STEPS
+            due = order[turn * len(order) // SWEEP_STEPS : (turn + 1) * len(order) // SWEEP_STEPS]
+            due = due if step > AFTER else []
+            yield {"step": step, "updates": [[*page, used[page] + 1, step - 1] for page in due]}
+            used.update(dict.fromkeys(due, step - 1))
+
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, *lines())))
+
+
+def _count(chunk: dict[str, Any]) -> int:
+    """Return the number of pages of a chunk."""
+    numel = max(first + numel for _, first, numel in chunk["params"])
+    return -(-numel // chunk["page_numel"])
+
+
+def engine_of(model: str, update: ps.Delayed | ps.LockFree | None, seed: int) -> ps.Engine:
+    source = find_model(model, None)
+    torch.manual_seed(seed)
+    build, weights = source.open(False)
+    config = ps.Config(
+        device="cpu",
+        device_memory="1GiB",
+        host_memory="1GiB",
+        chunk_size="64KiB",
+        update=update,
+        optimizer=ps.AdamW(lr=RATE, weight_decay=0.01),
+    )
+    return ps.Engine(build, config, weights=weights, meter=NoMeter())
+
+
 def validation_loss(engine: ps.Engine, batches: list[torch.Tensor]) -> float:
     with torch.no_grad():
         return fmean(engine(input_ids=ids, labels=ids).loss.item() for ids in batches)
 
 
 def losses(
-    model: str, update: ps.Delayed | None, seed: int, steps: int, tokens: list[NDArray[np.unsignedinteger]]
-) -> list[float]:
-    """Train, and return the validation losses: the last one after the delay has been ended."""
-    source = find_model(model, None)
-    torch.manual_seed(seed)
-    build, weights = source.open(False)
-    config = ps.Config(device="cpu", update=update, optimizer=ps.AdamW(lr=RATE, weight_decay=0.01))
-    engine, optimizer = ps.initialize(build, config, weights=weights)
-    scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, WARMUP_STEPS, steps))
+    model: str, steps: int, tokens: list[NDArray[np.unsignedinteger]], name: str, seed: int
+) -> tuple[list[float], float]:
+    """Train on one thread, and return the validation losses and the mean staleness."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        update: ps.Delayed | ps.LockFree | None = None
+        if name == "delayed":
+            update = ps.Delayed(after=AFTER)
+        elif name == "lock-free":
+            path = Path(folder) / "updates.jsonl"
+            with engine_of(model, ps.LockFree(after=AFTER, log=path), seed):
+                pass  # its log describes the pages
+            write_log(path, json.loads(path.read_text())["chunks"], steps)
+            update = ps.LockFree(after=AFTER, replay=path)
+        engine = engine_of(model, update, seed)
+    optimizer = engine.optimizer
+    scheduler = LambdaLR(optimizer, partial(learning_rate_factor, warmup_steps=WARMUP_STEPS, steps=steps))
     batches = iter(BatchSampler(tokens[0], SEQUENCE, BATCH, seed))
     held_out = iter(BatchSampler(tokens[1], SEQUENCE, BATCH, 0))
     validation = [next(held_out) for _ in range(VALIDATION_BATCHES)]
@@ -67,8 +132,27 @@ def losses(
             optimizer.flush()
         if step % (steps // MEASUREMENTS) == 0:
             found.append(validation_loss(engine, validation))
+    staleness = engine.stats.total.staleness
     engine.close(keep=False)
-    return found
+    print(name, seed, f"{found[-1]:.4f}", flush=True)
+    return found, staleness
+
+
+def draw(means: dict[str, list[float]], steps: int) -> None:
+    """Draw the mean losses against steps, and against time on a disk `DISK_SLOWER` times too slow."""
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "staleness"
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    numbers = [steps // MEASUREMENTS * number for number in range(1, MEASUREMENTS + 1)]
+    for name, values in means.items():
+        slower = 1 if name == "lock-free" else DISK_SLOWER
+        axes[0].plot(numbers, values, label=name, linewidth=1)
+        axes[1].plot([number * slower for number in numbers], values, label=name, linewidth=1)
+    axes[0].set(xlabel="steps", ylabel="validation loss")
+    axes[1].set(xlabel=f"time, in steps without a disk; the disk is {DISK_SLOWER} times too slow")
+    axes[0].legend()
+    figure.savefig(PICTURE, metadata={"Date": None})
 
 
 def main() -> None:
@@ -80,22 +164,34 @@ def main() -> None:
     training, held_out = split(standard_library())
     tokenizer = train_tokenizer(training, vocabulary.size)
     tokens = [_encode(tokenizer, corpus, vocabulary) for corpus in (training, held_out)]
-    rows, last = [], {}
-    for name, update in UPDATES.items():
-        runs = [losses(arguments.model, update, seed, arguments.steps, tokens) for seed in SEEDS]
-        means = [fmean(run[number] for run in runs) for number in range(MEASUREMENTS)]
-        last[name] = means[-1]
-        seeds = " ".join(f"{run[-1]:.4f}" for run in runs)
-        rows.append([name, *(f"{mean:.4f}" for mean in means), seeds, f"{means[-1] / last['exact'] - 1:+.2%}"])
-        print(rows[-1], flush=True)
-    numbers = [f"step {arguments.steps // MEASUREMENTS * number}" for number in range(1, MEASUREMENTS + 1)]
+    runs = list(product(UPDATES, SEEDS))
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        run = partial(losses, arguments.model, arguments.steps, tokens)
+        results = dict(zip(runs, pool.map(run, *zip(*runs, strict=True)), strict=True))
+    means = {
+        name: [fmean(results[name, seed][0][number] for seed in SEEDS) for number in range(MEASUREMENTS)]
+        for name in UPDATES
+    }
+    draw(means, arguments.steps)
+    rows = []
+    for name in UPDATES:
+        last = [results[name, seed][0][-1] for seed in SEEDS]
+        exact = [results["exact", seed][0][-1] for seed in SEEDS]
+        quarters = [f"{means[name][MEASUREMENTS * quarter // 4 - 1]:.4f}" for quarter in (1, 2, 3, 4)]
+        staleness = fmean(results[name, seed][1] for seed in SEEDS)
+        ratios = [value / other - 1 for value, other in zip(last, exact, strict=True)]
+        by_seed = " ".join(f"{value:.4f}" for value in last)
+        rows.append([name, f"{staleness:.2f}", *quarters, by_seed, f"{fmean(ratios):+.2%}", f"{stdev(ratios):.2%}"])
+    quarters = [f"step {arguments.steps * quarter // 4}" for quarter in (1, 2, 3, 4)]
     publish(
         "staleness",
         "cpu",
         f"Validation loss of {arguments.model} on a held-out tenth of the files of the standard library, "
-        f"{BATCH} x {SEQUENCE} tokens per step, bf16, AdamW with a peak rate of {RATE}, {WARMUP_STEPS} steps of "
-        f"warm-up and a cosine, gradients clipped to {MAX_NORM}: means of {len(SEEDS)} seeds.",
-        ["update", *numbers, "last, by seed", "last, against exact"],
+        f"{BATCH} x {SEQUENCE} tokens per step, bf16, AdamW with a peak rate of {RATE}, {WARMUP_STEPS} steps "
+        f"of warm-up and a cosine, gradients clipped to {MAX_NORM}: means of {len(SEEDS)} seeds. Updates are late from "
+        f"step {AFTER}; lock-free ones update a quarter of the pages between two steps. The last column is the "
+        f"standard deviation over the seeds of the one before. Curves: docs/staleness.svg.",
+        ["update", "staleness", *quarters, "last, by seed", "last, against exact", "deviation"],
         rows,
     )
 
