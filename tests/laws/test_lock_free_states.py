@@ -1,6 +1,7 @@
 """Law: whatever happens around a step, lock-free updates lose no gradient and use none twice."""
 
 import random
+from contextlib import suppress
 
 import pytest
 import speculation_cases as cases
@@ -185,6 +186,26 @@ def test_a_step_that_is_interrupted(line, then, no_progress, monkeypatch, tmp_pa
     if then != "drop":
         with replayed(config, tmp_path / "log", host_memory=4 << 20, disk=None) as engine:
             testing.assert_same_bits(found, train(engine), "replay")
+
+
+def test_a_step_that_is_interrupted_at_its_end_and_not_repeated(no_progress, monkeypatch, tmp_path):
+    config = config_of(ps.LockFree(after=1, max_staleness=1), **on_disk(tmp_path))
+    queue, found = LockFreeUpdates._queue, []
+
+    def interrupted(self):
+        if len(found) == 3:
+            raise KeyboardInterrupt
+        queue(self)
+
+    monkeypatch.setattr(LockFreeUpdates, "_queue", interrupted)
+    with engine_with(config) as engine:
+        for number in range(STEPS):
+            backward(engine, number)
+            with suppress(KeyboardInterrupt):
+                engine.optimizer.step()
+            found.append(optimizer_step_of(engine).lock_free.staleness[1])
+            engine.optimizer.zero_grad()
+    assert max(found) == 1 and found[-1] == 1
 
 
 def test_sums_follow_memory_that_reading_a_gradient_moves(monkeypatch, tmp_path):

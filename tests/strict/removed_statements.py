@@ -33,12 +33,17 @@ MODULES = {
     "delayed_update": "_step",
     "disk_optimizer_step": "_step",
     "disk_speculation": "_step",
+    "gradient_buffer": "_step",
     "host_speculation": "_step",
+    "lock_free_update": "_step",
     "optimizer_in_backward": "_step",
     "optimizer_step": "_step",
+    "pages_in_memory": "_step",
+    "read_ahead": "_step",
     "running_updates": "_step",
     "speculation": "_step",
     "streamed_update": "_step",
+    "update_tiers": "_step",
 }
 CALLS = {
     "cancel",
@@ -61,6 +66,8 @@ CALLS = {
     "wait_idle",
     "wait_stream",
     "synchronize",
+    "_end_or_withdraw",
+    "_end_running",
     "_finish",
     "_order",
     "_wait_for",
@@ -69,7 +76,7 @@ CALLS = {
 TESTS = "unit/test_in_flight.py", "unit/test_host_tier.py", "unit/test_disk_optimizer_step.py"
 STRICT = (
     *("test_streamed_updates.py", "test_chunks.py", "test_disk_updates.py", "test_saves.py"),
-    *("test_running_updates.py", "test_speculation.py", "test_delayed.py"),
+    *("test_running_updates.py", "test_speculation.py", "test_delayed.py", "test_lock_free.py"),
 )
 SCENARIOS = 160
 """Scenarios without a failure before a statement counts as unnoticed."""

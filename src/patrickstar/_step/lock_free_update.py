@@ -212,9 +212,14 @@ class LockFreeUpdates:
         """End a step: queue the updates of its gradients, and log those that its parameters contain."""
         if self._replay is None:
             self._queue()
-        self.staleness = self.buffer.staleness
-        self._in_progress = False
-        self._write_log()
+        self.end_interrupted()
+
+    def end_interrupted(self) -> None:
+        """End a step that was interrupted and will not be repeated, if there is one."""
+        if self._in_progress:
+            self.staleness = self.buffer.staleness
+            self._in_progress = False
+            self._write_log()
 
     def resume(self) -> None:
         """Go on with the step after a checkpoint that was loaded."""

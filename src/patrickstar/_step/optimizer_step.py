@@ -154,6 +154,8 @@ class OptimizerStep:
         self._in_step = False
         if self.delayed is not None:
             self.delayed.end_step()
+        if self.lock_free is not None:
+            self.lock_free.end_interrupted()
 
     def resume(self, steps: int) -> None:
         """Go on after this number of steps, from a checkpoint that was loaded."""
