@@ -119,22 +119,22 @@ class GradientBuffer:
                 first, stop = max(part.start, elements.start), min(part.stop, elements.stop)
                 if first < stop:
                     within = slice(first - elements.start, stop - elements.start)
-                    value = self._on_host(gradient.page(within), sums.device).scaled(scales)
+                    value = _on_host(gradient.page(within), sums.device).scaled(scales)
                     total = sums[first:stop]
                     total.copy_(value.add_(total) if managed in page.pending else value)
         for page, _ in self.pages_of(managed):
             page.oldest = page.oldest if page.pending else self.step
             page.pending[managed] = page.pending.get(managed, 0) + 1
         self.data.manager.mark_written(self.data.manager[kind, index], on_device=False)
+        self._count_copies(managed)
 
-    def _on_host(self, gradient: Gradient, host: torch.device) -> Gradient:
-        """Copy a gradient to the host before it is scaled: its parts have fewer bytes than the result."""
-        parts = [part for part in (gradient.latest, gradient.accumulated) if part is not None]
-        for part in parts:
-            if part.device != host:
-                self.data.manager.count_transfer(part.nbytes, to_device=False)
-        latest, *accumulated = [part.to(host) for part in parts]
-        return Gradient(latest, accumulated[0] if accumulated else None, gradient.dtype)
+    def _count_copies(self, managed: ManagedParam) -> None:
+        """Count the copies of the parts of a gradient that are on the device."""
+        sources = [managed.shard_chunk] if managed.overlays_shard else []
+        sources += self.data.gradient_sums(managed.location.chunk) if managed.state.accumulated else []
+        for chunk in sources:
+            if chunk.device_valid:
+                self.data.manager.count_transfer(managed.location.numel * chunk.dtype.itemsize, to_device=False)
 
     def _gradient(self, managed: ManagedParam) -> Iterator[tuple[slice, Gradient]]:
         """Yield the gradient of a parameter in parts."""
@@ -220,3 +220,9 @@ class GradientBuffer:
     def _page(self, index: int, first: int) -> BufferedPage:
         pages = self.pages(index)
         return pages[first // pages[0].numel]
+
+
+def _on_host(gradient: Gradient, host: torch.device) -> Gradient:
+    """Copy a gradient to the host before it is scaled: its parts have fewer bytes than the result."""
+    accumulated = None if gradient.accumulated is None else gradient.accumulated.to(host)
+    return Gradient(gradient.latest.to(host), accumulated, gradient.dtype)
