@@ -145,6 +145,8 @@ def test_lock_free_updates_are_replayed(options: list[str], tmp_path: Path) -> N
     assert losses(options) == recorded
     result = run(options, "--steps", 6, "--precision", "fp32", "--replay", log)  # all in memory
     assert result.exit_code == 0 and losses(options) == recorded
+    result = run(options, "--steps", 7, "--precision", "fp32", "--replay", log)
+    assert result.exit_code == 2 and "ends with step 6: use --steps 6 or less instead of 7" in result.output
 
 
 @pytest.mark.parametrize(

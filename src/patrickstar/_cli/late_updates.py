@@ -26,7 +26,13 @@ def late_update(options: TrainOptions) -> Update | None:
     if options.delay_from is not None:
         return ps.Delayed(after=options.delay_from)
     if options.replay is not None:
-        return ps.LockFree(replay=options.replay, **LoggedRun(options.replay).options)
+        log = LoggedRun(options.replay)
+        if options.steps > log.last_step:
+            raise ConfigError(
+                f"--replay {options.replay} ends with step {log.last_step}: use --steps {log.last_step} or less instead "
+                f"of {options.steps}"
+            )
+        return ps.LockFree(replay=options.replay, **log.options)
     if options.lock_free_from is not None:
         return ps.LockFree(after=options.lock_free_from, max_staleness=options.max_staleness, log=options.update_log)
     return None
