@@ -82,6 +82,12 @@ class LockFree(Options):
     replay: str | Path | None = None
     """Log of another run, whose updates are repeated in the same order. Default None: no replay."""
 
+    @model_validator(mode="after")
+    def _two_files(self) -> "LockFree":
+        if self.log is not None and self.replay is not None and Path(self.log).resolve() == Path(self.replay).resolve():
+            raise ValueError(f"log and replay are the same file, {str(self.log)!r}: a log is read whole before a run")
+        return self
+
 
 class Config(Options):
     """Training configuration: memory budgets, device, precision and optimizer.

@@ -1,6 +1,7 @@
 """Law: beside lock-free updates a failing disk, a dead thread or a killed run lose nothing without saying so."""
 
 import json
+import os
 import warnings
 from pathlib import Path
 
@@ -109,10 +110,12 @@ def test_threads_that_die(engine, folders, fault):
         check_whole_updates(engine, raised.value, folder / "log")
 
 
-def trained(folder: Path, first: int, last: int, saves: bool = False, *, replay: Path | None = None) -> Engine:
+def trained(
+    folder: Path, first: int, last: int, saves: bool = False, *, replay: Path | None = None, disk: Path | None = None
+) -> Engine:
     """Train from step `first` to `last`, from a checkpoint of the step before if there is one; print each step."""
     update = ps.LockFree(after=2, log=None if replay else folder / "log", replay=replay)
-    engine = engine_with(config_of(update, host_memory=HOST_BYTES, disk=ps.Disk(folder)))
+    engine = engine_with(config_of(update, host_memory=HOST_BYTES, disk=ps.Disk(disk or folder)))
     if (folder / f"step {first - 1}").exists():
         engine.load(folder / f"step {first - 1}")
     for step in range(first, last + 1):
@@ -195,6 +198,41 @@ def test_two_engines_do_not_share_a_log(tmp_path):
         engine_with(config)
     with engine_with(config):
         pass
+
+
+def test_a_forked_process_does_not_hold_the_log(tmp_path):
+    config = config_of(ps.LockFree(log=tmp_path / "log"), host_memory="4MiB")
+    with engine_with(config):
+        read, write = os.pipe()
+        if not (child := os.fork()):
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+    try:
+        engine_with(config).close()
+    finally:
+        os.close(write)
+        os.close(read)
+        os.waitpid(child, 0)
+
+
+def test_a_run_that_was_resumed_with_other_chunks_is_replayed_in_part(tmp_path):
+    with trained(tmp_path, 1, 4) as engine:
+        engine.save(tmp_path / "step 4")
+    options = dict(host_memory="4MiB", chunk_size="6KiB")
+    with engine_with(config_of(ps.LockFree(after=2, log=tmp_path / "log"), **options)) as engine:
+        engine.load(tmp_path / "step 4")
+        expected = [backward(engine, 5)]
+        engine.optimizer.step()
+        expected += engine.state_dict().values()
+    update = ps.LockFree(after=2, replay=tmp_path / "log")
+    with engine_with(config_of(update, **options)) as engine:
+        engine.load(tmp_path / "step 4")
+        found = [backward(engine, 5)]
+        engine.optimizer.step()
+        testing.assert_same_bits(expected, [*found, *engine.state_dict().values()], "replay")
+    with pytest.raises(ConfigError, match=r"of other chunks.*step 5 can't be replayed"):
+        trained(tmp_path / "none", 1, 6, replay=tmp_path / "log", disk=tmp_path)
 
 
 def test_a_replay_ends_with_its_log(tmp_path):

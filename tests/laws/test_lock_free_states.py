@@ -208,6 +208,99 @@ def test_a_step_that_is_interrupted_at_its_end_and_not_repeated(no_progress, mon
     assert max(found) == 1 and found[-1] == 1
 
 
+def test_a_loop_that_goes_on_after_an_interrupted_step_makes_a_new_one(no_progress, monkeypatch, tmp_path):
+    config = config_of(ps.LockFree(after=1, max_staleness=2), **on_disk(tmp_path))
+    end_step, found = LockFreeUpdates.end_step, []
+
+    def interrupted(self):
+        if len(found) == 3:
+            raise KeyboardInterrupt
+        end_step(self)
+
+    monkeypatch.setattr(LockFreeUpdates, "end_step", interrupted)
+    with engine_with(config) as engine:
+        for number in range(STEPS):
+            backward(engine, number)
+            with suppress(KeyboardInterrupt):
+                engine.optimizer.step()
+            found.append(max(len(page.pending) and max(page.pending.values()) for page in pages_of(engine)))
+        assert optimizer_step_of(engine).steps == STEPS
+    assert max(found) == 2
+
+
+def pages_of(engine):
+    buffer = optimizer_step_of(engine).lock_free.buffer
+    return [page for index in buffer.data.by_chunk for page in buffer.pages(index)]
+
+
+def test_a_step_after_a_load_is_that_after_the_checkpoint(monkeypatch, tmp_path):
+    config = config_of(ps.LockFree(after=1), **IN_MEMORY)
+    with engine_with(config) as engine:
+        for number in range(2):
+            step(engine, number)
+        engine.save(tmp_path / "saved")
+        backward(engine, 2)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(LockFreeUpdates, "end_step", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+            engine.optimizer.step()
+        engine.load(tmp_path / "saved")
+        step(engine, 2)
+        assert optimizer_step_of(engine).steps == 3
+
+
+@pytest.mark.parametrize("options", [IN_MEMORY, None], ids=["in memory", "on disk"])
+def test_a_write_into_a_frozen_parameter(options, tmp_path):
+    def partly_frozen():
+        model = cases.build()
+        next(model.parameters()).requires_grad_(False)
+        return model
+
+    torch.manual_seed(0)
+    config = config_of(ps.LockFree(after=1), **on_disk(tmp_path) if options is None else options)
+    with Engine(partly_frozen, config, meter=testing.NoMeter(), poison=True, page_bytes=8192) as engine:
+        step(engine, 0)
+        first = next(engine.module.parameters())
+        with torch.no_grad():
+            first.fill_(0.5)
+        step(engine, 1)
+        assert (first == 0.5).all()
+
+
+@pytest.mark.parametrize("then", ["flush", "save"])
+def test_a_load_and_a_flush_leave_the_log_right(then, no_progress, tmp_path):
+    config = config_of(ps.LockFree(after=1, log=tmp_path / "log"), **on_disk(tmp_path))
+
+    def go_on(engine):
+        engine.load(tmp_path / "saved")
+        engine.optimizer.flush() if then == "flush" else engine.save(tmp_path / f"again {id(engine)}")
+        return [*(step(engine, number) for number in range(3, STEPS)), *engine.state_dict().values()]
+
+    with engine_with(config) as engine:
+        for number in range(6):
+            step(engine, number)
+            if number == 2:
+                engine.save(tmp_path / "saved")
+        found = go_on(engine)
+    with replayed(config, tmp_path / "log", host_memory=4 << 20, disk=None) as engine:
+        testing.assert_same_bits(found, go_on(engine), "replay")
+
+
+@pytest.mark.parametrize("after_step", range(1, STEPS - 2))
+def test_a_flush_in_the_replay_only_is_another_course(after_step, no_progress, tmp_path):
+    config = config_of(ps.LockFree(after=1, max_staleness=2, log=tmp_path / "log"), **on_disk(tmp_path))
+    with engine_with(config) as engine:
+        for number in range(STEPS):
+            step(engine, number)
+    with (
+        replayed(config, tmp_path / "log", host_memory=4 << 20, disk=None) as engine,
+        pytest.raises(TrainingError, match="differs from the log"),
+    ):
+        for number in range(STEPS):
+            step(engine, number)
+            if number == after_step:
+                engine.optimizer.flush()
+
+
 def test_sums_follow_memory_that_reading_a_gradient_moves(monkeypatch, tmp_path):
     """Fetching a gradient may close gaps of the host's memory."""
     gradient_of = GradientBuffer._gradient
@@ -256,6 +349,11 @@ def test_parameters_that_are_unfrozen_are_in_the_log(no_progress, tmp_path):
     plain = config.model_copy(update={"update": update, "disk": None})
     reference = testing.ReferenceTrainer(partly_frozen, plain, testing.LockFreeOptimizer)
     testing.assert_same_bits(train(reference), found, "reference")
+
+
+def test_one_file_is_no_log_and_replay():
+    with pytest.raises(ConfigError, match="log and replay are the same file"):
+        ps.LockFree(log="a/../updates", replay="updates")
 
 
 def test_16_bit_sums_of_fp16_gradients_are_refused():

@@ -27,10 +27,11 @@ def late_update(options: TrainOptions) -> Update | None:
         return ps.Delayed(after=options.delay_from)
     if options.replay is not None:
         log = LoggedRun(options.replay)
-        if options.steps > log.last_step:
+        last_step = max(log.last_step, log.options["after"] - 1)  # steps before need no log
+        if options.steps > last_step:
             raise ConfigError(
-                f"--replay {options.replay} ends with step {log.last_step}: use --steps {log.last_step} or less instead "
-                f"of {options.steps}"
+                f"--replay {options.replay} ends with step {last_step}: use --steps {last_step} or less instead of "
+                f"{options.steps}"
             )
         return ps.LockFree(replay=options.replay, **log.options)
     if options.lock_free_from is not None:

@@ -228,7 +228,7 @@ def print_plan(console: Console, model: PlannedModel, machine: Machine, best: Es
         ("step", f"{best.seconds:.2f} s, of which the busiest resource alone takes {best.bound_s:.2f} s"),
         ("speed", f"{best.tflops:.1f} TFLOPS per process, {best.processes * work.tokens / best.seconds:,.0f} tokens/s"),
         ("transfers", f"hidden behind computation from {best.free_tokens:,} tokens per process and step"),
-        ("delayed", "updates would gain nothing here: the estimate hides them behind computation already"),
+        ("delayed", "updates would gain nothing here: a step takes as long as its busiest resource in either case"),
         *_lock_free_row(machine, best),
     )
     parts = (
@@ -241,9 +241,9 @@ def print_plan(console: Console, model: PlannedModel, machine: Machine, best: Es
 
 
 def lock_free(machine: Machine, best: Estimate) -> Estimate | None:
-    """Return the estimate with lock-free updates; None if their buffers do not fit, or no step waits for the disk."""
+    """Return the estimate with lock-free updates, for one process; None if they do not fit or would gain nothing."""
     slowest = max(best.channels, key=lambda channel: channel.seconds)
-    if not slowest.name.startswith("disk"):
+    if best.processes > 1 or not slowest.name.startswith("disk"):
         return None
     try:
         return estimate(best.workload, machine, best.processes, lock_free=True)
@@ -253,12 +253,12 @@ def lock_free(machine: Machine, best: Estimate) -> Estimate | None:
 
 def _lock_free_row(machine: Machine, best: Estimate) -> list[tuple[str, str]]:
     """Return what lock-free updates would change, if states are on disk."""
-    if best.shares.in_ram >= 1:
+    if best.shares.in_ram >= 1 or best.processes > 1:
         return []
     late = lock_free(machine, best)
     if late is None:
         return [("lock-free", "updates would gain nothing: their buffers do not fit, or no step waits for the disk")]
-    text = f"updates would make it a step of {late.seconds:.2f} s, up to {late.staleness} steps behind (not exact)"
+    text = f"updates would make it a step of {late.seconds:.2f} s with max_staleness={late.staleness} (not exact)"
     return [("lock-free", text)]
 
 

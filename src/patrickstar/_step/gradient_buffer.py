@@ -85,6 +85,10 @@ class GradientBuffer:
         indices = [each for each in self._pages if each in self.data.by_chunk] if index is None else [index]
         return [page for each in indices for page in self.pages(each) if page.pending]
 
+    def queued(self, index: int) -> list[BufferedPage]:
+        """Return the pages of a chunk, which may have none, whose update is queued or runs."""
+        return [page for page in self._pages.get(index, ()) if page.queued]
+
     def describe(self) -> Pages:
         """Return the pages as the log describes them."""
         return {
@@ -104,6 +108,9 @@ class GradientBuffer:
         newest = self.data.manager[BUFFERED16, managed.location.chunk]
         managed.flat(newest).copy_(managed.flat(managed.shard_chunk))
         self.data.manager.mark_written(newest, on_device=False)
+        if managed.shard_chunk.device_valid:
+            nbytes = managed.location.numel * managed.shard_chunk.dtype.itemsize
+            self.data.manager.count_transfer(nbytes, to_device=False)
 
     def add(self, managed: ManagedParam, group: Mapping[str, Any], scales: Sequence[float]) -> None:
         """Add the gradient of a parameter, multiplied by `scales`, to the sums.
@@ -209,6 +216,12 @@ class GradientBuffer:
         page.pending.clear()
         page.queued = False
 
+    def forget_updates(self) -> None:
+        """Forget which gradients the last updates have used: a flush has published their results."""
+        for pages in self._pages.values():
+            for page in pages:
+                page.used = (0, 0)
+
     def forget(self, failed: Iterable[ManagedParam]) -> None:
         """Drop the gradients of parameters whose update has failed."""
         for managed in failed:
@@ -226,3 +239,11 @@ def _on_host(gradient: Gradient, host: torch.device) -> Gradient:
     """Copy a gradient to the host before it is scaled: its parts have fewer bytes than the result."""
     accumulated = None if gradient.accumulated is None else gradient.accumulated.to(host)
     return Gradient(gradient.latest.to(host), accumulated, gradient.dtype)
+
+
+def by_chunk(pages: Iterable[BufferedPage]) -> dict[int, list[BufferedPage]]:
+    """Return pages by their chunk index."""
+    found: dict[int, list[BufferedPage]] = {}
+    for page in pages:
+        found.setdefault(page.index, []).append(page)
+    return found

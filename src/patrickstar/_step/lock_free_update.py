@@ -17,7 +17,7 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_optimizer_step import DiskOptimizerStep
 from patrickstar._step.failed_update import give_up
-from patrickstar._step.gradient_buffer import BufferedPage, GradientBuffer
+from patrickstar._step.gradient_buffer import BufferedPage, GradientBuffer, by_chunk
 from patrickstar._step.pages_in_memory import PagesInMemory
 from patrickstar._step.running_updates import RunningUpdates
 from patrickstar._step.streamed_update import HostUpdates
@@ -105,23 +105,27 @@ class LockFreeUpdates:
 
     def open_log(self) -> None:
         """Open the log, once all parameters are in chunks. Raises ConfigError, also if the replayed one differs."""
-        own = {"after": self.options.after, "gradient_dtype": self.options.gradient_dtype}
         if self._replay is not None:
-            self._replay.check_options(own)
-            self._replay.check_pages(self.buffer.describe())
+            self._replay.check_any(self._run_options, self.buffer.describe())
         if self.options.log is not None:
-            self._log = UpdateLog(self.options.log, own)
+            self._log = UpdateLog(self.options.log, self._run_options)
+
+    @property
+    def _run_options(self) -> dict[str, Any]:
+        """Options on which the results of a run depend."""
+        return {"after": self.options.after, "gradient_dtype": self.options.gradient_dtype}
 
     # The step
 
     def begin_step(self, step: int) -> None:
         """Begin a step: end the updates that run, and those that may not wait any longer. Raises TrainingError."""
-        if self._in_progress:
-            return  # it goes on after an interruption
         self._end_running()
         for index in list(self._on_host):
             self._end_or_withdraw(index, step)
+        if self._in_progress:
+            return  # it goes on after an interruption
         if self._replay is not None:
+            self._replay.check(step, self._run_options, self.buffer.describe())
             self._repeat([record for record in self._replay.at(step) if record.last < step])
         else:
             self._update_overdue([page for page in self.buffer.pending() if self._is_overdue(page, step)])
@@ -145,7 +149,7 @@ class LockFreeUpdates:
     def _update_overdue(self, pages: Sequence[BufferedPage]) -> None:
         """Update pages, and wait."""
         on_disk = []
-        for index, overdue in _by_chunk(pages).items():
+        for index, overdue in by_chunk(pages).items():
             if self.data.state_chunks(index)[0].in_memory:
                 self._update_all({index: overdue})
                 continue
@@ -214,6 +218,7 @@ class LockFreeUpdates:
             self._queue()
         self.end_interrupted()
 
+    @defer_sigint
     def end_interrupted(self) -> None:
         """End a step that was interrupted and will not be repeated, if there is one."""
         if self._in_progress:
@@ -223,12 +228,13 @@ class LockFreeUpdates:
 
     def resume(self) -> None:
         """Go on with the step after a checkpoint that was loaded."""
+        self.buffer.step, self._in_progress = 0, False
         if self._log is not None:
             self._log.resume()
 
     def _queue(self) -> None:
         first_use = self.data.tracer.trace.first_use
-        waiting = _by_chunk(page for page in self.buffer.pending() if not page.queued)
+        waiting = by_chunk(page for page in self.buffer.pending() if not page.queued)
         for index in sorted(waiting, key=lambda each: (min(p.oldest for p in waiting[each]), -first_use(each))):
             self._start(index, waiting[index])
 
@@ -294,7 +300,7 @@ class LockFreeUpdates:
 
     def _queue_again(self, index: int) -> None:
         """Let the queued pages of a chunk be read again, since the caller will write them."""
-        waiting = [page for page in self.buffer.pages(index) if page.queued] if index in self.data.by_chunk else []
+        waiting = self.buffer.queued(index)
         if waiting and not self.data.state_chunks(index)[0].in_memory:
             self.withdraw_from_disk(index)
             self._start(index, waiting)
@@ -308,7 +314,7 @@ class LockFreeUpdates:
             page = self.buffer.pages(record.chunk)[record.page]
             if not page.pending and page.used == (record.first, record.last):
                 continue  # it was made when the state was read
-            if not page.pending or page.oldest != record.first:
+            if not page.pending or page.oldest != record.first or page in repeated:
                 found = f"has gradients since step {page.oldest}" if page.pending else "has no gradients"
                 raise TrainingError(
                     f"the replay differs from the log {str(self.options.replay)!r}: an update of page {record.page} of "
@@ -317,12 +323,12 @@ class LockFreeUpdates:
                     f"checkpoint"
                 )
             repeated.append(page)
-        self._update_all(_by_chunk(repeated))
+        self._update_all(by_chunk(repeated))
 
-    def _update_all(self, by_chunk: Mapping[int, Sequence[BufferedPage]]) -> None:
+    def _update_all(self, pages_by_chunk: Mapping[int, Sequence[BufferedPage]]) -> None:
         """Update pages that are not queued, and wait."""
         on_disk = []
-        for index, pages in by_chunk.items():
+        for index, pages in pages_by_chunk.items():
             self.data.before_update(index)
             if self.data.state_chunks(index)[0].in_memory:
                 rules = self.buffer.rules(pages)
@@ -346,13 +352,18 @@ class LockFreeUpdates:
             self._disk_step.finish()
         for update in list(self._on_host.values()):
             self._running.finish_one(update.running)
-        self._update_all(_by_chunk(self.buffer.pending()))
+        self._update_all(by_chunk(self.buffer.pending()))
 
     def publish_all(self) -> None:
         """Make the newest parameters those that operators read. All updates have ended."""
         for managed in self.data.managed_params:
             self._publish(managed)
         self.data.update_param_views()
+        self._end_flush()
+
+    @defer_sigint
+    def _end_flush(self) -> None:
+        self.buffer.forget_updates()
         self.staleness, self._in_progress = (0.0, 0), False
         self._write_log(flush=True)
 
@@ -382,10 +393,3 @@ class LockFreeUpdates:
         if failed:
             self.buffer.forget(failed)
             give_up(self.data, failed, error)
-
-
-def _by_chunk(pages: Iterable[BufferedPage]) -> dict[int, list[BufferedPage]]:
-    by_chunk: dict[int, list[BufferedPage]] = {}
-    for page in pages:
-        by_chunk.setdefault(page.index, []).append(page)
-    return by_chunk

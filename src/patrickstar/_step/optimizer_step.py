@@ -72,6 +72,8 @@ class OptimizerStep:
         self.steps = 0
         """Number of steps, with the one that runs."""
         self._in_step = False
+        self._backward_id = 0
+        """Number of the last backward before the step."""
         self._order: dict[int, None] = {}
 
     @property
@@ -145,9 +147,12 @@ class OptimizerStep:
             self.flush()
 
     def begin_step(self) -> None:
-        """Count a step, unless it is one that was interrupted."""
-        self.steps += not self._in_step
-        self._in_step = True
+        """Count a step, unless it repeats one that was interrupted, without a backward in between."""
+        repeats = self._in_step and self._backward_id == self.data.backward_id
+        if not repeats:
+            self.end_step()
+            self.steps += 1
+        self._in_step, self._backward_id = True, self.data.backward_id
 
     def end_step(self) -> None:
         """End the step that `begin_step` has begun."""
@@ -159,7 +164,7 @@ class OptimizerStep:
 
     def resume(self, steps: int) -> None:
         """Go on after this number of steps, from a checkpoint that was loaded."""
-        self.steps = steps
+        self.steps, self._in_step = steps, False
         if self.lock_free is not None:
             self.lock_free.resume()
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from patrickstar.errors import ConfigError, TrainingError
 
 FORMAT = 1
+BEGINNING = b'{"format":'
+BLOCK_BYTES = 1 << 16
 
 # The file has one JSON object per line. The first one has options of the run, and describes the pages:
 #     {"format": 1, "after_step": 39, "after": 40, "gradient_dtype": "fp32",
@@ -67,14 +69,23 @@ class UpdateLog:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
-                f"the log of updates {str(self.path)!r} is written by another engine, or can't be locked ({error}): "
-                f"use another"
+                f"the log of updates {str(self.path)!r} is written by another engine, or by a process that was "
+                f"forked from one, or can't be locked ({error}): use another"
             ) from error
-        if not self.path.is_file() or not (content := self.path.read_bytes()):
+        if not self.path.is_file() or not (nbytes := self.path.stat().st_size):
             return
-        if not content.startswith(b'{"format":'):
-            raise ConfigError(f"the file {str(self.path)!r} exists and is no log of updates: choose another name")
-        self._file.truncate(content.rfind(b"\n") + 1)
+        with self.path.open("rb") as content:
+            if not content.read(len(BEGINNING)) == BEGINNING:
+                raise ConfigError(f"the file {str(self.path)!r} exists and is no log of updates: choose another name")
+            end = nbytes
+            while end:  # block by block from the end
+                first = max(0, end - BLOCK_BYTES)
+                content.seek(first)
+                if (last := content.read(end - first).rfind(b"\n")) >= 0:
+                    self._file.truncate(first + last + 1)
+                    return
+                end = first
+        self._file.truncate(0)
 
     def write(self, step: int, records: Sequence[UpdateRecord], pages: Pages, *, flush: bool = False) -> None:
         """Write the updates that the forward after a step is the first to read. If that fails, warn and write no more.
@@ -114,7 +125,15 @@ class UpdateLog:
         """Close the file. If there was no lock-free update, it describes the pages all the same."""
         if self._pages is None and not self._file.closed and self._file.tell() == 0:
             self._write([self._header(0, pages)])
-        self._file.close()
+        if not self._file.closed:
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # forked processes may have the file open
+            self._file.close()
+
+
+class _Header(NamedTuple):
+    after_step: int
+    options: Mapping[str, Any]
+    pages: Pages
 
 
 class LoggedRun:
@@ -126,44 +145,51 @@ class LoggedRun:
 
     def __init__(self, path: str | Path) -> None:
         self.path = path
-        self.pages: dict[str, Mapping[str, Any]] = {}
-        """All pages, also those of parameters that were unfrozen in the run."""
         self.last_step = 0
         """Last step that the log contains."""
-        self._first_pages: Pages = {}
-        self.options: dict[str, Any] = {}
-        """Options of the run on which its results depend."""
+        self._headers: list[_Header] = []
         self._updates: dict[int, list[UpdateRecord]] = {}
+        number = 0
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+            with Path(path).open(encoding="utf-8") as file:
+                for line in file:
+                    number += 1
+                    if line.endswith("\n"):  # else the run was killed while it wrote this line
+                        self._add(json.loads(line))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the log of updates {str(path)!r} can't be read: {error}") from error
-        for number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
-                break  # the run was killed while it wrote this line
-            try:
-                self._add(json.loads(line))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"{str(path)!r} is no log of updates: line {number} is invalid ({type(error).__name__}: {error})"
-                ) from error
-        if not self.pages:
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{str(path)!r} is no log of updates: line {number} is invalid ({type(error).__name__}: {error})"
+            ) from error
+        if not self._headers:
             raise ConfigError(f"{str(path)!r} is no log of updates: it has no description of pages")
 
     def _add(self, line: Mapping[str, Any]) -> None:
         if "format" in line:
             if line["format"] != FORMAT:
                 raise ValueError(f"format {line['format']} is unknown, this version reads {FORMAT}")
-            self.pages |= line["chunks"]
-            self._first_pages = self._first_pages or line["chunks"]
-            self.last_step = min(self.last_step, line["after_step"])
-            self.options = {"after": line["after"], "gradient_dtype": line["gradient_dtype"]}
-            self._updates = {step: found for step, found in self._updates.items() if step <= line["after_step"]}
+            after_step = line["after_step"]
+            options = {"after": line["after"], "gradient_dtype": line["gradient_dtype"]}
+            self._headers = [header for header in self._headers if header.after_step < after_step]
+            self._headers.append(_Header(after_step, options, line["chunks"]))
+            self._updates = {step: found for step, found in self._updates.items() if step <= after_step}
+            self.last_step = min(self.last_step, after_step)
             return
         records = [UpdateRecord(*values) for values in line["flush" if "flush" in line else "updates"]]
         if "flush" not in line:
             self._updates.setdefault(line["step"], []).extend(records)
             self.last_step = max(self.last_step, line["step"])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the run on which its results depend."""
+        return dict(self._headers[-1].options)
+
+    @property
+    def pages(self) -> dict[str, Mapping[str, Any]]:
+        """All pages, also those of parameters that were unfrozen in the run."""
+        return {index: chunk for header in self._headers for index, chunk in header.pages.items()}
 
     def at(self, step: int) -> list[UpdateRecord]:
         """Return the updates whose results the forward after a step was the first to read, in their order.
@@ -178,19 +204,27 @@ class LoggedRun:
             )
         return self._updates.get(step, [])
 
-    def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the run had other options."""
-        for name, value in self.options.items():
-            if options[name] != value:
-                raise ConfigError(
-                    f"the log of updates {str(self.path)!r} is of a run with {name}={value!r}, not {options[name]!r}: "
-                    f"use the same"
-                )
+    def check_any(self, options: Mapping[str, Any], pages: Pages) -> None:
+        """Raise ConfigError if no part of the log, up to its end or to a resumption, is of these options and pages."""
+        errors = [_difference(header, options, pages) for header in self._headers]
+        if all(errors):
+            raise ConfigError(f"the log of updates {str(self.path)!r} {errors[0]}")
 
-    def check_pages(self, pages: Pages) -> None:
-        """Raise ConfigError if the log is of other pages than these."""
-        if json.loads(json.dumps(pages)) != self._first_pages:
-            raise ConfigError(
-                f"the log of updates {str(self.path)!r} is of another model or of other chunks: use the same model, "
-                f"optimizer and `chunk_size`, and the budgets from which chunks were chosen if that is 'auto'"
-            )
+    def check(self, step: int, options: Mapping[str, Any], pages: Pages) -> None:
+        """Raise ConfigError if the run had other options or pages in this step."""
+        before = [header for header in self._headers if header.after_step < step] or self._headers[:1]
+        if error := _difference(before[-1], options, pages):
+            raise ConfigError(f"the log of updates {str(self.path)!r} {error}; step {step} can't be replayed")
+
+
+def _difference(header: _Header, options: Mapping[str, Any], pages: Pages) -> str:
+    """Return how options and pages differ from those of a log; an empty string if they do not."""
+    for name, value in header.options.items():
+        if options[name] != value:
+            return f"is of a run with {name}={value!r}, not {options[name]!r}: use the same"
+    if json.loads(json.dumps(pages)) != header.pages:
+        return (
+            "is of another model or of other chunks: use the same model, optimizer and `chunk_size`, and, if that is "
+            "'auto', the budgets and the disk by which chunks were chosen"
+        )
+    return ""
