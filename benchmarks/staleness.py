@@ -1,9 +1,12 @@
 """Does training with delayed or lock-free updates learn as well as the exact step?
 
-python benchmarks/staleness.py [--steps 2000] [--model gpt-1m]
-Needs `pip install "patrickstar[plots]"`. A GPT is trained on nine tenths of the files of the standard library. The loss
-on the others is measured along the way, with the parameters that the next forward would read, and at the end after all
-updates. Each seed has its own initial values and order of batches, the same for each update.
+python benchmarks/staleness.py [--steps 2000] [--model gpt-1m] [--rate 1e-3] [--beta1 0.9] [--seeds 3]
+Needs `pip install "patrickstar[plots]"`. With another rate, beta1 or number of seeds it prints its table, and leaves the
+results and the picture as they are.
+
+A GPT is trained on nine tenths of the files of the standard library. The loss on the others is measured along the way,
+with the parameters that the next forward would read, and at the end after all updates. Each seed has its own initial
+values and order of batches, the same for each update.
 
 Lock-free updates follow a log that this script writes: between two steps a quarter of the pages is updated, in turn, in
 the reverse order of the chunks. That is the order on a disk whose rate is a quarter of what the exact step needs.
@@ -37,10 +40,10 @@ from patrickstar._cli.train import learning_rate_factor
 from patrickstar._step.update_log import FORMAT
 from patrickstar.testing import NoMeter
 
-SEEDS = 0, 1, 2
 SEQUENCE, BATCH, VALIDATION_BATCHES = 128, 8, 24
 MEASUREMENTS = 20
-RATE, WARMUP_STEPS, MAX_NORM = 1e-3, 50, 1.0
+RATE, BETA1, SEEDS = 1e-3, 0.9, 3
+WARMUP_STEPS, MAX_NORM = 50, 1.0
 AFTER, SWEEP_STEPS = 40, 4
 """First step with late updates, and steps in which lock-free updates sweep all pages."""
 DISK_SLOWER = 4
@@ -79,7 +82,7 @@ def _count(chunk: dict[str, Any]) -> int:
     return -(-numel // chunk["page_numel"])
 
 
-def engine_of(model: str, update: ps.Delayed | ps.LockFree | None, seed: int) -> ps.Engine:
+def engine_of(model: str, update: ps.Delayed | ps.LockFree | None, seed: int, optimizer: ps.Optimizer) -> ps.Engine:
     source = find_model(model, None)
     torch.manual_seed(seed)
     build, weights = source.open(False)
@@ -89,7 +92,7 @@ def engine_of(model: str, update: ps.Delayed | ps.LockFree | None, seed: int) ->
         host_memory="1GiB",
         chunk_size="64KiB",
         update=update,
-        optimizer=ps.AdamW(lr=RATE, weight_decay=0.01),
+        optimizer=optimizer,
     )
     return ps.Engine(build, config, weights=weights, meter=NoMeter())
 
@@ -100,7 +103,7 @@ def validation_loss(engine: ps.Engine, batches: list[torch.Tensor]) -> float:
 
 
 def losses(
-    model: str, steps: int, tokens: list[NDArray[np.unsignedinteger]], name: str, seed: int
+    model: str, steps: int, spec: ps.Optimizer, tokens: list[NDArray[np.unsignedinteger]], name: str, seed: int
 ) -> tuple[list[float], float]:
     """Train on one thread, and return the validation losses and the mean staleness."""
     torch.set_num_threads(1)
@@ -110,11 +113,11 @@ def losses(
             update = ps.Delayed(after=AFTER)
         elif name == "lock-free":
             path = Path(folder) / "updates.jsonl"
-            with engine_of(model, ps.LockFree(after=AFTER, log=path), seed):
+            with engine_of(model, ps.LockFree(after=AFTER, log=path), seed, spec):
                 pass  # its log describes the pages
             write_log(path, json.loads(path.read_text())["chunks"], steps)
             update = ps.LockFree(after=AFTER, replay=path)
-        engine = engine_of(model, update, seed)
+        engine = engine_of(model, update, seed, spec)
     optimizer = engine.optimizer
     scheduler = LambdaLR(optimizer, partial(learning_rate_factor, warmup_steps=WARMUP_STEPS, steps=steps))
     batches = iter(BatchSampler(tokens[0], SEQUENCE, BATCH, seed))
@@ -159,41 +162,58 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--model", default="gpt-1m")
+    parser.add_argument("--rate", type=float, default=RATE)
+    parser.add_argument("--beta1", type=float, default=BETA1)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     arguments = parser.parse_args()
+    published = (arguments.rate, arguments.beta1, arguments.seeds) == (RATE, BETA1, SEEDS)
+    seeds, spec = range(arguments.seeds), ps.AdamW(lr=arguments.rate, betas=(arguments.beta1, 0.999), weight_decay=0.01)
     vocabulary = find_model(arguments.model, None).vocabulary
     training, held_out = split(standard_library())
     tokenizer = train_tokenizer(training, vocabulary.size)
     tokens = [_encode(tokenizer, corpus, vocabulary) for corpus in (training, held_out)]
-    runs = list(product(UPDATES, SEEDS))
+    runs = list(product(UPDATES, seeds))
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        run = partial(losses, arguments.model, arguments.steps, tokens)
+        run = partial(losses, arguments.model, arguments.steps, spec, tokens)
         results = dict(zip(runs, pool.map(run, *zip(*runs, strict=True)), strict=True))
     means = {
-        name: [fmean(results[name, seed][0][number] for seed in SEEDS) for number in range(MEASUREMENTS)]
+        name: [fmean(results[name, seed][0][number] for seed in seeds) for number in range(MEASUREMENTS)]
         for name in UPDATES
     }
-    draw(means, arguments.steps)
+    if published:
+        draw(means, arguments.steps)
     rows = []
     for name in UPDATES:
-        last = [results[name, seed][0][-1] for seed in SEEDS]
-        exact = [results["exact", seed][0][-1] for seed in SEEDS]
+        last = [results[name, seed][0][-1] for seed in seeds]
+        exact = [results["exact", seed][0][-1] for seed in seeds]
         quarters = [f"{means[name][MEASUREMENTS * quarter // 4 - 1]:.4f}" for quarter in (1, 2, 3, 4)]
-        staleness = fmean(results[name, seed][1] for seed in SEEDS)
+        staleness = fmean(results[name, seed][1] for seed in seeds)
         ratios = [value / other - 1 for value, other in zip(last, exact, strict=True)]
         by_seed = " ".join(f"{value:.4f}" for value in last)
-        rows.append([name, f"{staleness:.2f}", *quarters, by_seed, f"{fmean(ratios):+.2%}", f"{stdev(ratios):.2%}"])
+        rows.append(
+            [
+                name,
+                f"{staleness:.2f}",
+                *quarters,
+                by_seed,
+                f"{fmean(ratios):+.2%}",
+                f"{stdev(ratios) if len(seeds) > 1 else 0:.2%}",
+            ]
+        )
     quarters = [f"step {arguments.steps * quarter // 4}" for quarter in (1, 2, 3, 4)]
-    publish(
-        "staleness",
-        "cpu",
+    intro = (
         f"Validation loss of {arguments.model} on a held-out tenth of the files of the standard library, "
-        f"{BATCH} x {SEQUENCE} tokens per step, bf16, AdamW with a peak rate of {RATE}, {WARMUP_STEPS} steps "
-        f"of warm-up and a cosine, gradients clipped to {MAX_NORM}: means of {len(SEEDS)} seeds. Updates are late from "
-        f"step {AFTER}; lock-free ones update a quarter of the pages between two steps. The last column is the "
-        f"standard deviation over the seeds of the one before. Curves: docs/staleness.svg.",
-        ["update", "staleness", *quarters, "last, by seed", "last, against exact", "deviation"],
-        rows,
+        f"{BATCH} x {SEQUENCE} tokens per step, bf16, AdamW with a peak rate of {arguments.rate} and beta1 "
+        f"{arguments.beta1}, {WARMUP_STEPS} steps of warm-up and a cosine, gradients clipped to {MAX_NORM}: means of "
+        f"{len(seeds)} seeds. Updates are late from step {AFTER}; lock-free ones update a quarter of the pages between "
+        f"two steps. The last column is the standard deviation over the seeds of the one before. Curves: "
+        f"docs/staleness.svg."
     )
+    columns = ["update", "staleness", *quarters, "last, by seed", "last, against exact", "deviation"]
+    if published:
+        publish("staleness", "cpu", intro, columns, rows)
+    else:
+        print(intro, *(" | ".join(row) for row in (columns, *rows)), sep="\n")
 
 
 if __name__ == "__main__":
