@@ -80,7 +80,7 @@ STRICT = (
 )
 SCENARIOS = 160
 """Scenarios without a failure before a statement counts as unnoticed."""
-LIMIT_S = 150
+LIMIT_S = 600
 """Seconds after which a program counts as one that never ends."""
 
 
