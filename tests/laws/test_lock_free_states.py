@@ -188,16 +188,22 @@ def test_a_step_that_is_interrupted(line, then, no_progress, monkeypatch, tmp_pa
             testing.assert_same_bits(found, train(engine), "replay")
 
 
-def test_a_step_that_is_interrupted_at_its_end_and_not_repeated(no_progress, monkeypatch, tmp_path):
-    config = config_of(ps.LockFree(after=1, max_staleness=1), **on_disk(tmp_path))
-    queue, found = LockFreeUpdates._queue, []
+def interrupt(monkeypatch, name, when):
+    """Interrupt a method of `LockFreeUpdates` when `when()` is true."""
+    method = getattr(LockFreeUpdates, name)
 
     def interrupted(self):
-        if len(found) == 3:
+        if when():
             raise KeyboardInterrupt
-        queue(self)
+        method(self)
 
-    monkeypatch.setattr(LockFreeUpdates, "_queue", interrupted)
+    monkeypatch.setattr(LockFreeUpdates, name, interrupted)
+
+
+def test_a_step_that_is_interrupted_at_its_end_and_not_repeated(no_progress, monkeypatch, tmp_path):
+    config = config_of(ps.LockFree(after=1, max_staleness=1), **on_disk(tmp_path))
+    found = []
+    interrupt(monkeypatch, "_queue", lambda: len(found) == 3)
     with engine_with(config) as engine:
         for number in range(STEPS):
             backward(engine, number)
@@ -210,14 +216,8 @@ def test_a_step_that_is_interrupted_at_its_end_and_not_repeated(no_progress, mon
 
 def test_a_loop_that_goes_on_after_an_interrupted_step_makes_a_new_one(no_progress, monkeypatch, tmp_path):
     config = config_of(ps.LockFree(after=1, max_staleness=2), **on_disk(tmp_path))
-    end_step, found = LockFreeUpdates.end_step, []
-
-    def interrupted(self):
-        if len(found) == 3:
-            raise KeyboardInterrupt
-        end_step(self)
-
-    monkeypatch.setattr(LockFreeUpdates, "end_step", interrupted)
+    found = []
+    interrupt(monkeypatch, "end_step", lambda: len(found) == 3)
     with engine_with(config) as engine:
         for number in range(STEPS):
             backward(engine, number)
@@ -241,7 +241,7 @@ def test_a_step_after_a_load_is_that_after_the_checkpoint(monkeypatch, tmp_path)
         engine.save(tmp_path / "saved")
         backward(engine, 2)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(LockFreeUpdates, "end_step", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+            interrupt(patch, "end_step", lambda: True)
             engine.optimizer.step()
         engine.load(tmp_path / "saved")
         step(engine, 2)

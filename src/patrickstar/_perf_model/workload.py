@@ -49,19 +49,9 @@ Workloads = Callable[[int, bool], Workload]
 
 def gpt_workload(gpt: Gpt, batch: int, checkpointing: bool = True) -> Workload:
     """Return the workload of one process for `batch` sequences, with fused attention, which saves no scores."""
-    tokens = batch * gpt.sequence
     layer_bytes = gpt.saved_bytes(batch) - SAVED_BYTES_PER_SCORE * gpt.score_numel(batch)
     activations = gpt.checkpoint_bytes(batch) + layer_bytes if checkpointing else gpt.layers * layer_bytes
-    return Workload(
-        params=gpt.numel,
-        batch=batch,
-        tokens=tokens,
-        checkpointing=checkpointing,
-        operations=gpt.operations(tokens, checkpointing),
-        matrix_size=min(gpt.hidden, tokens),
-        non_model_bytes=activations + gpt.logit_bytes(batch),
-        working_bytes=2 * PARAM_BYTES * gpt.layer_numel,
-    )
+    return _workload(gpt, batch, checkpointing, activations, gpt.layer_numel)
 
 
 def t5_workload(t5: T5, batch: int, checkpointing: bool = True) -> Workload:
@@ -69,18 +59,23 @@ def t5_workload(t5: T5, batch: int, checkpointing: bool = True) -> Workload:
 
     Tokens are those of one stack: the encoder and the decoder each process as many.
     """
-    tokens = batch * t5.sequence
     encoder_bytes, decoder_bytes = t5.saved_bytes(batch)
     activations = (
         t5.checkpoint_bytes(batch) + decoder_bytes if checkpointing else t5.layers * (encoder_bytes + decoder_bytes)
     )
+    return _workload(t5, batch, checkpointing, activations, t5.decoder_layer_numel)
+
+
+def _workload(shape: Gpt | T5, batch: int, checkpointing: bool, activations: int, layer_numel: int) -> Workload:
+    """Return the workload with these bytes of activations, and `layer_numel` elements in the largest layer."""
+    tokens = batch * shape.sequence
     return Workload(
-        params=t5.numel,
+        params=shape.numel,
         batch=batch,
         tokens=tokens,
         checkpointing=checkpointing,
-        operations=t5.operations(tokens, checkpointing),
-        matrix_size=min(t5.hidden, tokens),
-        non_model_bytes=activations + t5.logit_bytes(batch),
-        working_bytes=2 * PARAM_BYTES * t5.decoder_layer_numel,
+        operations=shape.operations(tokens, checkpointing),
+        matrix_size=min(shape.hidden, tokens),
+        non_model_bytes=activations + shape.logit_bytes(batch),
+        working_bytes=2 * PARAM_BYTES * layer_numel,
     )

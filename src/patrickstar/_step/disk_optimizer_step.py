@@ -94,12 +94,11 @@ class DiskOptimizerStep:
     @defer_sigint
     def submit_buffered(
         self, index: int, rules: Mapping[ManagedParam, Rule], pages: Sequence[tuple[int, int]], buffers: PageBuffers
-    ) -> DiskUpdate:
+    ) -> None:
         """Queue a lock-free update of some pages of a chunk."""
         self.read_ahead.expected.clear()  # all pages that will be updated are queued
-        update = DiskUpdate(index, rules, (), self.data.state_chunks(index), list(pages), buffers=buffers)
-        self._updates.append(update)
-        return update
+        states = self.data.state_chunks(index)
+        self._updates.append(DiskUpdate(index, rules, (), states, list(pages), buffers=buffers))
 
     def submit_speculative(self, index: int, rules: Mapping[ManagedParam, Rule], scales: Sequence[float]) -> DiskUpdate:
         """Queue an update whose results go to spare pages, which have been reserved, after all others."""

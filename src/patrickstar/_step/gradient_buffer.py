@@ -90,11 +90,11 @@ class GradientBuffer:
         return [page for page in self._pages.get(index, ()) if page.queued]
 
     def describe(self) -> Pages:
-        """Return the pages as the log describes them."""
+        """Return the pages as the log describes them, in the types that JSON has."""
         return {
             str(index): {
                 "page_numel": self.pages(index)[0].numel if self.pages(index) else 0,
-                "params": [(each.name, each.location.offset, each.location.numel) for each in managed_params],
+                "params": [[each.name, each.location.offset, each.location.numel] for each in managed_params],
             }
             for index, managed_params in self.data.by_chunk.items()
             if managed_params[0].schema.trained

@@ -106,20 +106,21 @@ class OptimizerStep:
         indices, first_use = list(self.data.by_chunk), self.data.tracer.trace.first_use
         if self.host_updates is not None or self.is_late:
             indices.sort(key=first_use)
-        if self.is_late and self.lock_free is not None:
-            self.lock_free.begin_step(self.steps)
+        lock_free = self.lock_free if self.is_late else None
+        if lock_free is not None:
+            lock_free.begin_step(self.steps)
         for index in indices:
             if not self.is_late:
                 self.update_chunk(index, group_of, scales)
-            elif self.lock_free is None:
+            elif lock_free is None:
                 self._delay_chunk(index, group_of, scales)
             else:
-                self._buffer_chunk(self.lock_free, index, group_of, scales)
-        if self.is_late and self.lock_free is not None:
-            self.lock_free.end_step()
+                self._buffer_chunk(lock_free, index, group_of, scales)
+        if lock_free is not None:
+            lock_free.end_step()
         self.running.reorder(first_use)
         if self.disk_step is not None:
-            if not (self.is_late and self.lock_free is not None):  # whose queue goes round
+            if lock_free is None:  # its queue goes round
                 self.disk_step.reorder(first_use)
             self.progress()
 

@@ -4,6 +4,7 @@ import fcntl
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,7 +187,7 @@ class LoggedRun:
         """Options of the run on which its results depend."""
         return dict(self._headers[-1].options)
 
-    @property
+    @cached_property
     def pages(self) -> dict[str, Mapping[str, Any]]:
         """All pages, also those of parameters that were unfrozen in the run."""
         return {index: chunk for header in self._headers for index, chunk in header.pages.items()}
@@ -222,7 +223,7 @@ def _difference(header: _Header, options: Mapping[str, Any], pages: Pages) -> st
     for name, value in header.options.items():
         if options[name] != value:
             return f"is of a run with {name}={value!r}, not {options[name]!r}: use the same"
-    if json.loads(json.dumps(pages)) != header.pages:
+    if pages != header.pages:
         return (
             "is of another model or of other chunks: use the same model, optimizer and `chunk_size`, and, if that is "
             "'auto', the budgets and the disk by which chunks were chosen"
