@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -33,6 +34,7 @@ import patrickstar as ps
 from patrickstar._cli.presets import PRESETS
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.param_init import make_layout, param_specs
+from patrickstar._layout.chunk_mapping import ShardGroup
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.device_tier import DeviceTier
 from patrickstar.testing import NoMeter
@@ -68,9 +70,11 @@ class Ours:
         meter = None
         if tight:
             config = ps.Config(device="cpu", optimizer=ps.AdamW(lr=1e-4), chunk_size=options.chunk_size)
-            layout = make_layout(
-                param_specs(build(options.model), config), config, 1 << 40, 1 if world is None else world.size
-            )
+            specs = param_specs(build(options.model), config)
+            if world.size > 1:
+                group = ShardGroup.of(world.rank, [range(world.size)])
+                specs = [replace(spec, group=group) for spec in specs]
+            layout = make_layout(specs, config, 1 << 40)
             largest = max(chunk.compute_bytes for chunk in layout.chunks)
             config = config.model_copy(update={"device_memory": 2 * largest})
             meter = NoMeter()

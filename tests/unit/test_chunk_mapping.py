@@ -1,5 +1,6 @@
 """Invariants of every layout, for arbitrary parameters and chunk sizes."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -7,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import draws
 
-from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, Layout, ParamLocation, ParamSpec, align, build_layout
+from patrickstar._layout.chunk_mapping import (
+    ALIGN_NUMEL,
+    Layout,
+    ParamLocation,
+    ParamSpec,
+    ShardGroup,
+    align,
+    build_layout,
+)
 from patrickstar._layout.schema import schema_for
 from patrickstar.errors import ModelError
 
@@ -65,7 +74,8 @@ def test_no_parameter_straddles_or_overlaps(params, chunk_numel):
 @given(parameters(), chunk_numels, st.integers(2, 4), st.booleans())
 def test_shards_of_several_ranks_are_aligned_too(params, chunk_numel, nproc, grouped):
     for rank in range(nproc):
-        layout = build_layout(params, chunk_numel, nproc, rank, grouped=grouped)
+        group = ShardGroup.of(rank, [range(nproc)])
+        layout = build_layout([replace(param, group=group) for param in params], chunk_numel, grouped=grouped)
         for chunk in layout.chunks:
             assert all(bound % ALIGN_NUMEL == 0 for bound in chunk.shard_bounds)
         for name, location in layout.locations.items():

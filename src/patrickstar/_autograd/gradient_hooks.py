@@ -46,6 +46,10 @@ class GradientHooks:
             grad, param.grad = param.grad, None
             if grad is None:  # autograd completes the gradient of a parameter whose operators gave none, too
                 return
+            if managed.is_dtensor:
+                from patrickstar._params.dtensor import local_gradient
+
+                grad = local_gradient(param, grad)
             if grad.layout is not torch.strided:
                 raise ModelError(
                     f"parameter {managed.name!r} got a gradient with layout {grad.layout}; chunks support dense "

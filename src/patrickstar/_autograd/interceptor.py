@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd import Variable
 from torch.nn import functional as F
 
@@ -20,17 +19,14 @@ from patrickstar._autograd.param_attributes import (
     is_own_data,
 )
 from patrickstar._autograd.windows import CustomFunctions, GraphSnapshot, ModuleUse, Window
+from patrickstar._distributed.param_sharding import local_part
 from patrickstar._memory.defer_sigint import defer_sigint
+from patrickstar._params.interception import adopt_parameter, adopt_view, intercept_parameter, let_through
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.modes import managing
 from patrickstar._params.out_of_memory import run_with_retry
 from patrickstar._params.precision import tensors_in
-from patrickstar._params.tensor_subclass import (
-    ChunkParameter,
-    adopt_parameter,
-    adopt_view,
-    descriptor,
-)
+from patrickstar._params.tensor_subclass import descriptor, managed_param_of
 from patrickstar._schedule.tensor_state import TensorState
 from patrickstar._step.full_state import FullState
 from patrickstar._step.gradients import Gradients
@@ -126,7 +122,7 @@ class Interceptor:
                 return func(self.operate(torch.Tensor.clone, args[:1], {}, tensors), *args[1:], **kwargs)
             if func is not torch.Tensor.detach:
                 return self._operate_attribute(func, args, managed_params[0])
-            if managed_params[0] in self.listed and type(tensors[0]) is ChunkParameter:
+            if managed_params[0] in self.listed and managed_param_of(tensors[0]) is not None:
                 return self.listed.pop(managed_params[0])
         for managed in managed_params:
             if managed.on_host and not can_look_up_on_host(func, args, kwargs, managed):
@@ -164,7 +160,7 @@ class Interceptor:
         if func == _SET_DATA:
             return self._assign_data(managed, args[1])
         # While autograd accumulates, the gradient is an ordinary tensor.
-        if isinstance(tensor, ChunkParameter) and (func != _GET_GRAD or tensor.grad is None):
+        if managed_param_of(tensor) is not None and (func != _GET_GRAD or tensor.grad is None):
             with managing():
                 if func == _GET_GRAD:
                     return self.gradient.read(managed, self)
@@ -224,15 +220,15 @@ class Interceptor:
         """Fetch all parameters of a module, and make them plain Parameters until `close_module_window`."""
         before = GraphSnapshot.now(inputs, {})
         suspended = self._access(managed_params)
-        original_classes = [managed for managed in managed_params if type(managed.param) is ChunkParameter]
-        for managed in original_classes:
-            managed.param.__class__ = nn.Parameter
-        return ModuleUse(managed_params, original_classes, before, suspended)
+        let = [managed for managed in managed_params if managed_param_of(managed.param) is not None]
+        for managed in let:
+            let_through(managed)
+        return ModuleUse(managed_params, let, before, suspended)
 
     def close_module_window(self, use: ModuleUse, out: Any) -> None:
         """End a module call that returned `out`, and register its window on each node that it added to the graph."""
-        for managed in use.original_classes:
-            managed.param.__class__ = ChunkParameter
+        for managed in use.let_through:
+            intercept_parameter(managed)
         self._track_outputs(out, use.managed_params, use.before)
         self._release(use.managed_params, use.suspended)
 
@@ -291,9 +287,10 @@ class Interceptor:
         storages = [managed.chunk.read_storage._cdata for managed in managed_params]
         outputs, every = [], not held
         for tensor in (out,) if type(out) is torch.Tensor else tensors_in(out):
-            if type(tensor) is ChunkParameter:
+            if managed_param_of(tensor) is not None:
                 continue
-            if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages:
+            local = local_part(tensor)
+            if local.layout is torch.strided and local.untyped_storage()._cdata in storages:
                 adopt_view(tensor, managed_params, self)
             elif (node := tensor.grad_fn) is not None:
                 outputs.append(node)

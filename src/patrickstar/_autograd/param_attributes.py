@@ -6,9 +6,10 @@ from typing import Any, Protocol
 
 import torch
 
+from patrickstar._distributed.param_sharding import local_part
 from patrickstar._params.lazy_tensor import LazyTensor
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.tensor_subclass import ChunkParameter, ChunkView
+from patrickstar._params.tensor_subclass import ManagedTensor
 from patrickstar._schedule.coordination import Request
 from patrickstar._step.gradients import Gradients
 from patrickstar._step.optimizer_in_backward import OptimizerInBackward
@@ -78,7 +79,7 @@ class GradientAttribute:
             return None
         dtype = self.gradients.stored_dtype(managed)
         elements = GradientElements(managed, self.gradients, dtype, closer)
-        return LazyTensor(elements, managed.shape, managed.region.strides, dtype, data.manager.device)
+        return LazyTensor(elements, managed.full_shape, managed.full_strides, dtype, data.manager.device)
 
     def assign(self, managed: ManagedParam, param: torch.Tensor, value: torch.Tensor | None) -> None:
         """Discard the gradient of a parameter, and store `value` in its chunk if it is a tensor.
@@ -103,7 +104,7 @@ class GradientAttribute:
 def _is_own(managed: ManagedParam, value: torch.Tensor) -> bool:
     """Return whether an assigned gradient is the parameter's own, as after `parameter.grad *= 2`."""
     elements = value._source.elements if isinstance(value, LazyTensor) else None
-    return isinstance(elements, GradientElements) and elements.managed is managed and value.shape == managed.shape
+    return isinstance(elements, GradientElements) and elements.managed is managed and value.shape == managed.full_shape
 
 
 def _check_assignable(managed: ManagedParam, value: torch.Tensor) -> None:
@@ -130,10 +131,12 @@ def copied_in_full(args: Sequence[Any]) -> tuple[Sequence[Any], torch.Tensor | N
     if isinstance(source, LazyTensor):
         source = source.clone()
         args = (target, source, *args[2:])
-    managed = target._managed_params[0] if isinstance(target, ChunkParameter | ChunkView) else None
+    managed = target._managed_params[0] if isinstance(target, ManagedTensor) else None
     if managed is None or not isinstance(source, torch.Tensor) or source.dtype == target.dtype:
         return args, None
-    whole = target.shape == managed.shape and target.stride() == managed.region.strides
+    whole = target.shape == managed.full_shape and target.stride() == managed.full_strides
+    if managed.is_dtensor and whole:
+        whole, source = getattr(source, "placements", None) == target.placements, local_part(source)
     return args, source if whole and target.dtype == managed.chunk.dtype and source.layout is torch.strided else None
 
 
@@ -146,8 +149,8 @@ def check_written_precision(func: Any, args: Sequence[Any], source: torch.Tensor
     target, managed = args[0], source._managed_params[0]  # type: ignore[attr-defined]
     if (
         isinstance(target, torch.Tensor)
-        and not isinstance(target, ChunkParameter | ChunkView)
-        and target.shape == managed.shape
+        and not isinstance(target, ManagedTensor)
+        and target.shape == managed.full_shape
         and managed.schema.trained
         and target.is_floating_point()
         and source.dtype.itemsize < min(target.dtype.itemsize, managed.full_dtype.itemsize)
@@ -166,11 +169,7 @@ def is_own_data(managed: ManagedParam, value: torch.Tensor) -> bool:
         ModelError: They have another dtype, shape or device than the parameter in its chunk.
     """
     chunk = managed.chunk
-    if (
-        isinstance(value, ChunkView | ChunkParameter)
-        and value._managed_params == (managed,)
-        and value.dtype == chunk.dtype
-    ):
+    if isinstance(value, ManagedTensor) and value._managed_params == (managed,) and value.dtype == chunk.dtype:
         return True
     if value.dtype != chunk.dtype or value.shape != managed.shape or value.device != chunk.device:
         raise ModelError(

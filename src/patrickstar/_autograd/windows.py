@@ -122,6 +122,7 @@ class ModuleUse(NamedTuple):
     """One running call of a module that has a single window for all its operators."""
 
     managed_params: tuple[ManagedParam, ...]
-    original_classes: list[ManagedParam]
+    let_through: list[ManagedParam]
+    """Parameters that are not intercepted during the call."""
     before: GraphSnapshot
     suspended: Window | None

@@ -1,17 +1,19 @@
 """Communication of one engine with other processes: gathers and reductions of chunks, in coordination steps."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from patrickstar._distributed.coordinator import CHUNKS_PER_ENGINE, Coordinator
+from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._layout.chunk_mapping import ChunkSpec
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._memory.transfer import CompletedTransfer, Transfer
 from patrickstar._memory.transfer_counters import TransferCounters
 from patrickstar._schedule.coordination import Agreement, Request
-from patrickstar.errors import PeerError
+from patrickstar.errors import ConfigError, PeerError
 
 
 class ShardOwner(Protocol):
@@ -23,12 +25,27 @@ class ShardOwner(Protocol):
     def keep_parameters(self, index: int, reader: Transfer) -> None:
         """Keep the `param16` shard of a chunk unchanged until `reader` has ended."""
 
-    def begin_reduction(self, index: int, ranks: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
-        """Prepare the reduction of a chunk's gradients from these ranks.
+    def begin_reduction(self, index: int, contributes: bool) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
+        """Prepare the reduction of a chunk's gradients.
 
-        Return this process's gradients of the whole chunk, zero where missing (None if its rank is not among `ranks`);
-        the target for the sum of its shard; and the chunk that holds the target.
+        Return this process's gradients of the whole chunk, zero where missing (None if it contributes none); the target
+        for the sum of its shard; and the chunk that holds the target.
         """
+
+
+class Shards(NamedTuple):
+    """Shards of one chunk: the processes that own them, and the first element of each and the end of the last.
+
+    `members` are the owners' numbers in the data-parallel group that coordinates.
+    """
+
+    group: RankGroup
+    bounds: tuple[int, ...]
+    members: tuple[int, ...]
+
+    def among(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the numbers in `group` of those processes that are numbered `ranks` in the data-parallel group."""
+        return tuple(number for number, member in enumerate(self.members) if member in ranks)
 
 
 class PendingReduction(Transfer):
@@ -63,12 +80,12 @@ class PendingReduction(Transfer):
 class ChunkComm:
     """Communication of one engine with the other processes."""
 
-    def __init__(self, coordinator: Coordinator, shard_bounds: dict[int, tuple[int, ...]]) -> None:
+    def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
         self.world = coordinator.world
         self.collectives = coordinator.collectives
-        self.shard_bounds = shard_bounds
-        """Bounds of the owners' shards, by chunk index."""
+        self.shards: dict[int, Shards] = {}
+        """Owners of each chunk's shards, by chunk index."""
         self.counters = TransferCounters()
         """Counters of sent bytes; shared with the chunk manager."""
         self._pending: dict[int, PendingReduction] = {}
@@ -82,6 +99,26 @@ class ChunkComm:
         self._owner = owner
         self.number = self.coordinator.join(self)
         self.world.users += 1
+
+    def register(self, chunks: Iterable[ChunkSpec]) -> None:
+        """Record the owners of the shards of new chunks. Every process of the world must call this.
+
+        Raises:
+            ConfigError: The owners are not in one data-parallel group.
+        """
+        coordinating = self.coordinator.group.ranks
+        for chunk in chunks:
+            assert chunk.group is not None, "with several processes every chunk is sharded"
+            group = self.world.group(chunk.group.partition)
+            if not set(group.ranks) <= set(coordinating):
+                raise ConfigError(
+                    f"parameter {chunk.params[0]!r} is held by processes {', '.join(map(str, group.ranks))}, which are "
+                    f"not in one data-parallel group ({', '.join(map(str, coordinating))}): shard it over dimensions "
+                    f"of the mesh that ps.initialize was given"
+                )
+            self.shards[chunk.index] = Shards(
+                group, chunk.shard_bounds, tuple(coordinating.index(rank) for rank in group.ranks)
+            )
 
     @property
     def serving(self) -> bool:
@@ -146,10 +183,11 @@ class ChunkComm:
     # Execution of agreements
 
     def start_reduction(self, index: int, ranks: tuple[int, ...]) -> None:
-        own = self._unmark_ready(index)
-        whole, target, chunk = self._owner.begin_reduction(index, ranks)
+        own, shards = self._unmark_ready(index), self.shards[index]
+        with_gradients = shards.among(ranks)
+        whole, target, chunk = self._owner.begin_reduction(index, shards.group.rank in with_gradients)
         with profiler_range("reduce-scatter", chunk):
-            transfer = self.collectives.reduce_scatter(whole, target, self.shard_bounds[index], ranks)
+            transfer = self.collectives.reduce_scatter(shards.group, whole, target, shards.bounds, with_gradients)
         chunk.h2d_transfer = transfer
         if own is not None:
             own.collective = transfer
@@ -157,21 +195,24 @@ class ChunkComm:
             self.counters.reduced_bytes += (whole.numel() - target.numel()) * target.dtype.itemsize
 
     def start_gather(self, index: int, ranks: tuple[int, ...]) -> None:
-        me, shard_bounds = self.world.rank, self.shard_bounds[index]
+        shards = self.shards[index]
+        group, targets = shards.group, shards.among(ranks)
+        if not targets:
+            return
         own = self._owner.parameters(index)
         whole = None
-        if me in ranks:
+        if group.rank in targets:
             assert self._gather_target is not None
             whole = self._gather_target.on_device(self._gather_target.whole)
             self.counters.h2d_bytes += own.nbytes
         with profiler_range("all-gather", f"param16[{index}]"):
-            if len(ranks) == self.world.size:
+            if len(targets) == group.size:
                 assert whole is not None
-                self._gathering = self.collectives.all_gather(own, whole, shard_bounds)
+                self._gathering = self.collectives.all_gather(group, own, whole, shards.bounds)
                 self._owner.keep_parameters(index, self._gathering)
             else:
-                sending = self.collectives.gather_to(own, whole, shard_bounds, ranks)
+                sending = self.collectives.gather_to(group, own, whole, shards.bounds, targets)
                 if whole is not None:
                     self._gathering = sending
                 sending.wait()  # the source may change as soon as this process continues
-        self.counters.gathered_bytes += own.nbytes * (len(ranks) - (me in ranks))
+        self.counters.gathered_bytes += own.nbytes * (len(targets) - (group.rank in targets))

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from patrickstar._distributed.process_group import World, explain_peer_failure, gather_into
+from patrickstar._distributed.process_group import World, explain_peer_failure
+from patrickstar._distributed.rank_group import RankGroup, gather_into
 from patrickstar._memory.accelerator import Accelerator
 from patrickstar._memory.copy_streams import StreamTransfer
 from patrickstar._memory.direct_io import PAGE_BYTES
-from patrickstar._memory.transfer import Transfer
+from patrickstar._memory.transfer import CompletedTransfer, Transfer
 from patrickstar._memory.worker_pool import Job, WorkerPool
 from patrickstar.errors import MoveError, PeerError
 
@@ -33,29 +34,37 @@ Bounds = tuple[int, ...]
 
 
 class Collectives(ABC):
-    """Starts collectives; all processes start the same ones in the same order."""
+    """Starts collectives of groups of processes; all members of a group start the same ones in the same order.
+
+    Ranks are numbers of members of the group.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def shard(self, whole: torch.Tensor, bounds: Bounds, rank: int | None = None) -> torch.Tensor:
-        """Return the shard of one process, by default this one's."""
-        rank = self.world.rank if rank is None else rank
+    @staticmethod
+    def shard(whole: torch.Tensor, bounds: Bounds, rank: int) -> torch.Tensor:
+        """Return the shard of one process."""
         return whole[bounds[rank] : bounds[rank + 1]]
 
     @abstractmethod
-    def all_gather(self, own: torch.Tensor, whole: torch.Tensor, bounds: Bounds) -> Transfer:
+    def all_gather(self, group: RankGroup, own: torch.Tensor, whole: torch.Tensor, bounds: Bounds) -> Transfer:
         """All-gather the processes' shards, which may be on the host, into `whole`."""
 
     @abstractmethod
     def gather_to(
-        self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]
+        self, group: RankGroup, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]
     ) -> Transfer:
         """Gather the shards into `whole` on these ranks; the other ranks only send."""
 
     @abstractmethod
     def reduce_scatter(
-        self, whole: torch.Tensor | None, target: torch.Tensor, bounds: Bounds, ranks: Sequence[int]
+        self,
+        group: RankGroup,
+        whole: torch.Tensor | None,
+        target: torch.Tensor,
+        bounds: Bounds,
+        ranks: Sequence[int],
     ) -> Transfer:
         """Sum `whole` over these ranks; each process gets its shard in `target`, in the dtype of `target`."""
 
@@ -104,24 +113,34 @@ class GlooCollectives(Collectives):
         super().__init__(world)
         self._thread = WorkerPool(1, "peers", PAGE_BYTES)
 
-    def all_gather(self, own: torch.Tensor, whole: torch.Tensor, bounds: Bounds) -> Transfer:
-        self.shard(whole, bounds).copy_(own)
+    def all_gather(self, group: RankGroup, own: torch.Tensor, whole: torch.Tensor, bounds: Bounds) -> Transfer:
+        part = self.shard(whole, bounds, group.rank)
+        part.copy_(own)
+        if group.size == 1:
+            return CompletedTransfer("a copy of the only shard")
         if not self.even(bounds):
             owner = self.owner(bounds)
-            return self._submit(lambda _: dist.broadcast(whole, group_src=owner, group=self.world.data), "a broadcast")
-        return self._submit(lambda _: gather_into(whole, self.shard(whole, bounds), self.world.data), "an all-gather")
+            return self._submit(lambda _: dist.broadcast(whole, group_src=owner, group=group.data), "a broadcast")
+        return self._submit(lambda _: gather_into(whole, part, group.data), "an all-gather")
 
     def gather_to(
-        self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]
+        self, group: RankGroup, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]
     ) -> Transfer:
         if whole is not None:
-            self.shard(whole, bounds).copy_(own)
-        return self._submit(lambda _: self._gather_to(own, whole, bounds, ranks), "a gather onto some ranks")
+            self.shard(whole, bounds, group.rank).copy_(own)
+        return self._submit(lambda _: self._gather_to(group, own, whole, bounds, ranks), "a gather onto some ranks")
 
     def reduce_scatter(
-        self, whole: torch.Tensor | None, target: torch.Tensor, bounds: Bounds, ranks: Sequence[int]
+        self,
+        group: RankGroup,
+        whole: torch.Tensor | None,
+        target: torch.Tensor,
+        bounds: Bounds,
+        ranks: Sequence[int],
     ) -> Transfer:
-        return self._submit(lambda stage: self._reduce_scatter(whole, target, bounds, ranks, stage), "a reduce-scatter")
+        return self._submit(
+            lambda stage: self._reduce_scatter(group, whole, target, bounds, ranks, stage), "a reduce-scatter"
+        )
 
     def close(self) -> None:
         self._thread.close()
@@ -133,16 +152,19 @@ class GlooCollectives(Collectives):
 
         return CollectiveTransfer(self._thread.submit([run], label))
 
-    def _gather_to(self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]) -> None:
+    def _gather_to(
+        self, group: RankGroup, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]
+    ) -> None:
         works: list[Any] = []
-        peers = [rank for rank in range(self.world.size) if rank != self.world.rank]
+        peers = [rank for rank in range(group.size) if rank != group.rank]
         if whole is not None:
-            works += [self._receive_tensor(self.shard(whole, bounds, rank), rank) for rank in peers]
-        works += [self._send_tensor(own, rank) for rank in peers if rank in ranks]
+            works += [self._receive_tensor(group, self.shard(whole, bounds, rank), rank) for rank in peers]
+        works += [self._send_tensor(group, own, rank) for rank in peers if rank in ranks]
         _finish(works)
 
     def _reduce_scatter(
         self,
+        group: RankGroup,
         whole: torch.Tensor | None,
         target: torch.Tensor,
         bounds: Bounds,
@@ -150,7 +172,7 @@ class GlooCollectives(Collectives):
         stage: torch.Tensor,
     ) -> None:
         """Reduce piece by piece, so that the received pieces fit in the thread's staging buffer."""
-        me, size = self.world.rank, self.world.size
+        me, size = group.rank, group.size
         sources = [rank for rank in ranks if rank != me]
         sum_dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
         dtype = target.dtype
@@ -161,10 +183,10 @@ class GlooCollectives(Collectives):
             works: list[Any] = []
             mine = pieces[me].stop - pieces[me].start
             received = {rank: stage.view(dtype)[k * length :][:mine] for k, rank in enumerate(sources)}
-            works += [self._receive_tensor(received[rank], rank) for rank in sources]
+            works += [self._receive_tensor(group, received[rank], rank) for rank in sources]
             if whole is not None:
                 sent = {rank: self.shard(whole, bounds, rank)[pieces[rank]].to(dtype) for rank in range(size)}
-                works += [self._send_tensor(sent[rank], rank) for rank in range(size) if rank != me]
+                works += [self._send_tensor(group, sent[rank], rank) for rank in range(size) if rank != me]
             _finish(works)
             total = torch.zeros(mine, dtype=sum_dtype, device="cpu")
             for rank in ranks:
@@ -174,11 +196,11 @@ class GlooCollectives(Collectives):
                     total += sent[me]
             target[pieces[me]] = total.to(target.dtype)
 
-    def _send_tensor(self, tensor: torch.Tensor, rank: int) -> Any:
-        return dist.isend(tensor, group_dst=rank, group=self.world.data) if tensor.numel() else None
+    def _send_tensor(self, group: RankGroup, tensor: torch.Tensor, rank: int) -> Any:
+        return dist.isend(tensor, group_dst=rank, group=group.data) if tensor.numel() else None
 
-    def _receive_tensor(self, tensor: torch.Tensor, rank: int) -> Any:
-        return dist.irecv(tensor, group_src=rank, group=self.world.data) if tensor.numel() else None
+    def _receive_tensor(self, group: RankGroup, tensor: torch.Tensor, rank: int) -> Any:
+        return dist.irecv(tensor, group_src=rank, group=group.data) if tensor.numel() else None
 
 
 def _sizes(bounds: Bounds) -> list[int]:
@@ -217,49 +239,55 @@ class StreamCollectives(Collectives):
         self._checked = 0.0
         """Time of the last check of the other processes."""
 
-    def all_gather(self, own: torch.Tensor, whole: torch.Tensor, bounds: Bounds) -> Transfer:
+    def all_gather(self, group: RankGroup, own: torch.Tensor, whole: torch.Tensor, bounds: Bounds) -> Transfer:
         with self._on_stream("an all-gather") as done:
-            self.shard(whole, bounds).copy_(own, non_blocking=True)
-            if self.even(bounds):
-                gather_into(whole, self.shard(whole, bounds), self.world.data)
-            else:
-                dist.broadcast(whole, group_src=self.owner(bounds), group=self.world.data)
+            part = self.shard(whole, bounds, group.rank)
+            part.copy_(own, non_blocking=True)
+            if group.size > 1 and self.even(bounds):
+                gather_into(whole, part, group.data)
+            elif group.size > 1:
+                dist.broadcast(whole, group_src=self.owner(bounds), group=group.data)
             return done()
 
     def gather_to(
-        self, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]
+        self, group: RankGroup, own: torch.Tensor, whole: torch.Tensor | None, bounds: Bounds, ranks: Sequence[int]
     ) -> Transfer:
         with self._on_stream("a gather onto some ranks") as done:
             own = own.to(self.accelerator.device, non_blocking=True)
             if whole is not None:
-                self.shard(whole, bounds).copy_(own)
+                self.shard(whole, bounds, group.rank).copy_(own)
             pairs = []
-            for rank in range(self.world.size):
-                if rank == self.world.rank:
+            for rank in range(group.size):
+                if rank == group.rank:
                     continue
                 if whole is not None and self.shard(whole, bounds, rank).numel():
                     part = self.shard(whole, bounds, rank)
-                    pairs.append(dist.P2POp(dist.irecv, part, group=self.world.data, group_peer=rank))
+                    pairs.append(dist.P2POp(dist.irecv, part, group=group.data, group_peer=rank))
                 if rank in ranks and own.numel():
-                    pairs.append(dist.P2POp(dist.isend, own, group=self.world.data, group_peer=rank))
+                    pairs.append(dist.P2POp(dist.isend, own, group=group.data, group_peer=rank))
             if pairs:
                 _finish(dist.batch_isend_irecv(pairs))
             return done()
 
     def reduce_scatter(
-        self, whole: torch.Tensor | None, target: torch.Tensor, bounds: Bounds, ranks: Sequence[int]
+        self,
+        group: RankGroup,
+        whole: torch.Tensor | None,
+        target: torch.Tensor,
+        bounds: Bounds,
+        ranks: Sequence[int],
     ) -> Transfer:
         with self._on_stream("a reduce-scatter") as done:
             if whole is None:
                 whole = torch.zeros(bounds[-1], dtype=target.dtype, device=self.accelerator.device)
             else:
                 whole = whole.to(self.accelerator.device, target.dtype)
-            if self.even(bounds):
+            if group.size > 1 and self.even(bounds):
                 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-                scatter(self.shard(whole, bounds), whole, group=self.world.data)
-            else:
-                dist.reduce(whole, group_dst=self.owner(bounds), group=self.world.data)
-            target.copy_(self.shard(whole, bounds), non_blocking=True)
+                scatter(self.shard(whole, bounds, group.rank), whole, group=group.data)
+            elif group.size > 1:
+                dist.reduce(whole, group_dst=self.owner(bounds), group=group.data)
+            target.copy_(self.shard(whole, bounds, group.rank), non_blocking=True)
             return done()
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from patrickstar._distributed.collectives import Collectives, collectives
 from patrickstar._distributed.process_group import World
+from patrickstar._distributed.rank_group import RankGroup
 from patrickstar._memory.accelerator import Accelerator
 from patrickstar._schedule.coordination import Agreement, Message, Request, derive_agreement
 from patrickstar.errors import PeerError
@@ -30,10 +31,13 @@ class CoordinatedEngine(Protocol):
 
 
 class Coordinator:
-    """Runs the coordination steps of one process. See [Note: coordination steps]."""
+    """Runs the coordination steps of one process with the processes of its data-parallel group.
 
-    def __init__(self, world: World, collectives: Collectives) -> None:
-        self.world = world
+    Ranks in messages and agreements are numbers in this group. See [Note: coordination steps].
+    """
+
+    def __init__(self, world: World, group: RankGroup, collectives: Collectives) -> None:
+        self.world, self.group = world, group
         self.collectives = collectives
         """Shared by all engines: collectives are one sequence, too."""
         self.engines: list[CoordinatedEngine] = []
@@ -44,11 +48,11 @@ class Coordinator:
         self._broken = False
 
     @classmethod
-    def of(cls, world: World, accelerator: Accelerator | None) -> "Coordinator":
-        """Return the coordinator of a process; create it for the first engine."""
-        if world.coordinator is None:
-            world.coordinator = cls(world, collectives(world, accelerator))
-        coordinator: Coordinator = world.coordinator
+    def of(cls, world: World, group: RankGroup, accelerator: Accelerator | None) -> "Coordinator":
+        """Return the coordinator of a data-parallel group; create it for the first engine."""
+        if group not in world.coordinators:
+            world.coordinators[group] = cls(world, group, collectives(world, accelerator))
+        coordinator: Coordinator = world.coordinators[group]
         return coordinator
 
     def join(self, engine: CoordinatedEngine) -> int:
@@ -98,11 +102,11 @@ class Coordinator:
             own[_HEADER : _HEADER + min(len(ready), _READY_PER_MESSAGE)] = torch.tensor(
                 ready[:_READY_PER_MESSAGE], dtype=torch.int32, device="cpu"
             )
-        rows = self.world.all_gather(own).tolist()
+        rows = self.group.all_gather(own).tolist()
         longest = max(row[3] for row in rows)
         if longest > _READY_PER_MESSAGE:
             rest = torch.full((longest,), -1, dtype=torch.int32, device="cpu")
             rest[: len(ready)] = torch.tensor(ready, dtype=torch.int32, device="cpu")
-            tails = self.world.all_gather(rest).tolist()
+            tails = self.group.all_gather(rest).tolist()
             rows = [row[:_HEADER] + tail for row, tail in zip(rows, tails, strict=True)]
         return [Message(Request(row[0]), row[1], frozenset(row[_HEADER : _HEADER + row[3]]), row[2]) for row in rows]

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -17,16 +17,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from patrickstar._distributed.deadlock_watch import DeadlockWatch, own_call
+from patrickstar._distributed.rank_group import RankGroup
 from patrickstar._distributed.single_process import SINGLE_PROCESS, SingleProcess
 from patrickstar.errors import ConfigError, PeerError
 
 _Error = TypeVar("_Error", bound=Exception)
 
+Partition = tuple[tuple[int, ...], ...]
+"""Ranks of groups that together contain every process once."""
+
 ALIVE_TIMEOUT_S = 10.0
 """Seconds for processes of other machines to report that they are alive, after a collective failed."""
 POLL_S = 0.1
-COLLECTIVE_POLL_S = 50e-6
-"""Seconds between checks of a pending all-gather."""
 
 
 _worlds: "WeakKeyDictionary[dist.ProcessGroup, World]" = WeakKeyDictionary()
@@ -44,19 +46,18 @@ class World:
         """True once the collectives of the device were aborted, since a process ended."""
         self.users = 0
         """Number of open engines."""
-        self.coordinator: Any = None
-        """Coordinator of all engines, once there is one."""
+        self.coordinators: dict[RankGroup, Any] = {}
+        """Coordinator of all engines of one data-parallel group."""
+        self._groups: dict[Partition, RankGroup] = {}
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)  # otherwise NCCL would create a context on the first device
         self._timeout = _default_timeout()
-        with explain_peer_failure(self):
-            self.control = self._new_group("gloo")
-            self.data = self._new_group(dist.get_default_backend_for_device(device))
-        if device.type != "cpu":
-            dist.all_reduce(torch.zeros(1, device=device), group=self.data)  # the first call must not be point-to-point
+        self.device = device
+        self.everyone = self.group((tuple(range(self.size)),))
+        """All processes."""
         self._checkpoints: dist.ProcessGroup | None = None
         self._store = distributed_c10d.PrefixStore("patrickstar", distributed_c10d._get_default_store())
-        self._watch = DeadlockWatch(distributed_c10d.PrefixStore("watch", self._store), self.rank, self.size)
+        self.watch = DeadlockWatch(distributed_c10d.PrefixStore("watch", self._store), self.rank, self.size)
         me = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
         self.members = self.all_gather_object(me)
         number = self._store.add("worlds", 1) if self.rank == 0 else 0
@@ -106,9 +107,25 @@ class World:
             self._checkpoints = self._new_group("gloo")
         return self._checkpoints
 
-    def _new_group(self, backend: str) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=self._timeout)
+    def _new_group(self, backend: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=self._timeout, sort_ranks=False)
         return group
+
+    def group(self, partition: Partition) -> RankGroup:
+        """Return this process's group of a partition of all processes; all processes must call this together."""
+        if partition not in self._groups:
+            backend = dist.get_default_backend_for_device(self.device)
+            with explain_peer_failure(self):
+                for ranks in partition:
+                    alone = len(ranks) == 1
+                    control = None if alone else self._new_group("gloo", ranks)
+                    data = None if alone else self._new_group(backend, ranks)
+                    if self.rank in ranks:
+                        self._groups[partition] = RankGroup(self, ranks, control, data)
+            own = self._groups[partition]
+            if self.device.type != "cpu" and own.size > 1:  # the first call must not be point-to-point
+                dist.all_reduce(torch.zeros(1, device=self.device), group=own.data)
+        return self._groups[partition]
 
     @property
     def local_ranks(self) -> Sequence[int]:
@@ -127,23 +144,15 @@ class World:
             torch.set_num_threads(fair_count)
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        """Gather flat tensors of one size from all processes, by rank; raise PeerError if one has ended.
-
-        The wait is in Python, so that Ctrl-C can interrupt it.
-        """
-        gathered = torch.empty(self.size * own.numel(), dtype=own.dtype, device="cpu")
-        with explain_peer_failure(self):
-            work = gather_into(gathered, own, self.control, async_op=True)
-            wait = self._watch.waiting()
-            while not work.is_completed():
-                time.sleep(COLLECTIVE_POLL_S)
-                wait.check()
-            work.wait()
-        return gathered.view(self.size, -1)
+        """Gather flat tensors of one size from all processes, by rank; raise PeerError if one has ended."""
+        return self.everyone.all_gather(own)
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
-        with explain_peer_failure(self):
-            dist.broadcast(tensor, group_src=rank, group=self.control)
+        self.everyone.broadcast(tensor, rank)
+
+    def explain_peer_failure(self) -> AbstractContextManager[None]:
+        """Replace PyTorch's error for a lost process by one that names the process."""
+        return explain_peer_failure(self)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather JSON-serializable values from all processes, by rank."""
@@ -238,7 +247,9 @@ class World:
     def abort_data(self) -> None:
         """End the collectives of the device, which may wait for a process that has ended."""
         self.aborted = True
-        distributed_c10d._abort_process_group(self.data)
+        for group in self._groups.values():
+            if group.data is not None:
+                distributed_c10d._abort_process_group(group.data)
 
     def abort(self, error: BaseException) -> None:
         """Announce that an engine could not be created here, and close."""
@@ -250,13 +261,16 @@ class World:
         if self.users or self.closed:
             return
         self.closed = True
-        self._watch.close()
-        if self.coordinator is not None:
-            self.coordinator.collectives.close()
-        if dist.is_initialized():
-            for group in (self.control, None if self.aborted else self.data, self._checkpoints):
-                if group is not None:
-                    dist.destroy_process_group(group)
+        self.watch.close()
+        for coordinator in self.coordinators.values():
+            coordinator.collectives.close()
+        if not dist.is_initialized():
+            return
+        groups = self._groups.values()
+        own = [self._checkpoints, *(each.control for each in groups)]
+        for group in own if self.aborted else (*own, *(each.data for each in groups)):
+            if group is not None:
+                dist.destroy_process_group(group)
 
 
 Processes = World | SingleProcess
@@ -287,12 +301,6 @@ def _default_timeout() -> timedelta:
         return distributed_c10d.default_pg_timeout
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
-
-
-def gather_into(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
-    """Call `all_gather_into_tensor`, by its name in this version of PyTorch."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(whole, part, group=group, async_op=async_op)
 
 
 def _first_line(error: BaseException) -> str:

@@ -159,7 +159,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
                     f"{', '.join(needed)} and has {len(by_position)} parameters; nothing was loaded"
                 )
             known = {"step", *self._kinds}
-            unknown = [key for key, value in values.items() if key not in known and _shape(value) == managed.shape]
+            unknown = [key for key, value in values.items() if key not in known and _shape(value) == managed.full_shape]
             if unknown:
                 raise ModelError(
                     f"the saved state of {managed.name!r} has {', '.join(unknown)}, which "
@@ -168,9 +168,10 @@ class ChunkOptimizer(torch.optim.Optimizer):
             if not managed.schema.trained:
                 raise ModelError(f"parameter {managed.name!r} is frozen but has a saved state; nothing was loaded")
             for kind in self._kinds:
-                if tuple(values[kind].shape) != managed.shape:
+                if tuple(values[kind].shape) != managed.full_shape:
                     raise ModelError(
-                        f"saved {kind} of {managed.name!r} has shape {tuple(values[kind].shape)}, not {managed.shape}"
+                        f"saved {kind} of {managed.name!r} has shape {tuple(values[kind].shape)}, "
+                        f"not {managed.full_shape}"
                     )
         self._core.flush()
         for position, managed in by_position.items():

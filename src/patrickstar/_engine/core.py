@@ -16,6 +16,8 @@ from patrickstar._autograd.module_hooks import ModuleHooks, check_no_graphs
 from patrickstar._checkpoint.background_save import BackgroundSave
 from patrickstar._checkpoint.hf_export import common_dtype
 from patrickstar._checkpoint.module_save_pretrained import SavePretrained
+from patrickstar._distributed.data_mesh import DataMesh
+from patrickstar._distributed.param_sharding import check_parallelism, shard_params
 from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._engine.distributed_init import broadcast_buffers, chunk_comm, negotiate_layout
@@ -85,6 +87,7 @@ class EngineCore:
         speculates: bool = True,
         hardware: Hardware | None = None,
         world: Processes = SINGLE_PROCESS,
+        mesh: Any = None,
         explain_refusal: "Callable[[EngineCore, InputRecord, BudgetError], BudgetError] | None" = None,
     ) -> None:
         import_compiler()
@@ -106,13 +109,16 @@ class EngineCore:
         chunk_budget_bytes = max(0, self.device_budget_bytes - library_bytes)
         self.module = model if isinstance(model, nn.Module) else model()
         check_model(self.module, self.device)
-        params = param_specs(self.module, config)
-        self.layout: Layout = negotiate_layout(world, self.module, params, config, chunk_budget_bytes)
+        check_parallelism(self.module)
+        self.mesh = DataMesh.of(world, mesh)
+        shardings = shard_params(world, self.mesh, self.module) if world.size > 1 else {}
+        params = param_specs(self.module, config, shardings)
+        self.layout: Layout = negotiate_layout(world, self.mesh, self.module, params, config, chunk_budget_bytes)
         param_sets = params_used_together(self.module)
         plan = plan_tiers(config, self.layout, param_sets, memory, hardware, page_bytes, local_processes, library_bytes)
         # With a GPU the host arena is page-locked as a whole, so its initial size is only what is certain to be used.
         arena_bytes = self.layout.model_data_bytes + plan.staging_bytes
-        comm = chunk_comm(world, hardware.accelerator, self.layout)
+        comm = chunk_comm(world, self.mesh, hardware.accelerator, self.layout)
         self.manager = ChunkManager(
             self.device,
             *memory,
@@ -155,7 +161,8 @@ class EngineCore:
             if hardware.accelerator is not None:
                 check_no_graphs(self.module)
             with managing():
-                move_params(self.module, self.layout, plan.placement, params, self.data, self.interceptor, weights)
+                parts = self.data, self.interceptor, weights, shardings
+                move_params(self.module, self.layout, plan.placement, params, *parts)
             if self.optimizer_step.lock_free is not None:
                 self.optimizer_step.lock_free.open_log()
         except BaseException:

@@ -8,6 +8,8 @@ from torch import nn
 
 from patrickstar._distributed.chunk_comm import ChunkComm
 from patrickstar._distributed.coordinator import Coordinator
+from patrickstar._distributed.data_mesh import DataMesh
+from patrickstar._distributed.param_sharding import local_part
 from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SingleProcess
 from patrickstar._engine.param_init import make_layout
@@ -18,7 +20,12 @@ from patrickstar.errors import ConfigError
 
 
 def negotiate_layout(
-    world: Processes, module: nn.Module, params: Sequence[ParamSpec], config: Config, device_budget_bytes: int
+    world: Processes,
+    mesh: DataMesh,
+    module: nn.Module,
+    params: Sequence[ParamSpec],
+    config: Config,
+    device_budget_bytes: int,
 ) -> Layout:
     """Return the common layout of all processes, with chunks that suit the smallest device.
 
@@ -34,6 +41,7 @@ def negotiate_layout(
         "the version of PyTorch": torch.__version__,
         "the version of PatrickStar": version("patrickstar"),
         "the number of processes": world.size,
+        "the mesh": [mesh.size, mesh.replicas],
         "precision": config.precision,
         "reduce_dtype": config.reduce_dtype,
         "chunk_size": config.chunk_size,
@@ -48,7 +56,8 @@ def negotiate_layout(
     }
     world.check_agreement(facts)
     budget_bytes = min(world.all_gather_object(device_budget_bytes))
-    return make_layout(list(params), config, budget_bytes, world.size, world.rank)
+    layout = make_layout(list(params), config, budget_bytes)
+    return layout.with_sizes({name: local_part(param).numel() for name, param in module.named_parameters()})
 
 
 def broadcast_buffers(world: Processes, module: nn.Module) -> None:
@@ -63,8 +72,10 @@ def broadcast_buffers(world: Processes, module: nn.Module) -> None:
                 owner._buffers[name] = value.to(buffer.device)
 
 
-def chunk_comm(world: Processes, accelerator: Accelerator | None, layout: Layout) -> ChunkComm | None:
+def chunk_comm(world: Processes, mesh: DataMesh, accelerator: Accelerator | None, layout: Layout) -> ChunkComm | None:
     """Return the communication of a new engine with the other processes, if there are any."""
     if isinstance(world, SingleProcess):
         return None
-    return ChunkComm(Coordinator.of(world, accelerator), {chunk.index: chunk.shard_bounds for chunk in layout.chunks})
+    comm = ChunkComm(Coordinator.of(world, mesh.group(world), accelerator))
+    comm.register(layout.chunks)
+    return comm

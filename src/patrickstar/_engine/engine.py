@@ -43,9 +43,10 @@ class Engine(EngineState):
         weights: WeightSource | None = None,
         *,
         world: Processes = SINGLE_PROCESS,
+        mesh: Any = None,
         **overrides: Any,
     ) -> None:
-        self._core = EngineCore(model, config, weights, world=world, **overrides)
+        self._core = EngineCore(model, config, weights, world=world, mesh=mesh, **overrides)
         self.optimizer = ChunkOptimizer(self._core)
 
     @property
@@ -67,6 +68,16 @@ class Engine(EngineState):
     def world(self) -> Processes:
         """Processes that share the model, with `rank` and `size`."""
         return self._core.world
+
+    @property
+    def data_size(self) -> int:
+        """Number of distinct batches in a step: that of the processes, unless operators shard a batch over several."""
+        return self._core.mesh.size
+
+    @property
+    def data_rank(self) -> int:
+        """Number of the batch that this process computes, below `data_size`."""
+        return self._core.mesh.batch_of[self.world.rank]
 
     @property
     def layout(self) -> Layout:

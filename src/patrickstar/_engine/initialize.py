@@ -25,6 +25,8 @@ from patrickstar.config import Config, Disk
 from patrickstar.errors import BudgetError, ConfigError, DiskError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from patrickstar._dry_run.fit_check import FitCheck
 
 _log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ def initialize(
     config: Config | Mapping[str, Any] | str | Path | None = None,
     weights: WeightSource | None = None,
     *,
+    mesh: "DeviceMesh | None" = None,
     sample: Sample | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> "Initialized":
@@ -68,6 +71,9 @@ def initialize(
         config: Budgets, precision and optimizer: a `Config`, a mapping of its options, or the path of a TOML file with
             them. Default: `Config()`.
         weights: Returns the value of a parameter by its name, for parameters on the meta device.
+        mesh: Data-parallel dimensions of a `DeviceMesh`, as for `fully_shard`: one dimension shards, two are
+            (replicate, shard). Default: all processes. How operators are sharded is read from parameters that are
+            DTensors.
         sample: Inputs of the model as in training: a tensor, a tuple of arguments, or a mapping of keyword arguments.
             A training step with them is dry-run before memory is taken, and refused if it does not fit, with settings
             that suffice. Without it, the first step finds out. Ignored with several processes.
@@ -88,18 +94,23 @@ def initialize(
     swap_bytes = 0
     if world.size == 1 and (sample is not None or (not isinstance(model, nn.Module) and weights is None)):
         swap_bytes = check_fit(model, config, sample, loss)
-    engine = create_engine(model, config, weights, world, swap_bytes)
+    engine = create_engine(model, config, weights, world, swap_bytes, mesh)
     return Initialized(engine, engine.optimizer)
 
 
 def create_engine(
-    model: Model, config: Config, weights: WeightSource | None, world: Processes, swap_bytes: int = 0
+    model: Model,
+    config: Config,
+    weights: WeightSource | None,
+    world: Processes,
+    swap_bytes: int = 0,
+    mesh: "DeviceMesh | None" = None,
 ) -> Engine:
     """Create an engine. `swap_bytes`: what `check_fit` returned; a model that will be on disk is built on disk."""
     explain = explain_refusal if world.size == 1 else None
     try:
         if config.disk is None or not swap_bytes or isinstance(model, nn.Module) or weights is not None:
-            return Engine(model, config, weights, world=world, explain_refusal=explain)
+            return Engine(model, config, weights, world=world, mesh=mesh, explain_refusal=explain)
         with _built_on_disk(model, config, config.disk, swap_bytes) as build:
             return Engine(build, config, world=world, explain_refusal=explain)
     except BaseException as error:

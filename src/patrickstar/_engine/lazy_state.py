@@ -11,7 +11,7 @@ from torch import nn
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._params.lazy_tensor import LazyTensor
 from patrickstar._params.managed_param import ManagedParam
-from patrickstar._params.tensor_subclass import ChunkView, managed_param_of
+from patrickstar._params.tensor_subclass import ManagedTensor, managed_param_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LazyState:
             return self._params[managed]
         dtype = managed.full_dtype if is_param else data.manager[kind, managed.location.chunk].dtype
         elements = ListElements(self._interceptor, managed, kind)
-        lazy = LazyTensor(elements, managed.shape, managed.region.strides, dtype, torch.device("cpu"))
+        lazy = LazyTensor(elements, managed.full_shape, managed.full_strides, dtype, torch.device("cpu"))
         if is_param:
             self._params[managed] = lazy
         return lazy
@@ -81,5 +81,6 @@ class LazyState:
             if (managed := managed_param_of(param)) is None:
                 continue
             self._interceptor.listed.pop(managed, None)
-            if isinstance(entries.get(prefix + name), ChunkView):
+            entry = entries.get(prefix + name)
+            if isinstance(entry, ManagedTensor) and not entry._is_whole:
                 entries[prefix + name] = self.tensor(managed, managed.full_kind)

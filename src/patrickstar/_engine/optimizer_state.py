@@ -35,7 +35,7 @@ class ParamStates(MutableMapping[str, Any]):
         elif key not in self._kinds:
             self._managed.optimizer_extra[key] = value
         elif value is not self[key] and not (isinstance(value, LazyTensor) and value.stores_same(self[key])):
-            if not isinstance(value, torch.Tensor) or tuple(value.shape) != self._managed.shape:
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) != self._managed.full_shape:
                 raise ModelError(f"the state {key!r} of {self._managed.name!r} has to be a tensor of its shape")
             self._core.full_state.write(self._managed, key, value)
 

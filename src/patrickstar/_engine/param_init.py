@@ -8,13 +8,15 @@ import torch
 from torch import nn
 
 from patrickstar._autograd.interceptor import Interceptor
-from patrickstar._layout.chunk_mapping import ChunkSpec, Layout, ParamSpec, build_layout
+from patrickstar._distributed.param_sharding import ParamSharding, local_part
+from patrickstar._layout.chunk_mapping import ChunkSpec, Layout, ParamSpec, build_layout, largest_group
 from patrickstar._layout.chunk_size_search import search_layout
 from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16, ParamSchema, schema_for
 from patrickstar._memory.chunk import Chunk, Region
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
+from patrickstar._params.param_values import replace_data
 from patrickstar._params.precision import compute_dtypes
 from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.placement import HOST, ChunkTiers, Tier
@@ -80,14 +82,23 @@ def lookup_weights(module: nn.Module) -> set[str]:
     }
 
 
-def param_specs(module: nn.Module, config: Config) -> list[ParamSpec]:
-    """Describe the parameters for the layout, in creation order. Embeddings get chunks that may stay on the host."""
+def param_specs(
+    module: nn.Module, config: Config, shardings: Mapping[str, ParamSharding] | None = None
+) -> list[ParamSpec]:
+    """Describe the parameters for the layout, in creation order. Embeddings get chunks that may stay on the host.
+
+    Args:
+        shardings: With several processes, which of them hold and share each parameter.
+    """
     dtypes = compute_dtypes(module, config.compute_dtype, config.keep_fp32)
     embeddings = lookup_weights(module)
-    return [
-        ParamSpec(name, param.numel(), _schema(dtypes[name], param.requires_grad, config), name in embeddings)
-        for name, param in module.named_parameters()
-    ]
+    specs = []
+    for name, param in module.named_parameters():
+        schema = _schema(dtypes[name], param.requires_grad, config)
+        sharding = shardings[name] if shardings else None
+        numel, group = (param.numel(), None) if sharding is None else (sharding.numel, sharding.group)
+        specs.append(ParamSpec(name, numel, schema, name in embeddings, group))
+    return specs
 
 
 def _schema(dtype: torch.dtype, trained: bool, config: Config) -> ParamSchema:
@@ -101,20 +112,18 @@ def _schema(dtype: torch.dtype, trained: bool, config: Config) -> ParamSchema:
     )
 
 
-def make_layout(
-    params: list[ParamSpec], config: Config, device_budget_bytes: int, nproc: int = 1, rank: int = 0
-) -> Layout:
+def make_layout(params: list[ParamSpec], config: Config, device_budget_bytes: int) -> Layout:
     """Return the layout with the configured chunk size, or with the size that wastes the fewest bytes.
 
     Chunks are not grouped if a chunk group of the configured size exceeds half of the device budget.
     """
     if config.chunk_size == "auto":
-        return search_layout(params, device_budget_bytes, config.disk is not None, nproc, rank)
+        return search_layout(params, device_budget_bytes, config.disk is not None)
     itemsize = max(param.schema.compute.itemsize for param in params)
-    layout = build_layout(params, max(1, int(config.chunk_size) // itemsize), nproc, rank)
+    layout = build_layout(params, max(1, int(config.chunk_size) // itemsize))
     shared = max((chunk.compute_bytes for chunk in layout.chunks if not chunk.private), default=0)
-    if nproc > 1 and 2 * shared > device_budget_bytes:
-        return build_layout(params, layout.chunk_numel, nproc, rank, grouped=False)
+    if largest_group(param.group for param in params) > 1 and 2 * shared > device_budget_bytes:
+        return build_layout(params, layout.chunk_numel, grouped=False)
     return layout
 
 
@@ -159,6 +168,7 @@ def move_params(
     data: ModelData,
     interceptor: Interceptor,
     weights: WeightSource | None,
+    shardings: Mapping[str, ParamSharding],
 ) -> None:
     """Move the parameters into their chunks one at a time, freeing the old memory of each before the next."""
     schemas = {param.name: param.schema for param in params}
@@ -173,18 +183,21 @@ def move_params(
         for name in spec.params:
             param = by_name[name]
             location, first = layout.local_location(name)
+            part = local_part(param)
             # Strides are preserved: kernels sum in memory order, which determines the bits of the result.
-            region = Region(
-                layout.locations[name].offset, tuple(param.shape), torch.empty_like(param, device="meta").stride()
-            )
+            strides = torch.empty_like(part, device="meta").stride()
+            region = Region(layout.locations[name].offset, tuple(part.shape), strides)
             own = manager[SHARD16, spec.index] if spec.sharded else chunk
-            managed = ManagedParam(name, param, schemas[name], location, chunk, region, own, first, name in embeddings)
+            managed = ManagedParam(
+                *(name, param, schemas[name], location, chunk, region, own, first, name in embeddings),
+                is_dtensor=part is not param,
+                sharding=shardings.get(name),
+            )
             flat = _own_elements(managed, weights)
             managed.flat(own).copy_(flat)
             if managed.schema.trained:
                 for where, part in data.parts(managed, PARAM32, write=True):
                     part.copy_(flat[where])
-            # A meta Parameter cannot point to real memory; `swap_tensors` gives its identity to another tensor.
             if param.is_meta or param.device.type != data.manager.device.type or param.dtype != chunk.dtype:
                 replace_data(param, torch.empty(0, dtype=chunk.dtype, device=chunk.device))
             del flat
@@ -203,29 +216,23 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 def _own_elements(managed: ManagedParam, weights: WeightSource | None) -> torch.Tensor:
     """Return this process's shard of a parameter's value, flattened in the memory order of the parameter."""
-    value = managed.param.data
+    value = local_part(managed.param).data
     if value.is_meta:
         if weights is None:
             raise ModelError(
                 f"parameter {managed.name!r} is on the meta device; pass its value to ps.initialize with `weights`"
             )
-        if isinstance(weights, ShardedWeightSource) and (managed.row_major or not managed.location.numel):
+        is_row_major = managed.row_major and not managed.parts
+        if isinstance(weights, ShardedWeightSource) and (is_row_major or not managed.location.numel):
             return weights.part(managed.name, managed.shard_start, managed.location.numel)
         value = weights(managed.name)
-        if value.shape != managed.shape:
+        if value.shape != managed.full_shape:
             raise ModelError(
-                f"`weights` returned shape {tuple(value.shape)} for parameter {managed.name!r} of shape {managed.shape}"
+                f"`weights` returned shape {tuple(value.shape)} for parameter {managed.name!r} of shape "
+                f"{managed.full_shape}"
             )
+        value = managed.local(value)
     return managed.flattened(value)[managed.shard_slice]
-
-
-def replace_data(param: nn.Parameter, data: torch.Tensor) -> None:
-    """Set the data of a Parameter to another device or dtype while it stays the same object."""
-    if not param.is_meta:
-        param.data = data
-        return
-    replacement = nn.Parameter(data, requires_grad=param.requires_grad)
-    torch.utils.swap_tensors(param, replacement)
 
 
 def unfreeze(
@@ -237,10 +244,14 @@ def unfreeze(
 ) -> Layout:
     """Move parameters that are no longer frozen to new chunks at the end, with the lists of trained parameters."""
     specs = [
-        ParamSpec(managed.name, managed.numel, _schema(managed.chunk.dtype, True, config), managed.embedding)
+        ParamSpec(
+            *(managed.name, managed.layout_numel, _schema(managed.chunk.dtype, True, config), managed.embedding),
+            group=None if managed.sharding is None else managed.sharding.group,
+        )
         for managed in managed_params
     ]
-    extended = layout.extended(specs)
+    sizes = {managed.name: managed.numel for managed in managed_params}
+    extended = layout.extended(specs).with_sizes(sizes)
     for chunk in extended.chunks:
         if (PARAM16, chunk.index) not in data.manager.chunks:
             on_disk = data.manager.disk_tier is not None

@@ -5,7 +5,7 @@ the same chunk index and the same element offset in each of them.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from patrickstar._layout.schema import ParamSchema
@@ -34,13 +34,49 @@ def align(numel: int) -> int:
 
 
 @dataclass(frozen=True)
+class ShardGroup:
+    """Processes that share chunks: each owns a shard of every chunk. With several groups each has its own parameters.
+
+    Attributes:
+        partition: Ranks of all groups, in the order of their shards. All groups have the same size.
+        number: Number of this process's group.
+        position: Position of this process in its group.
+    """
+
+    partition: tuple[tuple[int, ...], ...]
+    number: int
+    position: int
+
+    @classmethod
+    def of(cls, rank: int, partition: Iterable[Iterable[int]]) -> "ShardGroup":
+        """Return the group of a process in a partition of all processes."""
+        groups = tuple(tuple(ranks) for ranks in partition)
+        number = next(number for number, ranks in enumerate(groups) if rank in ranks)
+        return cls(groups, number, groups[number].index(rank))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of this process's group."""
+        return self.partition[self.number]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
 class ParamSpec:
-    """Name, size and schema of a parameter. `alone` requests a private chunk regardless of the size."""
+    """Name, size and schema of a parameter. `alone` requests a private chunk regardless of the size.
+
+    `group`: the processes that share its chunks, None with one process. If their parts of the parameter have different
+    sizes, `numel` is the largest.
+    """
 
     name: str
     numel: int
     schema: ParamSchema
     alone: bool = False
+    group: ShardGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +92,7 @@ class ParamLocation:
 class ChunkSpec:
     """Chunks of one index in all lists: schema, capacity and used elements, and names of the parameters.
 
-    `shard_bounds` holds the first element of each rank's shard and the end; `rank` is this process's rank.
+    With several processes, `shard_bounds` holds the first element of each shard of `group` and the end.
     """
 
     index: int
@@ -66,17 +102,19 @@ class ChunkSpec:
     params: tuple[str, ...]
     private: bool
     shard_bounds: tuple[int, ...] = ()
-    rank: int = 0
+    group: ShardGroup | None = None
 
     @property
     def sharded(self) -> bool:
-        """True if several ranks own shards of it."""
-        return len(self.shard_bounds) > 2
+        """True if its `param16` chunk on the device is a copy of shards, which a group of processes owns."""
+        return self.group is not None
 
     @property
     def own(self) -> slice:
         """Slice of the elements that this rank owns."""
-        return slice(*self.shard_bounds[self.rank : self.rank + 2]) if self.sharded else slice(0, self.numel)
+        if self.group is None:
+            return slice(0, self.numel)
+        return slice(*self.shard_bounds[self.group.position : self.group.position + 2])
 
     @property
     def own_numel(self) -> int:
@@ -170,9 +208,9 @@ class Layout:
 
     def extended(self, params: Sequence[ParamSpec]) -> "Layout":
         """Return this layout with `params` moved to new chunks after the last, and without chunks that became empty."""
-        nproc, rank = max(1, len(self.chunks[0].shard_bounds) - 1), self.chunks[0].rank
         first = max(chunk.index for chunk in self.chunks) + 1
-        added = build_layout(params, self.chunk_numel, nproc, rank, grouped=self.grouped, first=first)
+        largest = largest_group(chunk.group for chunk in self.chunks)
+        added = build_layout(params, self.chunk_numel, grouped=self.grouped, first=first, largest=largest)
         moved = set(added.locations)
         remaining = (replace(c, params=tuple(name for name in c.params if name not in moved)) for c in self.chunks)
         chunks = (*(chunk for chunk in remaining if chunk.params), *added.chunks)
@@ -183,75 +221,96 @@ class Layout:
         """Number of chunk indices. Each has one chunk per list."""
         return len(self.chunks)
 
+    def with_sizes(self, numels: Mapping[str, int]) -> "Layout":
+        """Return this layout with other lengths of parameters, at most those they have."""
+        locations = {
+            name: replace(location, numel=numels.get(name, location.numel)) for name, location in self.locations.items()
+        }
+        return replace(self, locations=locations)
+
+
+def largest_group(groups: Iterable[ShardGroup | None]) -> int:
+    """Return the size of the largest group of processes that share chunks."""
+    return max((group.size for group in groups if group is not None), default=1)
+
 
 @dataclass
 class _OpenChunk:
     index: int
     schema: ParamSchema
+    group: ShardGroup | None
     private: bool
     end: int = 0
     params: list[tuple[str, int]] = field(default_factory=list)
 
 
 def build_layout(
-    params: Sequence[ParamSpec],
-    chunk_numel: int,
-    nproc: int = 1,
-    rank: int = 0,
-    *,
-    grouped: bool = True,
-    first: int = 0,
+    params: Sequence[ParamSpec], chunk_numel: int, *, grouped: bool = True, first: int = 0, largest: int | None = None
 ) -> Layout:
     """Assign `params`, in the given order, to chunks of `chunk_numel` elements (rounded up to the alignment).
 
-    Parameters of one schema share chunks. A parameter that is larger than a chunk or requests it (`alone`) gets a
-    private chunk. The last chunk of a schema is shrunk to its parameters. With `nproc` processes and `grouped`, each
-    index is a group of `nproc` chunks: see [Note: chunk groups]. Chunk indices begin at `first`.
+    Parameters of one schema and group share chunks. A parameter that is larger than a chunk or requests it (`alone`)
+    gets a private chunk. The last chunk of its kind is shrunk to its parameters. With several processes and `grouped`,
+    an index is a group of chunks: see [Note: chunk groups]. Chunk indices begin at `first`.
+
+    Args:
+        largest: Size of the largest group of processes, by default of those in `params`. Smaller groups have larger
+            chunks, so that all chunk groups occupy the same bytes on the device.
     """
     chunk_numel = align(chunk_numel)
-    group_size = nproc if grouped else 1
+    largest = largest_group(param.group for param in params) if largest is None else largest
     chunks: list[_OpenChunk] = []
-    open_chunks: dict[ParamSchema, _OpenChunk] = {}
+    open_chunks: dict[tuple[ParamSchema, ShardGroup | None], _OpenChunk] = {}
     seen: set[str] = set()
+
+    def sizes(group: ShardGroup | None) -> tuple[int, int]:
+        """Return the elements of a chunk, and the number of chunks in a chunk group."""
+        if group is None or not grouped:
+            return chunk_numel, 1
+        return align(-(-chunk_numel * largest // group.size)), group.size
+
     for param in params:
         if param.name in seen:
             raise ModelError(f"parameter {param.name!r} appears twice in the layout")
         seen.add(param.name)
-        item = param.name, param.numel
-        target = open_chunks.get(param.schema)
-        if param.alone or align(param.numel) > chunk_numel:
-            chunks.append(_OpenChunk(first + len(chunks), param.schema, True, params=[item]))
+        item, kind = (param.name, param.numel), (param.schema, param.group)
+        part, count = sizes(param.group)
+        target = open_chunks.get(kind)
+        if param.alone or align(param.numel) > part:
+            chunks.append(_OpenChunk(first + len(chunks), *kind, True, params=[item]))
             continue
-        offset = None if target is None else _next_offset(target.end, param.numel, chunk_numel, group_size)
+        offset = None if target is None else _next_offset(target.end, param.numel, part, count)
         if target is None or offset is None:
-            target, offset = _OpenChunk(first + len(chunks), param.schema, False), 0
+            target, offset = _OpenChunk(first + len(chunks), *kind, False), 0
             chunks.append(target)
-            open_chunks[param.schema] = target
+            open_chunks[kind] = target
         target.params.append(item)
         target.end = offset + align(param.numel)
     locations: dict[str, ParamLocation] = {}
     specs = []
     for chunk in chunks:
         used = sum(align(numel) for _, numel in chunk.params)
+        part, count = sizes(chunk.group)
         if chunk.private:
-            part = align(-(-used // group_size))
+            part = align(-(-used // count))
             locations[chunk.params[0][0]] = ParamLocation(chunk.index, 0, chunk.params[0][1])
         else:
-            is_last = chunk is open_chunks[chunk.schema]
-            part = _smallest_part(chunk.params, chunk_numel, group_size) if is_last else chunk_numel
-            offsets = _pack(chunk.params, part, group_size)
+            is_last = chunk is open_chunks[chunk.schema, chunk.group]
+            part = _smallest_part(chunk.params, part, count) if is_last else part
+            offsets = _pack(chunk.params, part, count)
             assert offsets is not None, "the parameters of a chunk must fit it"
             locations |= {
                 name: ParamLocation(chunk.index, offset, numel)
                 for (name, numel), offset in zip(chunk.params, offsets, strict=True)
             }
         shard_bounds: tuple[int, ...] = ()
-        if nproc > 1:
-            owner = chunk.index % nproc
-            shard_bounds = tuple(k * part if grouped else part * (k > owner) for k in range(nproc + 1))
+        if chunk.group is not None:
+            owner = chunk.index % chunk.group.size
+            shard_bounds = tuple(k * part if grouped else part * (k > owner) for k in range(chunk.group.size + 1))
         names = tuple(name for name, _ in chunk.params)
-        numel = part * group_size
-        specs.append(ChunkSpec(chunk.index, chunk.schema, numel, used, names, chunk.private, shard_bounds, rank))
+        specs.append(
+            ChunkSpec(chunk.index, chunk.schema, part * count, used, names, chunk.private, shard_bounds, chunk.group)
+        )
     return Layout(chunk_numel, tuple(specs), {param.name: locations[param.name] for param in params}, grouped)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, Layout, ParamSpec, align, build_layout
+from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, Layout, ParamSpec, align, build_layout, largest_group
 
 PIPELINE_CHUNKS = 4
 """Chunks that the device should hold at once: two used by an operator, one being fetched, one being evicted."""
@@ -31,18 +31,17 @@ def largest_useful_numel(params: Sequence[ParamSpec], device_budget_bytes: int, 
     return max(ALIGN_NUMEL, min(bound, total) // ALIGN_NUMEL * ALIGN_NUMEL)
 
 
-def search_layout(
-    params: Sequence[ParamSpec], device_budget_bytes: int, with_disk: bool = False, nproc: int = 1, rank: int = 0
-) -> Layout:
+def search_layout(params: Sequence[ParamSpec], device_budget_bytes: int, with_disk: bool = False) -> Layout:
     """Return the layout with the least padding, for chunk sizes between half the largest useful size and that size.
 
     With several processes these are sizes of chunk groups, because the device holds whole groups. Of two sizes with
     equal padding the larger is chosen, which needs fewer transfers. Limiting the range to a factor of two excludes the
     trivial solution of a private chunk for every parameter.
     """
+    nproc = largest_group(param.group for param in params)
     upper = align(-(-largest_useful_numel(params, device_budget_bytes, with_disk) // nproc))
     step = max(ALIGN_NUMEL, align(upper // (2 * CANDIDATES)))
     sizes = range(upper, max(ALIGN_NUMEL, upper // 2) - 1, -step)
-    layouts = (build_layout(params, size, nproc, rank) for size in sizes)
+    layouts = (build_layout(params, size) for size in sizes)
     # Count the shards of all ranks, so that all ranks choose the same layout.
     return min(layouts, key=lambda layout: sum(chunk.numel * chunk.schema.bytes_per_param for chunk in layout.chunks))

@@ -12,6 +12,7 @@ from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._params.device_arithmetic import add_gradient, round_to_device
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.param_values import set_data
 from patrickstar._schedule.placement import Tier
 from patrickstar.errors import TrainingError
 
@@ -75,11 +76,12 @@ class LocalShards:
         """See [Note: placeholders of evicted parameters]."""
         with torch._C.DisableTorchFunctionSubclass():
             if managed.chunk.device_valid:
-                managed.param.data = managed.current_device_view()
+                view = managed.current_device_view()
             elif managed.stays_on_host:
-                managed.param.data = managed.chunk.on_host(managed.region)
+                view = managed.chunk.on_host(managed.region)
             else:
-                managed.param.data = self.placeholder(managed.chunk.dtype).expand(managed.shape)
+                view = self.placeholder(managed.chunk.dtype).expand(managed.shape)
+            set_data(managed, view)
 
     def placeholder(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the one-element tensor that evicted parameters expand: NaN, or zero for integers."""

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from patrickstar._distributed.param_sharding import ParamSharding
 from patrickstar._layout.chunk_mapping import ParamLocation
 from patrickstar._layout.schema import PARAM16, PARAM32, ParamSchema
-from patrickstar._layout.shard_geometry import memory_order
+from patrickstar._layout.shard_geometry import Box, memory_order
 from patrickstar._memory.chunk import Chunk, Region
 from patrickstar._memory.profiler_range import is_profiling
 from patrickstar._params.param_state import ParamState
@@ -50,6 +51,10 @@ class ManagedParam:
     """Optimizer state outside the chunk lists: scalars, such as a step count."""
     original_class: type[nn.Parameter] = nn.Parameter
     """Class of the Parameter while it is not managed: a quantized one may have its own."""
+    is_dtensor: bool = False
+    """True if the parameter is a DTensor: the chunk holds its local tensor."""
+    sharding: ParamSharding | None = None
+    """With several processes: the part of the parameter that this process holds."""
     device_view: torch.Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -106,7 +111,37 @@ class ManagedParam:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape in the chunk: of the local tensor of a DTensor."""
         return self.region.shape
+
+    @property
+    def layout_numel(self) -> int:
+        """Elements that the layout reserves: those of the largest part, if the processes' parts differ in size."""
+        return self.numel if self.sharding is None else self.sharding.numel
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        return tuple(self.param.shape) if self.is_dtensor else self.region.shape
+
+    @property
+    def full_strides(self) -> tuple[int, ...]:
+        """Strides of the whole parameter."""
+        return self.param.stride() if self.is_dtensor else self.region.strides
+
+    @property
+    def parts(self) -> tuple[tuple[tuple[Box, Box], ...], ...]:
+        """Parts of the parameter by rank, if it is a DTensor: see `ParamSharding`."""
+        return self.sharding.parts if self.sharding is not None else ()
+
+    @property
+    def counts(self) -> bool:
+        """True if this process counts its shard in norms: another group may hold the same part of a DTensor."""
+        return self.sharding is None or self.sharding.owner_group
+
+    def local(self, value: torch.Tensor) -> torch.Tensor:
+        """Return this process's part of a whole parameter's value."""
+        return value if self.sharding is None else self.sharding.local(value)
 
     def payload(self) -> torch.Tensor:
         """Return the parameter, or the gradient stored in its place, from an up-to-date copy of its chunk."""

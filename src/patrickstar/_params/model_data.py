@@ -45,6 +45,11 @@ class ModelData(LocalShards):
         self.lists_gradients = False
         """True if gradients of delayed parameters go to the gradient list. See [Note: delayed updates]."""
 
+    @property
+    def batches(self) -> int:
+        """Number of distinct batches whose gradients a step averages."""
+        return 1 if self.comm is None else self.comm.coordinator.group.size
+
     def add(self, managed: ManagedParam) -> None:
         """Register a parameter whose values are already in its chunk."""
         self.managed_params.append(managed)
@@ -161,12 +166,17 @@ class ModelData(LocalShards):
     def gather_parts(self, managed: ManagedParam, flat: torch.Tensor) -> None:
         """All-gather a parameter's elements into `flat`, which already contains this rank's shard."""
 
+    def assemble(self, managed: ManagedParam, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Gather the parts of a DTensor, of which this process holds `part`, on the host, in `out` if given."""
+        return part if out is None else out.copy_(part)
+
     def drop_gathered(self, indices: Iterable[int] | None = None) -> None:
         """Drop gathered chunks (default: all), whose values have changed on other ranks."""
 
     def all_sums(self, sums: dict[ManagedParam, float], not_finite: int) -> tuple[tuple[float, ...], int]:
         """Return the squared gradient sums over all ranks, in creation order, and the count of non-finite elements."""
-        values = [*(sums.get(managed, 0.0) for managed in self.managed_params), float(not_finite)]
+        values = [sums.get(managed, 0.0) if managed.counts else 0.0 for managed in self.managed_params]
+        values.append(float(not_finite))
         *squares, non_finite_total = add_over_ranks(values, self.world)
         with_gradient = zip(self.managed_params, squares, strict=True)
         return tuple(square for managed, square in with_gradient if self.has_gradient(managed)), int(non_finite_total)

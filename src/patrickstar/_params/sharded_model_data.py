@@ -94,12 +94,12 @@ class ShardedModelData(ModelData):
                 self._add_to_list(managed, sum_chunk)
             self.manager.remove(sum_chunk)
 
-    def begin_reduction(self, index: int, ranks: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
-        """Return this rank's gradients (if in `ranks`), the buffer for the sum of its shard, and the buffer's chunk."""
+    def begin_reduction(self, index: int, contributes: bool) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
+        """Return this rank's gradients, the buffer for the sum of its shard, and the buffer's chunk."""
         self.parameters(index)  # moves an earlier sum out of the buffer
         own = self.manager[SHARD16, index]
         gradients = None
-        if self.comm.world.rank in ranks:
+        if contributes:
             chunk, accumulated = self.manager[PARAM16, index], self.grad_accumulation.reducing(index)
             gradients = accumulated if accumulated is not None else chunk.on_device(chunk.whole)
         if self.reduces_in_fp32 and own.dtype.itemsize < ITEMSIZE["float32"]:
@@ -314,7 +314,7 @@ class ShardedModelData(ModelData):
     # Synchronization of all ranks
 
     def register_shards(self, layout: Layout) -> None:
-        self.comm.shard_bounds |= {chunk.index: chunk.shard_bounds for chunk in layout.chunks}
+        self.comm.register(chunk for chunk in layout.chunks if chunk.index not in self.comm.shards)
 
     def synchronize_processes(self, want: Request) -> None:
         self.comm.synchronize_processes(want)
@@ -351,12 +351,22 @@ class ShardedModelData(ModelData):
             stored = managed.state.reduced or managed.state.accumulated
             if stored and not gradient_ready and not managed.state.update_pending:
                 self._discard_shard_gradient(managed)
+            elif gradient_ready and not stored and not managed.state.update_pending:
+                self._store_zero_gradient(managed)
             managed.state.set_ready(gradient_ready)
         self._unused = {
             managed
             for managed in self.managed_params
             if managed.schema.trained and managed not in self._params_with_gradient
         }
+
+    def _store_zero_gradient(self, managed: ManagedParam) -> None:
+        """Give this rank's shard the gradient zero: other processes have one for their part of the parameter."""
+        if managed.location.numel:
+            self.parameters(managed.chunk.index)
+            managed.flat(managed.shard_chunk).zero_()
+            self.manager.mark_written(managed.shard_chunk, on_device=managed.shard_chunk.device_valid)
+            managed.state.store_reduced()
 
     def close_step(self, updated: Iterable[ManagedParam]) -> None:
         """Finish an optimizer step: drop gathered chunks, which are stale. See `ModelData.close_step`."""
@@ -379,4 +389,12 @@ class ShardedModelData(ModelData):
         return managed.state.ready
 
     def gather_parts(self, managed: ManagedParam, flat: torch.Tensor) -> None:
-        gather_shards(managed, flat, self.comm.world, self.comm.shard_bounds[managed.chunk.index])
+        shards = self.comm.shards[managed.chunk.index]
+        gather_shards(managed, flat, shards.group, shards.bounds)
+
+    def assemble(self, managed: ManagedParam, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if out is None:
+            out = torch.empty_strided(managed.full_shape, managed.full_strides, dtype=part.dtype, device="cpu")
+        assert managed.sharding is not None, "with several processes every parameter has a sharding"
+        managed.sharding.assemble(part, out, self.comm.world)
+        return out

@@ -10,9 +10,11 @@ from torch import nn
 
 from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16
 from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._params.interception import release_parameter
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
-from patrickstar._params.tensor_subclass import managed_param_of, release_parameter
+from patrickstar._params.param_values import replace_data
+from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar.errors import DiskError, ModelError, MoveError, TrainingError
 
 
@@ -30,10 +32,16 @@ class ModelState:
         """Id of the process that owns the chunks. See [Note: memory excluded from fork]."""
 
     def read(self, managed: ManagedParam, kind: str, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a host copy of a parameter in list `kind`, all-gathered from all ranks, in `out` if given.
+        """Return a host copy of a whole parameter in list `kind`, all-gathered from all ranks, in `out` if given.
 
         If this rank's shard can't be read, NaN is gathered in its place and the error is raised.
         """
+        if not managed.parts:
+            return self.read_local(managed, kind, out)
+        return self.data.assemble(managed, self.read_local(managed, kind), out)
+
+    def read_local(self, managed: ManagedParam, kind: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a host copy as `read`; of a DTensor only the local tensor."""
         kind = managed.shard_chunk.kind if kind == PARAM16 else kind
         chunk = self.data.manager[kind, managed.location.chunk]
         value = out
@@ -55,7 +63,7 @@ class ModelState:
         if not managed.location.numel:
             return
         kind = managed.shard_chunk.kind if kind == PARAM16 else kind
-        flat = managed.flattened(value)[managed.shard_slice]
+        flat = managed.flattened(managed.local(value))[managed.shard_slice]
         for part_slice, part in self.data.parts(managed, kind, write=True):
             part.copy_(flat[part_slice])
 
@@ -146,7 +154,7 @@ class ModelState:
                 if value is None:
                     lost.append(managed.name)
                     value = self.data.placeholder(managed.chunk.dtype).expand(managed.shape)
-                managed.param.data = value
+                replace_data(managed.param, value)
                 managed.device_view = None
             for kind in (PARAM16, SHARD16, PARAM32):
                 if (kind, index) in manager.chunks:
@@ -160,14 +168,14 @@ class ModelState:
         names = set().union(*self.data.world.all_gather_object(lost))
         for managed in self.data.managed_params:
             if managed.name in names and managed.name not in lost:
-                managed.param.data = self.data.placeholder(managed.chunk.dtype).expand(managed.shape)
+                replace_data(managed.param, self.data.placeholder(managed.chunk.dtype).expand(managed.shape))
         return [managed.name for managed in self.data.managed_params if managed.name in names]
 
     def _try_read(self, managed: ManagedParam) -> torch.Tensor | None:
         if self.data.world.size > 1 and not self.synchronized:
             return None
         try:
-            return self.full_precision(managed)
+            return self.read_local(managed, managed.full_kind)
         except (DiskError, MoveError, TrainingError):
             return None
 

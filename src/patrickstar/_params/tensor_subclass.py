@@ -60,10 +60,10 @@ def _managed_tensors(values: Any, tensors: list[Any]) -> list[Any]:
     """Append the managed tensors among arguments and nested containers to `tensors`, and return it."""
     for value in values:
         kind = type(value)
-        if kind in _MANAGED:  # `isinstance` would call a Python method of nn.Parameter's metaclass
-            tensors.append(value)
-        elif kind in _LEAVES:
+        if kind in _LEAVES:
             continue
+        if issubclass(kind, ManagedTensor):  # `isinstance` would call a Python method of nn.Parameter's metaclass
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
             _managed_tensors(value, tensors)
         elif isinstance(value, dict):
@@ -85,13 +85,25 @@ def _torch_function(
         return tensors[0]._interceptor.operate(func, args, kwargs or {}, tensors)
 
 
-class ChunkView(torch.Tensor):
-    """View of a parameter's payload. Operators that take it are intercepted like those of the parameter."""
+def intercepted(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a Python function on tensors as if it were an operator."""
+    return _torch_function(torch.Tensor, func, (), args, kwargs)
 
+
+class ManagedTensor:
+    """Base of the classes whose operators are intercepted."""
+
+    __slots__ = ()
     _managed_params: tuple[ManagedParam, ...]
     _interceptor: OperatorInterceptor
+    _is_whole: ClassVar[bool] = False
+    """True for a parameter, False for a view of one."""
 
     __torch_function__: ClassVar[Any] = classmethod(_torch_function)
+
+
+class ChunkView(ManagedTensor, torch.Tensor):
+    """View of a parameter's payload. Operators that take it are intercepted like those of the parameter."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copied: torch.Tensor = memo.setdefault(id(self), _plain_tensor(self))
@@ -101,13 +113,10 @@ class ChunkView(torch.Tensor):
         return _plain_tensor(self).__reduce_ex__(protocol)
 
 
-class ChunkParameter(nn.Parameter):
+class ChunkParameter(ManagedTensor, nn.Parameter):
     """Class of the user's Parameter while it is managed. See [Note: operator interception]."""
 
-    _managed_params: tuple[ManagedParam, ...]
-    _interceptor: OperatorInterceptor
-
-    __torch_function__: ClassVar[Any] = classmethod(_torch_function)
+    _is_whole = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied: nn.Parameter = memo.setdefault(id(self), self._ordinary())
@@ -125,30 +134,11 @@ class ChunkParameter(nn.Parameter):
         return f"ChunkParameter({self._managed_params[0].name!r}, {_plain_tensor(self)!r})"
 
 
-_MANAGED = frozenset((ChunkView, ChunkParameter))
-_LEAVES = frozenset((torch.Tensor, int, float, bool, type(None)))
+_LEAVES = frozenset((torch.Tensor, nn.Parameter, int, float, bool, type(None)))
 """Frequent types of arguments that contain no other argument."""
-
-
-def adopt_parameter(managed: ManagedParam, interceptor: OperatorInterceptor) -> None:
-    """Start to intercept operators on a managed parameter."""
-    param: Any = managed.param
-    managed.original_class = type(param)
-    param.__class__, param._managed_params, param._interceptor = ChunkParameter, (managed,), interceptor
-
-
-def release_parameter(managed: ManagedParam) -> None:
-    """Turn a managed parameter back into a Parameter of its own class."""
-    param: Any = managed.param
-    param.__class__ = managed.original_class
-    del param._managed_params, param._interceptor
-
-
-def adopt_view(tensor: Any, managed_params: tuple[ManagedParam, ...], interceptor: OperatorInterceptor) -> None:
-    """Start to intercept operators on a view of managed parameters."""
-    tensor.__class__, tensor._managed_params, tensor._interceptor = ChunkView, managed_params, interceptor
 
 
 def managed_param_of(tensor: Any) -> ManagedParam | None:
     """Return the ManagedParam of a parameter, or None for any other tensor."""
-    return tensor._managed_params[0] if type(tensor) is ChunkParameter else None
+    kind = type(tensor)
+    return tensor._managed_params[0] if issubclass(kind, ManagedTensor) and kind._is_whole else None

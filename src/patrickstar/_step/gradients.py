@@ -28,7 +28,7 @@ class Gradients:
     @property
     def scales(self) -> tuple[float, ...]:
         """Factors that the update multiplies gradients by, in this order; each product is rounded."""
-        average = (1.0 / self.data.world.size,) if self.data.world.size > 1 else ()
+        average = (1.0 / self.data.batches,) if self.data.batches > 1 else ()
         unscale = (1.0 / self.scaler.scale,) if self.scaler.enabled else ()
         return (*average, *unscale, *self._clips)
 
@@ -75,7 +75,14 @@ class Gradients:
             if managed.has_gradient:
                 self._read_shard(managed, grad[managed.shard_slice])
             self.data.gather_parts(managed, grad)
-            return grad.as_strided(managed.region.shape, managed.region.strides).to(self.data.manager.device)
+            whole = grad.as_strided(managed.region.shape, managed.region.strides)
+            if managed.parts:
+                local, whole = (
+                    whole,
+                    torch.empty_strided(managed.full_shape, managed.full_strides, dtype=grad.dtype, device="cpu"),
+                )
+                self.data.assemble(managed, local, whole)
+            return whole.to(self.data.manager.device)
 
     def stored_dtype(self, managed: ManagedParam) -> torch.dtype:
         """Return the dtype that holds a parameter's gradient without loss: the master's if it is a sum or scaled."""
@@ -102,7 +109,7 @@ class Gradients:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for scale in self.scales:
                 value = value / scale
-            flat = managed.flattened(value)[managed.shard_slice]
+            flat = managed.flattened(managed.local(value))[managed.shard_slice]
             self.data.write_gradient(managed, flat)
 
     def _read_shard(self, managed: ManagedParam, grad: torch.Tensor) -> None:

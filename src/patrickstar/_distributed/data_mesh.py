@@ -1,0 +1,77 @@
+"""Data-parallel processes of a device mesh: which batch each process computes, and its replicas."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from patrickstar._distributed.process_group import Processes, World
+from patrickstar._distributed.rank_group import RankGroup
+from patrickstar.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DataMesh:
+    """Processes that compute distinct batches of one step.
+
+    Attributes:
+        partition: Ranks of each data-parallel group, in the order of their batches. With tensor parallelism there are
+            several groups, which compute the same batches.
+        batch_of: Number of the batch of each process, by rank.
+        replicas: Number of replicas (nodes) that the processes of a group form; 1 without a second mesh dimension.
+    """
+
+    partition: tuple[tuple[int, ...], ...]
+    batch_of: tuple[int, ...]
+    replicas: int = 1
+
+    @classmethod
+    def of(cls, world: Processes, mesh: Any) -> "DataMesh":
+        """Read a `DeviceMesh`, by default all processes. All processes must call this together.
+
+        Raises:
+            ConfigError: The mesh has no or more than two dimensions, or does not divide all processes evenly.
+        """
+        rows = world.all_gather_object(_ranks(mesh))
+        if mesh is None and all(row is None for row in rows):
+            return cls((tuple(range(world.size)),), tuple(range(world.size)))
+        for rank, row in enumerate(rows):
+            if row is None or rank not in row["ranks"]:
+                held = "no mesh" if row is None else f"one of processes {', '.join(map(str, row['ranks']))}"
+                raise ConfigError(
+                    f"rank {rank} passed {held} to ps.initialize: each process has to pass the data-parallel "
+                    f"dimensions of one mesh of all {world.size} processes, mesh[...], which contain itself"
+                )
+            if any(rows[other] != row for other in row["ranks"] if other < world.size):
+                raise ConfigError(
+                    f"processes {', '.join(map(str, row['ranks']))} are one data-parallel group for rank {rank}, but "
+                    f"not for all of its members: all have to create the mesh with the same sizes and names"
+                )
+        partition = tuple(dict.fromkeys(tuple(row["ranks"]) for row in rows))
+        if len({len(ranks) for ranks in partition}) != 1:
+            raise ConfigError(f"data-parallel groups differ in size: {partition}")
+        batch_of = tuple(row["ranks"].index(rank) for rank, row in enumerate(rows))
+        return cls(partition, batch_of, rows[0]["replicas"])
+
+    @property
+    def size(self) -> int:
+        """Number of distinct batches of a step."""
+        return len(self.partition[0])
+
+    def group(self, world: World) -> RankGroup:
+        """Return the data-parallel group of this process."""
+        return world.group(self.partition)
+
+
+SINGLE_BATCH = DataMesh(((0,),), (0,))
+"""The mesh of a single process."""
+
+
+def _ranks(mesh: Any) -> dict[str, Any] | None:
+    if mesh is None:
+        return None
+    dims = mesh.mesh.dim()
+    if dims not in (1, 2):
+        raise ConfigError(
+            f"mesh has {dims} dimensions; pass its data-parallel ones: one that shards, or (replicate, shard), as in "
+            f"mesh['dp_replicate', 'dp_shard']"
+        )
+    return {"ranks": mesh.mesh.flatten().tolist(), "replicas": mesh.mesh.shape[0] if dims == 2 else 1}
