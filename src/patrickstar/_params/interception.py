@@ -20,11 +20,12 @@ def adopt_parameter(managed: ManagedParam, interceptor: OperatorInterceptor) -> 
 def intercept_parameter(managed: ManagedParam) -> None:
     """Give a parameter the class whose operators are intercepted."""
     param: Any = managed.param
-    param.__class__ = ChunkParameter
     if managed.is_dtensor:
         from patrickstar._params.dtensor import ChunkDTensor
 
         param.__class__ = ChunkDTensor
+    else:
+        param.__class__ = ChunkParameter
 
 
 def let_through(managed: ManagedParam) -> None:
