@@ -363,6 +363,7 @@ class Interceptor:
                 managed.chunk.pins -= 1
         else:
             self.data.release(self.window.managed_params, TensorState.HOLD)
+            self.data.end_window(self.window.managed_params)
         self.window = None
         self.data.progress()
         self.optimizer_in_backward.progress()

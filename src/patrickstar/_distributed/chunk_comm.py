@@ -58,6 +58,10 @@ class PendingReduction(Transfer):
         self.collective: Transfer | None = None
 
     @property
+    def started(self) -> bool:
+        return self.collective is not None
+
+    @property
     def done(self) -> bool:
         return self.collective is not None and self.collective.done
 

@@ -16,11 +16,10 @@ from patrickstar._autograd.module_hooks import ModuleHooks, check_no_graphs
 from patrickstar._checkpoint.background_save import BackgroundSave
 from patrickstar._checkpoint.hf_export import common_dtype
 from patrickstar._checkpoint.module_save_pretrained import SavePretrained
-from patrickstar._distributed.data_mesh import DataMesh
-from patrickstar._distributed.param_sharding import check_parallelism, shard_params
 from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._engine.distributed_init import broadcast_buffers, chunk_comm, negotiate_layout
+from patrickstar._engine.distribution import Distribution
 from patrickstar._engine.input_record import InputRecord
 from patrickstar._engine.lazy_state import LazyState
 from patrickstar._engine.model_structure import ModelStructure
@@ -105,13 +104,14 @@ class EngineCore:
         library_bytes = min(hardware.library_bytes(config.compute_dtype), meter.now(0))
         local_processes = len(world.local_ranks)
         memory = budgets(config, hardware, local_processes, several=world.size > 1)
-        self.device_budget_bytes, self.host_budget_bytes = memory
-        chunk_budget_bytes = max(0, self.device_budget_bytes - library_bytes)
         self.module = model if isinstance(model, nn.Module) else model()
         check_model(self.module, self.device)
-        check_parallelism(self.module)
-        self.mesh = DataMesh.of(world, mesh)
-        shardings = shard_params(world, self.mesh, self.module) if world.size > 1 else {}
+        self.distribution = Distribution.of(world, self.module, mesh)
+        memory, library_bytes = self.distribution.common_memory(memory, library_bytes)
+        self.device_budget_bytes, self.host_budget_bytes = memory
+        chunk_budget_bytes = max(0, self.device_budget_bytes - library_bytes)
+        self.mesh = self.distribution.mesh
+        shardings = self.distribution.shardings or {}
         params = param_specs(self.module, config, shardings)
         self.layout: Layout = negotiate_layout(world, self.mesh, self.module, params, config, chunk_budget_bytes)
         param_sets = params_used_together(self.module)
@@ -130,7 +130,9 @@ class EngineCore:
             evict_everything=evict_everything,
         )
         self.manager.device_tier.non_model_bytes = library_bytes
-        self.tracer = Tracer(self.manager, meter, prefetch_policy or (None if comm is None else AggressivePrefetch))
+        self.manager.decides_alike = self.distribution.linked is not None
+        policy = prefetch_policy or (None if comm is None else AggressivePrefetch)
+        self.tracer = Tracer(self.manager, meter, policy, self.distribution.linked)
         self.data = (
             ModelData(self.manager, self.tracer, world)
             if comm is None

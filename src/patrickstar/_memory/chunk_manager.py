@@ -302,6 +302,8 @@ class ChunkManager(DeviceEviction):
         """Start queued fetches in order, up to the first that must wait for evictions or an update of its host copy."""
         while self._fetch_queue:
             chunk = self._fetch_queue[0]
+            if self.decides_alike:
+                self._finish_evictions(chunk)
             updating = chunk.finish_update is not None and not chunk.device_bytes
             if (
                 updating
@@ -320,6 +322,20 @@ class ChunkManager(DeviceEviction):
                 self.counters.memory_retries += 1
                 self.prefetch_policy = None
                 self._fetch_queue.clear()
+
+    def _finish_evictions(self, newcomer: Chunk) -> None:
+        """Wait for evictions that have started, if they leave room for a chunk."""
+        started = [
+            chunk
+            for chunk in self.transfers.in_flight
+            if chunk.eviction_transfer is not None and chunk.eviction_transfer.started
+        ]
+        device = self.device_tier
+        remaining = device.used - sum(chunk.nbytes for chunk in started)
+        if remaining + newcomer.nbytes <= device.chunkable_bytes:
+            for chunk in started:
+                if chunk is newcomer or device.used + newcomer.nbytes > device.chunkable_bytes:
+                    self.transfers.complete(chunk)
 
     def _queue_prefetches(self, policy: PrefetchPolicy) -> None:
         present = {

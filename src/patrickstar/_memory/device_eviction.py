@@ -42,6 +42,8 @@ class DeviceEviction:
         self.now = 0
         self._fetch_queue: deque[Chunk] = deque()
         """Prefetches that start once the evictions before them have freed enough memory."""
+        self.decides_alike = False
+        """True if no decision may depend on whether a transfer has ended. See [Note: linked processes]."""
         self.held: list[Chunk] = []
         """Chunks pinned until the iteration ends. See [Note: resident iterations]."""
 
@@ -144,13 +146,14 @@ class DeviceEviction:
         ]
 
     def _evicting(self, protected: set[Chunk]) -> list[Chunk]:
-        """Return the chunks whose eviction is in flight and can be waited for."""
+        """Return the chunks whose eviction is in flight and can be waited for, those that have started first."""
         serving = self.io_dispatch.comm is not None and self.io_dispatch.comm.serving
-        return [
-            chunk
+        evicting = [
+            (chunk.eviction_transfer, chunk)
             for chunk in self.transfers.in_flight
             if chunk.eviction_transfer is not None and chunk not in protected and not (chunk.sharded and serving)
         ]
+        return [chunk for transfer, chunk in sorted(evicting, key=lambda pair: not pair[0].started)]
 
     # Out of memory in the allocator
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from typing import Protocol
 
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.chunk import Chunk
@@ -29,13 +30,28 @@ class Mode(Enum):
     RESIDENT = "resident iteration: all parameters fit beside the trace's peak and stay on the device; no moments"
 
 
+class Linked(Protocol):
+    """Processes that have to decide alike."""
+
+    def largest(self, nbytes: int, moment: int) -> int:
+        """Return the largest of the processes' values at this moment."""
+
+    def common(self, key: Hashable) -> Hashable:
+        """Return a key that stands for the keys of all processes."""
+
+
 class Tracer:
     """Sets the manager's current moment and expected non-model bytes at every operator boundary."""
 
     def __init__(
-        self, manager: ChunkManager, meter: Meter, prefetch_policy: type[PrefetchPolicy] | None = None
+        self,
+        manager: ChunkManager,
+        meter: Meter,
+        prefetch_policy: type[PrefetchPolicy] | None = None,
+        linked: Linked | None = None,
     ) -> None:
         self.manager = manager
+        self.linked = linked
         # Between the host tier and a CPU's device tier the compute cores do the copies: prefetching would hide nothing.
         can_overlap = manager.disk_tier is not None or manager.hardware.has_gpu
         self.prefetch_policy = prefetch_policy or (AggressivePrefetch if can_overlap else DemandFetch)
@@ -70,6 +86,7 @@ class Tracer:
     def begin_iteration(self, key: Hashable) -> bool:
         """Open an iteration of this kind, unless one is open. Return True if it follows a trace."""
         if self.open_key is None:
+            key = self.linked.common(key) if self.linked is not None else key
             self.open_key = key
             self.manager.now = -1
             if key in self.traces and self._fits_resident(self.traces[key]):
@@ -169,7 +186,7 @@ class Tracer:
         if allocations == self.manager.device_tier.allocations:
             while len(self.evaluation_growth) >= MAX_TRACES:
                 self.evaluation_growth.pop(next(iter(self.evaluation_growth)))
-            growth = self.meter.peak(self.manager.resident_bytes) - entered_bytes
+            growth = self._agreed(self.meter.peak(self.manager.resident_bytes)) - entered_bytes
             self.evaluation_growth[key] = max(0, growth, self.evaluation_growth.pop(key, 0))
 
     def _check_resident_peak(self) -> None:
@@ -180,8 +197,13 @@ class Tracer:
             self.traces.pop(self.open_key, None)
 
     def discard_iteration(self) -> None:
+        """Forget the open iteration after an error, which other processes may not have."""
         self.traces.pop(self.open_key, None)
-        self._stop_following()
+        linked, self.linked = self.linked, None
+        try:
+            self._stop_following()
+        finally:
+            self.linked = linked
 
     def _stop_following(self) -> None:
         self.open_key, self.mode, self._checking = None, Mode.DEMAND, False
@@ -208,8 +230,17 @@ class Tracer:
         finally:
             self.in_iteration_now -= 1
 
+    @property
+    def followed(self) -> Trace | None:
+        """Trace that the iteration follows."""
+        return self.trace if self.mode is Mode.PLAN else None
+
     def current_non_model_bytes(self) -> int:
-        return self.meter.now(self.manager.resident_bytes)
+        return self._agreed(self.meter.now(self.manager.resident_bytes))
+
+    def _agreed(self, nbytes: int) -> int:
+        """Return the largest of the linked processes' values."""
+        return nbytes if self.linked is None else self.linked.largest(nbytes, self.manager.now)
 
     def measure(self) -> None:
         """Apply the measured non-model bytes, and leave a margin for the unknown ones."""
@@ -273,7 +304,7 @@ class Tracer:
         moment, compute = moments[now], self.manager.device_tier
         compute.soft_limit_bytes = compute.budget_bytes
         compute.non_model_bytes = moment.non_model_bytes
-        missing = [chunk for index in chunks if not (chunk := self.manager[PARAM16, index]).device_valid]
+        missing = [chunk for index in chunks if not (chunk := self.manager[PARAM16, index]).device_resident]
         if self.meter.counts_freed or missing:
             # Eviction keeps chunks within the budget.
             chunk_bytes = compute.used + sum(chunk.nbytes for chunk in missing)
@@ -292,7 +323,7 @@ class Tracer:
         return predicted
 
     def _peak(self) -> int:
-        peak = self.meter.peak(self.manager.resident_bytes)
+        peak = self._agreed(self.meter.peak(self.manager.resident_bytes))
         self.non_model_peak = max(self.non_model_peak, peak)
         return peak
 

@@ -14,6 +14,11 @@ class Transfer(Protocol):
         return f"{type(self).__name__}({self.label!r}, {'done' if self.done else 'in flight'})"
 
     @property
+    def started(self) -> bool:
+        """False while it waits for an agreement of all processes."""
+        return True
+
+    @property
     @abstractmethod
     def done(self) -> bool:
         """True once it has ended, with or without an error."""

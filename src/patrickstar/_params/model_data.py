@@ -181,6 +181,9 @@ class ModelData(LocalShards):
         with_gradient = zip(self.managed_params, squares, strict=True)
         return tuple(square for managed, square in with_gradient if self.has_gradient(managed)), int(non_finite_total)
 
+    def end_window(self, managed_params: Sequence[ManagedParam]) -> None:
+        """End the window of an operator's backward, in which these parameters may have got gradients."""
+
     def progress(self) -> None:
         """Start reductions that are ready; called between two operators of a backward."""
 

@@ -30,9 +30,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain(operation: str, data: ModelData, error: BaseException) -> BudgetError:
     """Return a BudgetError that states how device memory was used when `operation` failed to allocate."""
     manager = data.manager
+    non_model_bytes = data.tracer.meter.now(manager.resident_bytes)
     return BudgetError(
         f"{operation} ran out of memory: chunks use {manager.device_tier.used} bytes of the device, non-model data "
-        f"{data.tracer.current_non_model_bytes()} bytes; the budget is {manager.device_tier.budget_bytes} bytes. "
+        f"{non_model_bytes} bytes; the budget is {manager.device_tier.budget_bytes} bytes. "
         f"Lower device_memory if other processes use this device, or use activation checkpointing or a smaller "
         f"batch. PyTorch reported: {error}"
     )
@@ -41,12 +42,18 @@ def explain(operation: str, data: ModelData, error: BaseException) -> BudgetErro
 def run_with_retry(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], managed: ManagedParam, data: ModelData
 ) -> Any:
-    """Run an operator on a parameter; if it runs out of memory, evict all idle chunks and run it once more."""
+    """Run an operator on a parameter; if it runs out of memory, evict all idle chunks and run it once more.
+
+    Linked processes evict alike, so that one of them can't do it alone.
+    """
+    name = getattr(func, "__name__", func)
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
+        if data.tracer.linked is not None:
+            raise explain(f"{name} on parameter {managed.name!r}", data, error) from None
     with managing():
         data.manager.free_memory()
         data.update_param_views()
@@ -55,5 +62,4 @@ def run_with_retry(
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        name = getattr(func, "__name__", func)
         raise explain(f"{name} on parameter {managed.name!r}, tried twice,", data, error) from None

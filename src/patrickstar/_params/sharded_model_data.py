@@ -220,13 +220,30 @@ class ShardedModelData(ModelData):
         super().begin_backward(accumulate)
         self.accumulates_locally = accumulate
 
+    def end_window(self, managed_params: Sequence[ManagedParam]) -> None:
+        """Let chunks that an operator's backward has used wait for their reduction, in linked processes alike."""
+        if self.tracer.linked is None:
+            return
+        for managed in managed_params:
+            if managed.param.requires_grad and managed.chunk.device_valid:
+                managed.chunk.shards_valid = False
+                self._overlaid.add(managed.chunk.index)
+
     def progress(self) -> None:
-        """Reduce unpinned chunks that have all gradients which the last step led to expect."""
+        """Reduce unpinned chunks that have all gradients which the last step led to expect.
+
+        Linked processes reduce a chunk after its last use in the trace: whether it has gradients may differ.
+        """
         if not self.in_backward:
             return
         for index in sorted(self._overlaid):
             managed_params = self.by_chunk[index]
             if managed_params[0].chunk.pins:
+                continue
+            if self.tracer.linked is not None:
+                trace, now = self.tracer.followed, self.manager.now
+                if trace is not None and trace.next_use(index, now) >= len(trace.moments):
+                    self._reduce_chunk(index)
                 continue
             expected = [
                 managed for managed in managed_params if managed.param.requires_grad and managed not in self._unused

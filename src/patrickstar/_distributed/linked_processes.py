@@ -1,0 +1,53 @@
+"""Processes that are linked by collectives inside of operators, and therefore decide alike."""
+
+from collections.abc import Hashable
+
+import torch
+import xxhash
+
+from patrickstar._distributed.rank_group import RankGroup
+from patrickstar.errors import PeerError
+
+# [Note: linked processes]
+# With tensor or expert parallelism an operator waits for other processes. If one of them waited for memory, or for a
+# chunk that only it has dropped, while the others are inside such an operator, none could continue. So processes that
+# are linked by operators make the same accesses, gathers, evictions and reductions in the same order: what these
+# decisions depend on is the same in all of them. Their layouts are equal, a budget is the smallest of theirs, and
+# measured non-model bytes are the largest, exchanged whenever they are measured. A plan is followed if each of them has
+# one for its inputs. No decision depends on whether a transfer has ended already. A chunk is reduced after its last use
+# in backward, whether or not it has gradients: which experts get tokens differs. Experts, whose operators differ for
+# the same reason, get one window around their module.
+#
+# Data-parallel processes that are not linked need not decide alike: they negotiate ([Note: coordination steps]).
+
+
+class LinkedProcesses:
+    """Exchanges what linked processes base their decisions on; all of them make the same calls."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+
+    def largest(self, nbytes: int, moment: int) -> int:
+        """Return the largest of the processes' values.
+
+        Args:
+            nbytes: Value of this process.
+            moment: Number of its current moment in the iteration.
+
+        Raises:
+            PeerError: The processes are at different moments.
+        """
+        rows = self.group.all_gather(torch.tensor([nbytes, moment], dtype=torch.int64, device="cpu")).tolist()
+        if any(row[1] != moment for row in rows):
+            moments = ", ".join(f"rank {r}: {row[1]}" for r, row in zip(self.group.ranks, rows, strict=True))
+            raise PeerError(
+                f"operators that contain collectives (tensor or expert parallelism) link these processes, so all have "
+                f"to run the same operators, but they are at different moments of the iteration ({moments}): a branch "
+                f"was taken in some of them only"
+            )
+        return max(int(row[0]) for row in rows)
+
+    def common(self, key: Hashable) -> Hashable:
+        """Return a key that stands for the keys of all processes."""
+        own = xxhash.xxh64_intdigest(repr(key).encode()) >> 1  # in 63 bits
+        return tuple(self.group.all_gather(torch.tensor([own], dtype=torch.int64, device="cpu"))[:, 0].tolist())
