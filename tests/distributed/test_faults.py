@@ -238,7 +238,7 @@ def test_a_call_of_one_process_ends_with_an_error_that_names_it(call):
     ended = ranks.wait(ranks.start(2, meets_alone, {"call": call}), WITHIN_S)
     assert ended[0].code == 1
     assert re.search(
-        rf"PeerError: rank 0 waits for all processes in [\w. ]+ at \S+test_faults.py:\d+ \(.*{call}.*\), but "
+        rf"PeerError: rank 0 waits for other processes in [\w. ]+ at \S+test_faults.py:\d+ \(.*{call}.*\), but "
         rf"rank 1 waits in \S+test_faults.py:\d+ \(dist.barrier\(\)\)",
         ended[0].text,
     ), ended[0].text

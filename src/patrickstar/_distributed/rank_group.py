@@ -51,10 +51,10 @@ class RankGroup:
         gathered = torch.empty(self.size * own.numel(), dtype=own.dtype, device="cpu")
         with self.world.explain_peer_failure():
             work = gather_into(gathered, own, self.control, async_op=True)
-            wait = self.world.watch.waiting()
-            while not work.is_completed():
-                time.sleep(COLLECTIVE_POLL_S)
-                wait.check()
+            with self.world.watch.waiting() as wait:
+                while not work.is_completed():
+                    time.sleep(COLLECTIVE_POLL_S)
+                    wait.check()
             work.wait()
         return gathered.view(self.size, -1)
 
