@@ -2,7 +2,8 @@
 
 Modules whose operators can't be intercepted get one window around the whole call. These are modules under
 `torch.compile`, which traces through operators, and PyTorch's attention layers in inference, which take a code path
-with different bits if an argument has `__torch_function__`.
+with different bits if an argument has `__torch_function__`. So do experts that are shared out over processes: which of
+their operators run depends on the tokens, and linked processes make the same accesses ([Note: linked processes]).
 """
 
 from collections.abc import Callable
@@ -16,14 +17,24 @@ from torch import nn
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._autograd.windows import ModuleUse
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar.errors import ModelError
 
+MATRIX_DIMS = 2
 FAST_PATH_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def _managed_params_of(module: nn.Module) -> tuple[ManagedParam, ...]:
     # An enclosing module's window makes these plain Parameters, so the class can't be checked.
     return tuple(param._managed_params[0] for param in module.parameters() if hasattr(param, "_managed_params"))
+
+
+def _is_of_experts(param: Any) -> bool:
+    """Return whether a parameter is sharded by expert: of one batch in each process, or with an expert dimension."""
+    managed = managed_param_of(param)
+    if managed is None or managed.sharding is None or not managed.is_dtensor:
+        return False
+    return managed.sharding.mixes_batches or len(managed.full_shape) > MATRIX_DIMS
 
 
 def check_no_graphs(model: nn.Module) -> None:
@@ -118,7 +129,9 @@ class ModuleHooks:
             elif isinstance(submodule, torch._dynamo.OptimizedModule):
                 self._hook(submodule)
             elif submodule._compiled_call_impl is not None:
-                self._wrap_call(submodule)
+                self._wrap_call(submodule, submodule._compiled_call_impl)
+            elif any(_is_of_experts(param) for param in submodule._parameters.values()):
+                self._wrap_call(submodule, submodule._call_impl)
             else:
                 continue
             self._hooked.add(submodule)
@@ -144,10 +157,10 @@ class ModuleHooks:
         self._undo.append(module.register_forward_pre_hook(EngineHook(before_call), with_kwargs=True).remove)
         self._undo.append(module.register_forward_hook(EngineHook(after_call), always_call=True).remove)
 
-    def _wrap_call(self, module: nn.Module) -> None:
-        """Wrap the compiled call, since `module.compile()` compiles module hooks too."""
-        compiled: Any = module._compiled_call_impl
-        module._compiled_call_impl = lambda *args, **kwargs: self._in_window(module, compiled, args, kwargs)
+    def _wrap_call(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        """Wrap the call with its hooks, in which a module may exchange tokens: `module.compile()` compiles them too."""
+        compiled = module._compiled_call_impl
+        module._compiled_call_impl = lambda *args, **kwargs: self._in_window(module, call, args, kwargs)
         self._undo.append(lambda: setattr(module, "_compiled_call_impl", compiled))
 
     def _wrap_forward(self, layer: nn.Module) -> None:

@@ -26,6 +26,7 @@ class ParamSharding:
         owner_group: True if this group counts the part in norms and checkpoints: others may hold the same part.
         numel: Elements of the largest part.
         rank: Rank of this process.
+        mixes_batches: True if operators exchange data of several batches over the DTensor's mesh: experts do.
         parts: Parts of all processes, by rank: boxes of the local tensor and of the global one. Empty if every process
             holds the whole parameter.
     """
@@ -34,6 +35,7 @@ class ParamSharding:
     owner_group: bool
     numel: int
     rank: int
+    mixes_batches: bool = False
     parts: tuple[tuple[tuple[Box, Box], ...], ...] = ()
 
     def local(self, value: torch.Tensor) -> torch.Tensor:
@@ -140,7 +142,7 @@ def shard_params(world: Processes, mesh: DataMesh, module: nn.Module) -> dict[st
     shardings = {}
     for name, param in module.named_parameters():
         if not any(name in row for row in rows):
-            shardings[name] = _sharding(world.rank, whole, [()] * world.size, local_part(param).numel(), ())
+            shardings[name] = _sharding(world.rank, whole, [()] * world.size, local_part(param).numel())
             continue
         if not all(name in row for row in rows):
             plain = next(rank for rank, row in enumerate(rows) if name not in row)
@@ -158,7 +160,8 @@ def shard_params(world: Processes, mesh: DataMesh, module: nn.Module) -> dict[st
                 f"the data-parallel dimensions, and no others"
             )
         largest = max(sum(box.numel for box in part) for part in held)
-        shardings[name] = _sharding(world.rank, partition, held, largest, parts)
+        mixes_batches = any(len({mesh.batch_of[rank] for rank in row[name]["mesh"]}) > 1 for row in rows)
+        shardings[name] = _sharding(world.rank, partition, held, largest, mixes_batches, parts)
     return shardings
 
 
@@ -192,11 +195,16 @@ def _partition(mesh: DataMesh, held: Sequence[Any], meshes: Sequence[Sequence[in
 
 
 def _sharding(
-    rank: int, partition: tuple[tuple[int, ...], ...], held: Sequence[Any], numel: int, parts: Any
+    rank: int,
+    partition: tuple[tuple[int, ...], ...],
+    held: Sequence[Any],
+    numel: int,
+    mixes_batches: bool = False,
+    parts: Any = (),
 ) -> ParamSharding:
     group = ShardGroup.of(rank, partition)
     first = next(number for number, ranks in enumerate(partition) if held[ranks[0]] == held[rank])
-    return ParamSharding(group, first == group.number, numel, rank, parts)
+    return ParamSharding(group, first == group.number, numel, rank, mixes_batches, parts)
 
 
 def _box(values: Sequence[int], dims: int) -> Box:
