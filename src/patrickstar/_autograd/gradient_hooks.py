@@ -35,6 +35,15 @@ class GradientHooks:
             if managed.param.requires_grad and managed not in self._hooks:
                 self._hooks[managed] = managed.param.register_post_accumulate_grad_hook(_gradient_hook)
 
+    def move_last(self) -> None:
+        """Let hooks that others have registered on the parameters run before these, which take the gradient away."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for managed, hook in self._hooks.items():
+                hooks: Any = managed.param._post_accumulate_grad_hooks
+                if len(hooks) > 1 and next(reversed(hooks)) != hook.id:
+                    hook.remove()
+                    self._hooks[managed] = managed.param.register_post_accumulate_grad_hook(_gradient_hook)
+
     def close(self) -> None:
         for hook in self._hooks.values():
             hook.remove()

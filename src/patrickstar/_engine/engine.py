@@ -264,6 +264,7 @@ class Engine(EngineState):
         # A delayed update runs beside the next step anyway.
         in_backward = update and self.world.size == 1 and not self._core.optimizer_step.next_is_late
         groups = self.optimizer.group_by_managed_param() if in_backward else None
+        self._core.interceptor.gradient_hooks.move_last()
         self._core.interceptor.gradient_hooks.backward_depth += 1
         self._core.data.begin_backward(accumulate)
         if groups is not None:
