@@ -5,6 +5,7 @@ from collections.abc import Hashable
 import torch
 import xxhash
 
+from patrickstar._distributed.deadlock_watch import own_call
 from patrickstar._distributed.rank_group import RankGroup
 from patrickstar.errors import PeerError
 
@@ -27,25 +28,24 @@ class LinkedProcesses:
     def __init__(self, group: RankGroup) -> None:
         self.group = group
 
-    def largest(self, nbytes: int, moment: int) -> int:
+    def largest(self, nbytes: int, accesses: int = 0) -> int:
         """Return the largest of the processes' values.
 
         Args:
             nbytes: Value of this process.
-            moment: Number of its current moment in the iteration.
+            accesses: Hash of all chunks that it has accessed so far.
 
         Raises:
-            PeerError: The processes are at different moments.
+            PeerError: The processes have accessed different chunks.
         """
-        rows = self.group.all_gather(torch.tensor([nbytes, moment], dtype=torch.int64, device="cpu")).tolist()
-        if any(row[1] != moment for row in rows):
-            moments = ", ".join(f"rank {r}: {row[1]}" for r, row in zip(self.group.ranks, rows, strict=True))
+        rows = self.group.all_gather(torch.tensor([nbytes, accesses], dtype=torch.int64, device="cpu"))
+        if (rows[:, 1] != accesses).any():
             raise PeerError(
-                f"operators that contain collectives (tensor or expert parallelism) link these processes, so all have "
-                f"to run the same operators, but they are at different moments of the iteration ({moments}): a branch "
-                f"was taken in some of them only"
+                f"ranks {', '.join(map(str, self.group.ranks))} are linked by operators that contain collectives "
+                f"(tensor or expert parallelism), so all have to run the same operators, but they have used different "
+                f"parameters, last in {own_call()}: only some have taken a branch, or made a call"
             )
-        return max(int(row[0]) for row in rows)
+        return int(rows[:, 0].max())
 
     def common(self, key: Hashable) -> Hashable:
         """Return a key that stands for the keys of all processes."""

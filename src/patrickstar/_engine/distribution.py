@@ -50,5 +50,5 @@ class Distribution:
         """Return the smallest budgets and the largest bytes of libraries of linked processes."""
         if self.linked is None:
             return budgets, library_bytes
-        device, host = (-self.linked.largest(-nbytes, 0) for nbytes in budgets)
-        return (device, host), self.linked.largest(library_bytes, 0)
+        device, host = (-self.linked.largest(-nbytes) for nbytes in budgets)
+        return (device, host), self.linked.largest(library_bytes)

@@ -33,8 +33,8 @@ class Mode(Enum):
 class Linked(Protocol):
     """Processes that have to decide alike."""
 
-    def largest(self, nbytes: int, moment: int) -> int:
-        """Return the largest of the processes' values at this moment."""
+    def largest(self, nbytes: int, accesses: int = 0) -> int:
+        """Return the largest of the processes' values; `accesses` is a hash of all accesses so far."""
 
     def common(self, key: Hashable) -> Hashable:
         """Return a key that stands for the keys of all processes."""
@@ -52,6 +52,8 @@ class Tracer:
     ) -> None:
         self.manager = manager
         self.linked = linked
+        self._accesses = 0
+        """Hash of the chunks that all moments have accessed."""
         # Between the host tier and a CPU's device tier the compute cores do the copies: prefetching would hide nothing.
         can_overlap = manager.disk_tier is not None or manager.hardware.has_gpu
         self.prefetch_policy = prefetch_policy or (AggressivePrefetch if can_overlap else DemandFetch)
@@ -240,7 +242,7 @@ class Tracer:
 
     def _agreed(self, nbytes: int) -> int:
         """Return the largest of the linked processes' values."""
-        return nbytes if self.linked is None else self.linked.largest(nbytes, self.manager.now)
+        return nbytes if self.linked is None else self.linked.largest(nbytes, self._accesses)
 
     def measure(self) -> None:
         """Apply the measured non-model bytes, and leave a margin for the unknown ones."""
@@ -262,6 +264,8 @@ class Tracer:
 
     def begin_moment(self, chunks: tuple[int, ...], belongs: bool) -> None:
         """Begin a moment: an operator is about to access `chunks`, or has ended (empty `chunks`)."""
+        if self.linked is not None:
+            self._accesses = hash((self._accesses, chunks))
         if self.mode is Mode.RESIDENT and (belongs or self.in_iteration_now):
             return
         if not (belongs or self.in_iteration_now) or self.open_key is None or self.mode is Mode.DEMAND:
