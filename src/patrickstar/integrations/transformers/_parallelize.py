@@ -58,8 +58,8 @@ def parallelize(
 
     Raises:
         ConfigError: transformers has no plan for the model, a rule is unknown, or heads or experts can't be divided.
-        ModelError: The model is parallel already, its weights differ between processes, or the plan has a rule for only
-            one name of a tied parameter.
+        ModelError: The model is parallel already, its weights differ between processes, or the rules for the names of a
+            tied parameter differ.
     """
     _check_plain(model)
     tp, ep = _with_others("tp", tp), _with_others("ep", ep)
@@ -80,6 +80,7 @@ def parallelize(
             apply_tensor_parallelism(model, tp, dense)
         if ep is not None:
             apply_expert_parallelism(model, ep, batch_mesh, experts, EXCHANGE)
+        _check_same_placements(model, tied)
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -184,6 +185,16 @@ def _check_tied(tied: Mapping[str, str], plan: Mapping[str, str]) -> None:
             raise ModelError(
                 f"{name!r} and {first!r} are one parameter, and the plan has the rule {plan[rule]!r} for {rule!r} and "
                 f"none for {other!r}: untie them (tie_word_embeddings=False), or pass rules for both in tp_plan"
+            )
+
+
+def _check_same_placements(model: nn.Module, tied: Mapping[str, str]) -> None:
+    for name, first in tied.items():
+        placements = [getattr(model.get_parameter(each), "placements", None) for each in (name, first)]
+        if placements[0] != placements[1]:
+            raise ModelError(
+                f"the tied parameter is {placements[0]} as {name!r} and {placements[1]} as {first!r}: build the model "
+                f"again, and pass rules with the same placement in tp_plan"
             )
 
 

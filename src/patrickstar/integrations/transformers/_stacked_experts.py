@@ -25,6 +25,9 @@ class StackedExperts(nn.Module):
         experts: The experts, all of one shape. Their parameters are copied, one matrix at a time.
     """
 
+    export_advice = "take engine.state_dict() and copy each expert's rows of `wi` and `wo` to a model without stacks"
+    """Advice for exports, which would have the names of this class."""
+
     def __init__(self, experts: SwitchTransformersExperts) -> None:
         super().__init__()
         modules: list[Any] = list(experts.values())
@@ -45,13 +48,13 @@ class StackedExperts(nn.Module):
             top_k_weights: Weights of these experts, of shape (tokens, chosen).
         """
         output = torch.zeros_like(hidden_states)
-        for expert in range(self.num_experts):
+        # Not `self.wi[expert]`, whose gradient is as large as the stack for each expert.
+        for expert, (first, second) in enumerate(zip(self.wi.unbind(), self.wo.unbind(), strict=True)):
             token, choice = torch.where(top_k_index == expert)
             if not len(token):
                 continue
-            inner = self.dropout(self.act(nn.functional.linear(hidden_states[token], self.wi[expert])))
-            values = nn.functional.linear(inner.to(self.wo.dtype), self.wo[expert])
-            values = values * top_k_weights[token, choice, None]
+            inner = self.dropout(self.act(nn.functional.linear(hidden_states[token], first)))
+            values = nn.functional.linear(inner.to(second.dtype), second) * top_k_weights[token, choice, None]
             output.index_add_(0, token, values.to(output.dtype))
         return output
 
