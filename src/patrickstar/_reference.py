@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from patrickstar._kernels.grad_norm import GradStats, block_sums, fold
 from patrickstar._kernels.rounding import canonical_nan_, round_into
@@ -12,6 +13,35 @@ from patrickstar._params.local_shards import follow_written
 from patrickstar._params.precision import LossScaler, cast_inputs, clip_coefficient, compute_dtypes
 from patrickstar.config import Config
 from patrickstar.optim import Optimizer, TorchOptimizer
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of a DTensor, which shares its memory; any other tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    part: torch.Tensor = tensor.to_local().detach()
+    return part
+
+
+def local_gradient(param: nn.Parameter) -> torch.Tensor:
+    """Return the gradient of this process's part of a parameter.
+
+    The gradient of a DTensor may be a sum that is still distributed, or larger than the parameter.
+    """
+    grad = param.grad
+    assert grad is not None
+    if isinstance(param, DTensor) and isinstance(grad, DTensor):
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    return local(grad)
+
+
+def set_values(param: nn.Parameter, values: torch.Tensor) -> None:
+    """Replace the values of a parameter by others, of any dtype and on any device."""
+    if isinstance(param, DTensor):
+        # Assigning to `data` would leave the DTensor's local tensor as it is.
+        torch.utils.swap_tensors(param, nn.Parameter(values, requires_grad=param.requires_grad))
+    else:
+        param.data = values
 
 
 class PlainOptimizer(torch.optim.Optimizer):
@@ -73,9 +103,7 @@ class ReferenceOptimizer:
         trainer.follow_writes()
         self._follow_masters(self.delayed)
         trainer.unscale()
-        overflow = trainer.scaler.enabled and any(
-            not torch.isfinite(master.grad).all() for master in trainer.masters.values() if master.grad is not None
-        )
+        overflow = trainer.scaler.enabled and not trainer.gradients_are_finite()
         if not overflow:
             self.inner.step()
             updated = [param for param, master in trainer.masters.items() if master.grad is not None]
@@ -97,7 +125,7 @@ class ReferenceOptimizer:
         """Round parameters from their masters."""
         with torch.no_grad():
             for param in params:
-                round_into(param, self.trainer.masters[param])
+                round_into(local(param), self.trainer.masters[param])
                 self.trainer.versions[param] = param._version
         self.delayed = []
 
@@ -120,7 +148,8 @@ class ReferenceTrainer:
     """Reference of the engine's mixed-precision training in plain PyTorch: no chunks, all in memory, one process.
 
     Parameters are cast to the compute dtype; gradients are accumulated in fp32; the optimizer updates fp32 master
-    parameters, which are cast back. A frozen parameter is its own master.
+    parameters, which are cast back. A frozen parameter is its own master. Of a DTensor everything is this process's
+    part.
 
     Args:
         model: Model, or function that builds it.
@@ -144,11 +173,11 @@ class ReferenceTrainer:
         dtypes = compute_dtypes(self.module, config.compute_dtype, config.keep_fp32)
         for name, param in self.module.named_parameters():
             value = param.data.to(self.device)
-            param.data = value.to(dtypes[name])
-            source = value if param.requires_grad else param.data
+            set_values(param, value.to(dtypes[name]))
+            source = local(value if param.requires_grad else param.data)
             master_dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
             self.versions[param] = param._version
-            self.masters[param] = source.to(master_dtype, copy=True) if param.is_floating_point() else param.data
+            self.masters[param] = source.to(master_dtype, copy=True) if param.is_floating_point() else source
         for module in self.module.modules():
             module._buffers.update({k: b.to(self.device) for k, b in module._buffers.items() if b is not None})
         self.trained = {param for param in self.masters if param.requires_grad}
@@ -190,7 +219,7 @@ class ReferenceTrainer:
     def _collect(self) -> None:
         for param, master in self.masters.items():
             if param.grad is not None:
-                grad = param.grad.to(master.dtype)
+                grad = local_gradient(param).to(master.dtype)
                 master.grad = grad if master.grad is None else master.grad + grad
                 param.grad = None
 
@@ -199,7 +228,7 @@ class ReferenceTrainer:
         with torch.no_grad():
             for param, master in self.masters.items():
                 if param._version != self.versions.get(param, 0):
-                    follow_written(master, param.detach())
+                    follow_written(master, local(param.detach()))
                 self.versions[param] = param._version
 
     def drop_gradients(self) -> None:
@@ -226,13 +255,21 @@ class ReferenceTrainer:
             The norm before clipping, an fp32 scalar on the compute device.
         """
         self.unscale()
-        grads = [torch.empty_like(m).copy_(m.grad) for m in self.masters.values() if m.grad is not None]
-        sums = tuple(float(fold(block_sums(grad.as_strided((grad.numel(),), (1,))))) for grad in grads)
-        total, factor = clip_coefficient(GradStats(sums).norm, max_norm)
+        squares = self.squares()
+        total, factor = clip_coefficient(GradStats(tuple(squares.values())).norm, max_norm)
         for master in self.masters.values():
             if master.grad is not None:
                 master.grad.mul_(factor)
         return torch.tensor(total, dtype=torch.float32, device=self.device)
+
+    def squares(self) -> dict[nn.Parameter, float]:
+        """Return the sum of squares of each gradient, in the order of parameters."""
+        grads = {p: torch.empty_like(m).copy_(m.grad) for p, m in self.masters.items() if m.grad is not None}
+        return {p: float(fold(block_sums(grad.as_strided((grad.numel(),), (1,))))) for p, grad in grads.items()}
+
+    def gradients_are_finite(self) -> bool:
+        """Return whether no gradient has an infinity or a NaN."""
+        return all(bool(m.grad.isfinite().all()) for m in self.masters.values() if m.grad is not None)
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """Return an unscaled copy of the accumulated gradient of parameter `name` in the master's dtype, or None."""
@@ -247,14 +284,14 @@ class ReferenceTrainer:
         self.optimizer.complete()
         state = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():
-            state[name] = self.masters[tensor].clone() if tensor in self.trained else tensor.detach().clone()
+            state[name] = self.masters[tensor].clone() if tensor in self.trained else local(tensor).detach().clone()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Load master parameters and buffers from `state_dict`."""
         with torch.no_grad():
             for name, tensor in self.module.state_dict(keep_vars=True).items():
-                tensor.copy_(state_dict[name])
+                local(tensor).copy_(state_dict[name])
                 if isinstance(tensor, nn.Parameter):
                     self.masters[tensor].copy_(state_dict[name])
                     self.versions[tensor] = tensor._version

@@ -31,6 +31,9 @@ PRELOADED = [
     "patrickstar.testing",
     "pytest",
     "patrickstar._cli.train",
+    "patrickstar.integrations.transformers",
+    "torch.distributed.tensor.parallel",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral", "qwen2_moe", "qwen3")),
 ]
 
 

@@ -28,7 +28,8 @@ class AveragingTrainer(testing.ReferenceTrainer):
 
     Gradients that a process accumulated in fp32 are rounded to the parameter's dtype, unless `reduce_dtype` is fp32.
     The gradients of all processes are added in fp32 in the order of ranks, starting from +0; a missing gradient counts
-    as zero. The sum is rounded likewise. Sums of several reductions are added in fp32, and divided in the step.
+    as zero. The sum is rounded likewise. Sums of several reductions are added in fp32, and divided in the step. A
+    gradient that no other process contributes to is neither rounded nor added to zero.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -42,32 +43,47 @@ class AveragingTrainer(testing.ReferenceTrainer):
         if not accumulate:
             self.reduce()
 
+    @property
+    def batches(self) -> int:
+        """Number of distinct batches that all processes together compute gradients of."""
+        return dist.get_world_size()
+
+    def members(self, param: nn.Parameter) -> dist.ProcessGroup | None:
+        """Return the group of the processes whose gradients of a parameter are added. Default None: all."""
+        return None
+
     def reduce(self) -> None:
         """Add the gradients of all processes to the sums, and drop them."""
-        size = dist.get_world_size()
         counts = torch.tensor([float(master.grad is not None) for master in self.masters.values()])
         dist.all_reduce(counts)
         for (param, master), count in zip(self.masters.items(), counts.tolist(), strict=True):
             if not count:
                 continue
-            dtype = master.dtype if self.config.reduce_dtype == "fp32" else param.dtype
-            own = torch.zeros(param.shape, dtype=dtype)
-            if master.grad is not None:
-                own.copy_(master.grad)
-            gathered = [torch.empty_like(own) for _ in range(size)]
-            dist.all_gather(gathered, own)
-            total = torch.zeros(param.shape, dtype=master.dtype)
-            for grad in gathered:
-                total += grad
-            total = total.to(dtype).to(master.dtype)
+            group = self.members(param)
+            if dist.get_world_size(group) == 1:
+                total = torch.zeros_like(master) if master.grad is None else master.grad
+            else:
+                total = self._total(param, master, group)
             self.sums[param] = self.sums[param] + total if param in self.sums else total
             master.grad = None
+
+    def _total(self, param: nn.Parameter, master: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        dtype = master.dtype if self.config.reduce_dtype == "fp32" else param.dtype
+        own = torch.zeros(master.shape, dtype=dtype)
+        if master.grad is not None:
+            own.copy_(master.grad)
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, own, group=group)
+        total = torch.zeros(master.shape, dtype=master.dtype)
+        for grad in gathered:
+            total += grad
+        return total.to(dtype).to(master.dtype)
 
     def unscale(self) -> None:
         if not self.averaged:
             self.averaged = True
             self.reduce()
             for param, total in self.sums.items():
-                self.masters[param].grad = (total * (1.0 / dist.get_world_size())).to(param.device)
+                self.masters[param].grad = (total * (1.0 / self.batches)).to(param.device)
             self.sums.clear()
         super().unscale()

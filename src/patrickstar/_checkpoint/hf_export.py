@@ -47,6 +47,7 @@ class HFExport:
             names = ", ".join(map(repr, PRECISIONS))
             raise ConfigError(f"dtype={dtype!r} is not supported; use one of {names}, or None")
         _check_no_adapters(state.module)
+        _check_own_names(state.module)
         items = _items(state, None if dtype is None else PRECISIONS[dtype])
         self._state = state
         self._items = {item.entry.name: item for item in items}
@@ -114,6 +115,16 @@ def _check_no_adapters(module: Any) -> None:
             f"missing. engine.module.save_pretrained(folder) saves the adapters in full precision; for the merged "
             f"model call engine.close(), merge_and_unload() and save_pretrained(folder)"
         )
+
+
+def _check_own_names(module: torch.nn.Module) -> None:
+    """Raise ModelError for a model with modules whose parameters have names that the class of the model has not."""
+    for name, child in module.named_modules():
+        if advice := getattr(child, "export_advice", None):
+            raise ModelError(
+                f"{name!r} is a {type(child).__name__}, whose parameters have names that transformers' own "
+                f"{type(module).__name__} would not find in a folder; {advice}"
+            )
 
 
 def common_dtype(dtypes: Iterable[torch.dtype]) -> str:

@@ -1,0 +1,268 @@
+"""Tiny models of DTensors, deterministic from a seed, and their batches: by PyTorch's and by transformers' plans."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from patrickstar.integrations._meshes import Meshes, MeshSizes
+from patrickstar.integrations.transformers import parallelize, stack_experts
+
+WIDTH, VOCABULARY, LENGTH = 32, 64, 8
+CHECKPOINTING = ("none", "reentrant", "non-reentrant")
+"""Ways of activation checkpointing."""
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Token ids and labels, both of shape (sequences, LENGTH)."""
+
+
+@dataclass(frozen=True)
+class MeshModel:
+    """A model, how it is made parallel, and for which sizes of meshes.
+
+    Attributes:
+        build: Function that builds the whole model, with a way of checkpointing; its forward takes a batch and returns
+            the mean loss of the batch's tokens.
+        split: Function that makes parameters DTensors, in place.
+        tp, ep: Sizes of the meshes with four processes.
+        context: Context in which forward and backward must run.
+    """
+
+    build: Callable[[str], nn.Module]
+    split: Callable[[nn.Module, Meshes], None]
+    tp: int = 1
+    ep: int = 1
+    context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+
+    def sizes(self, world: int = 4) -> MeshSizes:
+        """Return the sizes of the meshes with `world` processes."""
+        return MeshSizes(world, self.tp, self.ep)
+
+    def whole(self, checkpointing: str = "none", seed: int = 0) -> nn.Module:
+        """Return the whole model: the same in each process, call and mesh."""
+        torch.manual_seed(seed)
+        return self.build(checkpointing).train()
+
+    def parallel(self, meshes: Meshes, checkpointing: str = "none", seed: int = 0) -> nn.Module:
+        """Return the model with this process's parts of the parameters, cut from what `whole` returns."""
+        model = self.whole(checkpointing, seed)
+        self.split(model, meshes)
+        return model
+
+
+def batch(number: int, data_rank: int, sequences: int = 2) -> Batch:
+    """Return a batch by its number in time and by the data coordinate of its processes."""
+    generator = torch.Generator().manual_seed(1000 * number + data_rank)
+    tokens = torch.randint(1, VOCABULARY, (sequences, LENGTH + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+# PyTorch's parallelize_module
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.head_dim = WIDTH // heads
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        # The number of heads is that of this process.
+        q, k, v = (
+            layer(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(mixed.transpose(1, 2).flatten(-2))
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(hidden)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_norm, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.second_norm, self.feed = nn.LayerNorm(WIDTH), Feed()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.attention(self.first_norm(hidden))
+        return hidden + self.feed(self.second_norm(hidden))
+
+
+class Decoder(nn.Module):
+    """Embedding, two blocks, a norm and a head."""
+
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(ids)
+        for block in self.blocks:
+            if self.checkpointing == "none":
+                hidden = block(hidden)
+            else:
+                hidden = checkpoint(block, hidden, use_reentrant=self.checkpointing == "reentrant")
+        logits = self.head(self.norm(hidden)).flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits.float(), labels.flatten())
+        return getattr(loss, "to_local", lambda: loss)()
+
+
+def split_decoder(sequences: bool = False, losses: bool = False) -> Callable[[nn.Module, Meshes], None]:
+    """Return a function that applies PyTorch's styles to a `Decoder`.
+
+    Args:
+        sequences: Shard activations between layers by their sequence, so that norms see a part of it.
+        losses: Shard the logits by the vocabulary, for `loss_parallel`.
+    """
+    between = Shard(1) if sequences else Replicate()
+    plan: dict[str, Any] = {
+        "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head": ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1) if losses else Replicate(), use_local_output=not losses
+        ),
+        **{f"blocks.*.attention.{key}": ColwiseParallel() for key in "qkv"},
+        "blocks.*.attention.o": RowwiseParallel(output_layouts=between),
+        "blocks.*.feed.up": ColwiseParallel(),
+        "blocks.*.feed.down": RowwiseParallel(output_layouts=between),
+    }
+    if sequences:
+        whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+        plan |= {f"blocks.*.{key}": PrepareModuleInput(**whole) for key in ("attention", "feed")}
+        plan |= {key: SequenceParallel() for key in ("blocks.*.first_norm", "blocks.*.second_norm", "norm")}
+
+    def split(model: nn.Module, meshes: Meshes) -> None:
+        assert meshes.tp is not None
+        parallelize_module(model, meshes.tp, plan)
+
+    return split
+
+
+# transformers' plans
+
+
+class WithLoss(nn.Module):
+    """Model of transformers that returns its loss: of a causal model for the next tokens, else for the labels."""
+
+    def __init__(self, model: transformers.PreTrainedModel, checkpointing: str) -> None:
+        super().__init__()
+        self.model = model
+        model.config.use_cache = False
+        if checkpointing != "none":
+            model.activation_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.model.config.is_encoder_decoder:
+            return self.model(input_ids=ids, labels=labels, use_cache=False).loss
+        return self.model(input_ids=ids, labels=ids).loss
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2 * LENGTH,
+}
+
+
+def llama(checkpointing: str, tied: bool = False) -> nn.Module:
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    return WithLoss(transformers.LlamaForCausalLM(config), checkpointing)
+
+
+def qwen3(checkpointing: str) -> nn.Module:
+    """Return a model whose norms of queries and keys get hooks on their gradients from transformers."""
+    config = transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False)
+    return WithLoss(transformers.Qwen3ForCausalLM(config), checkpointing)
+
+
+def mixtral(checkpointing: str, experts: int = 4, idle: bool = False) -> nn.Module:
+    """Return a model with experts.
+
+    Args:
+        checkpointing: Way of checkpointing.
+        experts: Number of experts, of which a token chooses two.
+        idle: Let all tokens choose the same two experts, so that most processes get none.
+    """
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=experts, num_experts_per_tok=2)
+    model = transformers.MixtralForCausalLM(config)
+    for layer in model.model.layers if idle else ():
+        layer.mlp.gate.weight.requires_grad_(False).zero_()  # equal scores: the choice is the same for all tokens
+    return WithLoss(model, checkpointing)
+
+
+def qwen2_moe(checkpointing: str) -> nn.Module:
+    """Return a model with experts and one that all tokens share."""
+    shared = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+    config = transformers.Qwen2MoeConfig(**SIZES, **shared, num_experts=8, num_experts_per_tok=2)
+    return WithLoss(transformers.Qwen2MoeForCausalLM(config), checkpointing)
+
+
+def switch(checkpointing: str) -> nn.Module:
+    """Return a T5 with stacked experts, some of which get more tokens than their capacity."""
+    sizes = {"d_model": WIDTH, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+    experts = {"num_experts": 4, "expert_capacity": 3, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    config = transformers.SwitchTransformersConfig(
+        **sizes,
+        **experts,
+        vocab_size=VOCABULARY,
+        dropout_rate=0.0,
+        router_jitter_noise=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    model = transformers.SwitchTransformersForConditionalGeneration(config)
+    stack_experts(model)
+    return WithLoss(model, checkpointing)
+
+
+def split_by_plan(model: nn.Module, meshes: Meshes) -> None:
+    """Apply the plans of transformers."""
+    parallelize(model.model, tp=meshes.tp, ep=meshes.ep)
+
+
+MODELS: dict[str, MeshModel] = {
+    "decoder": MeshModel(Decoder, split_decoder(), tp=2),
+    "decoder, sequences": MeshModel(Decoder, split_decoder(sequences=True), tp=2),
+    "decoder, losses": MeshModel(Decoder, split_decoder(losses=True), tp=2, context=loss_parallel),
+    "decoder, both": MeshModel(Decoder, split_decoder(sequences=True, losses=True), tp=2, context=loss_parallel),
+    "llama": MeshModel(llama, split_by_plan, tp=2),
+    "llama tied": MeshModel(lambda way: llama(way, tied=True), split_by_plan, tp=2),
+    "qwen3": MeshModel(qwen3, split_by_plan, tp=2),
+    "mixtral, sliced experts": MeshModel(mixtral, split_by_plan, tp=2),
+    "mixtral": MeshModel(mixtral, split_by_plan, ep=4),
+    "mixtral, idle": MeshModel(lambda way: mixtral(way, idle=True), split_by_plan, ep=4),
+    "mixtral, copies": MeshModel(mixtral, split_by_plan, ep=2),
+    "qwen2_moe": MeshModel(qwen2_moe, split_by_plan, ep=4),
+    "switch": MeshModel(switch, split_by_plan, ep=4),
+    "mixtral, tensors and experts": MeshModel(mixtral, split_by_plan, tp=2, ep=4),
+    "mixtral, idle tensors and experts": MeshModel(lambda way: mixtral(way, idle=True), split_by_plan, tp=2, ep=4),
+    "qwen2_moe, tensors and experts": MeshModel(qwen2_moe, split_by_plan, tp=2, ep=4),
+}
+"""Models by name. `ep=2` with four processes: each expert is on two of them."""

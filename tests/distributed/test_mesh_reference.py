@@ -1,0 +1,100 @@
+"""The reference for meshes equals training in one process on the concatenated batches, within the rounding of fp32."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar.integrations._meshes import Meshes, meshes
+
+from . import ranks
+from .mesh_models import CHECKPOINTING, MODELS, Batch, batch
+from .mesh_reference import MeshTrainer
+
+# `eps` is large, so that a gradient that is zero but for rounding makes no step.
+OPTIMIZER = ps.AdamW(lr=1e-2, eps=1e-3, weight_decay=0.1)
+CONFIG = ps.Config(device="cpu", precision="fp32", optimizer=OPTIMIZER)
+
+
+def part(whole: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+    """Return this process's part of a whole parameter or gradient."""
+    if not isinstance(param, DTensor):
+        return whole
+    return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None).to_local()
+
+
+def assert_close(found: torch.Tensor | None, expected: torch.Tensor | None, what: str) -> None:
+    assert found is not None and expected is not None, f"{what}: one of them does not exist"
+    assert found.shape == expected.shape, f"{what}: {found.shape}, not {expected.shape}"
+    scale = float(expected.abs().max()) + 1e-3 if expected.numel() else 0.0
+    assert bool(((found - expected).abs() <= 2e-5 * scale).all()), what
+
+
+def concatenated(number: int, count: int) -> Batch:
+    """Return the batches of all processes as one."""
+    ids, labels = zip(*(batch(number, data_rank) for data_rank in range(count)), strict=True)
+    return torch.cat(ids), torch.cat(labels)
+
+
+def compare(name: str, way: str, built: Meshes, max_norm: float | None) -> None:
+    """Train the whole model, in every process, and the parallel one, and compare them after each backward and step."""
+    model = MODELS[name]
+    whole = testing.ReferenceTrainer(model.whole(way), CONFIG)
+    trainer = MeshTrainer(model.parallel(built, way), CONFIG, built.data)
+    assert trainer.batches == 4 // model.tp
+    params = dict(trainer.module.named_parameters())
+    assert any(isinstance(param, DTensor) for param in params.values())
+    for step in range(2):
+        for number in (2 * step, 2 * step + 1):
+            expected = whole(*concatenated(number, trainer.batches))
+            whole.backward(expected / 2)
+            with model.context():
+                loss = trainer(*batch(number, trainer.data_rank))
+                trainer.backward(loss / 2, accumulate=number == 2 * step)
+            losses = loss.detach().clone()
+            dist.all_reduce(losses)
+            assert_close(losses / 4, expected.detach(), f"{name}: loss")
+        if max_norm is None:
+            whole.unscale()
+            trainer.unscale()
+        else:
+            assert_close(trainer.clip_grad_norm_(max_norm), whole.clip_grad_norm_(max_norm), f"{name}: norm")
+        for key, param in params.items():
+            grad = whole.gradient(key)
+            if grad is None:
+                assert trainer.gradient(key) is None, key
+            else:
+                assert_close(trainer.gradient(key), part(grad, param), f"{name}: gradient of {key}")
+        for each in (whole, trainer):
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+    state, params = whole.state_dict(), dict(trainer.module.named_parameters(remove_duplicate=False))
+    for key, value in trainer.state_dict().items():
+        expected = part(state[key], params[key]) if key in params else state[key]
+        assert_close(value, expected, f"{name}: {key}")
+
+
+def cases(chosen: list[tuple[str, str]]) -> None:
+    """Compare models with ways of checkpointing; runs in each of four processes."""
+    dist.init_process_group("gloo")
+    built: dict[tuple[int, int], Meshes] = {}
+    for number, (name, way) in enumerate(chosen):
+        model, max_norm = MODELS[name], (None, 0.1)[number % 2]
+        if (model.tp, model.ep) not in built:
+            built[model.tp, model.ep] = meshes(model.sizes(), "cpu")
+        print(f"{name}, {way}: max_norm {max_norm}", flush=True)
+        compare(name, way, built[model.tp, model.ep], max_norm)
+    dist.destroy_process_group()
+
+
+def test_meshes_equal_one_process():
+    ways = [CHECKPOINTING[number % len(CHECKPOINTING)] for number in range(len(MODELS))]
+    ranks.run(4, cases, chosen=list(zip(MODELS, ways, strict=True)))
+
+
+@pytest.mark.slow
+def test_meshes_equal_one_process_with_each_way_of_checkpointing():
+    ranks.run(4, cases, 600, chosen=[(name, way) for way in CHECKPOINTING for name in MODELS])
