@@ -35,14 +35,25 @@ class GradientHooks:
             if managed.param.requires_grad and managed not in self._hooks:
                 self._hooks[managed] = managed.param.register_post_accumulate_grad_hook(_gradient_hook)
 
+    def add_before(self, managed: ManagedParam, args: Any, kwargs: Any) -> Any:
+        """Register a post-accumulate hook of the user, which runs before the one that takes the gradient away."""
+        register: Any = torch.Tensor.register_post_accumulate_grad_hook
+        handle = register(*args, **kwargs)
+        self._move_last(managed)
+        return handle
+
     def move_last(self) -> None:
-        """Let hooks that others have registered on the parameters run before these, which take the gradient away."""
+        """Let hooks that were registered without `add_before`, in a compiled block, run before these."""
         with torch._C.DisableTorchFunctionSubclass():
-            for managed, hook in self._hooks.items():
-                hooks: Any = managed.param._post_accumulate_grad_hooks
-                if len(hooks) > 1 and next(reversed(hooks)) != hook.id:
-                    hook.remove()
-                    self._hooks[managed] = managed.param.register_post_accumulate_grad_hook(_gradient_hook)
+            for managed in list(self._hooks):
+                self._move_last(managed)
+
+    def _move_last(self, managed: ManagedParam) -> None:
+        hook = self._hooks.get(managed)
+        hooks: Any = managed.param._post_accumulate_grad_hooks
+        if hook is not None and next(reversed(hooks)) != hook.id:
+            hook.remove()
+            self._hooks[managed] = managed.param.register_post_accumulate_grad_hook(_gradient_hook)
 
     def close(self) -> None:
         for hook in self._hooks.values():

@@ -37,7 +37,8 @@ _GET_GRAD, _SET_GRAD = descriptor("grad").__get__, descriptor("grad").__set__
 _SET_DATA = descriptor("data").__set__
 _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 """Functions that expose memory outside PyTorch; they get a copy."""
-_SPECIAL = {_GET_GRAD, _SET_GRAD, _SET_DATA, torch.Tensor.detach} | _COPIED
+_ADD_HOOK = torch.Tensor.register_post_accumulate_grad_hook
+_SPECIAL = {_ADD_HOOK, _GET_GRAD, _SET_GRAD, _SET_DATA, torch.Tensor.detach} | _COPIED
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -120,6 +121,8 @@ class Interceptor:
         if func in _SPECIAL:
             if func in _COPIED:
                 return func(self.operate(torch.Tensor.clone, args[:1], {}, tensors), *args[1:], **kwargs)
+            if func is _ADD_HOOK:
+                return self.gradient_hooks.add_before(managed_params[0], args, kwargs)
             if func is not torch.Tensor.detach:
                 return self._operate_attribute(func, args, managed_params[0])
             if managed_params[0] in self.listed and managed_param_of(tensors[0]) is not None:

@@ -190,7 +190,7 @@ def move_params(
             own = manager[SHARD16, spec.index] if spec.sharded else chunk
             managed = ManagedParam(
                 *(name, param, schemas[name], location, chunk, region, own, first, name in embeddings),
-                is_dtensor=part is not param,
+                whole=None if part is param else Region(0, tuple(param.shape), param.stride()),
                 sharding=shardings.get(name),
             )
             flat = _own_elements(managed, weights)

@@ -51,14 +51,18 @@ class ManagedParam:
     """Optimizer state outside the chunk lists: scalars, such as a step count."""
     original_class: type[nn.Parameter] = nn.Parameter
     """Class of the Parameter while it is not managed: a quantized one may have its own."""
-    is_dtensor: bool = False
-    """True if the parameter is a DTensor: the chunk holds its local tensor."""
+    whole: Region | None = None
+    """Shape and strides of the whole parameter, if it is a DTensor: the chunk holds its local tensor."""
     sharding: ParamSharding | None = None
     """With several processes: the part of the parameter that this process holds."""
     device_view: torch.Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.state = ParamState(self.name)
+
+    @property
+    def is_dtensor(self) -> bool:
+        return self.whole is not None
 
     @property
     def stays_on_host(self) -> bool:
@@ -122,12 +126,12 @@ class ManagedParam:
     @property
     def full_shape(self) -> tuple[int, ...]:
         """Shape of the whole parameter."""
-        return tuple(self.param.shape) if self.is_dtensor else self.region.shape
+        return self.region.shape if self.whole is None else self.whole.shape
 
     @property
     def full_strides(self) -> tuple[int, ...]:
         """Strides of the whole parameter."""
-        return self.param.stride() if self.is_dtensor else self.region.strides
+        return self.region.strides if self.whole is None else self.whole.strides
 
     @property
     def parts(self) -> tuple[tuple[tuple[Box, Box], ...], ...]:

@@ -23,7 +23,7 @@ _GETTERS = """
 """
 _METHODS = """
     size dim numel nelement ndimension element_size is_floating_point is_complex is_signed data_ptr untyped_storage
-    get_device is_shared requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __hash__
+    get_device is_shared requires_grad_ register_hook retain_grad __hash__
     __len__ _is_view storage_offset is_set_to  _typed_storage is_pinned is_inference
 """
 

@@ -1,0 +1,143 @@
+"""Law 1 on meshes: results are bit-identical to those of the same DTensor model in plain PyTorch."""
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from laws.models import Waves
+from torch.distributed.tensor import DTensor
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._distributed.process_group import World
+from patrickstar._engine.engine import Engine
+from patrickstar.integrations._meshes import Meshes, meshes
+
+from . import ranks
+from .mesh_models import CHECKPOINTING, MODELS, batch
+from .mesh_reference import MeshTrainer
+
+CPU = torch.device("cpu")
+
+
+def train(trainer: Any, name: str, data_rank: int, max_norm: float | None, accumulates: bool) -> list[torch.Tensor]:
+    """Train three steps, of which the last is evaluated before; return losses and norms."""
+    seen = []
+    for step in range(3):
+        for number in (2 * step, 2 * step + 1) if accumulates else (step,):
+            with MODELS[name].context():
+                loss = trainer(*batch(number, data_rank))
+                trainer.backward(loss, accumulate=accumulates and number % 2 == 0)
+            seen.append(loss.detach().clone())
+        if max_norm is not None:
+            seen.append(trainer.clip_grad_norm_(max_norm))
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        trainer.eval()
+        with torch.no_grad(), MODELS[name].context(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+            seen.append(trainer(*batch(100 + step, data_rank)))
+        trainer.train()
+    return seen
+
+
+def local(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return this process's parts of parameters."""
+    return {
+        name: (each.to_local() if isinstance(each, DTensor) else each).detach().clone()
+        for name, each in tensors.items()
+    }
+
+
+def compare(name: str, way: str, built: Meshes, seed: int, world: World, **options: Any) -> None:
+    """Assert that an engine has the bits of the reference: losses, norms, gradients, parameters."""
+    draw, model = random.Random(seed), MODELS[name]
+    config = ps.Config(
+        device="cpu",
+        # A router of Switch Transformers casts itself to fp32.
+        precision=draw.choice(["bf16", "bf16", "fp32"]) if name != "switch" else "fp32",
+        chunk_size=draw.choice([2048, 8192, "auto"]),
+        optimizer=ps.AdamW(lr=1e-2, weight_decay=0.1),
+        reduce_dtype=draw.choice(["16-bit", "fp32"]),
+    )
+    steps = {"max_norm": draw.choice([None, 0.1]), "accumulates": draw.random() < 0.4}
+    print(f"{name}, {way}, seed {seed}: {config!r}, {steps}, {list(options)}", flush=True)
+    reference = MeshTrainer(model.parallel(built, way), config, built.data)
+    expected = train(reference, name, reference.data_rank, **steps)
+    if budget := options.pop("device_memory", None):
+        config = config.model_copy(update={"device_memory": budget, "chunk_size": 4096})
+    engine = Engine(lambda: model.parallel(built, way), config, poison=True, world=world, mesh=built.data, **options)
+    assert (engine.data_rank, engine.data_size) == (reference.data_rank, reference.batches)
+    found = train(engine, name, engine.data_rank, **steps)
+    testing.assert_same_bits(expected, found, f"{name}: losses and norms")
+    names = [key for key, _ in engine.module.named_parameters()]
+    with model.context():
+        reference.backward(reference(*batch(77, engine.data_rank)))
+        reference.unscale()
+        engine.backward(engine(*batch(77, engine.data_rank)))
+    for key in names[:: max(1, len(names) // 4)]:
+        whole, own = engine.gradient(key), reference.gradient(key)
+        managed = dict(reference.module.named_parameters())[key]
+        assert (whole is None) == (own is None), key
+        if whole is not None and not isinstance(managed, DTensor):
+            testing.assert_same_bits([own], [whole], f"{name}: gradient of {key}")
+    engine.optimizer.zero_grad()
+    reference.optimizer.zero_grad()
+    engine.close()
+    state = reference.state_dict()
+    testing.assert_same_bits(
+        {key: state[key] for key in names}, local(dict(engine.module.named_parameters())), f"{name}: parameters"
+    )
+
+
+def cases(chosen: list[tuple[str, str]], first_seed: int, kind: str) -> None:
+    """Compare models with ways of checkpointing; runs in each of four processes."""
+    dist.init_process_group("gloo")
+    world, built = World(CPU), {}
+    world.users += 1  # keeps the process groups for the next engine
+    for number, (name, way) in enumerate(chosen):
+        model, seed = MODELS[name], first_seed + number
+        if (model.tp, model.ep) not in built:
+            built[model.tp, model.ep] = meshes(model.sizes(), "cpu")
+        compare(name, way, built[model.tp, model.ep], seed, world, **KINDS[kind](100 * seed + world.rank))
+    world.users -= 1
+    world.close()
+    dist.destroy_process_group()
+
+
+def evicted(seed: int) -> dict[str, Any]:
+    return {"meter": testing.NoMeter(), "evict_everything": True}
+
+
+def tight(seed: int) -> dict[str, Any]:
+    """Draw a budget and varying non-model data for one process."""
+    own = random.Random(seed)
+    wave_bytes = own.randint(0, 20_000)
+    return {"meter": Waves(wave_bytes), "device_memory": 120_000 + own.randint(0, 60_000) + wave_bytes}
+
+
+def measured(seed: int) -> dict[str, Any]:
+    return {}
+
+
+KINDS: dict[str, Callable[[int], dict[str, Any]]] = {"evicted": evicted, "tight": tight, "measured": measured}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_the_unmanaged_model(kind):
+    shift = list(KINDS).index(kind)
+    names = list(MODELS) if kind == "evicted" else list(MODELS)[shift % 2 :: 3]
+    ways = [CHECKPOINTING[(number + shift) % len(CHECKPOINTING)] for number in range(len(names))]
+    ranks.run(4, cases, 300, chosen=list(zip(names, ways, strict=True)), first_seed=100 * shift, kind=kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", CHECKPOINTING)
+def test_bits_of_the_unmanaged_model_with_each_way_of_checkpointing(kind, way):
+    seed = 1000 + 100 * CHECKPOINTING.index(way)
+    ranks.run(4, cases, 900, chosen=[(name, way) for name in MODELS], first_seed=seed, kind=kind)
