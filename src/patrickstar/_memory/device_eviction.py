@@ -65,6 +65,11 @@ class DeviceEviction:
     def counters(self) -> TransferCounters:
         return self.io_dispatch.counters
 
+    @property
+    def settled_bytes(self) -> int:
+        """Bytes of chunks on the device once all evictions in flight are complete."""
+        return self.device_tier.used - self.transfers.evicting_bytes
+
     def make_room(self, nbytes: int, protect: Iterable[Chunk], later_bytes: int = 0, *, gently: bool = False) -> None:
         """Evict chunks until `nbytes` more fit into the part of the budget left for chunks.
 
@@ -195,7 +200,7 @@ class DeviceEviction:
     @property
     def _bytes_after_transfers(self) -> int:
         """Bytes of chunks on the device once all evictions in flight and all queued fetches are complete."""
-        return self.device_tier.used - self.transfers.evicting_bytes + self._queued_bytes
+        return self.settled_bytes + self._queued_bytes
 
     # One chunk
 

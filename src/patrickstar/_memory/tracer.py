@@ -257,7 +257,7 @@ class Tracer:
     def _measured(self, limit_bytes: int) -> int:
         """Return the non-model bytes; trim cached freed memory first if it would break the limit."""
         measured = self.current_non_model_bytes()
-        if measured + self.manager.device_tier.used > limit_bytes:
+        if measured + self.manager.settled_bytes > limit_bytes:
             self.meter.reclaim()
             measured = self.current_non_model_bytes()
         return measured
@@ -311,7 +311,7 @@ class Tracer:
         missing = [chunk for index in chunks if not (chunk := self.manager[PARAM16, index]).device_resident]
         if self.meter.counts_freed or missing:
             # Eviction keeps chunks within the budget.
-            chunk_bytes = compute.used + sum(chunk.nbytes for chunk in missing)
+            chunk_bytes = self.manager.settled_bytes + sum(chunk.nbytes for chunk in missing)
             chunk_bytes = min(chunk_bytes, compute.budget_bytes - moment.non_model_bytes)
             compute.non_model_bytes = max(moment.non_model_bytes, self._predicted_bytes(moment, chunk_bytes))
         return True
