@@ -7,6 +7,9 @@ from patrickstar._distributed.process_group import Processes, World
 from patrickstar._distributed.rank_group import RankGroup
 from patrickstar.errors import ConfigError
 
+PIPELINE = ("pp", "pipeline")
+"""Usual names of the dimension of a mesh that divides layers."""
+
 
 @dataclass(frozen=True)
 class DataMesh:
@@ -68,6 +71,13 @@ SINGLE_BATCH = DataMesh(((0,),), (0,))
 def _ranks(mesh: Any) -> dict[str, Any] | None:
     if mesh is None:
         return None
+    root = mesh._get_root_mesh()
+    for name, size in zip(root.mesh_dim_names or (), root.mesh.shape, strict=False):
+        if name in PIPELINE and size > 1:
+            raise ConfigError(
+                f"the mesh has the pipeline dimension {name!r} of size {size}: processes with different layers can't "
+                f"share chunks; use its processes for data or tensor parallelism"
+            )
     dims = mesh.mesh.dim()
     if dims not in (1, 2):
         raise ConfigError(

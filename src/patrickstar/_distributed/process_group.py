@@ -29,6 +29,8 @@ Partition = tuple[tuple[int, ...], ...]
 ALIVE_TIMEOUT_S = 10.0
 """Seconds for processes of other machines to report that they are alive, after a collective failed."""
 POLL_S = 0.1
+_CONNECTION = "Connection "
+"""Beginning of the errors of gloo's collectives when another process has ended."""
 
 
 _worlds: "WeakKeyDictionary[dist.ProcessGroup, World]" = WeakKeyDictionary()
@@ -243,6 +245,18 @@ class World:
         except (RuntimeError, dist.DistError):
             return True  # the process that hosts the store has ended
         return found or not all(self._is_alive(rank) for rank in self.local_ranks)
+
+    @contextmanager
+    def explain_lost_process(self) -> Iterator[None]:
+        """Replace the error of a collective inside of an operator, if a process has ended, by one that names it."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, (torch.OutOfMemoryError, PeerError)):
+                raise
+            if isinstance(error, dist.DistError) or _CONNECTION in str(error) or self.has_lost_process():
+                raise self.explain_failure(error) from error
+            raise
 
     def abort_data(self) -> None:
         """End the collectives of the device, which may wait for a process that has ended."""

@@ -357,7 +357,7 @@ class EngineCore:
     def cleanup_on_error(self) -> Iterator[None]:
         """Unpin chunks and close windows after an exception, so that the engine stays usable."""
         try:
-            with self.close_on_data_loss():
+            with self.close_on_data_loss(), self.distribution.explain_lost_process():
                 yield
         except (DiskError, MoveError):
             raise

@@ -1,6 +1,7 @@
 """Distribution of a model over processes: batches, parts of parameters, and processes that decide alike."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 from patrickstar._distributed.data_mesh import SINGLE_BATCH, DataMesh
 from patrickstar._distributed.linked_processes import LinkedProcesses
 from patrickstar._distributed.param_sharding import ParamSharding, check_parallelism, linked_processes, shard_params
-from patrickstar._distributed.process_group import Processes
+from patrickstar._distributed.process_group import Processes, World
 from patrickstar._distributed.single_process import SingleProcess
 
 
@@ -21,11 +22,13 @@ class Distribution:
         mesh: Data-parallel processes.
         shardings: Part of each parameter that this process holds; empty with one process.
         linked: Processes that operators link to this one, None if there are none.
+        world: All processes, None if this is the only one.
     """
 
     mesh: DataMesh = SINGLE_BATCH
     shardings: Mapping[str, ParamSharding] | None = None
     linked: LinkedProcesses | None = None
+    world: World | None = None
 
     @classmethod
     def of(cls, world: Processes, module: nn.Module, mesh: Any) -> "Distribution":
@@ -44,7 +47,13 @@ class Distribution:
         shardings = shard_params(world, data_mesh, module)
         partition = linked_processes(world, module)
         links = any(len(ranks) > 1 for ranks in partition)
-        return cls(data_mesh, shardings, LinkedProcesses(world.group(partition)) if links else None)
+        return cls(data_mesh, shardings, LinkedProcesses(world.group(partition)) if links else None, world)
+
+    def explain_lost_process(self) -> AbstractContextManager[None]:
+        """Return a context in which errors of operators' collectives name a process that has ended."""
+        if self.linked is None or self.world is None:
+            return nullcontext()
+        return self.world.explain_lost_process()
 
     def common_memory(self, budgets: tuple[int, int], library_bytes: int) -> tuple[tuple[int, int], int]:
         """Return the smallest budgets and the largest bytes of libraries of linked processes."""
