@@ -59,8 +59,11 @@ class MeshTrainer(AveragingTrainer):
         self.names = {param: name for name, param in self.module.named_parameters()}
         self.ranks = {param: _group(name, held, mesh.size()) for param, name in self.names.items()}
         """Ranks of each parameter's group."""
+        own = dist.get_rank()
+        self.boxes = {param: held[own][name].box for param, name in self.names.items()}
+        """Names of the parts that this process holds, equal for equal parts."""
         boxes = {param: [each[name].box for each in held] for param, name in self.names.items()}
-        self.counts = {param: each.index(each[dist.get_rank()]) == dist.get_rank() for param, each in boxes.items()}
+        self.counts = {param: each.index(each[own]) == own for param, each in boxes.items()}
         """Whether this process is the first one with its box of a parameter, whose squares count in the norm."""
         groups = sorted({ranks for each in _all(set(self.ranks.values())) for ranks in each})
         self.groups = {ranks: dist.new_group(ranks) for ranks in groups}
