@@ -13,7 +13,7 @@ from patrickstar.integrations._meshes import Meshes, meshes
 
 from . import ranks
 from .mesh_models import CHECKPOINTING, MODELS, Batch, batch
-from .mesh_reference import MeshTrainer
+from .mesh_reference import MeshTrainer, gathered
 
 # `eps` is large, so that a gradient that is zero but for rounding makes no step.
 OPTIMIZER = ps.AdamW(lr=1e-2, eps=1e-3, weight_decay=0.1)
@@ -69,6 +69,9 @@ def compare(name: str, way: str, built: Meshes, max_norm: float | None) -> None:
                 assert trainer.gradient(key) is None, key
             else:
                 assert_close(trainer.gradient(key), part(grad, param), f"{name}: gradient of {key}")
+        if "idle" in name:
+            unused = all(not trainer.gradient(key).any() for key in params if ".experts." in key)
+            assert sum(gathered(unused)) == 2, "all tokens choose the experts of two processes"
         for each in (whole, trainer):
             each.optimizer.step()
             each.optimizer.zero_grad()
@@ -117,8 +120,7 @@ def same_bits(chosen: list[tuple[str, str, str, str]]) -> None:
         # Boxes that several processes hold, and the losses and norms of processes with one batch.
         held = {(trainer.names[param], trainer.boxes[param]): master for param, master in trainer.masters.items()}
         held |= {("losses and norms", trainer.data_rank): torch.stack([value.float() for value in seen])}
-        alls = [held] * dist.get_world_size()
-        dist.all_gather_object(alls, held)
+        alls = gathered(held)
         assert any(held.keys() & other.keys() for other in alls if other is not alls[dist.get_rank()])
         for other in alls:
             both = held.keys() & other.keys()
