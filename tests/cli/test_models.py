@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, T5ForConditionalGeneration
 
 from patrickstar._cli.model_source import find_model
-from patrickstar._cli.presets import PRESETS, T5_PRESETS
+from patrickstar._cli.presets import EXPERT_PRESETS, PRESETS, T5_PRESETS
 from patrickstar.errors import ConfigError, ModelError
 
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 300}
@@ -80,6 +80,18 @@ def test_the_papers_presets_are_named_after_their_layers(name: str) -> None:
     assert 12 * preset.layers * preset.hidden**2 / 1e9 == pytest.approx(billions, rel=0.04)
     # PatrickStar's models have 16 heads. Angel-PTM's have width 8192, and fused attention supports heads of up to 256.
     assert preset.heads == (16 if preset.hidden < 8192 else 64)
+
+
+@pytest.mark.parametrize("name", EXPERT_PRESETS)
+def test_a_preset_with_experts_has_experts_and_plans(name: str) -> None:
+    build, weights = find_model(name).open(activation_checkpointing=False)
+    assert callable(build) and weights is None
+    with torch.device("meta"):
+        model: Any = build()
+    millions = int(name.removeprefix("mixtral-").removesuffix("m"))
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
+    assert model.config.num_local_experts == EXPERT_PRESETS[name].experts
+    assert model.tp_plan and model.ep_plan
 
 
 @pytest.mark.parametrize("name", T5_PRESETS)

@@ -3,10 +3,13 @@
 import json
 
 import pytest
+from transformers import MixtralForCausalLM
 from typer.testing import CliRunner
 
 from patrickstar._cli.main import app
-from patrickstar._cli.presets import PRESETS
+from patrickstar._cli.plan import find_planned_model
+from patrickstar._cli.presets import EXPERT_PRESETS, PRESETS
+from patrickstar._perf_model.machine_spec import find_machine
 from patrickstar._perf_model.text_tables import SPARKLINE_WIDTH, sparkline
 
 runner = CliRunner()
@@ -93,6 +96,14 @@ def test_any_configuration_is_traced_and_comes_to_what_counting_says(tmp_path, m
     # Counting has a layer's last product computed again, too, which checkpointing leaves out.
     assert 0.93 * operations[1] < operations[0] < operations[1]
     assert traced["non_model_bytes"] == pytest.approx(counted["non_model_bytes"], rel=0.35)
+
+
+def test_a_preset_with_experts_is_traced_as_a_configuration():
+    model = find_planned_model("mixtral-4m", 64, find_machine("RTX4090-desktop"))
+    config = EXPERT_PRESETS["mixtral-4m"].config()
+    assert model.sequence == 64
+    expected = sum(parameter.numel() for parameter in MixtralForCausalLM(config).parameters())
+    assert model.workloads(1, True).params == expected
 
 
 def test_a_configuration_that_can_not_be_used_is_told_in_one_line(tmp_path):

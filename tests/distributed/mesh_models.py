@@ -169,7 +169,7 @@ class WithLoss(nn.Module):
 
     def __init__(self, model: transformers.PreTrainedModel, checkpointing: str) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.config = model, model.config
         model.config.use_cache = False
         if checkpointing != "none":
             model.activation_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})

@@ -52,17 +52,20 @@ class MeshTrainer(AveragingTrainer):
         self.mesh = mesh
         self.data_rank = mesh.mesh.flatten().tolist().index(dist.get_rank())
         """Index of this process's batch."""
-        batch_of = _all(self.data_rank)
-        held: list[dict[str, Held]] = _all(
+        batch_of = gathered(self.data_rank)
+        held: list[dict[str, Held]] = gathered(
             {name: _held(param, mesh, batch_of) for name, param in self.module.named_parameters()}
         )
         self.names = {param: name for name, param in self.module.named_parameters()}
         self.ranks = {param: _group(name, held, mesh.size()) for param, name in self.names.items()}
         """Ranks of each parameter's group."""
+        own = dist.get_rank()
+        self.boxes = {param: held[own][name].box for param, name in self.names.items()}
+        """Names of the parts that this process holds, equal for equal parts."""
         boxes = {param: [each[name].box for each in held] for param, name in self.names.items()}
-        self.counts = {param: each.index(each[dist.get_rank()]) == dist.get_rank() for param, each in boxes.items()}
+        self.counts = {param: each.index(each[own]) == own for param, each in boxes.items()}
         """Whether this process is the first one with its box of a parameter, whose squares count in the norm."""
-        groups = sorted({ranks for each in _all(set(self.ranks.values())) for ranks in each})
+        groups = sorted({ranks for each in gathered(set(self.ranks.values())) for ranks in each})
         self.groups = {ranks: dist.new_group(ranks) for ranks in groups}
 
     @property
@@ -75,7 +78,7 @@ class MeshTrainer(AveragingTrainer):
     def squares(self) -> dict[nn.Parameter, float]:
         """Return the sum of squares of each gradient: those of all boxes, in the order of their first ranks."""
         own = super().squares()
-        counted = _all({self.names[param]: square for param, square in own.items() if self.counts[param]})
+        counted = gathered({self.names[param]: square for param, square in own.items() if self.counts[param]})
         totals = {}
         for param in own:
             total = 0.0
@@ -85,7 +88,7 @@ class MeshTrainer(AveragingTrainer):
         return totals
 
     def gradients_are_finite(self) -> bool:
-        return all(_all(super().gradients_are_finite()))
+        return all(gathered(super().gradients_are_finite()))
 
 
 def _held(param: nn.Parameter, mesh: DeviceMesh, batch_of: list[int]) -> Held:
@@ -111,7 +114,7 @@ def _group(name: str, held: list[dict[str, Held]], batches: int) -> tuple[int, .
     return ranks
 
 
-def _all(value: Any) -> list[Any]:
+def gathered(value: Any) -> list[Any]:
     """Return the values of all processes."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -1,8 +1,9 @@
-"""The reference for meshes equals training in one process on the concatenated batches, within the rounding of fp32."""
+"""The reference for meshes: equal to one process on the concatenated batches, and the same bits in all processes."""
 
 import pytest
 import torch
 import torch.distributed as dist
+import toys
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -12,7 +13,7 @@ from patrickstar.integrations._meshes import Meshes, meshes
 
 from . import ranks
 from .mesh_models import CHECKPOINTING, MODELS, Batch, batch
-from .mesh_reference import MeshTrainer
+from .mesh_reference import MeshTrainer, gathered
 
 # `eps` is large, so that a gradient that is zero but for rounding makes no step.
 OPTIMIZER = ps.AdamW(lr=1e-2, eps=1e-3, weight_decay=0.1)
@@ -47,13 +48,13 @@ def compare(name: str, way: str, built: Meshes, max_norm: float | None) -> None:
     assert trainer.batches == 4 // model.tp
     params = dict(trainer.module.named_parameters())
     assert any(isinstance(param, DTensor) for param in params.values())
-    for step in range(2):
-        for number in (2 * step, 2 * step + 1):
+    for numbers in ((0, 1), (2,)):
+        for number in numbers:
             expected = whole(*concatenated(number, trainer.batches))
-            whole.backward(expected / 2)
+            whole.backward(expected / len(numbers))
             with model.context():
                 loss = trainer(*batch(number, trainer.data_rank))
-                trainer.backward(loss / 2, accumulate=number == 2 * step)
+                trainer.backward(loss / len(numbers), accumulate=number != numbers[-1])
             losses = loss.detach().clone()
             dist.all_reduce(losses)
             assert_close(losses / 4, expected.detach(), f"{name}: loss")
@@ -68,6 +69,9 @@ def compare(name: str, way: str, built: Meshes, max_norm: float | None) -> None:
                 assert trainer.gradient(key) is None, key
             else:
                 assert_close(trainer.gradient(key), part(grad, param), f"{name}: gradient of {key}")
+        if "idle" in name:
+            unused = all(not trainer.gradient(key).any() for key in params if ".experts." in key)
+            assert sum(gathered(unused)) == 2, "all tokens choose the experts of two processes"
         for each in (whole, trainer):
             each.optimizer.step()
             each.optimizer.zero_grad()
@@ -91,8 +95,53 @@ def cases(chosen: list[tuple[str, str]]) -> None:
 
 
 def test_meshes_equal_one_process():
-    ways = [CHECKPOINTING[number % len(CHECKPOINTING)] for number in range(len(MODELS))]
-    ranks.run(4, cases, chosen=list(zip(MODELS, ways, strict=True)))
+    names = [name for name in MODELS if name not in ("decoder, sequences", "decoder, losses")]  # one has both
+    ways = [CHECKPOINTING[number % len(CHECKPOINTING)] for number in range(len(names))]
+    ranks.run(4, cases, chosen=list(zip(names, ways, strict=True)))
+
+
+def same_bits(chosen: list[tuple[str, str, str, str]]) -> None:
+    """Train in lower precision, and compare what processes have in common; runs in each of four processes."""
+    dist.init_process_group("gloo")
+    built: dict[tuple[int, int], Meshes] = {}
+    for name, way, precision, reduce_dtype in chosen:
+        print(f"{name}, {way}, {precision}, reduced in {reduce_dtype}", flush=True)
+        model = MODELS[name]
+        if (model.tp, model.ep) not in built:
+            built[model.tp, model.ep] = meshes(model.sizes(), "cpu")
+        config = CONFIG.model_copy(update={"precision": precision, "reduce_dtype": reduce_dtype})
+        trainer = MeshTrainer(model.parallel(built[model.tp, model.ep], way), config, built[model.tp, model.ep].data)
+        batches = [batch(number, trainer.data_rank) for number in range(4)]
+        with model.context():
+            seen = toys.train(trainer, batches, accumulation=2, max_norm=0.1, reduce_once=True)
+        assert all(value.isfinite() for value in seen)
+        dtypes = {param.dtype for param in trainer.module.parameters() if isinstance(param, DTensor)}
+        assert dtypes == {config.compute_dtype}
+        # Boxes that several processes hold, and the losses and norms of processes with one batch.
+        held = {(trainer.names[param], trainer.boxes[param]): master for param, master in trainer.masters.items()}
+        held |= {("losses and norms", trainer.data_rank): torch.stack([value.float() for value in seen])}
+        alls = gathered(held)
+        assert any(held.keys() & other.keys() for other in alls if other is not alls[dist.get_rank()])
+        for other in alls:
+            both = held.keys() & other.keys()
+            mine, theirs = ({key: each[key] for key in both} for each in (held, other))
+            testing.assert_same_bits(mine, theirs, f"{name} in another process")
+    dist.destroy_process_group()
+
+
+def test_processes_have_the_same_bits():
+    names = [
+        "decoder, both",
+        "llama tied",
+        "qwen3",
+        "mixtral",
+        "mixtral, copies",
+        "mixtral, tensors and experts",
+        "switch",
+    ]
+    precisions = [("bf16", "16-bit"), ("fp16", "fp32"), ("bf16", "fp32")]
+    options = [(name, CHECKPOINTING[number % 3], *precisions[number // 2 % 3]) for number, name in enumerate(names)]
+    ranks.run(4, same_bits, chosen=options)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from patrickstar._cli.presets import PRESETS, T5_PRESETS
+from patrickstar._cli.presets import EXPERT_PRESETS, PRESETS, T5_PRESETS
 from patrickstar._cli.tokenizer import Vocabulary
 from patrickstar.errors import ConfigError, ModelError
 from patrickstar.integrations.transformers._folder_weights import FolderWeights
@@ -73,8 +73,9 @@ def find_model(name: str, vocab_size: int | None = None) -> ModelSource:
         ConfigError: ``vocab_size`` differs from that of the weights.
     """
     path = Path(name)
-    if name in PRESETS:
-        config: PreTrainedConfig = PRESETS[name].config()
+    preset = PRESETS.get(name) or EXPERT_PRESETS.get(name)
+    if preset is not None:
+        config: PreTrainedConfig = preset.config()
     elif path.is_dir():
         config = _causal_config(path / "config.json")
     elif path.is_file():
@@ -86,7 +87,7 @@ def find_model(name: str, vocab_size: int | None = None) -> ModelSource:
     size = getattr(config.get_text_config(), "vocab_size", None)
     if not isinstance(size, int):
         raise ModelError(f"the configuration of {name} has no vocab_size; is it the configuration of a language model?")
-    if name not in PRESETS and path.is_dir():
+    if preset is None and path.is_dir():
         if vocab_size not in (None, size):
             raise ConfigError(f"the model in {name} has a vocabulary of {size}; leave out --vocab-size {vocab_size}")
         return ModelSource(name, config, _folder_vocabulary(path, config, size), folder=path)
@@ -98,8 +99,9 @@ def find_model(name: str, vocab_size: int | None = None) -> ModelSource:
 def _unknown(name: str) -> str:
     if name in T5_PRESETS:
         return f"{name} is a preset of `patrickstar plan` only: a T5 has an encoder, and is no causal language model"
-    matches = get_close_matches(name, PRESETS, n=1)
-    hint = f"did you mean {matches[0]}?" if matches else f"the presets are {', '.join(PRESETS)}"
+    known = [*PRESETS, *EXPERT_PRESETS]
+    matches = get_close_matches(name, known, n=1)
+    hint = f"did you mean {matches[0]}?" if matches else f"the presets are {', '.join(known)}"
     return f"there is no model {name!r}: it is neither a preset nor a config file nor a model folder; {hint}"
 
 

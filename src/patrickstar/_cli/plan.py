@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from patrickstar._cli.console import print_text
-from patrickstar._cli.presets import PRESETS, T5_PRESETS
+from patrickstar._cli.presets import EXPERT_PRESETS, PRESETS, T5_PRESETS
 from patrickstar._layout.byte_size import format_size, parse_size
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
@@ -119,6 +119,8 @@ def process_count(machine: Machine, gpus: int | None) -> int:
 def find_planned_model(name: str, sequence: int, machine: Machine) -> PlannedModel:
     """Find a model by preset, whose workload is computed by formulas, or configuration, which is traced in a dry run.
 
+    The configuration is a file, or that of a preset with experts.
+
     Raises:
         ConfigError: The name is neither; the message suggests the nearest names.
     """
@@ -126,8 +128,8 @@ def find_planned_model(name: str, sequence: int, machine: Machine) -> PlannedMod
         return _planned_gpt(name, replace(PRESETS[name], sequence=sequence))
     if name in T5_PRESETS:
         return _planned_t5(name, replace(T5_PRESETS[name], sequence=sequence))
-    if not Path(name).exists():
-        known = [*PRESETS, *T5_PRESETS]
+    if name not in EXPERT_PRESETS and not Path(name).exists():
+        known = [*PRESETS, *EXPERT_PRESETS, *T5_PRESETS]
         nearest = get_close_matches(name, known, n=3, cutoff=0.3) or known
         raise ConfigError(f"{name!r} is neither a known model nor a file; did you mean {', '.join(nearest)}?")
     # Imported here because PyTorch takes seconds to load.

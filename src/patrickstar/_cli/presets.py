@@ -1,4 +1,4 @@
-"""Named shapes of GPTs and T5s."""
+"""Named shapes of GPTs, GPTs with experts, and T5s."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -7,7 +7,7 @@ from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.t5_costs import T5
 
 if TYPE_CHECKING:
-    from transformers import GPT2Config, T5Config
+    from transformers import GPT2Config, MixtralConfig, T5Config
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,39 @@ class Preset(Gpt):
             embd_pdrop=0.0,
             attn_pdrop=0.0,
             # Vocabularies trained by this package begin with the end marker.
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+
+
+@dataclass(frozen=True)
+class ExpertPreset:
+    """Shape of a GPT with experts: Mixtral's layers, where each token passes through two of the experts."""
+
+    layers: int
+    hidden: int
+    heads: int
+    experts: int
+    vocab: int
+    sequence: int = 1024
+
+    def config(self) -> "MixtralConfig":
+        """Return the Hugging Face configuration. Experts are twice as wide as the layer; the loss balances them."""
+        # Imported here because it takes seconds to load.
+        from transformers import MixtralConfig
+
+        return MixtralConfig(
+            num_hidden_layers=self.layers,
+            hidden_size=self.hidden,
+            intermediate_size=2 * self.hidden,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            num_local_experts=self.experts,
+            vocab_size=self.vocab,
+            max_position_embeddings=self.sequence,
+            output_router_logits=True,
+            tie_word_embeddings=True,
+            # As for GPTs.
             bos_token_id=0,
             eos_token_id=0,
         )
@@ -80,6 +113,11 @@ PRESETS = {
     "gpt-55b": Preset(layers=68, hidden=8192, heads=64),
 }
 """Causal language models, to plan and to train."""
+
+EXPERT_PRESETS = {
+    "mixtral-4m": ExpertPreset(layers=4, hidden=128, heads=4, experts=8, vocab=1024),
+}
+"""Causal language models with experts, to train in any division into tensors and experts; plans trace them."""
 
 T5_PRESETS = {
     # Raffel et al. 2020, section 3.7: small, base and large.
