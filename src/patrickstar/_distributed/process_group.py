@@ -51,7 +51,10 @@ class World:
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)  # otherwise NCCL would create a context on the first device
         self._timeout = _default_timeout()
-        self._store = group_prefix(distributed_c10d._get_default_store())
+        default_store = distributed_c10d._get_default_store()
+        assert isinstance(default_store, distributed_c10d.PrefixStore)
+        # Without PyTorch's own prefix, which a successor of a process could not know; see [Note: rosters].
+        self._store = group_prefix(default_store.underlying_store)
         with explain_peer_failure(self):
             call_roll(self._store, self.rank, self.size, self._timeout.total_seconds())
             self.control = self._new_group("gloo")

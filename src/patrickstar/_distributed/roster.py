@@ -61,10 +61,8 @@ class RosterAgreement:
         """
         deadline = time.monotonic() + timeout_s
         try:
-            if earlier := self._read(f"roster/{self._rank}").partition(" ")[0]:
-                group_prefix(self._group_store(earlier)).set("replaced", str(self._rank))
-            self._store.set(f"member/{self._rank}", self._id)
-            while not (self._conclude() if self._rank == 0 else self._acknowledge()):
+            self.start()
+            while not self.advance():
                 if time.monotonic() > deadline:
                     raise PeerError(
                         f"rank {self._rank} has waited {timeout_s:g} s, and {format_ranks(self._absent())} of "
@@ -77,7 +75,22 @@ class RosterAgreement:
                 f"rank {self._rank} of {self._size} can't join the others: the store at MASTER_ADDR does not answer "
                 f"any more ({first_line(error)}); restart all processes"
             ) from error
+        return self.group_store
+
+    @property
+    def group_store(self) -> Store:
+        """Store of the process group, once the roster is concluded."""
         return self._group_store(self._name)
+
+    def start(self) -> None:
+        """Store the ID of this process, and inform those who wait for an earlier process of its rank."""
+        if earlier := self._read(f"roster/{self._rank}").partition(" ")[0]:
+            group_prefix(self._group_store(earlier)).set("replaced", str(self._rank))
+        self._store.set(f"member/{self._rank}", self._id)
+
+    def advance(self) -> bool:
+        """Do this process's next part, without a wait. Return True once the roster is concluded."""
+        return self._conclude() if self._rank == 0 else self._acknowledge()
 
     def delete_earlier(self) -> None:
         """Delete the keys of earlier groups: among others n addresses of each of n processes."""
@@ -101,7 +114,7 @@ class RosterAgreement:
             for key, member in zip(self._keys("roster"), members, strict=True):
                 self._store.set(key, f"{self._name} {member}")
         acknowledged = self._read_all("ack", first=1)
-        if acknowledged is None or set(acknowledged) != {self._name}:
+        if acknowledged is None or any(name != self._name for name in acknowledged):
             return False
         group_prefix(self._group_store(self._name)).set("joined", "")
         self._store.set("ack/0", self._name)
@@ -128,12 +141,12 @@ class RosterAgreement:
     def _absent(self) -> list[int]:
         """Return the ranks that the others wait for."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        newest = self._read(f"roster/{self._rank}").partition(" ")[0]
-        return (
-            [rank for rank in others if not self._read(f"member/{rank}")]
-            or [rank for rank in others if rank and self._read(f"ack/{rank}") != newest]
-            or [0]
-        )
+        if none := [rank for rank in others if not self._read(f"member/{rank}")]:
+            return none
+        newest, _, member = self._read(f"roster/{self._rank}").partition(" ")
+        if member != self._id:
+            return [0]  # it would have published a roster with this process
+        return [rank for rank in others if rank and self._read(f"ack/{rank}") != newest] or [0]
 
     def _keys(self, kind: str, first: int = 0) -> list[str]:
         return [f"{kind}/{rank}" for rank in range(first, self._size)]
