@@ -1,6 +1,7 @@
 """Train PyTorch models larger than GPU memory, within a memory budget and bit-identical to plain PyTorch."""
 
 from patrickstar import errors, testing
+from patrickstar._distributed.rendezvous import join
 from patrickstar._engine.checkpoint_manager import Checkpoints
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
 from patrickstar._engine.engine import Engine
@@ -38,5 +39,6 @@ __all__ = [
     "TorchOptimizer",
     "errors",
     "initialize",
+    "join",
     "testing",
 ]

@@ -1,6 +1,5 @@
 """User configuration: memory budgets, device, precision, optimizer and disk."""
 
-import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,15 +9,10 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from patrickstar._layout.byte_size import parse_size_field
+from patrickstar._memory.compute_device import find_device
 from patrickstar._options import Options
-from patrickstar.errors import ConfigError, DeviceError
+from patrickstar.errors import ConfigError
 from patrickstar.optim import SGD, Adam, AdamW, Lion, Optimizer, TorchOptimizer
-
-UNSUPPORTED = {
-    "meta": "its tensors have no content",
-    "mps": "PyTorch can't resize a storage there, so a chunk's memory could not be freed while parameters view it",
-}
-"""Types of devices that are refused, with the reason."""
 
 
 class Disk(Options):
@@ -235,26 +229,4 @@ class Config(Options):
         Raises:
             DeviceError: The device is unknown, unsupported or not available.
         """
-        name, found = self.device, torch.accelerator.current_accelerator(check_available=True)
-        if name == "auto":
-            name = "cpu" if found is None or found.type in UNSUPPORTED else found.type
-        try:
-            device = torch.device(name)
-        except RuntimeError:
-            raise DeviceError(f"unknown device {name!r}; use 'auto', 'cpu', 'cuda' or 'xpu'") from None
-        if device.type in UNSUPPORTED:
-            raise DeviceError(f"device {name!r} is not supported, since {UNSUPPORTED[device.type]}; use 'cpu'")
-        if device.type != "cpu":
-            count = torch.accelerator.device_count() if found is not None and found.type == device.type else 0
-            if device.index is None and count:
-                # torchrun numbers the processes of a machine: each selects its own GPU. Slurm may show each process
-                # only one GPU (--gpus-per-task=1); then each selects the first GPU that it sees.
-                local_rank = os.environ.get("LOCAL_RANK")
-                current = torch.accelerator.current_device_index()
-                index = int(local_rank) % count if local_rank is not None else current
-                device = torch.device(device.type, index)
-            if not count or device.index is None or device.index >= count:
-                raise DeviceError(
-                    f"device {name!r} is not available: PyTorch finds {count} {device.type} devices here; use 'cpu'"
-                )
-        return device
+        return find_device(self.device)

@@ -16,10 +16,10 @@ from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._layout.byte_size import format_size
 from patrickstar._memory.accelerator import COLLECTIVE_BYTES, FREE_PERCENT, OUTSIDE_BYTES, Accelerator, default_budget
+from patrickstar._memory.compute_device import UNSUPPORTED
 from patrickstar._memory.hardware import Hardware
 from patrickstar._memory.memory_meter import available_bytes, host_meter, library_resident_bytes
 from patrickstar._perf_model.workload import STATE_BYTES, UPDATE_BYTES
-from patrickstar.config import UNSUPPORTED
 
 TRIAL_NUMEL = 16_000_000
 """Parameters of the trial update: 224 MB, more than caches hold, and fast to update."""

@@ -160,7 +160,7 @@ def train(
         if machine is not None:
             raise ConfigError(f"--machine {machine} requires --dry-run: training runs on this machine")
         summary = run(options, Console())
-    if summary.interrupted:
+    if summary is not None and summary.interrupted:
         raise typer.Exit(_INTERRUPTED)
 
 

@@ -1,11 +1,11 @@
 """Checkpoints of a training run: where to save, which one to resume, and the metadata to rebuild the model."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, NonNegativeInt, ValidationError, field_validator
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError, field_validator
 from torch import nn
 
 import patrickstar as ps
@@ -13,9 +13,11 @@ from patrickstar._checkpoint.manifest import ValidatedModel, first_error
 from patrickstar._checkpoint.metadata import read_rank
 from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar._cli.corpus import Corpus
+from patrickstar._cli.launcher import find_agent
 from patrickstar._cli.model_source import ModelSource
 from patrickstar._cli.tokenizer import tokenizer_text
 from patrickstar._cli.train_options import TrainOptions
+from patrickstar._distributed.process_group import Processes
 from patrickstar.errors import CheckpointError, ConfigError
 
 FIXED_OPTIONS = ("lr", "weight_decay")
@@ -38,6 +40,8 @@ class RunMetadata(ValidatedModel):
     """Tokenizer as JSON of the tokenizers library."""
     trained: bool
     """True if the run trained the tokenizer, which then has no other files."""
+    agents: list[str] = Field(default_factory=list)
+    """torchrun agents that started the run's processes; see `find_agent`."""
 
     @field_validator("config")
     @classmethod
@@ -51,7 +55,9 @@ class RunMetadata(ValidatedModel):
         return text
 
     @classmethod
-    def of(cls, options: TrainOptions, source: ModelSource, module: nn.Module, corpus: Corpus) -> "RunMetadata":
+    def of(
+        cls, options: TrainOptions, source: ModelSource, module: nn.Module, corpus: Corpus, agents: list[str]
+    ) -> "RunMetadata":
         return cls(
             lr=options.lr,
             weight_decay=options.weight_decay,
@@ -59,6 +65,7 @@ class RunMetadata(ValidatedModel):
             config=source.config.to_json_string(use_diff=False),
             tokenizer=tokenizer_text(corpus, source.vocabulary),
             trained=source.vocabulary.file is None,
+            agents=agents,
         )
 
     @classmethod
@@ -91,39 +98,62 @@ class ResumeOptions:
     checkpoints: ps.Checkpoints | None = None
     resumed: Path | None = None
     step: int = 0
+    agents: list[str] = field(default_factory=list)
+    """torchrun agents of all processes."""
 
     @classmethod
-    def of(cls, options: TrainOptions) -> "ResumeOptions":
-        """Check the options before anything is built. Raise ConfigError or CheckpointError if they cannot be used."""
-        resumed, step = None, 0
-        if options.resume is not None:
-            resumed = newest_in(options.resume)
-            metadata = RunMetadata.read(CheckpointReader(resumed))
-            step = metadata.step
-            for name in FIXED_OPTIONS:
-                given, saved = getattr(options, name), getattr(metadata, name)
-                if given != saved:
-                    raise ConfigError(
-                        f"{resumed} belongs to a run with --{name.replace('_', '-')} {saved:g}, which a resumed run "
-                        f"keeps: {given:g} has no effect; use the same value, or start a new run from an export"
-                    )
-            if step >= options.steps:
-                raise ConfigError(
-                    f"{resumed} was saved after step {step}, and --steps is {options.steps}: nothing is left to do"
-                )
-        if not options.save_every:
-            if options.save_to is not None:
-                raise ConfigError(f"--save-to {options.save_to} requires --save-every, the number of steps")
-            return cls(resumed=resumed, step=step)
+    def of(cls, options: TrainOptions, world: Processes) -> "ResumeOptions":
+        """Check the options before anything is built; every process must call this.
+
+        Processes that torchrun has restarted resume from the newest checkpoint that the run has saved, instead of the
+        one that the options name.
+
+        Raises:
+            ConfigError: The options cannot be used together.
+            CheckpointError: The checkpoint cannot be used.
+        """
+        agents = sorted({agent for agent in world.all_gather_object(find_agent()) if agent is not None})
+        resumed = None if options.resume is None else newest_in(options.resume)
         folder = options.save_to or (resumed.parent if resumed is not None else DEFAULT_FOLDER)
-        checkpoints = ps.Checkpoints(folder, options.keep)
-        newest = checkpoints.newest()
+        checkpoints = ps.Checkpoints(folder, options.keep) if options.save_every else None
+        newest = None if checkpoints is None else checkpoints.newest()
+        own = world.all_gather_object(str(newest) if newest is not None and _is_saved_by(agents, newest) else None)[0]
+        if own is not None:
+            resumed = Path(own)
+        step = 0 if resumed is None else _check_resumable(resumed, options)
+        if own is None and step >= options.steps:
+            raise ConfigError(
+                f"{resumed} was saved after step {step}, and --steps is {options.steps}: nothing is left to do"
+            )
+        if checkpoints is None and options.save_to is not None:
+            raise ConfigError(f"--save-to {options.save_to} requires --save-every, the number of steps")
         if newest is not None and (resumed is None or resumed.parent.resolve() != folder.resolve()):
             raise ConfigError(
                 f"{folder} has checkpoints of an earlier run ({newest.name}); continue it with --resume {folder}, or "
                 f"choose another folder with --save-to"
             )
-        return cls(options.save_every, checkpoints, resumed, step)
+        return cls(options.save_every, checkpoints, resumed, step, agents)
+
+
+def _is_saved_by(agents: list[str], checkpoint: Path) -> bool:
+    """Return True if one of the agents started the processes that saved a checkpoint."""
+    try:
+        return not set(agents).isdisjoint(RunMetadata.read(CheckpointReader(checkpoint)).agents)
+    except CheckpointError:
+        return False  # of another program
+
+
+def _check_resumable(checkpoint: Path, options: TrainOptions) -> int:
+    """Return the number of completed steps. Raise ConfigError if an option differs that cannot change."""
+    metadata = RunMetadata.read(CheckpointReader(checkpoint))
+    for name in FIXED_OPTIONS:
+        given, saved = getattr(options, name), getattr(metadata, name)
+        if given != saved:
+            raise ConfigError(
+                f"{checkpoint} belongs to a run with --{name.replace('_', '-')} {saved:g}, which a resumed run "
+                f"keeps: {given:g} has no effect; use the same value, or start a new run from an export"
+            )
+    return metadata.step
 
 
 def newest_in(folder: Path) -> Path:

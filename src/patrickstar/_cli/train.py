@@ -55,10 +55,11 @@ def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:
     return _FINAL_FRACTION + (1 - _FINAL_FRACTION) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
 
-def train(options: TrainOptions, console: Console) -> Summary:
+def train(options: TrainOptions, console: Console) -> Summary | None:
     """Train with a progress display, and print and return the summary.
 
-    Ctrl-C ends the run with a summary of the completed steps.
+    Ctrl-C ends the run with a summary of the completed steps. Processes that torchrun has restarted after the last
+    step was saved return None.
 
     Raises:
         KeyboardInterrupt: Ctrl-C before the first step was completed.
@@ -76,7 +77,10 @@ def train(options: TrainOptions, console: Console) -> Summary:
         build = _to_meta(source, options.activation_checkpointing)
         swap_bytes = check_fit(build, config, dict.fromkeys(("input_ids", "labels"), _sample(options)))
     corpus = open_corpus(options.data)
-    resume = ResumeOptions.of(options)
+    resume = ResumeOptions.of(options, world)
+    if resume.step >= options.steps:
+        print_text(console, f"{resume.resumed} was saved after the last step: nothing is left to do")
+        return None
     with RunLog(options.log, 0 if resume.resumed is None else resume.step) as log:
         if not options.quiet:
             _print_header(console, source, corpus)
@@ -92,7 +96,9 @@ def train(options: TrainOptions, console: Console) -> Summary:
         if rank:
             torch.manual_seed(options.seed + rank)  # dropout differs between ranks, as the data does
         try:
-            metadata = RunMetadata.of(options, source, engine.module, corpus) if resume.every else None
+            metadata = None
+            if resume.every:
+                metadata = RunMetadata.of(options, source, engine.module, corpus, resume.agents)
             run = _TrainingRun(options, engine, batches, resume, metadata)
             if resume.resumed is not None:
                 run.resume(resume.resumed)

@@ -1,6 +1,5 @@
 """Process group of a training run: members, agreement on options, and detection of processes that ended."""
 
-import atexit
 import json
 import os
 import socket
@@ -18,7 +17,10 @@ from torch.distributed import distributed_c10d
 
 from patrickstar._distributed.deadlock_watch import DeadlockWatch, own_call
 from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._distributed.rendezvous import Launch, join_group
+from patrickstar._distributed.roster import call_roll, group_prefix
 from patrickstar._distributed.single_process import SINGLE_PROCESS, SingleProcess
+from patrickstar._distributed.torch_errors import first_line
 from patrickstar.errors import ConfigError, PeerError
 
 _Error = TypeVar("_Error", bound=Exception)
@@ -54,11 +56,16 @@ class World:
         if device.type != "cpu":
             torch.accelerator.set_device_index(device)  # otherwise NCCL would create a context on the first device
         self._timeout = _default_timeout()
+        default_store = distributed_c10d._get_default_store()
+        assert isinstance(default_store, distributed_c10d.PrefixStore)
+        # Without PyTorch's own prefix, which a successor of a process could not know; see [Note: rosters].
+        self._store = group_prefix(default_store.underlying_store)
         self.device = device
+        with explain_peer_failure(self):
+            call_roll(self._store, self.rank, self.size, self._timeout.total_seconds())
         self.everyone = self.group((tuple(range(self.size)),))
         """All processes."""
         self._checkpoints: dist.ProcessGroup | None = None
-        self._store = distributed_c10d.PrefixStore("patrickstar", distributed_c10d._get_default_store())
         self.watch = DeadlockWatch(distributed_c10d.PrefixStore("watch", self._store), self.rank, self.size)
         me = {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
         self.members = self.all_gather_object(me)
@@ -69,23 +76,17 @@ class World:
     def find(cls, device: torch.device) -> "Processes":
         """Return the world that torchrun or the script has set up, or a single process.
 
-        Raises ConfigError if torch.distributed and the environment disagree on the number of processes, or if the
-        process group can't be initialised.
+        Raises ConfigError if torch.distributed and the environment disagree on the number of processes, and the errors
+        of `join`.
         """
-        world_size = os.environ.get("WORLD_SIZE")
-        if not dist.is_available() or (not dist.is_initialized() and (world_size is None or "RANK" not in os.environ)):
+        if not dist.is_available():
             return SINGLE_PROCESS
         if not dist.is_initialized():
-            if world_size == "1":
+            launch = Launch.from_environment()
+            if launch.size == 1:
                 return SINGLE_PROCESS
-            try:
-                dist.init_process_group(dist.get_default_backend_for_device(device))
-            except (RuntimeError, ValueError, dist.DistError) as error:
-                raise ConfigError(
-                    f"RANK and WORLD_SIZE say that this is one of {world_size} processes, but it can't join the others "
-                    f"({_first_line(error)}); start all of them with torchrun, or unset both for one process"
-                ) from error
-            atexit.register(_destroy_process_group)
+            join_group(device, launch)
+        world_size = os.environ.get("WORLD_SIZE")
         size = dist.get_world_size()
         if world_size is not None and int(world_size) != size:
             raise ConfigError(
@@ -193,7 +194,7 @@ class World:
         """Return the error for a failed collective; it names the process that ended."""
         return PeerError(
             f"{self._find_ended()}; rank {self.rank} can't continue alone in {own_call()}, which needs all processes "
-            f"({_first_line(error)}). No operation was retried: restart all processes from a checkpoint"
+            f"({first_line(error)}). No operation was retried: restart all processes from a checkpoint"
         )
 
     def _describe(self, rank: int) -> str:
@@ -302,12 +303,6 @@ def explain_peer_failure(world: "Processes") -> Iterator[None]:
         raise world.explain_failure(error) from error
 
 
-def _destroy_process_group() -> None:
-    """Destroy the default group at exit, if `World.find` created it."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def _default_timeout() -> timedelta:
     """Return the timeout that `init_process_group` was given. A new group would wait for half an hour for its peers."""
     group = distributed_c10d._get_default_group()
@@ -315,14 +310,6 @@ def _default_timeout() -> timedelta:
         return distributed_c10d.default_pg_timeout
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
-
-
-def _first_line(error: BaseException) -> str:
-    """Return an error's message without PyTorch's source location and advice."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    if not lines[0].startswith("[/"):
-        return lines[0]
-    return lines[0].partition("] ")[2].partition(". ")[0]
 
 
 def _short(value: Any, other: Any) -> str:

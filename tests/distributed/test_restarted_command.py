@@ -1,0 +1,91 @@
+"""`patrickstar train` after a restart by torchrun: it resumes by itself, and its log is that of one run."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from patrickstar._cli import train as command
+
+from . import ranks
+from .restarts import WITHIN_S, agent_store, check_ended, die, start
+from .test_cli import losses, main, options
+
+STEPS = 6
+
+
+def main_until(arguments: list[str], folder: str, victim: int, step: int) -> None:
+    """Run the command; the `victim` dies in a step. Runs in each process."""
+    run_step = command._step
+
+    def die_in_step(given, engine, batches, number):
+        if number == step and int(os.environ["RANK"]) == victim:
+            die()
+        return run_step(given, engine, batches, number)
+
+    command._step = die_in_step
+    main(arguments, folder)
+
+
+def arguments(folder, name, batch, *words):
+    save = ["--steps", str(STEPS), "--save-every", "2", "--save-to", f"{name}-saved", "--batch", str(batch)]
+    return options(folder, folder / f"{name}.jsonl", *save, *words)
+
+
+def killed(port, folder, words, size, victim, step):
+    """Run the command until a process is killed."""
+    call = {"arguments": words, "folder": str(folder), "victim": victim, "step": step}
+    ended = ranks.wait(start(port, size, main_until, call), WITHIN_S)
+    check_ended(ended, [-signal.SIGKILL if rank == victim else 2 for rank in range(size)])
+
+
+def finished(port, folder, words, size, code=0):
+    """Run the command to the end; return what it prints."""
+    ended = ranks.wait(start(port, size, main, {"arguments": words, "folder": str(folder)}), WITHIN_S)
+    check_ended(ended, [code] * size)
+    return "".join(result.text for result in ended)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_restarted_run_goes_on_by_itself(tmp_path, victim):
+    with agent_store() as port:
+        words = arguments(tmp_path, "killed", 2)
+        killed(port, tmp_path, words, 2, victim, 2)  # before the first checkpoint
+        killed(port, tmp_path, words, 2, victim, 4)
+        text = finished(port, tmp_path, words, 2)
+        assert text.count("resumed from killed-saved/step-2") == 1
+        # A process may also be lost after the last step.
+        assert "step-6 was saved after the last step: nothing is left to do" in finished(port, tmp_path, words, 2)
+        finished(port, tmp_path, arguments(tmp_path, "whole", 2), 2)
+    assert losses(tmp_path / "killed.jsonl") == losses(tmp_path / "whole.jsonl")
+    assert json.loads((tmp_path / "killed.jsonl").read_text().splitlines()[-1])["kind"] == "summary"
+
+
+def test_a_restarted_run_goes_on_with_fewer_processes(tmp_path):
+    with agent_store() as port:
+        killed(port, tmp_path, arguments(tmp_path, "killed", 1), 4, 3, 6)
+        text = finished(port, tmp_path, arguments(tmp_path, "killed", 1), 2)
+        assert text.count("resumed from killed-saved/step-4") == 1
+        finished(port, tmp_path, arguments(tmp_path, "planned", 1, "--steps", "4"), 4)
+        finished(port, tmp_path, arguments(tmp_path, "planned", 1, "--resume", "planned-saved/step-4"), 2)
+    assert [step for step, *_ in losses(tmp_path / "killed.jsonl")] == list(range(1, STEPS + 1))
+    assert losses(tmp_path / "killed.jsonl")[4:] == losses(tmp_path / "planned.jsonl")[4:]
+
+
+def test_a_resumed_run_goes_on_from_its_own_checkpoints(tmp_path):
+    with agent_store() as port:
+        finished(port, tmp_path, arguments(tmp_path, "run", 2, "--steps", "2"), 2)
+        words = arguments(tmp_path, "run", 2, "--resume", "run-saved/step-2", "--keep", "1")
+        killed(port, tmp_path, words, 2, 1, 6)
+        assert not (tmp_path / "run-saved" / "step-2").exists()
+        assert "resumed from run-saved/step-4" in finished(port, tmp_path, words, 2)
+    assert [step for step, *_ in losses(tmp_path / "run.jsonl")] == list(range(1, STEPS + 1))
+
+
+def test_checkpoints_of_another_launch_are_not_resumed(tmp_path):
+    words = arguments(tmp_path, "run", 2)
+    with agent_store() as port:
+        ended = ranks.wait(ranks.start(2, main, {"arguments": words, "folder": str(tmp_path)}), WITHIN_S)
+        check_ended(ended, [0, 0])  # without torchrun
+        assert "has checkpoints of an earlier run (step-6)" in finished(port, tmp_path, words, 2, code=2)
