@@ -133,6 +133,8 @@ class ChunkComm:
         self._gather_target, self._gathering = chunk, None
         chunk.pins += 1  # serving other processes meanwhile must not evict it
         try:
+            if self.shards[chunk.index].group.size == 1:
+                self.start_gather(chunk.index, self.shards[chunk.index].members)
             while self._gathering is None:
                 self.negotiate(Request.GATHER, chunk.index)
             return self._gathering
@@ -143,6 +145,9 @@ class ChunkComm:
     def request_reduction(self, chunk: Chunk) -> Transfer:
         """Request the reduction of a chunk's gradients, once those of the other processes are ready."""
         reduction = self._pending[chunk.index] = PendingReduction(self, chunk)
+        if self.shards[chunk.index].group.size == 1:
+            self.start_reduction(chunk.index, self.shards[chunk.index].members)
+            return reduction
         self.coordinator.ready.add(self._global_index(chunk.index))
         self.negotiate(Request.NOTHING)
         return reduction

@@ -43,7 +43,8 @@ class DataMesh:
                     f"rank {rank} passed {held} to ps.initialize: each process has to pass the data-parallel "
                     f"dimensions of one mesh of all {world.size} processes, mesh[...], which contain itself"
                 )
-            if any(rows[other] != row for other in row["ranks"] if other < world.size):
+        for rank, row in enumerate(rows):
+            if any(rows[other] != row for other in row["ranks"]):
                 raise ConfigError(
                     f"processes {', '.join(map(str, row['ranks']))} are one data-parallel group for rank {rank}, but "
                     f"not for all of its members: all have to create the mesh with the same sizes and names"
