@@ -126,7 +126,7 @@ def waits() -> None:
     """End rank 1 while rank 0 waits for an event that never passes; runs in each process."""
     import strict_device  # noqa: F401
 
-    from patrickstar._distributed.collectives import StreamCollectives
+    from patrickstar._distributed.stream_collectives import StreamCollectives
     from patrickstar._memory.hardware import Hardware
 
     class NeverPasses:

@@ -13,11 +13,11 @@ from patrickstar._layout.chunk_mapping import (
     Layout,
     ParamLocation,
     ParamSpec,
-    ShardGroup,
     align,
     build_layout,
 )
 from patrickstar._layout.schema import schema_for
+from patrickstar._layout.shard_group import ShardGroup
 from patrickstar.errors import ModelError
 
 quick = settings(derandomize=True, deadline=None, max_examples=draws(200))

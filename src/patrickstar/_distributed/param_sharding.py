@@ -10,10 +10,10 @@ from torch import nn
 
 from patrickstar._distributed.data_mesh import DataMesh
 from patrickstar._distributed.process_group import Processes, World
-from patrickstar._layout.chunk_mapping import ShardGroup
 from patrickstar._layout.local_boxes import MeshShard, local_boxes
 from patrickstar._layout.process_partition import partition_processes
 from patrickstar._layout.shard_geometry import Box
+from patrickstar._layout.shard_group import ShardGroup
 from patrickstar.errors import ModelError
 
 
@@ -140,7 +140,7 @@ def shard_params(world: Processes, mesh: DataMesh, module: nn.Module) -> dict[st
     shardings = {}
     for name, param in module.named_parameters():
         if not any(name in row for row in rows):
-            shardings[name] = _sharding(world.rank, whole, [()] * world.size, local_part(param).numel(), ())
+            shardings[name] = _sharding(world.rank, mesh, whole, [()] * world.size, local_part(param).numel(), ())
             continue
         if not all(name in row for row in rows):
             plain = next(rank for rank, row in enumerate(rows) if name not in row)
@@ -158,7 +158,7 @@ def shard_params(world: Processes, mesh: DataMesh, module: nn.Module) -> dict[st
                 f"the data-parallel dimensions, and no others"
             )
         largest = max(sum(box.numel for box in part) for part in held)
-        shardings[name] = _sharding(world.rank, partition, held, largest, parts)
+        shardings[name] = _sharding(world.rank, mesh, partition, held, largest, parts)
     return shardings
 
 
@@ -192,9 +192,9 @@ def _partition(mesh: DataMesh, held: Sequence[Any], meshes: Sequence[Sequence[in
 
 
 def _sharding(
-    rank: int, partition: tuple[tuple[int, ...], ...], held: Sequence[Any], numel: int, parts: Any
+    rank: int, mesh: DataMesh, partition: tuple[tuple[int, ...], ...], held: Sequence[Any], numel: int, parts: Any
 ) -> ParamSharding:
-    group = ShardGroup.of(rank, partition)
+    group = mesh.share(rank, partition)
     first = next(number for number, ranks in enumerate(partition) if held[ranks[0]] == held[rank])
     return ParamSharding(group, first == group.number, numel, rank, parts)
 
