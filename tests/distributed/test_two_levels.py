@@ -1,25 +1,182 @@
 """Two levels of transport, in meshes with replicas: exact results, and bytes inside and between replicas."""
 
+from collections import Counter
+from functools import partial
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
+from probes import after_allocations, manager_of, model_data_of
 from sampling import draws
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from toys import layers, mean_square
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._distributed import gloo_collectives
+from patrickstar._distributed.process_group import World
+from patrickstar._engine.engine import Engine
 
 from . import ranks
-from .test_exactness import any_budget, branches, everything_evicted
+from .test_bytes import one_owner
+from .test_checkpoints import resume, save_and_go_on
+from .test_exactness import CPU, any_budget, branches, everything_evicted
+from .test_habits import gradients, saving
+from .test_loops import SCRIPTS, from_disk, scripts
 
 MESHES = [(4, 2), (4, 4), (2, 2)]
 """Numbers of processes and of replicas."""
 
 
+def in_small_pieces(**options: Any) -> None:
+    """Train with reductions of many pieces; runs in each process."""
+    gloo_collectives.PAGE_BYTES = 2048
+    everything_evicted(**options)
+
+
+@pytest.mark.parametrize("function", [everything_evicted, in_small_pieces, any_budget, branches])
 @pytest.mark.parametrize("size, replicas", MESHES)
-def test_everything_evicted_at_every_access(size, replicas):
-    ranks.run(size, everything_evicted, seeds=list(range(300, 300 + draws(24 // size))), replicas=replicas)
+def test_exact(function, size, replicas):
+    ranks.run(size, function, seeds=list(range(300, 300 + draws(16 // size))), replicas=replicas)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [everything_evicted, in_small_pieces, any_budget, branches])
+@pytest.mark.parametrize("size, replicas", MESHES)
+def test_many_more_cases(function, size, replicas):
+    ranks.run(size, function, 600, seeds=list(range(10_000 * size, 10_000 * size + 30)), replicas=replicas)
 
 
 @pytest.mark.parametrize("size, replicas", MESHES)
-def test_any_budget_of_each_process(size, replicas):
-    ranks.run(size, any_budget, seeds=list(range(400, 400 + draws(24 // size))), replicas=replicas)
+def test_unusual_loops(size, replicas):
+    ranks.run(size, scripts, names=list(SCRIPTS), replicas=replicas)
+
+
+def test_masters_and_states_on_disk(tmp_path):
+    ranks.run(2, from_disk, seeds=list(range(draws(2))), folder=str(tmp_path), replicas=2, more_bytes=222_000)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_gradients_and_saving(precision, tmp_path):
+    ranks.run(4, gradients, precision=precision, replicas=2)
+    ranks.run(4, saving, precision=precision, folder=str(tmp_path), replicas=2)
 
 
 @pytest.mark.parametrize("size, replicas", MESHES)
-def test_processes_with_different_loops(size, replicas):
-    ranks.run(size, branches, seeds=list(range(500, 500 + draws(24 // size))), replicas=replicas)
+def test_chunks_of_one_owner(size, replicas):
+    ranks.run(size, one_owner, seeds=list(range(draws(3))), replicas=replicas)
+
+
+def test_checkpoints_of_any_mesh(tmp_path):
+    seeds = [1, 2, 3][: draws(3)]
+    ranks.run(4, save_and_go_on, folder=str(tmp_path), seeds=seeds, replicas=2)
+    ranks.run(4, resume, folder=str(tmp_path), seeds=seeds, same=True, replicas=2)
+    for number, (size, replicas) in enumerate([(4, 4), (4, 1), (2, 2), (1, 1)]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for path in tmp_path.iterdir():
+            if path.name in map(str, seeds) or path.name.startswith("expected"):
+                (folder / path.name).symlink_to(path)
+        ranks.run(size, resume, folder=str(folder), seeds=seeds, same=False, replicas=replicas)
+        for seed in seeds:
+            (folder / str(seed)).unlink()
+            (folder / f"again-{seed}").rename(folder / str(seed))
+        ranks.run(4, resume, folder=str(folder), seeds=seeds, same=False, replicas=2)
+
+
+WIDTH = 32
+
+
+def counters(replicas: int, gathers: int, reduce_dtype: str) -> None:
+    """Count the bytes of steps, in chunks and on the wire; runs in each process."""
+    dist.init_process_group("gloo")
+    world = World(CPU)
+    size, count = world.size, 16 * WIDTH * WIDTH
+    shards = size // replicas
+    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+    group = 2 * WIDTH * WIDTH * size
+    config = ps.Config(
+        device="cpu",
+        chunk_size=2 * WIDTH * WIDTH,
+        device_memory=None if gathers == 1 else 2 * group + 64,
+        reduce_dtype=reduce_dtype,
+    )
+    build = partial(layers, WIDTH, 16, nn.Tanh, bias=False)
+    engine = Engine(build, config, meter=testing.NoMeter(), poison=True, world=world, mesh=mesh)
+    manager, data = manager_of(engine), model_data_of(engine)
+    model_data_bytes = 14 * count // size + (2 * count // shards if replicas > 1 else 0)
+    assert engine.layout.model_data_bytes == model_data_bytes
+    assert engine.layout.padding_bytes == 0
+    peak_bytes = 0
+
+    def record_peak(chunk):
+        nonlocal peak_bytes
+        held = engine.inspect()
+        peak_bytes = max(peak_bytes, held.device.chunk_bytes + held.host.chunk_bytes)
+
+    after_allocations(engine, record_peak)
+    for _ in range(3):
+        sent = record_sends(world)
+        loss = mean_square(engine(torch.randn(4, WIDTH)))
+        if gathers == 2:
+            for chunk in manager.param16.values():
+                if chunk.device_resident:
+                    manager.drop(chunk)
+            data.update_param_views()
+        engine.backward(loss)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    last = engine.stats.last
+    itemsize = 2 if reduce_dtype == "16-bit" else 4
+    gathered, reduced = last.inter_replica_gathered_bytes, last.inter_replica_reduced_bytes
+    assert gathered == 2 * count * (replicas - 1) // size
+    assert reduced == 4 * count * (replicas - 1) // size
+    assert last.gathered_bytes - gathered == 2 * count * gathers * (shards - 1) // shards
+    assert last.reduced_bytes - reduced == itemsize * count * (shards - 1) // shards
+    if reduce_dtype == "16-bit":  # the table of docs/distributed.md
+        inside = last.gathered_bytes + last.reduced_bytes - gathered - reduced
+        assert inside == 2 * count * (gathers + 1) * (shards - 1) // shards
+        assert gathered + reduced == 6 * count * (replicas - 1) // size
+    own = world.rank // shards
+    assert last.gathered_bytes + last.reduced_bytes == sum(sent.values())
+    assert gathered + reduced == sum(nbytes for rank, nbytes in sent.items() if rank // shards != own)
+    if gathers == 2 and reduce_dtype == "16-bit":
+        assert peak_bytes <= model_data_bytes + 2 * group, (peak_bytes, model_data_bytes, group)
+    engine.close()
+    dist.destroy_process_group()
+
+
+def record_sends(world: World) -> Counter[int]:
+    """Count the bytes of chunks that this process sends from now on, by receiver."""
+    sent: Counter[int] = Counter()
+
+    class Recorded:
+        """`torch.distributed` with a send that counts."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(dist, name)
+
+        @staticmethod
+        def isend(tensor: torch.Tensor, group_dst: int, group: dist.ProcessGroup) -> Any:
+            sent[dist.get_global_rank(group, group_dst)] += tensor.nbytes
+            return dist.isend(tensor, group_dst=group_dst, group=group)
+
+    def gather_into(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+        for rank in dist.get_process_group_ranks(group):
+            if rank != world.rank:
+                sent[rank] += part.nbytes
+        gather(whole, part, group)
+
+    gather = getattr(gloo_collectives.gather_into, "inner", gloo_collectives.gather_into)
+    gather_into.inner = gather
+    gloo_collectives.gather_into, gloo_collectives.dist = gather_into, Recorded()
+    return sent
+
+
+@pytest.mark.parametrize("reduce_dtype", ["16-bit", "fp32"])
+@pytest.mark.parametrize("gathers", [1, 2])
+@pytest.mark.parametrize("size, replicas", [*MESHES, (4, 1)])
+def test_a_step_sends_the_bytes_of_the_table(size, replicas, gathers, reduce_dtype):
+    ranks.run(size, counters, replicas=replicas, gathers=gathers, reduce_dtype=reduce_dtype)
