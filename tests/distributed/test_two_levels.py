@@ -69,29 +69,30 @@ def test_chunks_of_one_owner(size, replicas):
     ranks.run(size, one_owner, seeds=list(range(draws(3))), replicas=replicas)
 
 
-def test_checkpoints_of_any_mesh(tmp_path):
+def test_checkpoints_cross_meshes(tmp_path):
     seeds = [1, 2, 3][: draws(3)]
     ranks.run(4, save_and_go_on, folder=str(tmp_path), seeds=seeds, replicas=2)
     ranks.run(4, resume, folder=str(tmp_path), seeds=seeds, same=True, replicas=2)
-    for number, (size, replicas) in enumerate([(4, 4), (4, 1), (2, 2), (1, 1)]):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        for path in tmp_path.iterdir():
-            if path.name in map(str, seeds) or path.name.startswith("expected"):
-                (folder / path.name).symlink_to(path)
-        ranks.run(size, resume, folder=str(folder), seeds=seeds, same=False, replicas=replicas)
+    for size, replicas in [(4, 1), (1, 1), (4, 4), (2, 2)]:  # each loads what the one before has saved
+        ranks.run(size, resume, folder=str(tmp_path), seeds=seeds, same=False, replicas=replicas)
         for seed in seeds:
-            (folder / str(seed)).unlink()
-            (folder / f"again-{seed}").rename(folder / str(seed))
-        ranks.run(4, resume, folder=str(folder), seeds=seeds, same=False, replicas=2)
+            (tmp_path / str(seed)).rename(tmp_path / f"loaded-{size}-{replicas}-{seed}")
+            (tmp_path / f"again-{seed}").rename(tmp_path / str(seed))
 
 
 WIDTH = 32
 
 
-def counters(replicas: int, gathers: int, reduce_dtype: str) -> None:
-    """Count the bytes of steps, in chunks and on the wire; runs in each process."""
+def counters(replicas: int) -> None:
+    """Count the bytes of steps with one or two gathers per step; runs in each process."""
     dist.init_process_group("gloo")
+    for gathers, reduce_dtype in [(1, "16-bit"), (2, "16-bit"), (1, "fp32"), (2, "fp32")]:
+        count_bytes(replicas, gathers, reduce_dtype)
+    dist.destroy_process_group()
+
+
+def count_bytes(replicas: int, gathers: int, reduce_dtype: str) -> None:
+    """Count the bytes of steps, in chunks and on the wire."""
     world = World(CPU)
     size, count = world.size, 16 * WIDTH * WIDTH
     shards = size // replicas
@@ -145,7 +146,6 @@ def counters(replicas: int, gathers: int, reduce_dtype: str) -> None:
     if gathers == 2 and reduce_dtype == "16-bit":
         assert peak_bytes <= model_data_bytes + 2 * group, (peak_bytes, model_data_bytes, group)
     engine.close()
-    dist.destroy_process_group()
 
 
 def record_sends(world: World) -> Counter[int]:
@@ -175,8 +175,6 @@ def record_sends(world: World) -> Counter[int]:
     return sent
 
 
-@pytest.mark.parametrize("reduce_dtype", ["16-bit", "fp32"])
-@pytest.mark.parametrize("gathers", [1, 2])
 @pytest.mark.parametrize("size, replicas", [*MESHES, (4, 1)])
-def test_a_step_sends_the_bytes_of_the_table(size, replicas, gathers, reduce_dtype):
-    ranks.run(size, counters, replicas=replicas, gathers=gathers, reduce_dtype=reduce_dtype)
+def test_a_step_sends_the_bytes_of_the_table(size, replicas):
+    ranks.run(size, counters, replicas=replicas)
