@@ -1,6 +1,7 @@
 """Two levels of transport, in meshes with replicas: exact results, and bytes inside and between replicas."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,9 @@ from toys import layers, mean_square
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._distributed import gloo_collectives
+from patrickstar._distributed.param_sharding import ParamSharding
 from patrickstar._distributed.process_group import World
+from patrickstar._engine import core
 from patrickstar._engine.engine import Engine
 
 from . import ranks
@@ -178,3 +181,63 @@ def record_sends(world: World) -> Counter[int]:
 @pytest.mark.parametrize("size, replicas", [*MESHES, (4, 1)])
 def test_a_step_sends_the_bytes_of_the_table(size, replicas):
     ranks.run(size, counters, replicas=replicas)
+
+
+class Experts(nn.Module):
+    """Model with a parameter that only half of the processes hold, as experts."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(WIDTH, WIDTH, bias=False)
+        torch.manual_seed(1 + group)
+        self.expert = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.expert(self.dense(inputs).tanh())
+
+
+def experts(groups: list[list[int]]) -> None:
+    """Train with a parameter that groups within the data-parallel one share; runs in each process."""
+    dist.init_process_group("gloo")
+    world, count = World(CPU), WIDTH * WIDTH
+    shard_params = core.shard_params
+
+    def share_expert(*args: Any) -> dict[str, ParamSharding]:
+        shardings = shard_params(*args)
+        group = args[1].share(world.rank, groups)
+        assert group.replicas == 1, "only whole data-parallel groups are divided into replicas"
+        return shardings | {"expert.weight": replace(shardings["expert.weight"], group=group)}
+
+    core.shard_params = share_expert
+    states = []
+    for dims in [(4,), (2, 2)]:
+        mesh = init_device_mesh("cpu", dims, mesh_dim_names=("dp_replicate", "dp_shard")[-len(dims) :])
+        config = ps.Config(device="cpu", precision="fp32", chunk_size="1KiB", optimizer=ps.SGD(lr=0.25))
+        build = partial(Experts, int(world.rank in groups[1]))
+        engine = Engine(build, config, meter=testing.NoMeter(), world=world, mesh=mesh)
+        for step in range(2):
+            inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + world.rank))
+            engine.backward(mean_square(engine(inputs)))
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        states.append(engine.state_dict()["expert.weight"])
+        last, two = engine.stats.last, len(dims) == 2
+        same_replica = groups[0] == [0, 1]
+        # The expert is shared by two processes; the dense layer by all four, in one or in two levels.
+        elsewhere = 0 if same_replica or not two else 4 * count // 2
+        dense = (4 * count // 2 + 4 * count // 4, 4 * count // 4) if two else (4 * count * 3 // 4, 0)
+        for total, other in [
+            (last.gathered_bytes, last.inter_replica_gathered_bytes),
+            (last.reduced_bytes, last.inter_replica_reduced_bytes),
+        ]:
+            assert (total, other) == (4 * count // 2 + dense[0], elsewhere + dense[1])
+        engine.close(keep=False)
+        world = World(CPU)
+    assert (states[0] - states[1]).abs().max() < 1e-6, "the expert's gradients are added alike"
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])
+def test_parameters_of_smaller_groups_keep_flat_transport(groups):
+    ranks.run(4, experts, groups=groups)
