@@ -10,10 +10,10 @@ from torch import nn
 
 from patrickstar._distributed.data_mesh import DataMesh
 from patrickstar._distributed.process_group import Processes, World
-from patrickstar._layout.chunk_mapping import ShardGroup
 from patrickstar._layout.local_boxes import MeshShard, local_boxes
 from patrickstar._layout.process_partition import partition_processes
 from patrickstar._layout.shard_geometry import Box
+from patrickstar._layout.shard_group import ShardGroup
 from patrickstar.errors import ModelError
 
 
@@ -142,7 +142,7 @@ def shard_params(world: Processes, mesh: DataMesh, module: nn.Module) -> dict[st
     shardings = {}
     for name, param in module.named_parameters():
         if not any(name in row for row in rows):
-            shardings[name] = _sharding(world.rank, whole, [()] * world.size, local_part(param).numel())
+            shardings[name] = _sharding(world.rank, mesh, whole, [()] * world.size, local_part(param).numel())
             continue
         if not all(name in row for row in rows):
             plain = next(rank for rank, row in enumerate(rows) if name not in row)
@@ -161,7 +161,7 @@ def shard_params(world: Processes, mesh: DataMesh, module: nn.Module) -> dict[st
             )
         largest = max(sum(box.numel for box in part) for part in held)
         mixes_batches = any(len({mesh.batch_of[rank] for rank in row[name]["mesh"]}) > 1 for row in rows)
-        shardings[name] = _sharding(world.rank, partition, held, largest, mixes_batches, parts)
+        shardings[name] = _sharding(world.rank, mesh, partition, held, largest, mixes_batches, parts)
     return shardings
 
 
@@ -196,13 +196,14 @@ def _partition(mesh: DataMesh, held: Sequence[Any], meshes: Sequence[Sequence[in
 
 def _sharding(
     rank: int,
+    mesh: DataMesh,
     partition: tuple[tuple[int, ...], ...],
     held: Sequence[Any],
     numel: int,
     mixes_batches: bool = False,
     parts: Any = (),
 ) -> ParamSharding:
-    group = ShardGroup.of(rank, partition)
+    group = mesh.share(rank, partition)
     first = next(number for number, ranks in enumerate(partition) if held[ranks[0]] == held[rank])
     return ParamSharding(group, first == group.number, numel, rank, mixes_batches, parts)
 
