@@ -79,6 +79,12 @@ def local_part(param: Any) -> torch.Tensor:
     return local
 
 
+def whole_value(tensor: Any) -> torch.Tensor:
+    """Return a tensor, of a DTensor its whole value; for that, all processes of its mesh must call this together."""
+    whole: torch.Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return whole
+
+
 def check_parallelism(module: nn.Module) -> None:
     """Raise ModelError for a model under another kind of data parallelism, or with unreduced parameters."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
