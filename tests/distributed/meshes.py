@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from patrickstar._distributed.process_group import World
 from patrickstar._distributed.single_process import SINGLE_PROCESS
 
-WIDTH, EXPERTS, TOKENS = 8, 6, 11
+EXPERTS, TOKENS = 6, 11
 
 
 def local(param: Any, partial: bool = False) -> Tensor:
@@ -28,10 +28,10 @@ def local(param: Any, partial: bool = False) -> Tensor:
 class Gated(nn.Module):
     """Gated layer whose two input matrices are packed into one parameter, and whose output matrix is transposed."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.packed = nn.Parameter(torch.randn(WIDTH, 12) / 4)
-        self.turned = nn.Parameter((torch.randn(WIDTH, 6) / 4).t())
+        self.packed = nn.Parameter(torch.randn(width, 12) / 4)
+        self.turned = nn.Parameter((torch.randn(width, 6) / 4).t())
         self.mesh: DeviceMesh | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,7 +47,10 @@ class Gated(nn.Module):
         rank, size = mesh.get_local_rank(), mesh.size()
         packed = torch.cat([half.chunk(size, 1)[rank] for half in self.packed.data.chunk(2, 1)], 1)
         turned = self.turned.data.chunk(size)[rank].t().contiguous().t()
-        for name, part, placement in (("packed", packed, _StridedShard(1, split_factor=2)), ("turned", turned, Shard(0))):
+        for name, part, placement in (
+            ("packed", packed, _StridedShard(1, split_factor=2)),
+            ("turned", turned, Shard(0)),
+        ):
             old = getattr(self, name)
             whole = DTensor.from_local(part, mesh, [placement], run_check=False, shape=old.shape, stride=old.stride())
             setattr(self, name, nn.Parameter(whole))
@@ -56,10 +59,10 @@ class Gated(nn.Module):
 class Experts(nn.Module):
     """Experts with stacked weights; token n of a sequence goes to expert n modulo their number."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 4) / 4)
-        self.down = nn.Parameter(torch.randn(EXPERTS, 4, WIDTH) / 4)
+        self.up = nn.Parameter(torch.randn(EXPERTS, width, 4) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 4, width) / 4)
         self.mesh: DeviceMesh | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,15 +96,15 @@ class Experts(nn.Module):
 class Mixed(nn.Module):
     """Model with a layer of every kind, a frozen bias and buffers that depend on the batch."""
 
-    def __init__(self, tokens: int = TOKENS, frozen: bool = True) -> None:
+    def __init__(self, width: int = 8, tokens: int = TOKENS, frozen: bool = True) -> None:
         super().__init__()
-        self.words = nn.Embedding(tokens, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.up = nn.Linear(WIDTH, 22)
-        self.down = nn.Linear(22, WIDTH)
+        self.words = nn.Embedding(tokens, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.up = nn.Linear(width, 22)
+        self.down = nn.Linear(22, width)
         self.up.bias.requires_grad_(not frozen)
-        self.gated = Gated()
-        self.experts = Experts()
+        self.gated = Gated(width)
+        self.experts = Experts(width)
         self.scale = nn.Parameter(torch.ones(()))
         self.dropout = nn.Dropout(0.2)
 

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from pydantic import NonNegativeInt, ValidationError, field_validator
+from pydantic import Field, NonNegativeInt, ValidationError, field_validator
 
 from patrickstar._checkpoint import json_codec
 from patrickstar._checkpoint.manifest import ValidatedModel, first_error
@@ -42,7 +42,7 @@ class CommonMetadata(ValidatedModel):
     buffers: list[str]
     loss_scale: dict[str, float]
     extra: dict[str, Any]
-    batch_of: list[NonNegativeInt] = []
+    batch_of: list[NonNegativeInt] = Field(default_factory=list)
 
     @field_validator("batch_of")
     @classmethod

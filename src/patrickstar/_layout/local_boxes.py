@@ -52,6 +52,11 @@ def local_runs(shape: Sequence[int], shards: Sequence[MeshShard]) -> tuple[Runs,
     return tuple(_joined(each) for each in runs)
 
 
+def local_shape(shape: Sequence[int], shards: Sequence[MeshShard]) -> tuple[int, ...]:
+    """Return the shape of the local tensor of a process."""
+    return tuple(sum(length for _, length in runs) for runs in local_runs(shape, shards))
+
+
 def local_boxes(shape: Sequence[int], shards: Sequence[MeshShard]) -> list[tuple[Box, Box]]:
     """Return the boxes of a tensor that a process holds: each in its local tensor, and in the global tensor.
 
