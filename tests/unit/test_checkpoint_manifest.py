@@ -222,3 +222,10 @@ def test_invalid_plain_data_changes_nothing(checkpoint_copy, case):
     before = random.getstate()
     assert_refused(checkpoint_copy)
     assert random.getstate() == before
+
+
+def test_checkpoints_without_batches_are_of_distinct_ones(checkpoint_copy):
+    forge_plain_data(checkpoint_copy, lambda fields: fields.pop("batch_of", None))
+    engine = engine_of()
+    assert engine.load(checkpoint_copy)["note"] == [1, 2]
+    engine.close()

@@ -40,7 +40,8 @@ class ShardBox:
     @property
     def fills_span(self) -> bool:
         """True if no element of another box is in the span."""
-        return self.span.stop - self.span.start == self.whole.numel
+        first, end = memory_range(self.local, self.managed.region.strides)
+        return end - first == self.whole.numel
 
     @property
     def in_order(self) -> bool:
