@@ -31,7 +31,8 @@ class Channel:
 
 def total(expressions: Sequence[Expression]) -> Expression:
     """Return the sum of expressions."""
-    return np.sum(expressions, axis=0)
+    summed: Expression = np.sum(expressions, axis=0)
+    return summed
 
 
 def channels(

@@ -63,7 +63,7 @@ def expected_maximum(mean: float, bins: int) -> float:
 
     With uniform routing the tokens of each process are nearly such variables: of n routed tokens each goes to one of
     `bins` processes, so a count is binomial with mean n / bins. The counts have a fixed sum, which lowers the maximum
-    slightly. The expectation is the sum over m >= 0 of P(maximum > m) = 1 - F(m)^bins, with F the distribution function.
+    slightly. The expectation is the sum over m >= 0 of P(maximum > m) = 1 - F(m)^bins; F is the distribution function.
     """
     spread = TAIL * (math.sqrt(mean) + 1) + math.log(bins)
     first, last = max(0, math.floor(mean - spread)), math.ceil(mean + spread)

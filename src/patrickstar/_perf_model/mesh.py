@@ -26,8 +26,8 @@ class Mesh:
         nodes: Number of equal machines.
         gpus: Number of processes per node.
         tp: Size of tensor-parallel groups: consecutive processes that divide the matrices of each layer.
-        ep: Size of expert-parallel groups: consecutive processes that divide the experts of each layer. Groups of tensor
-            parallelism are within them.
+        ep: Size of expert-parallel groups: consecutive processes that divide the experts of each layer. Tensor-parallel
+            groups are within them.
     """
 
     nodes: int = 1

@@ -1,4 +1,4 @@
-"""Model data of one class of parameters, dense ones or experts: bytes per tier and transfers, linear in their shares."""
+"""Model data of one class of parameters, dense ones or experts: bytes per tier and transfers, linear in shares."""
 
 from dataclasses import dataclass
 

@@ -124,7 +124,7 @@ def estimate(work: Workload, machine: Machine, mesh: Mesh = ONE_PROCESS, *, lock
     if fastest is None:
         raise _budget_error(work, machine, mesh)
     # Of equally fast solutions, the one with the fewest transfers: less disk wear, and slack for unforeseen load.
-    time_limit = program.time - program.one * value(program.time, fastest) * (1 + SLACK)
+    time_limit = program.time - program.one * value(program.time, fastest)
     solution = program.minimize(total([channel.seconds for channel in busy]), *limits, time_limit)
     solution = fastest if solution is None else solution
     loads = tuple(

@@ -55,7 +55,7 @@ class StepProgram:
         return channels(self._work, self._machine, self._mesh, self.model_data, self.one, self._lock_free)
 
     def minimize(self, objective: Expression, *limits: Expression) -> Solution | None:
-        """Return the placement that minimizes the objective within all capacities and further limits; None if none can."""
+        """Return the placement within all capacities and limits that minimizes the objective; None if there is none."""
         return minimize(objective, [*self._capacity_limits(), *limits], self._equalities)
 
     @property

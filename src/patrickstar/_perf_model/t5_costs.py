@@ -94,10 +94,10 @@ class T5:
     def all_reduces(self, recompute: bool, exchanged: bool = False) -> float:
         """Return the tensor-parallel all-reduces of a step, in hidden units per token of one stack.
 
-        In forward the outputs of three attentions and two feed-forward networks are summed per pair of layers, and those
-        of the embedding in both stacks. In backward the gradients of the inputs are, which are six per pair, because
-        cross attention has two, and those of the head's inputs. `exchanged`: experts are in other processes; each
-        process routes a part of the tokens, and an all-gather, half of an all-reduce, follows.
+        Forward sums the outputs of three attentions and two feed-forward networks per pair of layers, and those of the
+        embedding in both stacks. Backward sums the gradients of their inputs, six per pair because cross attention has
+        two inputs, and those of the head's input. `exchanged`: experts are in other processes; each process routes a
+        part of the tokens, and an all-gather, half of an all-reduce, follows.
         """
         halves = self.expert_layers / 2 if exchanged else 0
         forward, backward = 5 * self.layers - halves, 6 * self.layers - halves
