@@ -27,7 +27,8 @@ def test_a_plan_of_a_cluster_says_what_fits_what_it_waits_for_and_what_scaling_c
     assert result.exit_code == 0, result.output
     for words in (
         "2,304 experts in one of 2 layers, top-1, 1237.76 billion parameters: it fits",
-        "96 nodes, each 8xA100-40GB-11TB with 8 GPUs: 768 processes; tensor parallelism 2; expert parallelism 768",
+        "96 nodes, each 8xA100-40GB-11TB with 8 GPUs: 768 processes; 96 replicas of one node, each with a copy",
+        "of the dense parameters; tensor parallelism 2; expert parallelism 768",
         "tokens per tensor-parallel group",
         "GiB per process, on all tiers together",
         "busiest resource alone takes",
@@ -45,8 +46,22 @@ def test_a_plan_of_a_cluster_says_what_fits_what_it_waits_for_and_what_scaling_c
 def test_one_node_without_parallelism_is_the_plan_of_the_machine():
     plain = as_json("--model", "gpt-12b")
     assert as_json("--model", "gpt-12b", "--nodes", "1", "--tp", "1", "--ep", "1") == plain
-    assert plain["mesh"] == {"nodes": 1, "gpus": 8, "tp": 1, "ep": 1} and plain["processes"] == 8
+    assert plain["mesh"] == {"nodes": 1, "gpus": 8, "tp": 1, "ep": 1, "replica_nodes": 1} and plain["processes"] == 8
     assert plain["efficiency"]["one_node"] is None and plain["efficiency"]["one_gpu"] > 0
+
+
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [
+        ("30GB", "4 replicas of one node, each with a copy of the parameters"),
+        ("20GB", "2 replicas of 2 nodes, each with a copy of the parameters"),
+        ("12GB", "one replica, whose parameters are gathered from all nodes"),
+    ],
+)
+def test_replicas_are_as_small_as_the_memory_of_their_nodes_allows(memory, says):
+    options = ("--machine", "DGX-A100-80GB", "--model", "gpt-12b", "--nodes", "4", "--batch", "1", "--device-memory")
+    result = run(*options, "7GB", "--host-memory", memory, "--activation-checkpointing")
+    assert result.exit_code == 0 and says in result.output
 
 
 def test_gpus_are_those_of_each_node():

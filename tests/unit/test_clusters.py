@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -17,6 +18,7 @@ from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Network, find_machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import estimate, fits
+from patrickstar._perf_model.replicas import with_smallest_replicas
 from patrickstar._perf_model.t5_costs import T5
 from patrickstar._perf_model.workload import gpt_workload, t5_workload
 from patrickstar.errors import BudgetError, ConfigError
@@ -84,10 +86,10 @@ def test_one_node_has_the_figures_of_its_machine(case):
 
 
 @few
-@given(gpts, tps, eps, node_counts, st.booleans())
-def test_tiers_of_a_cluster_hold_all_model_data_within_their_capacity(gpt, tp, ep, nodes, recompute):
-    assume(ep == 1 or (gpt.experts is not None and ep % tp == 0 and nodes * 8 % ep == 0))
-    mesh = Mesh(nodes, 8, tp, ep)
+@given(gpts, tps, eps, st.integers(1, 16), st.sampled_from([1, 2, 4]), st.booleans())
+def test_tiers_of_a_cluster_hold_all_model_data_within_their_capacity(gpt, tp, ep, replicas, nodes, recompute):
+    assume(ep == 1 or (gpt.experts is not None and ep % tp == 0 and replicas * nodes * 8 % ep == 0))
+    mesh = Mesh(replicas * nodes, 8, tp, ep, replica_nodes=nodes)
     work = gpt_workload(gpt, 1, recompute, mesh)
     assume(fits(work, SERVER, mesh))
     step = estimate(work, SERVER, mesh)
@@ -189,6 +191,30 @@ def test_a_better_network_is_never_slower(gpt, ep, nodes, better):
     changed = {"bandwidth": network.bandwidth * 2} if better == "bandwidth" else {"latency_s": network.latency_s / 2}
     after = estimate(work, with_network(network.model_copy(update=changed)), mesh)
     assert after.bound_s <= estimate(work, SERVER, mesh).bound_s * (1 + 1e-9)
+
+
+def test_replicas_are_the_smallest_that_fit_in_memory():
+    gpt = Gpt(128, 25_600, heads=160, sequence=1024)
+    diskless, mesh = SERVER.model_copy(update={"disk": None}), Mesh(nodes=20, gpus=8)
+
+    def workloads(mesh):
+        return lambda batch, recompute: gpt_workload(gpt, batch, recompute, mesh)
+
+    for machine in (diskless, SERVER):
+        chosen = with_smallest_replicas(workloads, machine, mesh, (True,), batch=1)
+        assert chosen.replica_nodes > 1, "a copy of 2 TB does not fit in one node"
+        for nodes in (1, 2, 4, 5, 10, 20):
+            candidate = replace(mesh, replica_nodes=nodes)
+            assert fits(workloads(candidate)(1, True), diskless, candidate) is (nodes >= chosen.replica_nodes)
+    small = PRESETS["gpt-1b"]
+    assert (
+        with_smallest_replicas(lambda mesh: partial(gpt_workload, small, mesh=mesh), SERVER, mesh, (True,), 1) == mesh
+    )
+    tiny = diskless.model_copy(update={"host": SERVER.host.model_copy(update={"memory": 10**6})})
+    assert with_smallest_replicas(workloads, tiny, mesh, (True,), 1) == mesh, "the error is that of the given mesh"
+    on_disk = tiny.model_copy(update={"disk": SERVER.disk.model_copy(update={"capacity": 10**13})})
+    chosen = with_smallest_replicas(workloads, on_disk, mesh, (True,), 1)
+    assert fits(workloads(chosen)(1, True), on_disk, chosen)
 
 
 def test_each_process_updates_and_stores_its_part_of_all():

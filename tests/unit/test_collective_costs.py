@@ -38,14 +38,34 @@ def test_two_levels_of_transport_move_the_bytes_of_their_table(numel, shards, re
 
 
 @quick
+@given(numels, sizes, sizes, st.sampled_from([1, 2, 4]))
+def test_replicas_of_several_nodes_gather_over_the_network(numel, nodes, replicas, gpus):
+    shards, processes = nodes * gpus, nodes * gpus * replicas
+    variables = Variables(ShareVariables.COUNT)
+    data = ModelData(numel, ShardGroup(shards, replicas, nodes), gpus, variables, 0)
+    gathered = Fraction(6 * numel * (shards - 1), shards)
+    exchanged = Fraction(6 * numel * (replicas - 1), processes)
+    # One of a node's `gpus` links in a ring leaves it.
+    crossing = gathered / gpus if nodes > 1 else 0
+    assert to_the_byte(data.sent_between_nodes, exchanged + crossing)
+    assert to_the_byte(data.sent_in_node, gathered - crossing)
+    assert data.messages_between_nodes == 2 * (replicas - 1) + 3 * (nodes - 1)
+    if replicas == 1:  # flat: no copies
+        assert to_the_byte(data.nbytes, Fraction(14 * numel, processes))
+        assert to_the_byte(
+            data.sent_in_node + data.sent_between_nodes, Fraction(6 * numel * (processes - 1), processes)
+        )
+
+
+@quick
 @given(numels, sizes, sizes)
-def test_model_data_of_a_process_are_14_bytes_per_owned_element_and_2_of_the_nodes_copy(numel, shards, replicas):
+def test_model_data_of_a_process_are_14_bytes_per_owned_element_and_2_of_the_replicas_copy(numel, shards, replicas):
     variables = Variables(ShareVariables.COUNT)
     data = ModelData(numel, ShardGroup(shards, replicas), shards, variables, 0)
     copy = Fraction(2 * numel, shards) if replicas > 1 else 0
     exact = Fraction(14 * numel, shards * replicas) + copy
     assert to_the_byte(data.nbytes, exact)
-    # A constant and a share each: the tiers of a node hold these bytes, wherever the shares place them.
+    # The tiers of a node hold the bytes of its processes, wherever the shares place them.
     for resident, kept, in_ram in ((0.25, 0.5, 0.25), (1.0, 0.0, 0.0), (0.0, 1.0, 0.5)):
         shares = dict.fromkeys(range(1, 1 + ShareVariables.COUNT), 0.0) | {0: 1.0, 1: kept, 2: resident}
         shares |= {6: in_ram, 7: 1 - resident - in_ram}

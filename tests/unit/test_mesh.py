@@ -19,7 +19,7 @@ def meshes(draw):
     ep = draw(
         st.sampled_from([1, *(size for size in (2, 4, 8, 16, 32) if nodes * gpus % size == 0 and size % tp == 0)])
     )
-    return Mesh(nodes, gpus, tp, ep)
+    return Mesh(nodes, gpus, tp, ep, draw(st.sampled_from([size for size in (1, 2, 4, 8, 16) if nodes % size == 0])))
 
 
 def members(mesh, rank):
@@ -31,13 +31,16 @@ def members(mesh, rank):
 @given(meshes())
 def test_groups_have_as_many_processes_as_share_the_parameters(mesh):
     assert mesh.dense.shards * mesh.dense.replicas == mesh.batches == mesh.processes // mesh.tp
-    assert mesh.dense.replicas == mesh.nodes
+    assert mesh.dense.replicas == mesh.nodes // mesh.replica_nodes and mesh.dense.nodes == mesh.replica_nodes
     if mesh.ep == 1:
         assert mesh.experts == mesh.dense
         return
     ranks = members(mesh, 0)
     nodes = [rank // mesh.gpus for rank in ranks]
-    assert mesh.experts == ShardGroup(nodes.count(0), len(set(nodes)))
+    replicas = [node // mesh.replica_nodes for node in nodes]
+    assert mesh.experts == ShardGroup(
+        replicas.count(0), len(set(replicas)), len({node for node in nodes if node < mesh.replica_nodes})
+    )
     assert mesh.expert_nodes == len({rank // mesh.gpus for rank in range(mesh.ep)})
     # Processes with the same tokens are not in one group, or their gradients would be added twice.
     assert len({rank // mesh.tp for rank in ranks}) == len(ranks)
@@ -47,13 +50,16 @@ def test_experts_over_all_processes_are_in_groups_of_one():
     mesh = Mesh(nodes=96, gpus=8, ep=768)
     assert mesh.experts == ShardGroup(1, 1) and mesh.expert_nodes == 96 and mesh.lockstep
     assert Mesh(nodes=96, gpus=8, tp=2, ep=8).dense == ShardGroup(4, 96)
+    assert Mesh(nodes=96, gpus=8, replica_nodes=96).dense == ShardGroup(768, 1, 96)
     assert not Mesh(nodes=96, gpus=8).lockstep
 
 
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ({"nodes": 0}, "nodes=0, gpus=1, tp=1, ep=1: each must be at least 1"),
+        ({"nodes": 0}, "nodes=0, gpus=1, tp=1, ep=1, replica_nodes=1: each must be at least 1"),
+        ({"nodes": 4, "replica_nodes": 3}, "replica_nodes=3 does not divide the 4 nodes"),
+        ({"nodes": 6, "gpus": 8, "ep": 16, "replica_nodes": 3}, "ep=16 and replicas of 24 processes must divide"),
         ({"gpus": 8, "tp": 3}, "tp=3 does not divide the 8 GPUs of a node; try tp=1, 2, 4 or 8"),
         ({"nodes": 2, "gpus": 4, "tp": 8}, "tp=8 does not divide the 4 GPUs of a node; try tp=1, 2 or 4"),
         ({"gpus": 4, "ep": 3}, "ep=3 does not divide the 4 processes; try ep=1, 2 or 4"),

@@ -99,7 +99,9 @@ def _unknown(name: str) -> str:
     if name in T5_PRESETS:
         return f"{name} is a preset of `patrickstar plan` only: a T5 has an encoder, and is no causal language model"
     if name in MOE_PRESETS:
-        return f"{name} is a preset of `patrickstar plan` only; to train experts, give a model's configuration or folder"
+        return (
+            f"{name} is a preset of `patrickstar plan` only; to train experts, give a model's configuration or folder"
+        )
     matches = get_close_matches(name, PRESETS, n=1)
     hint = f"did you mean {matches[0]}?" if matches else f"the presets are {', '.join(PRESETS)}"
     return f"there is no model {name!r}: it is neither a preset nor a config file nor a model folder; {hint}"

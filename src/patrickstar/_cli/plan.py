@@ -13,6 +13,7 @@ from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import BATCHES, Estimate, best_estimate, largest_batch
+from patrickstar._perf_model.replicas import with_smallest_replicas
 from patrickstar.errors import BudgetError, ConfigError
 
 GPT_FAMILY = (
@@ -55,8 +56,10 @@ def plan(options: PlanOptions, console: Console) -> None:
         if fitting is None:
             raise BudgetError(f"no GPT of the family fits {machine.name} at {options.least_tflops:g} TFLOPS per GPU")
         model, best = fitting
+        mesh = best.mesh
     else:
         model = find_planned_model(options.model, options.sequence, machine, options.capacity_factor)
+        mesh = _with_replicas(model, machine, mesh, options)
         try:
             best = _best(model, machine, mesh, options)
         except BudgetError as error:
@@ -113,6 +116,11 @@ def _candidates(options: PlanOptions) -> tuple[Sequence[bool], Sequence[int]]:
     return (True, False) if recompute is None else (recompute,), BATCHES if options.batch is None else (options.batch,)
 
 
+def _with_replicas(model: PlannedModel, machine: Machine, mesh: Mesh, options: PlanOptions) -> Mesh:
+    checkpointing, batches = _candidates(options)
+    return with_smallest_replicas(model.workloads, machine, mesh, checkpointing, min(batches))
+
+
 def _best(model: PlannedModel, machine: Machine, mesh: Mesh, options: PlanOptions) -> Estimate:
     checkpointing, batches = _candidates(options)
     return best_estimate(model.workloads(mesh), machine, mesh, checkpointing, batches)
@@ -149,7 +157,7 @@ def largest(machine: Machine, mesh: Mesh, options: PlanOptions) -> tuple[Planned
             gpt = Gpt(layers, hidden, heads=16, sequence=options.sequence)
             model = planned_shape("a GPT", gpt, options.capacity_factor)
             try:
-                best = _best(model, machine, mesh, options)
+                best = _best(model, machine, _with_replicas(model, machine, mesh, options), options)
             except BudgetError:
                 continue
             if best.tflops >= options.least_tflops and (

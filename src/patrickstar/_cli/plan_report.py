@@ -128,6 +128,12 @@ def _described(machine: Machine, mesh: Mesh) -> str:
         text = f"{machine.name}, {devices}"
     else:
         text = f"{mesh.nodes} nodes, each {machine.name} with {devices}: {mesh.processes} processes"
+    if mesh.nodes > 1 and mesh.dense.replicas == 1:
+        text += "; one replica, whose parameters are gathered from all nodes"
+    elif mesh.nodes > 1:
+        nodes = "one node" if mesh.replica_nodes == 1 else f"{mesh.replica_nodes} nodes"
+        params = "parameters" if mesh.ep == 1 else "dense parameters"
+        text += f"; {mesh.dense.replicas} replicas of {nodes}, each with a copy of the {params}"
     parts = [f"{name} parallelism {size}" for name, size in (("tensor", mesh.tp), ("expert", mesh.ep)) if size > 1]
     return "; ".join([text, *parts])
 

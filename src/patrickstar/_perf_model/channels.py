@@ -90,7 +90,7 @@ def _links(
     to_node, to_others = _exchanged_bytes(work, mesh)
     if mesh.gpus > 1:
         assert machine.links is not None and machine.links.gpu_gpu is not None
-        gathered = sum(data.shard_bytes for data in model_data)
+        gathered = sum(data.sent_in_node for data in model_data)
         blocking_s = (work.tensor_parallel_bytes + imbalance * to_node) / machine.links.gpu_gpu
         found.append(
             Channel(
@@ -102,11 +102,11 @@ def _links(
         )
     if mesh.nodes > 1:
         assert machine.network is not None
-        network, exchanged = machine.network, sum(data.replica_bytes for data in model_data)
+        network, exchanged = machine.network, sum(data.sent_between_nodes for data in model_data)
         exchanges = work.experts.exchanges if work.experts is not None else 0
         blocking_s = imbalance * to_others * mesh.gpus / network.bandwidth
         blocking_s += exchanges * (mesh.expert_nodes - 1) * network.latency_s
-        messages = 2 * work.working_sets * sum(data.replicas - 1 for data in model_data)
+        messages = work.working_sets * sum(data.messages_between_nodes for data in model_data)
         seconds = exchanged * mesh.gpus / network.bandwidth + messages * network.latency_s + blocking_s
         found.append(Channel("between nodes", one * seconds, one * (exchanged + to_others), blocking_s))
         found.append(_coordination(work, network, mesh, one))

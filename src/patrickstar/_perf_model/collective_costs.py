@@ -8,12 +8,12 @@ GATHERS = 2
 
 
 def shard_bytes(numel: int, shards: int, gathers: int = GATHERS) -> float:
-    """Return the bytes sent inside a node: `gathers` all-gathers, one reduce-scatter (PatrickStar §7: 6(p-1)/p)."""
+    """Return the bytes sent inside a replica: `gathers` all-gathers, one reduce-scatter (PatrickStar §7: 6(p-1)/p)."""
     return (gathers + 1) * HALF * (shards - 1) / shards * numel
 
 
 def replica_bytes(numel: int, group: ShardGroup, sum_bytes: int = SINGLE) -> float:
-    """Return the bytes sent between nodes: sums of gradients are reduced, updated parameters gathered.
+    """Return the bytes sent between replicas: sums of gradients are reduced, updated parameters gathered.
 
     Args:
         numel: Elements of the parameters that the group shares; each process exchanges those of its shard.

@@ -10,12 +10,14 @@ class ShardGroup:
     """Processes that compute with the same part of the model, on different data.
 
     Attributes:
-        shards: Number of these processes in one node. Together they gather each parameter; a node is a replica.
-        replicas: Number of nodes that have such processes. Each process owns a part of 1 / (shards x replicas).
+        shards: Number of these processes in one replica, which together gather each parameter.
+        replicas: Number of replicas. Each process owns a part of 1 / (shards x replicas).
+        nodes: Number of nodes of a replica that have such processes.
     """
 
     shards: int
     replicas: int
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -28,18 +30,22 @@ class Mesh:
         tp: Size of tensor-parallel groups: consecutive processes that divide the matrices of each layer.
         ep: Size of expert-parallel groups: consecutive processes that divide the experts of each layer. Tensor-parallel
             groups are within them.
+        replica_nodes: Nodes of a replica. If there are several replicas, each has a copy of the parameters, and gathers
+            do not leave it.
     """
 
     nodes: int = 1
     gpus: int = 1
     tp: int = 1
     ep: int = 1
+    replica_nodes: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.nodes, self.gpus, self.tp, self.ep) < 1:
-            raise ConfigError(
-                f"nodes={self.nodes}, gpus={self.gpus}, tp={self.tp}, ep={self.ep}: each must be at least 1"
-            )
+        sizes = f"nodes={self.nodes}, gpus={self.gpus}, tp={self.tp}, ep={self.ep}, replica_nodes={self.replica_nodes}"
+        if min(self.nodes, self.gpus, self.tp, self.ep, self.replica_nodes) < 1:
+            raise ConfigError(f"{sizes}: each must be at least 1")
+        if self.nodes % self.replica_nodes:
+            raise ConfigError(f"replica_nodes={self.replica_nodes} does not divide the {self.nodes} nodes")
         if self.gpus % self.tp:
             raise ConfigError(
                 f"tp={self.tp} does not divide the {self.gpus} GPUs of a node; try tp={_divisors(self.gpus)}"
@@ -55,6 +61,9 @@ class Mesh:
                 f"ep={self.ep} must divide the {self.gpus} GPUs of a node or be a multiple of them, so that groups "
                 "consist of parts of a node, or of whole nodes"
             )
+        replica = self.replica_nodes * self.gpus
+        if replica % self.ep and self.ep % replica:
+            raise ConfigError(f"ep={self.ep} and replicas of {replica} processes must divide one the other")
         if self.ep % self.tp:
             raise ConfigError(
                 f"ep={self.ep} must be a multiple of tp={self.tp}: the processes of a tensor-parallel group have the "
@@ -74,15 +83,18 @@ class Mesh:
     @property
     def dense(self) -> ShardGroup:
         """Group of every parameter that is not an expert's."""
-        return ShardGroup(self.gpus // self.tp, self.nodes)
+        return ShardGroup(
+            self.replica_nodes * self.gpus // self.tp, self.nodes // self.replica_nodes, self.replica_nodes
+        )
 
     @property
     def experts(self) -> ShardGroup:
         """Group of the experts of one process: processes / ep have the same."""
         if self.ep == 1:
             return self.dense
-        shards = max(1, self.gpus // self.ep)
-        return ShardGroup(shards, self.processes // self.ep // shards)
+        shards = max(1, self.replica_nodes * self.gpus // self.ep)
+        nodes = self.replica_nodes if self.ep <= self.gpus else shards
+        return ShardGroup(shards, self.processes // self.ep // shards, nodes)
 
     @property
     def expert_nodes(self) -> int:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from patrickstar._perf_model.collective_costs import replica_bytes, shard_bytes
+from patrickstar._perf_model.collective_costs import GATHERS, replica_bytes, shard_bytes
 from patrickstar._perf_model.linear_program import SLACK, Expression, Solution, Variables
 from patrickstar._perf_model.mesh import ShardGroup
-from patrickstar._perf_model.param_placement import NodeCopies, OwnShards, ParamPlacement, ShareVariables
+from patrickstar._perf_model.param_placement import OwnShards, ParamPlacement, ReplicaCopies, ShareVariables
 from patrickstar._perf_model.workload import PARAM_BYTES, STATE_BYTES, UPDATE_BYTES
 
 
@@ -31,24 +31,24 @@ class ModelData:
     Attributes:
         numel: Elements that the process computes with.
         owned: Elements that it owns: it stores and updates their states.
-        copied: Elements of the copy of the parameters of its node that it stores; 0 in a group of one node.
+        copied: Elements of its replica's copy of the parameters that it stores; 0 if there is one replica.
     """
 
     def __init__(self, numel: int, group: ShardGroup, gpus: int, variables: Variables, first: int) -> None:
         self.numel, self._group, self._first = numel, group, first
         self._one, self._shares = variables.one, ShareVariables.of(variables, first)
         self.owned = numel / (group.shards * group.replicas)
-        self._node_owned = gpus // group.shards * numel / group.replicas
+        self._node_owned = gpus * numel / (group.shards * group.replicas)
         self.copied = numel / group.shards if group.replicas > 1 else 0.0
         self._params: ParamPlacement = (
-            NodeCopies(self._shares, self._one, self.owned, self._node_owned, self.copied, gpus * self.copied)
+            ReplicaCopies(self._shares, self._one, self.owned, self._node_owned, self.copied, gpus * self.copied)
             if self.copied
             else OwnShards(self._shares, self._one, self.owned, self._node_owned)
         )
 
     @property
     def nbytes(self) -> float:
-        """Bytes of the process on all tiers: 14 per element that it owns, and 2 per element of its node's copy."""
+        """Bytes of the process on all tiers: 14 per element that it owns, and 2 per element of its replica's copy."""
         return (PARAM_BYTES + STATE_BYTES) * self.owned + PARAM_BYTES * self.copied
 
     @property
@@ -127,19 +127,25 @@ class ModelData:
         return self.owned * update + self._params.ram_bytes
 
     @property
-    def shard_bytes(self) -> float:
+    def sent_in_node(self) -> float:
         """Bytes that the process sends to others of its node."""
-        return shard_bytes(self.numel, self._group.shards)
+        return shard_bytes(self.numel, self._group.shards) - self._sent_in_replica
 
     @property
-    def replica_bytes(self) -> float:
-        """Bytes that the process sends to other nodes."""
-        return replica_bytes(self.numel, self._group)
+    def sent_between_nodes(self) -> float:
+        """Bytes that the process sends to other nodes: to other replicas, and those of its own that leave the node."""
+        return replica_bytes(self.numel, self._group) + self._sent_in_replica
 
     @property
-    def replicas(self) -> int:
-        """Number of nodes that exchange these parameters."""
-        return self._group.replicas
+    def _sent_in_replica(self) -> float:
+        """Bytes sent to other nodes of the replica, on average: one link of each node's part of a ring leaves it."""
+        group = self._group
+        return shard_bytes(self.numel, group.shards) * group.nodes / group.shards if group.nodes > 1 else 0.0
+
+    @property
+    def messages_between_nodes(self) -> int:
+        """Messages one after the other, to exchange and to gather one part of the parameters in rings of nodes."""
+        return 2 * (self._group.replicas - 1) + (GATHERS + 1) * (self._group.nodes - 1)
 
     def shares(self, solution: Solution) -> Shares:
         """Return the shares of a solution."""

@@ -78,7 +78,7 @@ class ParamPlacement(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class OwnShards:
-    """Parameters of a group of one node, gathered from the processes that own and update them.
+    """Parameters of one replica, gathered from the processes that own and update them.
 
     Attributes:
         owned: Elements that the process owns.
@@ -139,11 +139,11 @@ class OwnShards:
 
 
 @dataclass(frozen=True, eq=False)
-class NodeCopies:
-    """Parameters of a group of several nodes: each node has a copy, of which each of its processes stores a part.
+class ReplicaCopies:
+    """Parameters of several replicas: each has a copy, of which each of its processes stores a part.
 
-    The processes of a node gather from the copy. An exchange between nodes renews it on the device, when forward first
-    needs it after an update; what does not stay there is copied to the host, and fetched for backward.
+    The processes of a replica gather from its copy. An exchange between replicas renews it on the device, when forward
+    first needs it after an update; what does not stay there is copied to the host, and fetched for backward.
 
     Attributes:
         owned, node_owned: Elements that the process, or all processes of the node, own and update.
