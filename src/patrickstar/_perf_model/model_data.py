@@ -149,8 +149,8 @@ class ModelData:
 
     def shares(self, solution: Solution) -> Shares:
         """Return the shares of a solution."""
-        kept, resident, on_host, _, _, in_ram, on_disk, paged = (
+        retained, resident, on_host, _, _, in_ram, on_disk, paged = (
             float(solution[self._first + index]) for index in range(ShareVariables.COUNT)
         )
         off_device = in_ram + on_disk
-        return Shares(kept, resident, on_host, in_ram / off_device if off_device > SLACK else 1.0, paged)
+        return Shares(retained, resident, on_host, in_ram / off_device if off_device > SLACK else 1.0, paged)

@@ -11,7 +11,7 @@ from patrickstar._perf_model.workload import PARAM_BYTES
 class ShareVariables:
     """Shares of one class of parameters: variables of a linear program, each from 0 to 1."""
 
-    kept: Expression
+    retained: Expression
     """Parameters that stay on the device from forward to backward, and to the next forward."""
     resident: Expression
     """Parameters whose states are on the device, and which are updated there."""
@@ -93,16 +93,16 @@ class OwnShards:
     @property
     def limits(self) -> list[Expression]:
         shares = self.shares
-        # Parameters are kept, resident or paged, at most one of them. Those that are updated on the device but not kept
-        # there are fetched again for the next forward.
+        # Parameters are retained, resident or paged, at most one of them. Those that are updated on the device but not
+        # retained there are fetched again for the next forward.
         return [
-            shares.kept + shares.resident + shares.paged - self.one,
-            shares.streamed - shares.kept - shares.refetched,
+            shares.retained + shares.resident + shares.paged - self.one,
+            shares.streamed - shares.retained - shares.refetched,
         ]
 
     @property
     def device_bytes(self) -> Expression:
-        return PARAM_BYTES * self.owned * (self.shares.kept + self.shares.resident)
+        return PARAM_BYTES * self.owned * (self.shares.retained + self.shares.resident)
 
     @property
     def host_bytes(self) -> Expression:
@@ -115,7 +115,7 @@ class OwnShards:
     @property
     def _fetched(self) -> Expression:
         """Share of the parameters that are fetched for backward."""
-        return self.one - self.shares.kept - self.shares.resident
+        return self.one - self.shares.retained - self.shares.resident
 
     @property
     def h2d_bytes(self) -> Expression:
@@ -159,15 +159,15 @@ class ReplicaCopies:
 
     @property
     def limits(self) -> list[Expression]:
-        return [self.shares.kept + self.shares.paged - self.one]
+        return [self.shares.retained + self.shares.paged - self.one]
 
     @property
     def device_bytes(self) -> Expression:
-        return PARAM_BYTES * (self.copied * self.shares.kept + self.owned * self.shares.resident)
+        return PARAM_BYTES * (self.copied * self.shares.retained + self.owned * self.shares.resident)
 
     @property
     def host_bytes(self) -> Expression:
-        copy = self.node_copied * (self.one - self.shares.kept - self.shares.paged)
+        copy = self.node_copied * (self.one - self.shares.retained - self.shares.paged)
         return PARAM_BYTES * (copy + self.node_owned * (self.one - self.shares.resident))
 
     @property
@@ -176,7 +176,7 @@ class ReplicaCopies:
 
     @property
     def h2d_bytes(self) -> Expression:
-        return PARAM_BYTES * self.copied * (self.one - self.shares.kept)
+        return PARAM_BYTES * self.copied * (self.one - self.shares.retained)
 
     @property
     def d2h_bytes(self) -> Expression:
