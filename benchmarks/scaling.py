@@ -4,6 +4,7 @@ python benchmarks/scaling.py
 Nothing is fitted, and only the duration of planning is measured. Draws docs/scaling.svg, which needs matplotlib.
 """
 
+import resource
 import subprocess
 import sys
 import time
@@ -210,9 +211,16 @@ def published_rows() -> Iterator[list[str]]:
 def planning_rows() -> Iterator[list[str]]:
     for model, *options in PLANS:
         command = ["plan", "--machine", SERVER.name, "--model", model, *options]
-        start = time.perf_counter()
+        start, used_s = time.perf_counter(), _children_s()
         subprocess.run([sys.executable, "-m", "patrickstar", *command], check=True, capture_output=True)
-        yield [f"`patrickstar {' '.join(command)}`", f"{time.perf_counter() - start:.1f} s"]
+        duration_s, used_s = time.perf_counter() - start, _children_s() - used_s
+        yield [f"`patrickstar {' '.join(command)}`", f"{duration_s:.1f} s", f"{used_s:.1f} s"]
+
+
+def _children_s() -> float:
+    """Return the processor time of all processes that this one has started."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def draw(gpt: dict[int, Estimate | None], moe: dict[int, Estimate | None]) -> None:
@@ -338,7 +346,7 @@ def main() -> None:
         network=network_s,
         wire=WIRE_SHARE,
         checkpoints=_1T.checkpoint_bytes(4) / 1e9,
-        planning=table(["command", "duration"], list(planning_rows())),
+        planning=table(["command", "duration", "processor time"], list(planning_rows())),
         machine=machine_name(torch.device("cpu")),
     )
     print(text)

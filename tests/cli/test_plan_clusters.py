@@ -6,7 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from patrickstar._cli.main import app
+from patrickstar._cli.planned_model import find_planned_model
 from patrickstar._cli.presets import PRESETS
+from patrickstar._perf_model.machine_spec import find_machine
+from patrickstar._perf_model.mesh import Mesh
+from patrickstar.errors import ConfigError
 
 runner = CliRunner()
 SERVER = ("--machine", "8xA100-40GB-11TB")
@@ -87,11 +91,13 @@ def test_a_capacity_factor_replaces_the_busiest_process():
 def test_a_traced_configuration_is_planned_on_several_nodes_but_not_divided(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(PRESETS["gpt-1m"].config().to_json_string())
-    options = ("--model", str(path), "--sequence", "32", "--batch", "1", "--activation-checkpointing")
-    found = as_json(*options, "--nodes", "2", "--gpus", "2")
-    assert found["processes"] == 4 and "between nodes" in {lane["name"] for lane in found["lanes"]}
-    result = run(*options, "--tp", "2")
-    assert result.exit_code == 2 and "only presets can be divided" in result.output
+    machine = find_machine(SERVER[1])
+    model = find_planned_model(str(path), 32, machine, None)
+    assert model.workloads(Mesh(2, 8)) == model.workloads(Mesh()), "one trace for each process"
+    with pytest.raises(ConfigError, match="only presets can be divided"):
+        model.workloads(Mesh(1, 8, tp=2))
+    with pytest.raises(ConfigError, match=r"--capacity-factor 1.25 is for presets with experts: gpt-moe-52b"):
+        find_planned_model(str(path), 32, machine, 1.25)
 
 
 @pytest.mark.parametrize(

@@ -298,6 +298,12 @@ def test_tensor_parallel_processes_divide_work_and_parameters(tp):
         assert part.all_params == whole.params and (tp == 1) is (part == whole)
 
 
+def test_a_model_with_fewer_layers_than_the_distance_of_experts_is_dense():
+    gpt = Gpt(1, 1024, heads=16, experts=Experts(8, every=2))
+    dense = replace(gpt, experts=None)
+    assert gpt_workload(gpt, 1) == gpt_workload(dense, 1) and gpt.numel == dense.numel
+
+
 def test_a_model_with_128_experts_has_its_published_size():
     assert MOE_PRESETS["gpt-moe-52b"].numel == pytest.approx(52e9, rel=0.02)
     assert MOE_PRESETS["t5-moe-1.2t"].numel == pytest.approx(1.2e12, rel=0.05)

@@ -59,7 +59,7 @@ def test_experts_over_all_processes_are_in_groups_of_one():
     [
         ({"nodes": 0}, "nodes=0, gpus=1, tp=1, ep=1, replica_nodes=1: each must be at least 1"),
         ({"nodes": 4, "replica_nodes": 3}, "replica_nodes=3 does not divide the 4 nodes"),
-        ({"nodes": 6, "gpus": 8, "ep": 16, "replica_nodes": 3}, "ep=16 and replicas of 24 processes must divide"),
+        ({"nodes": 6, "gpus": 8, "ep": 16, "replica_nodes": 3}, "ep=16, replicas of 24 processes: one must divide"),
         ({"gpus": 8, "tp": 3}, "tp=3 does not divide the 8 GPUs of a node; try tp=1, 2, 4 or 8"),
         ({"nodes": 2, "gpus": 4, "tp": 8}, "tp=8 does not divide the 4 GPUs of a node; try tp=1, 2 or 4"),
         ({"gpus": 4, "ep": 3}, "ep=3 does not divide the 4 processes; try ep=1, 2 or 4"),

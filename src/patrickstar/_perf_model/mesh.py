@@ -56,14 +56,14 @@ class Mesh:
             raise ConfigError(
                 f"ep={self.ep} does not divide the {self.processes} processes; try ep={_divisors(self.processes)}"
             )
-        if self.gpus % self.ep and self.ep % self.gpus:
+        if not one_divides_the_other(self.gpus, self.ep):
             raise ConfigError(
                 f"ep={self.ep} must divide the {self.gpus} GPUs of a node or be a multiple of them, so that groups "
                 "consist of parts of a node, or of whole nodes"
             )
         replica = self.replica_nodes * self.gpus
-        if replica % self.ep and self.ep % replica:
-            raise ConfigError(f"ep={self.ep} and replicas of {replica} processes must divide one the other")
+        if not one_divides_the_other(replica, self.ep):
+            raise ConfigError(f"ep={self.ep}, replicas of {replica} processes: one must divide the other")
         if self.ep % self.tp:
             raise ConfigError(
                 f"ep={self.ep} must be a multiple of tp={self.tp}: the processes of a tensor-parallel group have the "
@@ -105,6 +105,11 @@ class Mesh:
     def lockstep(self) -> bool:
         """True if operators contain collectives, so that processes follow one plan instead of negotiating."""
         return self.tp > 1 or self.ep > 1
+
+
+def one_divides_the_other(first: int, second: int) -> bool:
+    """Return whether groups of these sizes consist of whole groups of the other size, or of parts of one."""
+    return first % second == 0 or second % first == 0
 
 
 def _divisors(number: int) -> str:

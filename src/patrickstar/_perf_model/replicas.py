@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from patrickstar._perf_model.machine_spec import Machine
-from patrickstar._perf_model.mesh import Mesh
+from patrickstar._perf_model.mesh import Mesh, one_divides_the_other
 from patrickstar._perf_model.perf_model import fits
 from patrickstar._perf_model.workload import Workloads
 
@@ -22,7 +22,7 @@ def with_smallest_replicas(
     candidates = [
         replace(mesh, replica_nodes=nodes)
         for nodes in range(mesh.replica_nodes, mesh.nodes + 1)
-        if mesh.nodes % nodes == 0 and _divides(nodes * mesh.gpus, mesh.ep)
+        if mesh.nodes % nodes == 0 and one_divides_the_other(nodes * mesh.gpus, mesh.ep)
     ]
     if len(candidates) == 1:
         return mesh
@@ -31,7 +31,3 @@ def with_smallest_replicas(
             if any(fits(workloads(candidate)(batch, recompute), tiers, candidate) for recompute in checkpointing):
                 return candidate
     return mesh
-
-
-def _divides(replica: int, ep: int) -> bool:
-    return replica % ep == 0 or ep % replica == 0

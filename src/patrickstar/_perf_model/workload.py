@@ -122,7 +122,7 @@ def t5_workload(t5: T5, batch: int, checkpointing: bool = True, mesh: Mesh | Non
 def _workload(shape: Gpt | T5, batch: int, checkpointing: bool, mesh: Mesh) -> Workload:
     _check_division(shape, mesh)
     tokens, tp = batch * shape.sequence, mesh.tp
-    experts = _expert_load(shape, tokens, checkpointing, mesh) if shape.experts is not None else None
+    experts = _expert_load(shape, tokens, checkpointing, mesh) if shape.expert_layers else None
     saved_by_experts = _saved_by_experts(shape, tokens, mesh, experts) if experts is not None else 0
     sums = shape.all_reduces(checkpointing, exchanged=mesh.ep > 1)
     layer_part = shape.layer_part(tp) + (experts.params // shape.expert_layers if experts is not None else 0)
