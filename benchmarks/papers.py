@@ -22,6 +22,7 @@ from patrickstar._cli.presets import PRESETS, T5_PRESETS
 from patrickstar._dry_run.simulation import simulate
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
+from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import best_estimate, estimate, fits
 from patrickstar._perf_model.t5_costs import T5
 from patrickstar._perf_model.workload import Workload, gpt_workload, t5_workload
@@ -146,7 +147,7 @@ def largest_billions(case: Largest, machine: Machine) -> float:
     """Return the parameters, in billions, of the deepest model of a shape that fits with one sequence per GPU."""
 
     def too_deep(layers: int) -> bool:
-        return not fits(workload(replace(case.shape, layers=layers), 1), machine, case.gpus)
+        return not fits(workload(replace(case.shape, layers=layers), 1), machine, Mesh(gpus=case.gpus))
 
     layers = bisect_left(range(1, MOST_LAYERS), True, key=too_deep)
     assert 0 < layers < MOST_LAYERS - 1
@@ -183,7 +184,7 @@ def throughput_row(case: Throughput, sequence: int) -> list[str]:
         f"{needed:.0f}{' (impossible)' if needed > PEAK_TFLOPS else ''}",
     ]
     try:
-        estimated = case.batch * gpus / estimate(work, machine, gpus).seconds
+        estimated = case.batch * gpus / estimate(work, machine, Mesh(gpus=gpus)).seconds
         simulated = case.batch * gpus / dry_run_s(case.preset, case.batch, sequence, all_gpus_as_one(machine))
     except BudgetError:
         return [*cells, "does not fit", "", "", ""]
@@ -194,7 +195,7 @@ def throughput_row(case: Throughput, sequence: int) -> list[str]:
 def v100_row() -> list[str]:
     """Compare the throughput of 10B on one V100 at the batch that the estimate prefers."""
     machine, preset = find_machine(DGX2), "gpt-10b"
-    best = best_estimate(partial(workload, PRESETS[preset]), machine, 1, checkpointing=(True,))
+    best = best_estimate(partial(workload, PRESETS[preset]), machine, Mesh(), checkpointing=(True,))
     batch, sequence = best.workload.batch, PRESETS[preset].sequence
     simulated = best.workload.operations / dry_run_s(preset, batch, sequence, machine) / 1e12
     cells = [f"TFLOPS, {preset}, ZeRO-Offload", f"{DGX2}, 1 GPU", f"{batch} x {sequence}", f"{TFLOPS_OF_10B}", ""]
@@ -232,7 +233,8 @@ def effect_of_pcie() -> float:
     works = [
         workload(replace((PRESETS | T5_PRESETS)[case.preset], sequence=LENGTHS[0]), case.batch) for case in THROUGHPUTS
     ]
-    seconds = [[estimate(work, each, machine.gpu.count).seconds for each in (machine, nominal)] for work in works]
+    mesh = Mesh(gpus=machine.gpu.count)
+    seconds = [[estimate(work, each, mesh).seconds for each in (machine, nominal)] for work in works]
     return max(before / after - 1 for before, after in seconds)
 
 

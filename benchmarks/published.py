@@ -17,6 +17,7 @@ from patrickstar_v043.simulation import best_step
 
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
+from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.perf_model import best_estimate
 from patrickstar._perf_model.workload import gpt_workload
 from patrickstar.errors import BudgetError
@@ -205,7 +206,7 @@ def claims_table(own: Fits | None = None) -> str:
 def own_fits(gpt: Gpt, machine: Machine, gpus: int) -> bool:
     """Return whether a model fits with the policy of this package (`perf_model.py`)."""
     try:
-        best_estimate(partial(gpt_workload, gpt), machine, gpus, checkpointing=(True,))
+        best_estimate(partial(gpt_workload, gpt), machine, Mesh(gpus=gpus), checkpointing=(True,))
     except BudgetError:
         return False
     return True

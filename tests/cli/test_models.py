@@ -8,10 +8,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+    T5ForConditionalGeneration,
+)
 
 from patrickstar._cli.model_source import find_model
 from patrickstar._cli.presets import EXPERT_PRESETS, PRESETS, T5_PRESETS
+from patrickstar._perf_model.experts import Experts
+from patrickstar._perf_model.t5_costs import T5
 from patrickstar.errors import ConfigError, ModelError
 
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 300}
@@ -78,8 +88,8 @@ def test_the_papers_presets_are_named_after_their_layers(name: str) -> None:
     preset = PRESETS[name]
     billions = float(name.removeprefix("gpt-").removesuffix("b"))
     assert 12 * preset.layers * preset.hidden**2 / 1e9 == pytest.approx(billions, rel=0.04)
-    # PatrickStar's models have 16 heads. Angel-PTM's have width 8192, and fused attention supports heads of up to 256.
-    assert preset.heads == (16 if preset.hidden < 8192 else 64)
+    # PatrickStar's models have 16 heads. Wider ones have heads of 128, because fused attention supports up to 256.
+    assert preset.heads == (16 if preset.hidden < 8192 else preset.hidden // 128)
 
 
 @pytest.mark.parametrize("name", EXPERT_PRESETS)
@@ -101,9 +111,29 @@ def test_a_t5_preset_has_the_parameters_it_says(name: str) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == T5_PRESETS[name].numel
 
 
-def test_a_t5_preset_is_for_plans_only() -> None:
-    with pytest.raises(ModelError, match="t5-27b is a preset of `patrickstar plan` only"):
-        find_model("t5-27b")
+@pytest.mark.parametrize("name", ["t5-27b", "t5-moe-1.2t", "gpt-moe-52b"])
+def test_t5s_and_models_with_experts_are_presets_for_plans_only(name: str) -> None:
+    with pytest.raises(ModelError, match=f"{name} is a preset of `patrickstar plan` only"):
+        find_model(name)
+
+
+def test_a_t5_with_experts_has_the_parameters_of_a_switch_transformer() -> None:
+    shape = T5(layers=4, hidden=64, heads=4, ffn=96, vocab=100, experts=Experts(6, every=2))
+    config = SwitchTransformersConfig(
+        vocab_size=100,
+        d_model=64,
+        d_kv=16,
+        d_ff=96,
+        num_heads=4,
+        num_layers=4,
+        num_decoder_layers=4,
+        num_sparse_encoder_layers=2,
+        num_sparse_decoder_layers=2,
+        num_experts=6,
+    )
+    with torch.device("meta"):
+        model = SwitchTransformersForConditionalGeneration(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == shape.numel
 
 
 def test_activation_checkpointing_is_switched_on() -> None:

@@ -32,6 +32,9 @@ gpu_gpu = "40GB"
 capacity = "1TB"
 read = "3GB"
 write = "2GB"
+[network]
+bandwidth = "25GB"
+latency_s = 5e-6
 """
 
 rates = st.floats(1e6, 1e12)
@@ -53,7 +56,7 @@ def test_packaged_specs_are_complete_and_cite_their_sources(name):
 
 def test_the_expected_specs_are_packaged():
     expected = {"8xV100-32GB", "8xV100-32GB-120GB", "700-dollar-pc", "8xA100-40GB", "H200", "RTX4090-desktop"}
-    assert expected | {"8xA100-40GB-11TB", "DGX-2"} <= set(known_machines())
+    assert expected | {"8xA100-40GB-11TB", "DGX-2", "DGX-A100-80GB"} <= set(known_machines())
 
 
 def test_the_variant_differs_only_in_host_memory():
@@ -63,11 +66,13 @@ def test_the_variant_differs_only_in_host_memory():
     assert half.model_copy(update=same) == whole
 
 
-def test_angel_ptms_server_differs_only_in_its_disk():
+def test_angel_ptms_server_differs_only_in_its_disk_and_network():
     plain, server = find_machine("8xA100-40GB"), find_machine("8xA100-40GB-11TB")
     assert server.disk is not None and server.disk.capacity == 11e12
     assert server.disk.read == server.disk.write == 3.5e9
-    assert server.model_copy(update={"name": plain.name, "source": plain.source, "disk": None}) == plain
+    assert server.network is not None and server.network.bandwidth < 16 * 12.5e9
+    same = {"name": plain.name, "source": plain.source, "disk": None, "network": None}
+    assert server.model_copy(update=same) == plain
 
 
 def test_the_gpus_of_a_dgx_2_share_its_links_by_four():
@@ -103,6 +108,9 @@ def test_a_user_file_is_read(tmp_path):
         ("cores = 8", "cores = 8\npage_lock = -2", "host.page_lock"),
         ("cores = 8", "cores = 8\ncolour = 1", "host.colour"),
         ('write = "2GB"', "", "disk.write"),
+        ('bandwidth = "25GB"', "", "network.bandwidth"),
+        ("latency_s = 5e-6", "", "network.latency_s"),
+        ("latency_s = 5e-6", "latency_s = -1", "network.latency_s"),
         ('name = "test"', "", "name"),
         ('[links]\nh2d = "12GB"\nd2h = "11GB"\ngpu_gpu = "40GB"', "", "links"),
         (COMPLETE[COMPLETE.index("[gpu]") : COMPLETE.index("[host]")], "", "host.matmul_tflops"),

@@ -12,7 +12,9 @@ from sampling import draws
 
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import DiskDrive, Gpu, Host, Links, Machine, find_machine
-from patrickstar._perf_model.perf_model import Tier, best_estimate, estimate, fits, largest_batch, min_extra_bytes
+from patrickstar._perf_model.mesh import Mesh
+from patrickstar._perf_model.perf_model import best_estimate, estimate, fits, largest_batch, min_extra_bytes
+from patrickstar._perf_model.step_program import Tier
 from patrickstar._perf_model.workload import PARAM_BYTES, STATE_BYTES, UPDATE_BYTES, Workload, gpt_workload
 from patrickstar.errors import BudgetError
 
@@ -56,7 +58,7 @@ few = settings(max_examples=draws(25), deadline=None)
 
 def best(work, machine, processes):
     try:
-        return estimate(work, machine, processes)
+        return estimate(work, machine, Mesh(gpus=processes))
     except BudgetError as error:
         assert error.short_bytes > 0
         return None
@@ -176,7 +178,7 @@ def test_no_shares_are_faster_than_the_chosen_ones(work, machine, processes):
 @settings(few, suppress_health_check=[HealthCheck.filter_too_much])
 @given(works, machines, st.sampled_from([1, 8]))
 def test_the_missing_bytes_are_sufficient_and_minimal(work, machine, processes):
-    assume(not fits(work, machine, processes))
+    assume(not fits(work, machine, Mesh(gpus=processes)))
 
     def with_more(tier, nbytes):
         if tier is Tier.DEVICE:
@@ -191,13 +193,13 @@ def test_the_missing_bytes_are_sufficient_and_minimal(work, machine, processes):
         return machine.model_copy(update={"disk": DiskDrive(capacity=capacity + nbytes, read="3GB", write="2GB")})
 
     for tier in Tier:
-        more = min_extra_bytes(work, machine, processes, tier)
+        more = min_extra_bytes(work, machine, Mesh(gpus=processes), tier)
         if more is not None:
             # The solver's tolerance is relative to the largest coefficient of a constraint.
             tolerance = int(1e-5 * (14 * work.params + work.non_model_bytes))
-            assert fits(work, with_more(tier, more + tolerance), processes)
+            assert fits(work, with_more(tier, more + tolerance), Mesh(gpus=processes))
             if more > tolerance:
-                assert not fits(work, with_more(tier, more - tolerance), processes)
+                assert not fits(work, with_more(tier, more - tolerance), Mesh(gpus=processes))
 
 
 def test_the_error_has_the_missing_bytes_and_they_suffice():
@@ -211,10 +213,10 @@ def test_the_error_has_the_missing_bytes_and_they_suffice():
     )
     with pytest.raises(BudgetError, match=r"more host memory, or .* more disk") as caught:
         estimate(work, machine)
-    enough = machine.host.memory + int(min_extra_bytes(work, machine, 1, Tier.HOST) * (1 + 1e-6))
+    enough = machine.host.memory + int(min_extra_bytes(work, machine, Mesh(), Tier.HOST) * (1 + 1e-6))
     larger = machine.model_copy(update={"host": machine.host.model_copy(update={"memory": enough})})
     assert estimate(work, larger).host_bytes <= enough
-    assert caught.value.short_bytes == min(min_extra_bytes(work, machine, 1, tier) for tier in Tier)
+    assert caught.value.short_bytes == min(min_extra_bytes(work, machine, Mesh(), tier) for tier in Tier)
 
 
 V100 = Machine(
@@ -228,10 +230,10 @@ V100 = Machine(
 
 def test_batch_and_checkpointing_are_chosen_by_tokens_per_second():
     work_of = partial(gpt_workload, Gpt(20, 2048, 16))
-    chosen = best_estimate(work_of, V100, 1)
+    chosen = best_estimate(work_of, V100, Mesh())
     speeds = {}
     for batch, recompute in product((1, 2, 4, 8, 16, 32, 64, 128), (True, False)):
-        if fits(work_of(batch, recompute), V100, 1):
+        if fits(work_of(batch, recompute), V100, Mesh()):
             step = estimate(work_of(batch, recompute), V100)
             speeds[batch, recompute] = step.workload.tokens / step.seconds
     assert len(speeds) > 5
@@ -243,12 +245,12 @@ def test_batch_and_checkpointing_are_chosen_by_tokens_per_second():
 @pytest.mark.parametrize("recompute", [True, False])
 def test_the_largest_batch_fits_and_one_more_does_not(recompute):
     work_of = partial(gpt_workload, Gpt(60, 4096, 16))
-    batch = largest_batch(work_of, V100, 1, recompute)
+    batch = largest_batch(work_of, V100, Mesh(), recompute)
     assert batch > 0
-    assert fits(work_of(batch, recompute), V100, 1) and not fits(work_of(batch + 1, recompute), V100, 1)
-    assert largest_batch(work_of, V100, 1, recompute, below=2) == 1
+    assert fits(work_of(batch, recompute), V100, Mesh()) and not fits(work_of(batch + 1, recompute), V100, Mesh())
+    assert largest_batch(work_of, V100, Mesh(), recompute, below=2) == 1
     tiny = V100.model_copy(update={"gpu": V100.gpu.model_copy(update={"memory": 1 << 20})})
-    assert largest_batch(work_of, tiny, 1, recompute) == 0
+    assert largest_batch(work_of, tiny, Mesh(), recompute) == 0
 
 
 def test_without_a_gpu_both_tiers_share_the_host_memory():
@@ -267,7 +269,8 @@ def test_lock_free_updates_hide_the_disk_behind_the_other_channels(processes):
     machine = find_machine("8xA100-40GB-11TB")
     machine = machine.model_copy(update={"host": machine.host.model_copy(update={"memory": 300 * 10**9})})
     work = gpt_workload(Gpt(34, 8192, heads=64, sequence=512), 4, True)
-    exact, late = estimate(work, machine, processes), estimate(work, machine, processes, lock_free=True)
+    mesh = Mesh(gpus=processes)
+    exact, late = estimate(work, machine, mesh), estimate(work, machine, mesh, lock_free=True)
     assert exact.channels != late.channels and late.seconds < exact.seconds
     assert late.staleness == math.ceil(late.sweep_s / late.seconds) >= 2
     assert late.host_bytes >= 6 * work.params and late.host_bytes <= machine.host.memory

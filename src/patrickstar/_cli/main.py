@@ -170,10 +170,24 @@ def plan(
     machine: Annotated[
         str, typer.Option(help="Built-in machine such as 8xV100-32GB, TOML file, or 'here' to measure this one.")
     ] = "8xV100-32GB",
-    gpus: Annotated[int | None, typer.Option(min=1, help="Number of its GPUs to use. Default: all.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of such machines, connected by their network.")] = 1,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs of a machine to use. Default: all.")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism: GPUs that divide the matrices of a layer.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert parallelism: GPUs that divide the experts of a layer.")] = 1,
+    capacity_factor: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            help="Buffer of each expert, relative to the mean number of tokens: the rest is padded or dropped. "
+            "Default: no buffers; the busiest process is estimated.",
+        ),
+    ] = None,
     device_memory: Annotated[str | None, typer.Option(help="Memory budget of each GPU. Default: its memory.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Memory budget of the host. Default: its memory.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per GPU. Default: whichever is fastest.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Memory budget of each host. Default: its memory.")] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sequences per GPU, or per tensor-parallel group. Default: whichever is fastest."),
+    ] = None,
     sequence: Annotated[int, typer.Option(min=2, help="Sequence length in tokens.")] = 1024,
     activation_checkpointing: Annotated[
         bool | None,
@@ -187,7 +201,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")] = False,
 ) -> None:
-    """Predict whether a model fits a machine, how fast it trains, and what limits the speed. Nothing is run."""
+    """Predict whether a model fits a machine or a cluster, how fast it trains, and what limits it. Nothing is run."""
     arguments = locals()
     with _reported_errors(traceback):
         from patrickstar._cli.plan import PlanOptions

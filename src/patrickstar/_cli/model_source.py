@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from patrickstar._cli.presets import EXPERT_PRESETS, PRESETS, T5_PRESETS
+from patrickstar._cli.presets import EXPERT_PRESETS, MOE_PRESETS, PRESETS, T5_PRESETS
 from patrickstar._cli.tokenizer import Vocabulary
 from patrickstar.errors import ConfigError, ModelError
 from patrickstar.integrations.transformers._folder_weights import FolderWeights
@@ -100,6 +100,11 @@ def _unknown(name: str) -> str:
     if name in T5_PRESETS:
         return f"{name} is a preset of `patrickstar plan` only: a T5 has an encoder, and is no causal language model"
     known = [*PRESETS, *EXPERT_PRESETS]
+    if name in MOE_PRESETS:
+        return (
+            f"{name} is a preset of `patrickstar plan` only; to train experts, use {', '.join(EXPERT_PRESETS)}, or a "
+            f"model's configuration or folder"
+        )
     matches = get_close_matches(name, known, n=1)
     hint = f"did you mean {matches[0]}?" if matches else f"the presets are {', '.join(known)}"
     return f"there is no model {name!r}: it is neither a preset nor a config file nor a model folder; {hint}"

@@ -2,29 +2,18 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 
 from rich.console import Console
 
-from patrickstar._cli.console import print_text
-from patrickstar._cli.presets import EXPERT_PRESETS, PRESETS, T5_PRESETS
-from patrickstar._layout.byte_size import format_size, parse_size
+from patrickstar._cli.plan_report import Plan, plan_as_dict, print_plan
+from patrickstar._cli.planned_model import PlannedModel, find_planned_model, planned_shape
+from patrickstar._layout.byte_size import parse_size
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.machine_spec import Machine, find_machine
-from patrickstar._perf_model.perf_model import (
-    BATCHES,
-    ChannelLoad,
-    Estimate,
-    best_estimate,
-    estimate,
-    largest_batch,
-)
-from patrickstar._perf_model.t5_costs import T5
-from patrickstar._perf_model.text_tables import channels_table, memory_table, rows
-from patrickstar._perf_model.workload import Workloads, gpt_workload, t5_workload
+from patrickstar._perf_model.mesh import Mesh
+from patrickstar._perf_model.perf_model import BATCHES, Estimate, best_estimate, largest_batch
+from patrickstar._perf_model.replicas import with_smallest_replicas
 from patrickstar.errors import BudgetError, ConfigError
 
 GPT_FAMILY = (
@@ -43,7 +32,11 @@ class PlanOptions:
 
     model: str
     machine: str
+    nodes: int
     gpus: int | None
+    tp: int
+    ep: int
+    capacity_factor: float | None
     device_memory: str | None
     host_memory: str | None
     batch: int | None
@@ -54,36 +47,37 @@ class PlanOptions:
     as_json: bool
 
 
-@dataclass(frozen=True)
-class PlannedModel:
-    """Model to plan for, with the workload of its steps."""
-
-    name: str
-    sequence: int
-    workloads: Workloads
-
-
 def plan(options: PlanOptions, console: Console) -> None:
-    """Print the plan. Raise ConfigError for unknown names, BudgetError if nothing fits."""
+    """Print the plan. Raise ConfigError for unknown names and impossible meshes, BudgetError if nothing fits."""
     machine = with_budgets(_machine(options.machine), options.device_memory, options.host_memory)
-    processes = process_count(machine, options.gpus)
+    mesh = Mesh(options.nodes, process_count(machine, options.gpus), options.tp, options.ep)
     if options.largest:
-        fitting = largest(machine, processes, options)
+        fitting = largest(machine, mesh, options)
         if fitting is None:
             raise BudgetError(f"no GPT of the family fits {machine.name} at {options.least_tflops:g} TFLOPS per GPU")
         model, best = fitting
+        mesh = best.mesh
     else:
-        model = find_planned_model(options.model, options.sequence, machine)
+        model = find_planned_model(options.model, options.sequence, machine, options.capacity_factor)
+        mesh = _with_replicas(model, machine, mesh, options)
         try:
-            best = _best(model, machine, processes, options)
+            best = _best(model, machine, mesh, options)
         except BudgetError as error:
-            hint = _smaller_batch(model, machine, processes, options)
+            hint = _smaller_batch(model, machine, mesh, options)
             raise BudgetError(f"{error}{hint}", error.short_bytes) from None
-    max_batch = largest_batch(model.workloads, machine, processes, best.workload.checkpointing)
+    max_batch = largest_batch(model.workloads(mesh), machine, mesh, best.workload.checkpointing)
+    found = Plan(
+        model,
+        machine,
+        best,
+        max_batch,
+        one_gpu=_smaller(model, machine, mesh, Mesh(), options),
+        one_node=_smaller(model, machine, mesh, Mesh(1, mesh.gpus, mesh.tp, min(mesh.ep, mesh.gpus)), options),
+    )
     if options.as_json:
-        console.print_json(json.dumps(plan_as_dict(model, machine, best, max_batch)))
+        console.print_json(json.dumps(plan_as_dict(found)))
         return
-    print_plan(console, model, machine, best, max_batch)
+    print_plan(console, found)
 
 
 def _machine(name: str) -> Machine:
@@ -109,45 +103,11 @@ def with_budgets(machine: Machine, device_memory: str | None, host_memory: str |
 
 
 def process_count(machine: Machine, gpus: int | None) -> int:
-    """Return the number of processes, one per GPU."""
+    """Return the number of processes per node, one per GPU."""
     available = machine.gpu.count if machine.gpu is not None else 1
     if gpus is not None and not 1 <= gpus <= available:
         raise ConfigError(f"--gpus {gpus}: {machine.name} has {available}")
     return gpus if gpus is not None else available
-
-
-def find_planned_model(name: str, sequence: int, machine: Machine) -> PlannedModel:
-    """Find a model by preset, whose workload is computed by formulas, or configuration, which is traced in a dry run.
-
-    The configuration is a file, or that of a preset with experts.
-
-    Raises:
-        ConfigError: The name is neither; the message suggests the nearest names.
-    """
-    if name in PRESETS:
-        return _planned_gpt(name, replace(PRESETS[name], sequence=sequence))
-    if name in T5_PRESETS:
-        return _planned_t5(name, replace(T5_PRESETS[name], sequence=sequence))
-    if name not in EXPERT_PRESETS and not Path(name).exists():
-        known = [*PRESETS, *EXPERT_PRESETS, *T5_PRESETS]
-        nearest = get_close_matches(name, known, n=3, cutoff=0.3) or known
-        raise ConfigError(f"{name!r} is neither a known model nor a file; did you mean {', '.join(nearest)}?")
-    # Imported here because PyTorch takes seconds to load.
-    from patrickstar._cli.model_source import find_model
-    from patrickstar._cli.train import check_sequence, language_model_workloads
-
-    source = find_model(name)
-    check_sequence(sequence, source)
-    return PlannedModel(source.name, sequence, language_model_workloads(source, sequence, machine))
-
-
-def _planned_gpt(name: str, gpt: Gpt) -> PlannedModel:
-    return PlannedModel(f"{name}, {gpt.layers} layers x {gpt.hidden}", gpt.sequence, partial(gpt_workload, gpt))
-
-
-def _planned_t5(name: str, t5: T5) -> PlannedModel:
-    layers = f"{t5.layers} encoder and {t5.layers} decoder layers"
-    return PlannedModel(f"{name}, {layers} x {t5.hidden}", t5.sequence, partial(t5_workload, t5))
 
 
 def _candidates(options: PlanOptions) -> tuple[Sequence[bool], Sequence[int]]:
@@ -156,145 +116,52 @@ def _candidates(options: PlanOptions) -> tuple[Sequence[bool], Sequence[int]]:
     return (True, False) if recompute is None else (recompute,), BATCHES if options.batch is None else (options.batch,)
 
 
-def _best(model: PlannedModel, machine: Machine, processes: int, options: PlanOptions) -> Estimate:
+def _with_replicas(model: PlannedModel, machine: Machine, mesh: Mesh, options: PlanOptions) -> Mesh:
     checkpointing, batches = _candidates(options)
-    return best_estimate(model.workloads, machine, processes, checkpointing, batches)
+    return with_smallest_replicas(model.workloads, machine, mesh, checkpointing, min(batches))
 
 
-def _smaller_batch(model: PlannedModel, machine: Machine, processes: int, options: PlanOptions) -> str:
+def _best(model: PlannedModel, machine: Machine, mesh: Mesh, options: PlanOptions) -> Estimate:
+    checkpointing, batches = _candidates(options)
+    return best_estimate(model.workloads(mesh), machine, mesh, checkpointing, batches)
+
+
+def _smaller(model: PlannedModel, machine: Machine, mesh: Mesh, smaller: Mesh, options: PlanOptions) -> Estimate | None:
+    """Return the best estimate on fewer GPUs; None if they are not fewer, or the model does not fit them."""
+    if smaller.processes == mesh.processes:
+        return None
+    try:
+        return _best(model, machine, smaller, options)
+    except BudgetError:
+        return None
+
+
+def _smaller_batch(model: PlannedModel, machine: Machine, mesh: Mesh, options: PlanOptions) -> str:
     """Return a hint with the batches that fit, empty if there are none."""
     checkpointing, batches = _candidates(options)
     batch, hints = min(batches), []
     # A batch that does not fit may fit with activation checkpointing.
     for recompute in sorted({*checkpointing, True}):
         limit = batch if recompute in checkpointing else batch + 1
-        max_batch = largest_batch(model.workloads, machine, processes, recompute, limit)
+        max_batch = largest_batch(model.workloads(mesh), machine, mesh, recompute, limit)
         if max_batch:
             hints.append(f"--batch {max_batch}" + (" --activation-checkpointing" if recompute else ""))
     return f"; {' or '.join(hints)} fits" if hints else ""
 
 
-def largest(machine: Machine, processes: int, options: PlanOptions) -> tuple[PlannedModel, Estimate] | None:
+def largest(machine: Machine, mesh: Mesh, options: PlanOptions) -> tuple[PlannedModel, Estimate] | None:
     """Return the largest GPT of the family that fits and reaches the minimum speed, with its estimate."""
     largest_fitting = None
     for hidden, depths in GPT_FAMILY:
         for layers in depths:
             gpt = Gpt(layers, hidden, heads=16, sequence=options.sequence)
-            model = _planned_gpt("a GPT", gpt)
+            model = planned_shape("a GPT", gpt, options.capacity_factor)
             try:
-                best = _best(model, machine, processes, options)
+                best = _best(model, machine, _with_replicas(model, machine, mesh, options), options)
             except BudgetError:
                 continue
             if best.tflops >= options.least_tflops and (
-                largest_fitting is None or gpt.numel > largest_fitting[1].workload.params
+                largest_fitting is None or gpt.numel > largest_fitting[1].workload.all_params
             ):
                 largest_fitting = model, best
     return largest_fitting
-
-
-def plan_as_dict(model: PlannedModel, machine: Machine, best: Estimate, max_batch: int) -> dict[str, object]:
-    """Return the plan as plain data, in bytes, seconds and operations."""
-    late = lock_free(machine, best)
-    return {
-        "model": {"name": model.name, "params": best.workload.params, "sequence": model.sequence},
-        "machine": machine.model_dump(),
-        "processes": best.processes,
-        "batch": best.workload.batch,
-        "largest_batch": max_batch,
-        "activation_checkpointing": best.workload.checkpointing,
-        "step_s": best.seconds,
-        "bound_s": best.bound_s,
-        "tflops_per_process": best.tflops,
-        "free_tokens": best.free_tokens,
-        "lock_free": None if late is None else {"step_s": late.seconds, "staleness": late.staleness},
-        "shares": asdict(best.shares),
-        "lanes": [asdict(channel) | {"idle_s": best.seconds - channel.seconds} for channel in best.channels],
-        "non_model_bytes": best.workload.non_model_bytes,
-        "device_bytes": best.device_bytes,
-        "host_bytes": best.host_bytes,
-        "disk_bytes": best.disk_bytes,
-    }
-
-
-def print_plan(console: Console, model: PlannedModel, machine: Machine, best: Estimate, max_batch: int) -> None:
-    work = best.workload
-    devices = f"{best.processes} GPUs" if best.processes > 1 else "one device"
-    activations = "recomputed in backward" if work.checkpointing else "kept for backward"
-    summary = (
-        ("model", f"{model.name}, {work.params / 1e9:.2f} billion parameters: it fits"),
-        ("machine", f"{machine.name}, {devices}"),
-        (
-            "batch",
-            f"{work.batch} x {model.sequence} tokens per process, activations {activations}; at most {max_batch} fit",
-        ),
-        ("step", f"{best.seconds:.2f} s, of which the busiest resource alone takes {best.bound_s:.2f} s"),
-        ("speed", f"{best.tflops:.1f} TFLOPS per process, {best.processes * work.tokens / best.seconds:,.0f} tokens/s"),
-        ("transfers", f"hidden behind computation from {best.free_tokens:,} tokens per process and step"),
-        ("delayed", "updates would gain nothing here: a step takes as long as its busiest resource in either case"),
-        *_lock_free_row(machine, best),
-    )
-    parts = (
-        rows(summary),
-        channels_table(((load.name, load.seconds, _amount(load)) for load in best.channels), best.seconds),
-        memory_table(_tiers(machine, best)),
-        _choices(best),
-    )
-    print_text(console, "\n".join(parts))
-
-
-def lock_free(machine: Machine, best: Estimate) -> Estimate | None:
-    """Return the estimate with lock-free updates, for one process; None if they do not fit or would gain nothing."""
-    slowest = max(best.channels, key=lambda channel: channel.seconds)
-    if best.processes > 1 or not slowest.name.startswith("disk"):
-        return None
-    try:
-        return estimate(best.workload, machine, best.processes, lock_free=True)
-    except BudgetError:
-        return None
-
-
-def _lock_free_row(machine: Machine, best: Estimate) -> list[tuple[str, str]]:
-    """Return what lock-free updates would change, if states are on disk."""
-    if best.shares.in_ram >= 1 or best.processes > 1:
-        return []
-    late = lock_free(machine, best)
-    if late is None:
-        return [("lock-free", "updates would gain nothing: their buffers do not fit, or no step waits for the disk")]
-    text = f"updates would make it a step of {late.seconds:.2f} s with max_staleness={late.staleness} (not exact)"
-    return [("lock-free", text)]
-
-
-def _amount(channel: ChannelLoad) -> str:
-    return f"{channel.amount / 1e12:,.1f}e12 op." if channel.name == "compute" else format_size(int(channel.amount))
-
-
-def _tiers(machine: Machine, best: Estimate) -> list[tuple[str, int, int]]:
-    non_model = best.workload.non_model_bytes
-    if machine.gpu is not None:
-        rows = [
-            ("each GPU", best.device_bytes, machine.gpu.memory),
-            ("- non-model data", non_model, machine.gpu.memory),
-            ("host", best.host_bytes, machine.host.memory),
-        ]
-    else:
-        rows = [
-            ("RAM", best.device_bytes + best.host_bytes, machine.host.memory),
-            ("- non-model data", non_model, machine.host.memory),
-        ]
-    if machine.disk is not None:
-        rows.append(("disk", best.disk_bytes, machine.disk.capacity))
-    return rows
-
-
-def _choices(best: Estimate) -> str:
-    shares = best.shares
-    streamed = max(0.0, 1 - shares.resident - shares.on_host)
-    in_ram = f"; of those outside the device, {shares.in_ram:.0%} are stored in RAM" if shares.in_ram < 1 else ""
-    paged = f", {shares.paged:.0%} are stored on disk" if shares.paged else ""
-    slowest = max(best.channels, key=lambda channel: channel.seconds)
-    return (
-        f"of the optimizer states {shares.resident:.0%} stay on the device, {shares.on_host:.0%} are updated on the "
-        f"host and {streamed:.0%} are copied to the device for their update{in_ram}; of the parameters "
-        f"{shares.retained:.0%} stay on the device from forward to backward{paged}. These shares minimize the time of "
-        f"the busiest resource, {slowest.name} (a linear program); the batch maximizes tokens per second."
-    )

@@ -1,8 +1,9 @@
-"""Named shapes of GPTs, GPTs with experts, and T5s."""
+"""Named shapes of GPTs and T5s, dense ones and those with experts."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from patrickstar._perf_model.experts import Experts
 from patrickstar._perf_model.gpt_costs import Gpt
 from patrickstar._perf_model.t5_costs import T5
 
@@ -111,6 +112,8 @@ PRESETS = {
     # matrices. The heads are assumed: 128 wide, which fused attention supports.
     "gpt-28b": Preset(layers=35, hidden=8192, heads=64),
     "gpt-55b": Preset(layers=68, hidden=8192, heads=64),
+    # Brown et al. 2020, table 2.1: GPT-3, which Angel-PTM trains on hundreds of GPUs.
+    "gpt-175b": Preset(layers=96, hidden=12288, heads=96),
 }
 """Causal language models, to plan and to train."""
 
@@ -130,3 +133,13 @@ T5_PRESETS = {
     "t5-58b": T5Preset(layers=123, hidden=4096, heads=32, ffn=16384),
 }
 """Models with encoder and decoder, to plan only: `layers` of each stack."""
+
+MOE_PRESETS: dict[str, Gpt | T5] = {
+    # DeepSpeed-MoE (arXiv 2201.05596): 1.3B+MoE-128, with 128 experts in every second layer and top-1 routing.
+    "gpt-moe-52b": Gpt(layers=24, hidden=2048, heads=16, experts=Experts(128, every=2)),
+    # Angel-PTM: T5-MoE-1.2T. We know its size only. Width and feed-forward network are assumed to be those of T5-3B
+    # (Raffel et al. 2020), experts to be in every second layer with top-1 routing, as in the Switch Transformer. Their
+    # number follows from the size; it is a multiple of 768, so that each of 768 processes has equally many.
+    "t5-moe-1.2t": T5(layers=16, hidden=1024, heads=16, ffn=16384, experts=Experts(2304, every=2)),
+}
+"""Models with experts, to plan only."""

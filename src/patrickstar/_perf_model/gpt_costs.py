@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from patrickstar._perf_model.experts import Experts, FeedForward
+
 HALF, SINGLE = 2, 4
 """Bytes of a 16-bit and of a 32-bit number."""
 
@@ -12,13 +14,21 @@ SAVED_BYTES_PER_HIDDEN = 34
 SAVED_BYTES_PER_SCORE = 5
 """Bytes that one layer saves for backward: 34 per token and hidden unit, and 5 per attention score, of which there are
 heads x sequence per token (Korthikanti et al. 2022, equation 1)."""
+DIVIDED_SAVED_BYTES = 24
+"""Those of the 34 bytes that tensor parallelism divides (equation 2)."""
+GELU_SAVED_BYTES = 4
+"""Bytes that a token saves per unit of the feed-forward network: input and output of GELU."""
 
 
 @dataclass(frozen=True)
 class Gpt:
     """Transformer of equal layers: attention, then a feed-forward network four times as wide.
 
-    `head`: compute logits with the tied embedding weight; a classifier has no such head.
+    `head`: compute logits with the tied embedding weight; a classifier has no such head. `experts`: some layers have
+    experts in place of the feed-forward network.
+
+    Methods with the argument `tp` return the part of one of `tp` tensor-parallel processes, which divide heads, the
+    feed-forward network and the vocabulary; norms, positions, routers and the inputs of layers are in all of them.
     """
 
     layers: int
@@ -27,11 +37,16 @@ class Gpt:
     vocab: int = 50257
     sequence: int = 1024
     head: bool = True
+    experts: Experts | None = None
 
     @property
     def layer_numel(self) -> int:
         """Number of parameters of one layer: matrices, biases and norms."""
-        return 12 * self.hidden**2 + 13 * self.hidden
+        return self.layer_part(1)
+
+    def layer_part(self, tp: int) -> int:
+        """Return the parameters of one layer without experts in one of `tp` processes."""
+        return (12 * self.hidden**2 + 7 * self.hidden) // tp + 6 * self.hidden
 
     @property
     def embedding_numel(self) -> int:
@@ -41,7 +56,43 @@ class Gpt:
     @property
     def numel(self) -> int:
         """Number of all parameters, including the final norm."""
-        return self.layers * self.layer_numel + self.embedding_numel + 2 * self.hidden
+        experts = self.experts.count * self.feed_forward.numel() if self.experts is not None else 0
+        return self.dense_numel() + self.expert_layers * experts
+
+    @property
+    def feed_forward(self) -> FeedForward:
+        """Feed-forward network of a layer, or of one expert."""
+        return FeedForward(self.hidden, 4 * self.hidden, biases=True, saved_bytes_per_unit=GELU_SAVED_BYTES)
+
+    @property
+    def expert_layers(self) -> int:
+        """Number of layers with experts."""
+        return self.layers // self.experts.every if self.experts is not None else 0
+
+    @property
+    def router_numel(self) -> int:
+        """Number of parameters of the router of one layer with experts."""
+        return self.experts.count * self.hidden if self.experts is not None else 0
+
+    def dense_numel(self, tp: int = 1) -> int:
+        """Return the parameters outside of experts in one of `tp` processes."""
+        vocab = -(-self.vocab // tp)
+        return (
+            self.layers * self.layer_part(tp)
+            + self.expert_layers * (self.router_numel - self.feed_forward.numel(tp))
+            + (vocab + self.sequence) * self.hidden
+            + 2 * self.hidden
+        )
+
+    def all_reduces(self, recompute: bool, exchanged: bool = False) -> float:
+        """Return the tensor-parallel all-reduces of a step, in hidden units per token.
+
+        Attention and feed-forward network sum their outputs in forward and the gradients of their inputs in backward;
+        the embedding sums its outputs, the head the gradients of its inputs. `exchanged`: experts are in other
+        processes; each process routes a part of the tokens, and an all-gather, half of an all-reduce, follows.
+        """
+        sums = 2 * self.layers - (self.expert_layers / 2 if exchanged else 0)
+        return (3 if recompute else 2) * sums + 1 + self.head
 
     def layer_tensors(self) -> tuple[int, ...]:
         """Return the number of elements of each parameter of one layer, in creation order."""
@@ -63,8 +114,17 @@ class Gpt:
 
     def operations(self, tokens: int, recompute: bool = True) -> int:
         """Return the operations of a step: a backward costs two forwards, recomputation one more per layer."""
-        layers = self.layers * self.layer_operations(tokens)
-        return (4 if recompute else 3) * layers + 3 * self.logit_operations(tokens)
+        experts = self.experts.top_k if self.experts is not None else 0
+        in_experts = self.expert_layers * experts * self.feed_forward.operations(tokens)
+        return self.dense_operations(tokens, recompute) + (4 if recompute else 3) * in_experts
+
+    def dense_operations(self, tokens: int, recompute: bool = True, tp: int = 1) -> int:
+        """Return the operations of a step outside of experts in one of `tp` processes."""
+        passes = 4 if recompute else 3
+        forward = self.layers * self.layer_operations(tokens)
+        forward -= self.expert_layers * self.feed_forward.operations(tokens)
+        routers = self.expert_layers * 2 * tokens * self.router_numel
+        return (passes * forward + 3 * self.logit_operations(tokens)) // tp + passes * routers
 
     def checkpoint_bytes(self, batch: int, layers: int | None = None) -> int:
         """Return the bytes of the 16-bit checkpointed inputs of `layers` layers (default: all)."""
@@ -80,6 +140,20 @@ class Gpt:
         hidden = SAVED_BYTES_PER_HIDDEN * batch * self.sequence * self.hidden
         return hidden + SAVED_BYTES_PER_SCORE * self.score_numel(batch)
 
-    def logit_bytes(self, batch: int) -> int:
+    def activation_bytes(self, batch: int, checkpointing: bool, tp: int = 1, expert_bytes: float = 0) -> float:
+        """Return the peak of saved activations with fused attention, which saves no scores.
+
+        Args:
+            expert_bytes: Bytes that the experts of one layer save for backward in this process.
+        """
+        unit = batch * self.sequence * self.hidden
+        layer = unit * (SAVED_BYTES_PER_HIDDEN - DIVIDED_SAVED_BYTES + DIVIDED_SAVED_BYTES / tp)
+        instead = expert_bytes - batch * self.sequence * self.feed_forward.saved_bytes(tp)
+        if checkpointing:
+            return self.checkpoint_bytes(batch) + layer + (max(0.0, instead) if self.expert_layers else 0)
+        return self.layers * layer + self.expert_layers * instead
+
+    def logit_bytes(self, batch: int, tp: int = 1) -> int:
         """Return the bytes of the logits in 16 bits, in 32 bits for the loss, and of their 32-bit gradient."""
-        return batch * self.sequence * self.vocab * (HALF + SINGLE + SINGLE) if self.head else 0
+        vocab = -(-self.vocab // tp)
+        return batch * self.sequence * vocab * (HALF + SINGLE + SINGLE) if self.head else 0

@@ -9,6 +9,8 @@ from scipy.optimize import linprog
 
 Expression = NDArray[np.float64]
 """A constant, followed by the coefficient of each variable."""
+Solution = NDArray[np.float64]
+"""Value of each variable."""
 
 SLACK = 1e-9
 """Relative tolerance of the solver."""
@@ -31,14 +33,14 @@ class Variables:
         return expression
 
 
-def value(expression: Expression, values: NDArray[np.float64]) -> float:
+def value(expression: Expression, values: Solution) -> float:
     """Evaluate an expression at the given values of the variables."""
     return float(expression[0] + expression[1:] @ values)
 
 
 def minimize(
     objective: Expression, not_above_zero: Sequence[Expression], zero: Sequence[Expression]
-) -> NDArray[np.float64] | None:
+) -> Solution | None:
     """Return the values of the variables that minimize the objective; None if the constraints are infeasible."""
     upper, equal = np.array([_scaled(expression) for expression in not_above_zero]), np.array(zero)
     solution = linprog(

@@ -98,6 +98,15 @@ class DiskDrive(_Part):
     write: Rate
 
 
+class Network(_Part):
+    """Network between equal machines, the nodes of a cluster."""
+
+    bandwidth: Rate
+    """Bytes per second and direction of all adapters of a node together, as collectives reach them."""
+    latency_s: float = Field(ge=0)
+    """Seconds from sending to receiving a small message."""
+
+
 class Machine(_Part):
     """Machine spec. Without a GPU, the host computes."""
 
@@ -108,6 +117,7 @@ class Machine(_Part):
     host: Host
     links: Links | None = None
     disk: DiskDrive | None = None
+    network: Network | None = None
 
     @property
     def device_memory(self) -> int:

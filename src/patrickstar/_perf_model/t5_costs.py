@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from patrickstar._perf_model.experts import Experts, FeedForward
 from patrickstar._perf_model.gpt_costs import HALF, SINGLE
 
 POSITION_BUCKETS = 32
@@ -12,6 +13,8 @@ SAVED_BY_RELU = 2
 """Bytes that parts of a layer save for backward, without attention scores (Korthikanti et al. 2022, section 4.1). Per
 token and hidden unit: attention 11, a norm 2, input and dropout mask of a feed-forward network 3. Per token and unit of
 the feed-forward network: 2 for the output of ReLU, which is also the input of the second matrix product."""
+DIVIDED_BY_ATTENTION = 8
+"""Those of the 11 bytes that tensor parallelism divides: query, key, value, and the input of the output matrix."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,10 @@ class T5:
         hidden: Width; all heads together are as wide.
         ffn: Width of the feed-forward network, which has ReLU and two matrices.
         sequence: Number of tokens of each stack: a sample has this many input and as many output tokens.
+        experts: In both stacks, some layers have experts in place of the feed-forward network.
+
+    Methods with the argument `tp` return the part of one of `tp` tensor-parallel processes, which divide heads, the
+    feed-forward network and the vocabulary; norms, routers and the inputs of layers are in all of them.
     """
 
     layers: int
@@ -31,16 +38,21 @@ class T5:
     ffn: int
     vocab: int = 32128
     sequence: int = 1024
+    experts: Experts | None = None
 
     @property
     def encoder_layer_numel(self) -> int:
         """Number of parameters of one encoder layer: self-attention, feed-forward network and two norms, no biases."""
-        return 4 * self.hidden**2 + 2 * self.hidden * self.ffn + 2 * self.hidden
+        return self.layer_part(1) - 4 * self.hidden**2 - self.hidden
 
     @property
     def decoder_layer_numel(self) -> int:
         """Number of parameters of one decoder layer, which has cross attention and its norm in addition."""
-        return self.encoder_layer_numel + 4 * self.hidden**2 + self.hidden
+        return self.layer_part(1)
+
+    def layer_part(self, tp: int) -> int:
+        """Return the parameters of one decoder layer without experts in one of `tp` processes."""
+        return 8 * self.hidden**2 // tp + self.feed_forward.numel(tp) + 3 * self.hidden
 
     @property
     def embedding_numel(self) -> int:
@@ -50,8 +62,46 @@ class T5:
     @property
     def numel(self) -> int:
         """Number of all parameters, including the final norms of both stacks."""
-        layers = self.layers * (self.encoder_layer_numel + self.decoder_layer_numel)
-        return layers + self.embedding_numel + 2 * self.hidden
+        experts = self.experts.count * self.feed_forward.numel() if self.experts is not None else 0
+        return self.dense_numel() + self.expert_layers * experts
+
+    @property
+    def feed_forward(self) -> FeedForward:
+        """Feed-forward network of a layer, or of one expert."""
+        return FeedForward(self.hidden, self.ffn, biases=False, saved_bytes_per_unit=SAVED_BY_RELU)
+
+    @property
+    def expert_layers(self) -> int:
+        """Number of layers with experts, of both stacks."""
+        return 2 * (self.layers // self.experts.every) if self.experts is not None else 0
+
+    @property
+    def router_numel(self) -> int:
+        """Number of parameters of the router of one layer with experts."""
+        return self.experts.count * self.hidden if self.experts is not None else 0
+
+    def dense_numel(self, tp: int = 1) -> int:
+        """Return the parameters outside of experts in one of `tp` processes."""
+        encoder_layer = self.layer_part(tp) - 4 * self.hidden**2 // tp - self.hidden
+        return (
+            self.layers * (encoder_layer + self.layer_part(tp))
+            + self.expert_layers * (self.router_numel - self.feed_forward.numel(tp))
+            + -(-self.vocab // tp) * self.hidden
+            + 2 * POSITION_BUCKETS * self.heads // tp
+            + 2 * self.hidden
+        )
+
+    def all_reduces(self, recompute: bool, exchanged: bool = False) -> float:
+        """Return the tensor-parallel all-reduces of a step, in hidden units per token of one stack.
+
+        Forward sums the outputs of three attentions and two feed-forward networks per pair of layers, and those of the
+        embedding in both stacks. Backward sums the gradients of their inputs, six per pair because cross attention has
+        two inputs, and those of the head's input. `exchanged`: experts are in other processes; each process routes a
+        part of the tokens, and an all-gather, half of an all-reduce, follows.
+        """
+        halves = self.expert_layers / 2 if exchanged else 0
+        forward, backward = 5 * self.layers - halves, 6 * self.layers - halves
+        return (2 if recompute else 1) * forward + backward + 3
 
     def layer_operations(self, tokens: int) -> int:
         """Return the forward operations of one encoder and one decoder layer for `tokens` tokens in each stack.
@@ -67,21 +117,43 @@ class T5:
 
     def operations(self, tokens: int, recompute: bool = True) -> int:
         """Return the operations of a step: a backward costs two forwards, recomputation one more per layer."""
-        layers = self.layers * self.layer_operations(tokens)
-        return (4 if recompute else 3) * layers + 3 * self.logit_operations(tokens)
+        experts = self.experts.top_k if self.experts is not None else 0
+        in_experts = self.expert_layers * experts * self.feed_forward.operations(tokens)
+        return self.dense_operations(tokens, recompute) + (4 if recompute else 3) * in_experts
+
+    def dense_operations(self, tokens: int, recompute: bool = True, tp: int = 1) -> int:
+        """Return the operations of a step outside of experts in one of `tp` processes."""
+        passes = 4 if recompute else 3
+        forward = self.layers * self.layer_operations(tokens)
+        forward -= self.expert_layers * self.feed_forward.operations(tokens)
+        routers = self.expert_layers * 2 * tokens * self.router_numel
+        return (passes * forward + 3 * self.logit_operations(tokens)) // tp + passes * routers
 
     def checkpoint_bytes(self, batch: int) -> int:
         """Return the bytes of the 16-bit checkpointed inputs of all layers, and of the encoder's output."""
         return (2 * self.layers + 1) * batch * self.sequence * self.hidden * HALF
 
-    def saved_bytes(self, batch: int) -> tuple[int, int]:
+    def saved_bytes(self, batch: int, tp: int = 1) -> tuple[float, float]:
         """Return the bytes that an encoder layer and a decoder layer save for backward, without attention scores."""
         tokens = batch * self.sequence
-        ffn = tokens * (SAVED_BY_FFN * self.hidden + SAVED_BY_RELU * self.ffn)
-        attention = tokens * self.hidden * (SAVED_BY_ATTENTION + SAVED_BY_NORM)
+        ffn = tokens * (SAVED_BY_FFN * self.hidden + self.feed_forward.saved_bytes(tp))
+        divided = DIVIDED_BY_ATTENTION * (1 - 1 / tp)
+        attention = tokens * self.hidden * (SAVED_BY_ATTENTION - divided + SAVED_BY_NORM)
         norm = tokens * self.hidden * SAVED_BY_NORM
         return attention + ffn + norm, 2 * attention + ffn + norm
 
-    def logit_bytes(self, batch: int) -> int:
+    def activation_bytes(self, batch: int, checkpointing: bool, tp: int = 1, expert_bytes: float = 0) -> float:
+        """Return the peak of saved activations with fused attention, which saves no scores.
+
+        Args:
+            expert_bytes: Bytes that the experts of one layer save for backward in this process.
+        """
+        encoder, decoder = self.saved_bytes(batch, tp)
+        instead = expert_bytes - batch * self.sequence * self.feed_forward.saved_bytes(tp)
+        if checkpointing:
+            return self.checkpoint_bytes(batch) + decoder + (max(0.0, instead) if self.expert_layers else 0)
+        return self.layers * (encoder + decoder) + self.expert_layers * instead
+
+    def logit_bytes(self, batch: int, tp: int = 1) -> int:
         """Return the bytes of the logits in 16 bits, in 32 bits for the loss, and of their 32-bit gradient."""
-        return batch * self.sequence * self.vocab * (HALF + SINGLE + SINGLE)
+        return batch * self.sequence * -(-self.vocab // tp) * (HALF + SINGLE + SINGLE)

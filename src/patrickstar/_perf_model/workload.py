@@ -1,10 +1,15 @@
 """Workload of one training step, the input of the performance model, from the analytic costs of a GPT or a T5."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from patrickstar._perf_model.gpt_costs import SAVED_BYTES_PER_SCORE, Gpt
+from patrickstar._perf_model.collective_costs import all_reduce_bytes, exchange_bytes
+from patrickstar._perf_model.experts import Experts, expected_maximum
+from patrickstar._perf_model.gpt_costs import Gpt
+from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.t5_costs import T5
+from patrickstar.errors import ConfigError
 
 PARAM_BYTES = 2
 """Bytes of a parameter in the compute dtype; its gradient reuses the same memory."""
@@ -17,6 +22,26 @@ UPDATE_BYTES = 2 * PARAM_BYTES + 2 * STATE_BYTES
 
 HALF, SINGLE = 2, 4
 """Bytes of a 16-bit and of a 32-bit number."""
+ROUTED_BYTES = 2 * HALF
+"""Bytes that a routed token saves per hidden unit: input and output of its expert."""
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Work of the experts in one process, and the exchange of tokens with the other processes of its group."""
+
+    params: int
+    """Elements of the experts that the process computes with."""
+    operations: float
+    """Operations of a step at the mean load."""
+    matrix_size: int
+    """Smallest side of the experts' matrix products."""
+    imbalance: float
+    """Load of the busiest process relative to the mean."""
+    exchanges: int
+    """All-to-alls of a step; 0 without expert parallelism."""
+    exchanged_bytes: float
+    """Bytes that the process sends in all of them."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +49,7 @@ class Workload:
     """Workload of one step of one process."""
 
     params: int
+    """Elements that the process computes with; those of experts in `experts` are not among them."""
     batch: int
     """Number of sequences."""
     tokens: int
@@ -36,46 +62,132 @@ class Workload:
     """Peak non-model data on the device: saved activations and operator workspace."""
     working_bytes: int
     """Parameters needed on the device at once: those of two layers, one in use and one in transfer."""
+    tensor_parallel_bytes: float = 0
+    """Bytes that the process sends in tensor-parallel collectives, which computation waits for."""
+    experts: ExpertLoad | None = None
+    """Experts, if the model has some."""
+    model_params: int | None = None
+    """Parameters of the whole model, if a process computes with only a part."""
+
+    @property
+    def process_params(self) -> int:
+        """Elements that the process computes with."""
+        return self.params + (self.experts.params if self.experts is not None else 0)
+
+    @property
+    def all_params(self) -> int:
+        """Parameters of the whole model."""
+        return self.params if self.model_params is None else self.model_params
+
+    @property
+    def all_operations(self) -> float:
+        """Operations of the process, those of experts at the mean load."""
+        return self.operations + (self.experts.operations if self.experts is not None else 0)
 
     @property
     def fill_share(self) -> float:
         """Fraction of the transfers that cannot overlap with computation: the first and last working sets."""
-        return min(1.0, self.working_bytes / (PARAM_BYTES * self.params))
+        return min(1.0, self.working_bytes / (PARAM_BYTES * self.process_params))
+
+    @property
+    def working_sets(self) -> int:
+        """Number of layers that the parameters would fill, each half a working set."""
+        return math.ceil(2 / self.fill_share)
 
 
 Workloads = Callable[[int, bool], Workload]
 """Function from (sequences per process, checkpointing) to the workload."""
 
 
-def gpt_workload(gpt: Gpt, batch: int, checkpointing: bool = True) -> Workload:
-    """Return the workload of one process for `batch` sequences, with fused attention, which saves no scores."""
-    layer_bytes = gpt.saved_bytes(batch) - SAVED_BYTES_PER_SCORE * gpt.score_numel(batch)
-    activations = gpt.checkpoint_bytes(batch) + layer_bytes if checkpointing else gpt.layers * layer_bytes
-    return _workload(gpt, batch, checkpointing, activations, gpt.layer_numel)
+def gpt_workload(gpt: Gpt, batch: int, checkpointing: bool = True, mesh: Mesh | None = None) -> Workload:
+    """Return the workload of one process for `batch` sequences, with fused attention, which saves no scores.
+
+    Raises:
+        ConfigError: The mesh does not divide the model.
+    """
+    return _workload(gpt, batch, checkpointing, mesh or Mesh())
 
 
-def t5_workload(t5: T5, batch: int, checkpointing: bool = True) -> Workload:
+def t5_workload(t5: T5, batch: int, checkpointing: bool = True, mesh: Mesh | None = None) -> Workload:
     """Return the workload of one process for `batch` samples, with fused attention, which saves no scores.
 
     Tokens are those of one stack: the encoder and the decoder each process as many.
+
+    Raises:
+        ConfigError: The mesh does not divide the model.
     """
-    encoder_bytes, decoder_bytes = t5.saved_bytes(batch)
-    activations = (
-        t5.checkpoint_bytes(batch) + decoder_bytes if checkpointing else t5.layers * (encoder_bytes + decoder_bytes)
-    )
-    return _workload(t5, batch, checkpointing, activations, t5.decoder_layer_numel)
+    return _workload(t5, batch, checkpointing, mesh or Mesh())
 
 
-def _workload(shape: Gpt | T5, batch: int, checkpointing: bool, activations: int, layer_numel: int) -> Workload:
-    """Return the workload with these bytes of activations, and `layer_numel` elements in the largest layer."""
-    tokens = batch * shape.sequence
+def _workload(shape: Gpt | T5, batch: int, checkpointing: bool, mesh: Mesh) -> Workload:
+    _check_division(shape, mesh)
+    tokens, tp = batch * shape.sequence, mesh.tp
+    experts = _expert_load(shape, tokens, checkpointing, mesh) if shape.expert_layers else None
+    saved_by_experts = _saved_by_experts(shape, tokens, mesh, experts) if experts is not None else 0
+    sums = shape.all_reduces(checkpointing, exchanged=mesh.ep > 1)
+    layer_part = shape.layer_part(tp) + (experts.params // shape.expert_layers if experts is not None else 0)
     return Workload(
-        params=shape.numel,
+        params=shape.dense_numel(tp),
         batch=batch,
         tokens=tokens,
         checkpointing=checkpointing,
-        operations=shape.operations(tokens, checkpointing),
-        matrix_size=min(shape.hidden, tokens),
-        non_model_bytes=activations + shape.logit_bytes(batch),
-        working_bytes=2 * PARAM_BYTES * layer_numel,
+        operations=shape.dense_operations(tokens, checkpointing, tp),
+        matrix_size=min(shape.hidden // tp, tokens),
+        non_model_bytes=round(
+            shape.activation_bytes(batch, checkpointing, tp, saved_by_experts) + shape.logit_bytes(batch, tp)
+        ),
+        working_bytes=2 * PARAM_BYTES * layer_part,
+        tensor_parallel_bytes=sums * all_reduce_bytes(tokens * shape.hidden, tp),
+        experts=experts,
+        model_params=shape.numel,
     )
+
+
+def _check_division(shape: Gpt | T5, mesh: Mesh) -> None:
+    for name, size in (("heads", shape.heads), ("hidden units", shape.hidden), ("units", shape.feed_forward.ffn)):
+        if size % mesh.tp:
+            where = " of the feed-forward network" if name == "units" else ""
+            raise ConfigError(f"tp={mesh.tp} does not divide the model's {size} {name}{where}; try a divisor of {size}")
+    if mesh.ep > 1 and shape.experts is None:
+        raise ConfigError(f"ep={mesh.ep}: the model has no experts; try ep=1")
+    if shape.experts is not None and shape.experts.count % mesh.ep:
+        count = shape.experts.count
+        raise ConfigError(f"ep={mesh.ep} does not divide the model's {count} experts; try a divisor of {count}")
+
+
+def _expert_load(shape: Gpt | T5, tokens: int, checkpointing: bool, mesh: Mesh) -> ExpertLoad:
+    """Return the load of the experts in one process.
+
+    Without expert parallelism, tensor parallelism divides each expert. With it, a process has whole experts, and the
+    processes of a tensor-parallel group, which have the same tokens, route an equal part each.
+    """
+    assert shape.experts is not None
+    passes, layers = 4 if checkpointing else 3, shape.expert_layers
+    parts = mesh.tp if mesh.ep == 1 else 1
+    routed = tokens * shape.experts.top_k / (mesh.tp // parts)
+    # To the experts and back: in forward, again for recomputation, and in backward.
+    exchanges = (6 if checkpointing else 4) * layers if mesh.ep > 1 else 0
+    return ExpertLoad(
+        params=layers * shape.experts.count // mesh.ep * shape.feed_forward.numel(parts),
+        operations=passes * layers * shape.experts.top_k * shape.feed_forward.operations(tokens) / mesh.tp,
+        matrix_size=max(1, min(shape.hidden // parts, round(routed * mesh.ep / shape.experts.count))),
+        imbalance=_imbalance(shape.experts, routed, mesh),
+        exchanges=exchanges,
+        exchanged_bytes=exchanges * exchange_bytes(routed, shape.hidden, mesh.ep),
+    )
+
+
+def _imbalance(experts: Experts, routed: float, mesh: Mesh) -> float:
+    """Return the load of the busiest process relative to the mean, `routed` tokens: its buffer, or what is expected."""
+    if experts.capacity_factor is not None:
+        return experts.capacity_factor
+    return expected_maximum(routed, mesh.processes) / routed if mesh.ep > 1 else 1.0
+
+
+def _saved_by_experts(shape: Gpt | T5, tokens: int, mesh: Mesh, experts: ExpertLoad) -> float:
+    """Return the bytes that the experts of one layer, and their router, save for backward in the busiest process."""
+    assert shape.experts is not None
+    parts = mesh.tp if mesh.ep == 1 else 1
+    routed = tokens * shape.experts.top_k / (mesh.tp // parts) * experts.imbalance
+    probabilities = SINGLE * tokens * shape.experts.count
+    return routed * (ROUTED_BYTES * shape.hidden + shape.feed_forward.saved_bytes(parts)) + probabilities

@@ -1,0 +1,195 @@
+"""16-bit parameters of one process: where all-gathers read them, and what that costs, linear in the shares."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from patrickstar._perf_model.linear_program import Expression, Variables
+from patrickstar._perf_model.workload import PARAM_BYTES
+
+
+@dataclass(frozen=True, eq=False)
+class ShareVariables:
+    """Shares of one class of parameters: variables of a linear program, each from 0 to 1."""
+
+    retained: Expression
+    """Parameters that stay on the device from forward to backward, and to the next forward."""
+    resident: Expression
+    """Parameters whose states are on the device, and which are updated there."""
+    on_host: Expression
+    """Parameters updated on the host."""
+    streamed: Expression
+    """Parameters whose states are copied to the device for the update."""
+    refetched: Expression
+    """Parameters that are updated on the device, and copied there again for the next forward."""
+    in_ram: Expression
+    """Parameters whose states are in host memory."""
+    on_disk: Expression
+    """Parameters whose states are on disk."""
+    paged: Expression
+    """Parameters that are stored on disk, too."""
+
+    COUNT = 8
+
+    @classmethod
+    def of(cls, variables: Variables, first: int) -> "ShareVariables":
+        """Return the shares whose first variable is number `first`."""
+        return cls(*(variables[first + index] for index in range(cls.COUNT)))
+
+
+class ParamPlacement(Protocol):
+    """16-bit parameters: bytes per tier, and bytes that the process transfers in a step."""
+
+    @property
+    def limits(self) -> list[Expression]:
+        """Expressions that must not be above zero."""
+
+    @property
+    def device_bytes(self) -> Expression:
+        """Bytes on the device of the process."""
+
+    @property
+    def host_bytes(self) -> Expression:
+        """Bytes in the memory of the node."""
+
+    @property
+    def disk_bytes(self) -> Expression:
+        """Bytes on the disk of the node."""
+
+    @property
+    def h2d_bytes(self) -> Expression:
+        """Bytes copied to the device for gathers."""
+
+    @property
+    def d2h_bytes(self) -> Expression:
+        """Bytes copied from the device after an exchange."""
+
+    @property
+    def ram_bytes(self) -> Expression:
+        """Bytes read and written in host memory for these copies."""
+
+    @property
+    def read_bytes(self) -> Expression:
+        """Bytes read from disk."""
+
+    @property
+    def write_bytes(self) -> Expression:
+        """Bytes written to disk."""
+
+
+@dataclass(frozen=True, eq=False)
+class OwnShards:
+    """Parameters of one replica, gathered from the processes that own and update them.
+
+    Attributes:
+        owned: Elements that the process owns.
+        node_owned: Elements that all processes of the node own.
+    """
+
+    shares: ShareVariables
+    one: Expression
+    owned: float
+    node_owned: float
+
+    @property
+    def limits(self) -> list[Expression]:
+        shares = self.shares
+        # Parameters are retained, resident or paged, at most one of them. Those that are updated on the device but not
+        # retained there are fetched again for the next forward.
+        return [
+            shares.retained + shares.resident + shares.paged - self.one,
+            shares.streamed - shares.retained - shares.refetched,
+        ]
+
+    @property
+    def device_bytes(self) -> Expression:
+        return PARAM_BYTES * self.owned * (self.shares.retained + self.shares.resident)
+
+    @property
+    def host_bytes(self) -> Expression:
+        return PARAM_BYTES * self.node_owned * (self._fetched - self.shares.paged)
+
+    @property
+    def disk_bytes(self) -> Expression:
+        return PARAM_BYTES * self.node_owned * self.shares.paged
+
+    @property
+    def _fetched(self) -> Expression:
+        """Share of the parameters that are fetched for backward."""
+        return self.one - self.shares.retained - self.shares.resident
+
+    @property
+    def h2d_bytes(self) -> Expression:
+        return PARAM_BYTES * self.owned * (self._fetched + self.shares.refetched)
+
+    @property
+    def d2h_bytes(self) -> Expression:
+        return 0 * self.one
+
+    @property
+    def ram_bytes(self) -> Expression:
+        return PARAM_BYTES * self.owned * self._fetched
+
+    @property
+    def read_bytes(self) -> Expression:
+        return 2 * PARAM_BYTES * self.owned * self.shares.paged  # for forward and backward
+
+    @property
+    def write_bytes(self) -> Expression:
+        return PARAM_BYTES * self.owned * self.shares.paged
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaCopies:
+    """Parameters of several replicas: each has a copy, of which each of its processes stores a part.
+
+    The processes of a replica gather from its copy. An exchange between replicas renews it on the device, when forward
+    first needs it after an update; what does not stay there is copied to the host, and fetched for backward.
+
+    Attributes:
+        owned, node_owned: Elements that the process, or all processes of the node, own and update.
+        copied, node_copied: Elements of the copy that the process, or all processes of the node, store.
+    """
+
+    shares: ShareVariables
+    one: Expression
+    owned: float
+    node_owned: float
+    copied: float
+    node_copied: float
+
+    @property
+    def limits(self) -> list[Expression]:
+        return [self.shares.retained + self.shares.paged - self.one]
+
+    @property
+    def device_bytes(self) -> Expression:
+        return PARAM_BYTES * (self.copied * self.shares.retained + self.owned * self.shares.resident)
+
+    @property
+    def host_bytes(self) -> Expression:
+        copy = self.node_copied * (self.one - self.shares.retained - self.shares.paged)
+        return PARAM_BYTES * (copy + self.node_owned * (self.one - self.shares.resident))
+
+    @property
+    def disk_bytes(self) -> Expression:
+        return PARAM_BYTES * self.node_copied * self.shares.paged
+
+    @property
+    def h2d_bytes(self) -> Expression:
+        return PARAM_BYTES * self.copied * (self.one - self.shares.retained)
+
+    @property
+    def d2h_bytes(self) -> Expression:
+        return self.h2d_bytes
+
+    @property
+    def ram_bytes(self) -> Expression:
+        return self.h2d_bytes + self.d2h_bytes
+
+    @property
+    def read_bytes(self) -> Expression:
+        return PARAM_BYTES * self.copied * self.shares.paged
+
+    @property
+    def write_bytes(self) -> Expression:
+        return self.read_bytes

@@ -1,0 +1,131 @@
+"""`patrickstar plan` for clusters, as a user types it."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from patrickstar._cli.main import app
+from patrickstar._cli.planned_model import find_planned_model
+from patrickstar._cli.presets import PRESETS
+from patrickstar._perf_model.machine_spec import find_machine
+from patrickstar._perf_model.mesh import Mesh
+from patrickstar.errors import ConfigError
+
+runner = CliRunner()
+SERVER = ("--machine", "8xA100-40GB-11TB")
+
+
+def run(*arguments: str):
+    return runner.invoke(app, ["plan", *SERVER, *arguments])
+
+
+def as_json(*arguments: str):
+    result = run("--json", *arguments)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def test_a_plan_of_a_cluster_says_what_fits_what_it_waits_for_and_what_scaling_costs():
+    result = run("--model", "t5-moe-1.2t", "--nodes", "96", "--tp", "2", "--ep", "768", "--sequence", "512")
+    assert result.exit_code == 0, result.output
+    for words in (
+        "2,304 experts in one of 2 layers, top-1, 1237.76 billion parameters: it fits",
+        "96 nodes, each 8xA100-40GB-11TB with 8 GPUs: 768 processes; 96 replicas of one node, each with a copy",
+        "of the dense parameters; tensor parallelism 2; expert parallelism 768",
+        "tokens per tensor-parallel group",
+        "GiB per process, on all tiers together",
+        "busiest resource alone takes",
+        "one GPU alone cannot train it, one node alone cannot train it",
+        "waits for collectives of tensor and expert parallelism; the busiest process has 1.0",
+        "at the rate of the disk of each node",
+        "between nodes",
+        "coordination",
+        "each host",
+        "Of the experts' states",
+    ):
+        assert words in result.output
+
+
+def test_one_node_without_parallelism_is_the_plan_of_the_machine():
+    plain = as_json("--model", "gpt-12b")
+    assert as_json("--model", "gpt-12b", "--nodes", "1", "--tp", "1", "--ep", "1") == plain
+    assert plain["mesh"] == {"nodes": 1, "gpus": 8, "tp": 1, "ep": 1, "replica_nodes": 1} and plain["processes"] == 8
+    assert plain["efficiency"]["one_node"] is None and plain["efficiency"]["one_gpu"] > 0
+
+
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [
+        ("30GB", "4 replicas of one node, each with a copy of the parameters"),
+        ("20GB", "2 replicas of 2 nodes, each with a copy of the parameters"),
+        ("12GB", "one replica, whose parameters are gathered from all nodes"),
+    ],
+)
+def test_replicas_are_as_small_as_the_memory_of_their_nodes_allows(memory, says):
+    options = ("--machine", "DGX-A100-80GB", "--model", "gpt-12b", "--nodes", "4", "--batch", "1", "--device-memory")
+    result = run(*options, "7GB", "--host-memory", memory, "--activation-checkpointing")
+    assert result.exit_code == 0 and says in result.output
+
+
+def test_gpus_are_those_of_each_node():
+    found = as_json("--model", "gpt-12b", "--nodes", "3", "--gpus", "4")
+    assert found["processes"] == 12 and found["mesh"]["gpus"] == 4
+    lanes = {lane["name"]: lane for lane in found["lanes"]}
+    assert found["step_s"] >= found["bound_s"] == lanes[found["limited_by"]]["seconds"]
+    params = PRESETS["gpt-12b"].numel
+    assert lanes["between nodes"]["amount"] == pytest.approx(6 * params * 2 / 12, abs=1)
+    assert found["model_data_bytes"] == pytest.approx(14 * params / 12 + 2 * params / 4, abs=1)
+    alone = as_json("--model", "gpt-12b", "--gpus", "4")
+    per_gpu = found["tokens_per_s"] / 12 / (alone["tokens_per_s"] / 4)
+    assert found["efficiency"]["one_node"] == pytest.approx(per_gpu)
+
+
+def test_a_capacity_factor_replaces_the_busiest_process():
+    options = ("--model", "gpt-moe-52b", "--nodes", "16", "--ep", "128", "--batch", "4", "--sequence", "2048")
+    assert 1 < as_json(*options)["imbalance"] < 1.1
+    assert as_json(*options, "--capacity-factor", "1.25")["imbalance"] == 1.25
+    assert as_json("--model", "gpt-12b")["imbalance"] is None
+
+
+def test_a_traced_configuration_is_planned_on_several_nodes_but_not_divided(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(PRESETS["gpt-1m"].config().to_json_string())
+    machine = find_machine(SERVER[1])
+    model = find_planned_model(str(path), 32, machine, None)
+    assert model.workloads(Mesh(2, 8)) == model.workloads(Mesh()), "one trace for each process"
+    with pytest.raises(ConfigError, match="only presets can be divided"):
+        model.workloads(Mesh(1, 8, tp=2))
+    with pytest.raises(ConfigError, match=r"--capacity-factor 1.25 is for presets with experts: gpt-moe-52b"):
+        find_planned_model(str(path), 32, machine, 1.25)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--machine", "8xV100-32GB", "--nodes", "2"], "8xV100-32GB has no network; add a section [network]"),
+        (["--tp", "3"], "tp=3 does not divide the 8 GPUs of a node; try tp=1, 2, 4 or 8"),
+        (["--tp", "8", "--model", "gpt2-124m"], "tp=8 does not divide the model's 12 heads"),
+        (["--ep", "8"], "ep=8: the model has no experts; try ep=1"),
+        (["--largest", "--ep", "8"], "ep=8: the model has no experts; try ep=1"),
+        (["--model", "gpt-moe-52b", "--ep", "5"], "ep=5 does not divide the 8 processes"),
+        (["--model", "gpt-moe-52b", "--nodes", "3", "--ep", "24"], "ep=24 does not divide the model's 128 experts"),
+        (["--model", "gpt-moe-52b", "--tp", "4", "--ep", "2"], "ep=2 must be a multiple of tp=4"),
+        (["--capacity-factor", "1.25"], "--capacity-factor 1.25: gpt-12b has no experts"),
+        (["--nodes", "2", "--gpus", "9"], "--gpus 9: 8xA100-40GB-11TB has 8"),
+        (
+            ["--machine", "DGX-A100-80GB", "--model", "gpt-175b", "--nodes", "2", "--host-memory", "1GB"],
+            "more host memory per node",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(arguments, says):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert says in result.output and result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--nodes", "--tp", "--ep"])
+def test_sizes_are_at_least_one(option):
+    result = run(option, "0")
+    assert result.exit_code == 2 and f"Invalid value for '{option}'" in result.output
