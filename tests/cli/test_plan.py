@@ -10,6 +10,7 @@ from patrickstar._cli.main import app
 from patrickstar._cli.plan import find_planned_model
 from patrickstar._cli.presets import EXPERT_PRESETS, PRESETS
 from patrickstar._perf_model.machine_spec import find_machine
+from patrickstar._perf_model.mesh import Mesh
 from patrickstar._perf_model.text_tables import SPARKLINE_WIDTH, sparkline
 
 runner = CliRunner()
@@ -99,11 +100,11 @@ def test_any_configuration_is_traced_and_comes_to_what_counting_says(tmp_path, m
 
 
 def test_a_preset_with_experts_is_traced_as_a_configuration():
-    model = find_planned_model("mixtral-4m", 64, find_machine("RTX4090-desktop"))
+    model = find_planned_model("mixtral-4m", 64, find_machine("RTX4090-desktop"), None)
     config = EXPERT_PRESETS["mixtral-4m"].config()
     assert model.sequence == 64
     expected = sum(parameter.numel() for parameter in MixtralForCausalLM(config).parameters())
-    assert model.workloads(1, True).params == expected
+    assert model.workloads(Mesh())(1, True).params == expected
 
 
 def test_a_configuration_that_can_not_be_used_is_told_in_one_line(tmp_path):

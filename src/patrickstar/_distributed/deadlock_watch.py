@@ -102,7 +102,7 @@ class DeadlockWatch:
 
 
 class Place(NamedTuple):
-    """What a process executes, a line of the user's code, and a number that changes as it goes on."""
+    """Place of a process in its code: whether it waits, the line, and a number that changes as it goes on."""
 
     waits: bool
     text: str
@@ -128,9 +128,9 @@ class Wait:
             places = watch.ask()
         except RuntimeError:  # the collective will fail, too, and say which process ended
             return
-        stuck = [rank for rank, place in places.items() if place.waits and self._places.get(rank) == place]
-        if len(stuck) == watch._size - 1:
-            others = "; ".join(f"rank {rank} waits in {places[rank].text}" for rank in stuck)
+        waiting_ranks = [rank for rank, place in places.items() if place.waits and self._places.get(rank) == place]
+        if len(waiting_ranks) == watch._size - 1:
+            others = "; ".join(f"rank {rank} waits in {places[rank].text}" for rank in waiting_ranks)
             raise PeerError(
                 f"rank {watch._rank} waits for other processes in {call}, but {others}: none can go on; all processes "
                 f"must do the same with the engine"

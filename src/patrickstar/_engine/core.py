@@ -93,8 +93,7 @@ class EngineCore:
         self._explain_refusal = explain_refusal
         self._inputs: InputRecord | None = None
         """Inputs of the last forward of an unconfirmed iteration, to explain its refusal."""
-        self.config = config
-        self.world = world
+        self.config, self.world = config, world
         hardware = hardware if hardware is not None else Hardware(config.find_device())
         self.device = hardware.device
         hardware.start()
@@ -109,16 +108,14 @@ class EngineCore:
         self.distribution = Distribution.of(world, self.module, mesh)
         memory, library_bytes = self.distribution.common_memory(memory, library_bytes)
         self.device_budget_bytes, self.host_budget_bytes = memory
-        chunk_budget_bytes = max(0, self.device_budget_bytes - library_bytes)
-        self.mesh = self.distribution.mesh
-        shardings = self.distribution.shardings or {}
+        mesh, shardings = self.distribution.mesh, self.distribution.shardings
         params = param_specs(self.module, config, shardings)
-        self.layout: Layout = negotiate_layout(world, self.mesh, self.module, params, config, chunk_budget_bytes)
+        self.layout: Layout = negotiate_layout(world, mesh, self.module, params, config, memory[0] - library_bytes)
         param_sets = params_used_together(self.module)
         plan = plan_tiers(config, self.layout, param_sets, memory, hardware, page_bytes, local_processes, library_bytes)
         # With a GPU the host arena is page-locked as a whole, so its initial size is only what is certain to be used.
         arena_bytes = self.layout.model_data_bytes + plan.staging_bytes
-        comm = chunk_comm(world, self.mesh, hardware.accelerator, self.layout)
+        comm = chunk_comm(world, mesh, hardware.accelerator, self.layout)
         self.manager = ChunkManager(
             self.device,
             *memory,
@@ -130,7 +127,6 @@ class EngineCore:
             evict_everything=evict_everything,
         )
         self.manager.device_tier.non_model_bytes = library_bytes
-        self.manager.decides_alike = self.distribution.linked is not None
         policy = prefetch_policy or (None if comm is None else AggressivePrefetch)
         self.tracer = Tracer(self.manager, meter, policy, self.distribution.linked)
         self.data = (
@@ -163,8 +159,8 @@ class EngineCore:
             if hardware.accelerator is not None:
                 check_no_graphs(self.module)
             with managing():
-                parts = self.data, self.interceptor, weights, shardings
-                move_params(self.module, self.layout, plan.placement, params, *parts)
+                moved = self.layout, plan.placement, params, self.data, self.interceptor, weights, shardings
+                move_params(self.module, *moved)
             if self.optimizer_step.lock_free is not None:
                 self.optimizer_step.lock_free.open_log()
         except BaseException:

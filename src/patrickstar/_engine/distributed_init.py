@@ -55,7 +55,7 @@ def negotiate_layout(
         "buffers": [[name, list(buffer.shape), str(buffer.dtype)] for name, buffer in module.named_buffers()],
     }
     world.check_agreement(facts)
-    budget_bytes = min(world.all_gather_object(device_budget_bytes))
+    budget_bytes = max(0, min(world.all_gather_object(device_budget_bytes)))
     layout = make_layout(list(params), config, budget_bytes)
     return layout.with_sizes({name: local_part(param).numel() for name, param in module.named_parameters()})
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,7 @@ from patrickstar._distributed.single_process import SingleProcess
 
 @dataclass(frozen=True)
 class Distribution:
-    """How a model and its batches are distributed.
+    """Distribution of a model and its batches over processes.
 
     Attributes:
         mesh: Data-parallel processes.
@@ -26,7 +26,7 @@ class Distribution:
     """
 
     mesh: DataMesh = SINGLE_BATCH
-    shardings: Mapping[str, ParamSharding] | None = None
+    shardings: Mapping[str, ParamSharding] = field(default_factory=dict)
     linked: LinkedProcesses | None = None
     world: World | None = None
 

@@ -72,12 +72,12 @@ class Engine(EngineState):
     @property
     def data_size(self) -> int:
         """Number of distinct batches in a step: that of the processes, unless operators shard a batch over several."""
-        return self._core.mesh.size
+        return self._core.distribution.mesh.size
 
     @property
     def data_rank(self) -> int:
         """Number of the batch that this process computes, below `data_size`."""
-        return self._core.mesh.batch_of[self.world.rank]
+        return self._core.distribution.mesh.batch_of[self.world.rank]
 
     @property
     def layout(self) -> Layout:

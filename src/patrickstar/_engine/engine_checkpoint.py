@@ -148,7 +148,7 @@ class EngineCheckpoint:
             },
             buffers=sorted(self._buffers()),
             loss_scale={name: float(value) for name, value in core.scaler.state_dict().items()},
-            batch_of=list(core.mesh.batch_of),
+            batch_of=list(core.distribution.mesh.batch_of),
             extra={
                 name: value for name, value in core.model_state.entries().items() if not isinstance(value, torch.Tensor)
             },
@@ -221,7 +221,7 @@ class EngineCheckpoint:
     def _source(self, reader: CheckpointReader, common: CommonMetadata) -> StateSource:
         """Return the ranks of the checkpoint whose state this process restores."""
         saved = common.batch_of or range(reader.manifest.processes)
-        return StateSource.of(saved, self.core.mesh.batch_of, self.core.world.rank)
+        return StateSource.of(saved, self.core.distribution.mesh.batch_of, self.core.world.rank)
 
     def _rank_metadata(self, reader: CheckpointReader, source: StateSource) -> RankMetadata:
         """Return the user's state and the random generators that this process restores."""

@@ -1,6 +1,5 @@
 """Chunk manager: moves chunks between the tiers within byte budgets (PatrickStar, Algorithms 1 and 2)."""
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -8,7 +7,7 @@ import torch
 from patrickstar._layout.schema import HOST_ONLY, PARAM16
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.defer_sigint import defer_sigint
-from patrickstar._memory.device_eviction import DeviceEviction
+from patrickstar._memory.device_prefetch import DevicePrefetch
 from patrickstar._memory.device_tier import DeviceTier
 from patrickstar._memory.disk_tier import STAGES, DiskTier
 from patrickstar._memory.hardware import Hardware
@@ -17,10 +16,9 @@ from patrickstar._memory.host_tier import HostTier
 from patrickstar._memory.io_dispatch import IODispatch, PeerTransfers
 from patrickstar._memory.vm_pool import round_up
 from patrickstar._schedule.placement import Tier
-from patrickstar._schedule.prefetch import PrefetchPolicy
 
 
-class ChunkManager(DeviceEviction):
+class ChunkManager(DevicePrefetch):
     """Owner of one engine's chunks and of their memory on the tiers.
 
     It decides which chunks move; `ChunkTransfers` moves them. See [Note: transfers in flight].
@@ -50,8 +48,6 @@ class ChunkManager(DeviceEviction):
             # Staging buffers that the worker threads allocate themselves.
             host_tier.other_bytes += STAGES * disk.page_bytes
         super().__init__(device_tier, host_tier, IODispatch(hardware, disk, page, comm), evict_everything)
-        self.prefetch_policy: PrefetchPolicy | None = None
-        """Set while a planned iteration follows its trace."""
 
     def __getitem__(self, key: tuple[str, int]) -> Chunk:
         return self.chunks[key]
@@ -272,107 +268,6 @@ class ChunkManager(DeviceEviction):
             self.device_tier.free(chunk)
         if chunk.host is not None:
             self.host_tier.free(chunk)
-
-    # Prefetch
-
-    def poll_transfers(self) -> None:
-        """Complete finished transfers and start the prefetches that are due."""
-        ahead = self.prefetch_policy is not None and self.prefetch_policy.ahead
-        if ahead or self._fetch_queue or self.transfers.in_flight:
-            self._poll_transfers()
-
-    @defer_sigint
-    def _poll_transfers(self) -> None:
-        self.transfers.complete_finished()
-        if self.prefetch_policy is None or self.evict_everything:
-            if self._fetch_queue:
-                self._start_queued_fetches()
-            return
-        if self.prefetch_policy.ahead:
-            self._queue_prefetches(self.prefetch_policy)
-            self._start_queued_fetches()
-        self.device_tier.trim(self.device_tier.chunkable_bytes)
-
-    def queue_fetches(self, chunks: Iterable[Chunk]) -> None:
-        """Prefetch chunks that all have room, in order."""
-        self._fetch_queue.extend(chunk for chunk in chunks if chunk not in self._fetch_queue)
-        self._start_queued_fetches()
-
-    def _start_queued_fetches(self) -> None:
-        """Start queued fetches in order, up to the first that must wait for evictions or an update of its host copy."""
-        while self._fetch_queue:
-            chunk = self._fetch_queue[0]
-            if self.decides_alike:
-                self._finish_evictions(chunk)
-            updating = chunk.finish_update is not None and not chunk.device_bytes
-            if (
-                updating
-                or (chunk.has_page_writes and not chunk.host_valid)
-                or chunk.eviction_transfer is not None
-                or self.device_tier.used + chunk.nbytes > self.device_tier.chunkable_bytes
-            ):
-                break
-            self._fetch_queue.popleft()
-            if chunk.device_bytes:
-                continue
-            try:
-                self.transfers.start_fetch(chunk, urgent=False)
-            except torch.OutOfMemoryError:
-                # Stop prefetching. Chunks are then fetched on access, where memory is freed for them.
-                self.counters.memory_retries += 1
-                self.prefetch_policy = None
-                self._fetch_queue.clear()
-
-    def _finish_evictions(self, newcomer: Chunk) -> None:
-        """Wait for evictions that have started, if they leave room for a chunk."""
-        started = [
-            chunk
-            for chunk in self.transfers.in_flight
-            if chunk.eviction_transfer is not None and chunk.eviction_transfer.started
-        ]
-        device = self.device_tier
-        remaining = device.used - sum(chunk.nbytes for chunk in started)
-        if remaining + newcomer.nbytes <= device.chunkable_bytes:
-            for chunk in started:
-                if chunk is newcomer or device.used + newcomer.nbytes > device.chunkable_bytes:
-                    self.transfers.complete(chunk)
-
-    def _queue_prefetches(self, policy: PrefetchPolicy) -> None:
-        present = {
-            index for index, chunk in self.param16.items() if chunk.device_resident and chunk.eviction_transfer is None
-        }
-        present.update(chunk.index for chunk in self._fetch_queue)
-        if len(present) == len(self.param16):
-            return
-        held = {index for index in present if self.param16[index].pins or self.param16[index].has_gradients}
-        for index in policy.early_evictions(self.now, present, held):
-            self._evict(self.param16[index])
-            present.discard(index)
-        for move in policy.prefetches(self.now, present, held, self.device_tier.budget_bytes):
-            # Do not gather shards for the next iteration: the optimizer step will change them.
-            if self.param16[move.fetch].sharded and policy.trace.next_use(move.fetch, self.now) >= len(
-                policy.trace.moments
-            ):
-                break
-            self._fetch_queue.append(self.param16[move.fetch])
-            for index in move.evict:
-                self._evict(self.param16[index])
-
-    @defer_sigint
-    def cancel_prefetch(self) -> None:
-        """Stop prefetching: the plan is over. Queued fetches that have room start, after updates of their chunks."""
-        self.prefetch_policy = None
-        if self._fetch_queue and self.io_dispatch.failed is None:
-            for chunk in list(self.transfers.in_flight):
-                if chunk.eviction_transfer is not None:
-                    self.transfers.complete(chunk)
-            self._start_queued_fetches()
-        free = self.device_tier.chunkable_bytes - self.device_tier.used
-        waiting, self._fetch_queue = self._fetch_queue, deque()
-        for chunk in waiting:
-            free -= chunk.nbytes
-            if chunk.finish_update is not None and free >= 0:
-                self._fetch_queue.append(chunk)
 
     # Host memory other than chunks
 

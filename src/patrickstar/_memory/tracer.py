@@ -52,6 +52,7 @@ class Tracer:
     ) -> None:
         self.manager = manager
         self.linked = linked
+        manager.decides_alike = linked is not None
         self._accesses = 0
         """Hash of the chunks that all moments have accessed."""
         # Between the host tier and a CPU's device tier the compute cores do the copies: prefetching would hide nothing.

@@ -1,13 +1,12 @@
 """Access and release of managed parameters, and gradients stored in their place (PatrickStar §6.2, Figure 7)."""
 
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 import torch
 
 from patrickstar._distributed.chunk_comm import ChunkComm
 from patrickstar._distributed.process_group import Processes
-from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._layout.schema import GRAD32, PARAM16, PARAM32
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
@@ -16,16 +15,16 @@ from patrickstar._memory.profiler_range import profiler_range
 from patrickstar._memory.tracer import Tracer
 from patrickstar._params.local_shards import LocalShards, follow_written
 from patrickstar._params.managed_param import ManagedParam, profiled_names
+from patrickstar._params.process_hooks import ProcessHooks
 from patrickstar._params.residency import Residency
 from patrickstar._params.save_in_progress import SaveInProgress
 from patrickstar._params.shard_collectives import add_over_ranks, share_optimizer_extra
-from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.placement import Tier, embedding_runs_on_host
 from patrickstar._schedule.tensor_state import TensorState
 from patrickstar.errors import BudgetError, TrainingError
 
 
-class ModelData(LocalShards):
+class ModelData(LocalShards, ProcessHooks):
     """The managed parameters of one engine."""
 
     def __init__(self, manager: ChunkManager, tracer: Tracer, world: Processes) -> None:
@@ -134,26 +133,7 @@ class ModelData(LocalShards):
         if self.saving is not None:
             self.saving.progress()
 
-    # Coordination with other processes; ShardedModelData overrides these
-
-    def register_shards(self, layout: Layout) -> None:
-        """Record the shard bounds of new chunks."""
-
-    def synchronize_processes(self, want: Request) -> None:
-        """Synchronize all processes on `want`, and complete all reductions."""
-
-    def synchronize_gradients(self, want: Request) -> None:
-        """Synchronize all processes, and agree on which parameters have gradients."""
-
-    def collective_section(self) -> AbstractContextManager[None]:
-        """Return a context for work that every process must do after a synchronization."""
-        return nullcontext()
-
-    def synchronize_to_drop(self) -> None:
-        """Synchronize all processes before gradients are discarded, if any process may have gradients."""
-
-    def close_step(self, updated: Iterable[ManagedParam]) -> None:
-        """Finish an optimizer step. `updated`: parameters in a param group; empty if the update was skipped."""
+    # Coordination with other processes
 
     def share_optimizer_memory(self) -> None:
         """Copy `optimizer_extra` of parameters from the processes that own a shard of them to all others."""
@@ -163,16 +143,6 @@ class ModelData(LocalShards):
         """Return whether a parameter has a gradient for the next step on any rank, as of the last synchronization."""
         return managed.has_gradient
 
-    def gather_parts(self, managed: ManagedParam, flat: torch.Tensor) -> None:
-        """All-gather a parameter's elements into `flat`, which already contains this rank's shard."""
-
-    def assemble(self, managed: ManagedParam, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Gather the parts of a DTensor, of which this process holds `part`, on the host, in `out` if given."""
-        return part if out is None else out.copy_(part)
-
-    def drop_gathered(self, indices: Iterable[int] | None = None) -> None:
-        """Drop gathered chunks (default: all), whose values have changed on other ranks."""
-
     def all_sums(self, sums: dict[ManagedParam, float], not_finite: int) -> tuple[tuple[float, ...], int]:
         """Return the squared gradient sums over all ranks, in creation order, and the count of non-finite elements."""
         values = [sums.get(managed, 0.0) if managed.counts else 0.0 for managed in self.managed_params]
@@ -180,12 +150,6 @@ class ModelData(LocalShards):
         *squares, non_finite_total = add_over_ranks(values, self.world)
         with_gradient = zip(self.managed_params, squares, strict=True)
         return tuple(square for managed, square in with_gradient if self.has_gradient(managed)), int(non_finite_total)
-
-    def end_window(self, managed_params: Sequence[ManagedParam]) -> None:
-        """End the window of an operator's backward, in which these parameters may have got gradients."""
-
-    def progress(self) -> None:
-        """Start reductions that are ready; called between two operators of a backward."""
 
     def begin_backward(self, accumulate: bool = False) -> None:
         """Start a new backward. `accumulate`: more backwards follow before the step."""
