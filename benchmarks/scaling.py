@@ -4,6 +4,7 @@ python benchmarks/scaling.py
 Nothing is fitted, and only the duration of planning is measured. Draws docs/scaling.svg, which needs matplotlib.
 """
 
+import os
 import resource
 import subprocess
 import sys
@@ -309,7 +310,7 @@ What is not comparable, and why the errors:
 
 ## Duration of planning
 
-The limit is 5 s.
+The limit is 5 s. The load average was {load:.1f} on {cores} cores, so a duration can exceed the processor time.
 
 {planning}
 
@@ -318,6 +319,7 @@ Machine: {machine}.
 
 
 def main() -> None:
+    load = os.getloadavg()[0]
     gpt, moe = curve(GPT_175B, GPT_BATCH), curve(T5_MOE, T5_BATCH)
     draw(gpt, moe)
     on_disk, in_memory = gpt[GPUS[0]], [found for found in gpt.values() if found is not None and not found.disk_bytes]
@@ -347,6 +349,8 @@ def main() -> None:
         wire=WIRE_SHARE,
         checkpoints=_1T.checkpoint_bytes(4) / 1e9,
         planning=table(["command", "duration", "processor time"], list(planning_rows())),
+        load=load,
+        cores=os.cpu_count(),
         machine=machine_name(torch.device("cpu")),
     )
     print(text)
