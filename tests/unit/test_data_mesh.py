@@ -10,8 +10,13 @@ from patrickstar.errors import ConfigError
 class Mesh:
     """The part of a `DeviceMesh` that is read."""
 
+    mesh_dim_names = None
+
     def __init__(self, ranks: list) -> None:
         self.mesh = torch.tensor(ranks)
+
+    def _get_root_mesh(self) -> "Mesh":
+        return self
 
 
 class World:
