@@ -4,8 +4,8 @@ All other tests read `engine.inspect()`. No other test file uses `engine._core`,
 """
 
 import ctypes
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -117,3 +117,19 @@ def kill_workers(engine: Engine, pool: str, count: int | None = None) -> None:
     """Kill the first `count` worker threads (default: all) of "readers" or "writers" by an exception."""
     for thread in getattr(engine._core.manager.disk_tier, pool)._queue.threads[:count]:
         assert KILL(thread.ident, SystemExit, None) == 1
+
+
+@contextmanager
+def equal_device_bytes() -> Iterator[None]:
+    """Assert, whenever linked processes exchange a measurement, that their chunks occupy the same bytes."""
+    agreed = Tracer._agreed
+
+    def checked(tracer: Tracer, nbytes: int) -> int:
+        if tracer.linked is not None:
+            settled_bytes = tracer.manager.settled_bytes
+            largest, smallest = agreed(tracer, settled_bytes), -agreed(tracer, -settled_bytes)
+            assert largest == smallest, f"chunks occupy {smallest} to {largest} bytes of linked processes' devices"
+        return agreed(tracer, nbytes)
+
+    with mock.patch.object(Tracer, "_agreed", checked):
+        yield

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from laws.models import Waves
+from probes import equal_device_bytes
 from sampling import draws
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
@@ -167,8 +168,9 @@ def many_runs(seeds: list[int], sizes: list[tuple[int, int]]) -> None:
     dist.init_process_group("gloo")
     world = World(CPU)
     world.users += 1  # keeps the groups for the next engine
-    for seed in seeds:
-        one_run(seed, sizes, world)
+    with equal_device_bytes():
+        for seed in seeds:
+            one_run(seed, sizes, world)
     world.users -= 1
     world.close()
     dist.destroy_process_group()

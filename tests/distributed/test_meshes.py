@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from laws.models import Waves
+from probes import equal_device_bytes
 from torch.distributed.tensor import DTensor
 
 import patrickstar as ps
@@ -105,7 +106,8 @@ def cases(chosen: list[tuple[str, str]], first_seed: int, kind: str) -> None:
         model, seed = MODELS[name], first_seed + number
         if (model.tp, model.ep) not in built:
             built[model.tp, model.ep] = meshes(model.sizes(), "cpu")
-        compare(name, way, built[model.tp, model.ep], seed, world, **KINDS[kind](100 * seed + world.rank))
+        with equal_device_bytes():
+            compare(name, way, built[model.tp, model.ep], seed, world, **KINDS[kind](100 * seed + world.rank))
     world.users -= 1
     world.close()
     dist.destroy_process_group()

@@ -75,7 +75,9 @@ class OwnedShards(ModelData):
     def _grad_list_tier(self, master_chunk: Chunk) -> Tier:
         """Return a tier that needs no eviction, since an eviction may wait for other ranks."""
         tier, device = super()._grad_list_tier(master_chunk), self.manager.device_tier
-        if tier is Tier.DEVICE and device.used + master_chunk.nbytes > device.chunkable_bytes:
+        has_room = device.used + master_chunk.nbytes <= device.chunkable_bytes
+        # Whether there are earlier gradients differs between linked processes.
+        if tier is Tier.DEVICE and (self.manager.decides_alike or not has_room):
             return Tier.HOST
         return tier
 

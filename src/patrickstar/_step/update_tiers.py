@@ -70,7 +70,8 @@ class UpdateTiers:
         manager = self.data.manager
         home = self.tier_of(index) if tier is None else tier
         chunks, param16 = self._optimizer_chunks(index), managed_params[0].shard_chunk
-        if any(managed.has_gradient for managed in managed_params):
+        # Also if only other ranks own elements with a gradient: linked processes move the same chunks.
+        if any(managed.has_gradient or self.data.has_gradient(managed) for managed in managed_params):
             manager.transfers.complete_io(param16)
             # Operators read gathered chunks: a shard follows its states.
             if home is Tier.DEVICE or (param16.kind == SHARD16 and self._fits_host(param16)):
