@@ -114,13 +114,15 @@ def train(
     tp: Annotated[
         int,
         typer.Option(
-            min=1, help="With torchrun: processes that share a batch, each with a part of every layer (tensor parallelism)."
+            min=1,
+            help="With torchrun: processes that share a batch, each with a part of every layer (tensor parallelism).",
         ),
     ] = 1,
     ep: Annotated[
         int,
         typer.Option(
-            min=1, help="With torchrun: processes that together hold all experts (expert parallelism); a multiple of --tp."
+            min=1,
+            help="With torchrun: processes that together hold all experts (expert parallelism); a multiple of --tp.",
         ),
     ] = 1,
     replicas: Annotated[

@@ -93,7 +93,9 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
         tokens = load_tokens(corpus, source.vocabulary)
         if not rank:
             world.all_gather_object(None)
-        batches = BatchSampler(tokens, options.sequence, options.batch, options.seed, parallelism.data_rank, parallelism.sizes.data)
+        batches = BatchSampler(
+            tokens, options.sequence, options.batch, options.seed, parallelism.data_rank, parallelism.sizes.data
+        )
         torch.manual_seed(options.seed)
         model, weights = source.open(options.activation_checkpointing)
         engine = create_engine(parallelism.divide(model), config, weights, world, swap_bytes, parallelism.mesh)
