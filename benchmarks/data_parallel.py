@@ -34,7 +34,7 @@ import patrickstar as ps
 from patrickstar._cli.presets import PRESETS
 from patrickstar._distributed.process_group import World
 from patrickstar._engine.param_init import make_layout, param_specs
-from patrickstar._layout.chunk_mapping import ShardGroup
+from patrickstar._layout.shard_group import ShardGroup
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.device_tier import DeviceTier
 from patrickstar.testing import NoMeter
@@ -180,7 +180,8 @@ def worker(options: argparse.Namespace) -> None:
     print(json.dumps(results))
 
 
-def launch(size: int) -> list[dict[str, Any]]:
+def launch(size: int, script: str = __file__) -> list[dict[str, Any]]:
+    """Run a script's workers in `size` processes, and return what each has printed as JSON in its last line."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -190,7 +191,7 @@ def launch(size: int) -> list[dict[str, Any]]:
         env = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         env |= {"OMP_NUM_THREADS": threads, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
         out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read after the processes have ended)
-        command = [sys.executable, __file__, "--worker", *sys.argv[1:]]
+        command = [sys.executable, script, "--worker", *sys.argv[1:]]
         processes.append((subprocess.Popen(command, env=os.environ | env, stdout=out), out))
     results = []
     for process, out in processes:

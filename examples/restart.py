@@ -2,18 +2,27 @@
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/restart.py
 
-It prints the process IDs. Kill one of the processes in another terminal while it trains: kill -9 PID. torchrun starts
-both anew, and they go on from the newest checkpoint:
+It prints the process IDs. Kill one of the processes in another terminal while it trains: kill -9 PID. torchrun then
+starts both anew, and they go on from the newest checkpoint. Here rank 1 was killed after step 13:
 
-    step 17  loss 0.735418
-    rank 0 of 2 is process 4242
-    rank 1 of 2 is process 4243
-    resumed from step 15
-    step 16  loss 0.742057
-    step 17  loss 0.735418
+    rank 0 of 2 is process 30743
+    rank 1 of 2 is process 30744
+    ...
+    step 11  loss 0.934024
+    step 12  loss 0.878755
+    step 13  loss 1.011272
+    (torchrun reports the failure of process 30744)
+    rank 0 of 2 is process 31617
+    rank 1 of 2 is process 31618
+    resumed from step 10
+    step 11  loss 0.934024
+    step 12  loss 0.878755
+    step 13  loss 1.011272
+    ...
+    finished, parameters 855f4794d8cf28e0
 
-Each step has the same loss as before, and the last line, a digest of all parameters, is that of a run without kills.
-To start again from step 1, delete the folder of the checkpoints, or name another with --folder.
+The losses of steps 11 to 13 are the same before and after, and the last line, a digest of all parameters, is that of a
+run without kills on the same machine. Another run begins at step 1 in another folder: --folder runs/another.
 """
 
 import argparse

@@ -28,6 +28,8 @@ def configurations() -> list[ps.Config]:
 
 
 def train(model: nn.Module, batches: Iterable[torch.Tensor]) -> float:
+    ps.join()
+    ps.join(timeout=3600)
     total = 0.0
     with ps.initialize(model, {"device_memory": "2GiB"}) as (engine, optimizer):
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)

@@ -119,7 +119,7 @@ class Config(Options):
     """Keep saved activations on the host between forward and backward. Default False."""
     reduce_dtype: Literal["16-bit", "fp32"] = "16-bit"
     """Dtype in which several processes send and sum gradients: "16-bit" (default) is the compute dtype; "fp32" sends
-    twice the bytes."""
+    twice the bytes. Replicas of a mesh send partial sums to each other in fp32 in both cases."""
 
     if TYPE_CHECKING:  # what the fields accept, beyond what they hold
 

@@ -5,8 +5,10 @@ import torch
 import torch.distributed as dist
 from cuda_cases import DEVICE, HAS_ACCELERATOR, ON_GPU, marks
 
-from patrickstar._distributed.collectives import collectives
+from patrickstar._distributed.collectives import Levels
+from patrickstar._distributed.gloo_collectives import GlooCollectives
 from patrickstar._distributed.process_group import World
+from patrickstar._distributed.stream_collectives import StreamCollectives
 from patrickstar._memory.hardware import Hardware
 
 pytestmark = marks
@@ -16,17 +18,17 @@ CUTS = (0, NUMEL)
 
 
 @pytest.fixture
-def group(monkeypatch):
-    """Provide the collectives of a process group of size one."""
+def only(monkeypatch):
+    """Provide the collectives of one process, and its group."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     accelerator = Hardware(DEVICE).accelerator
     device = DEVICE if accelerator is None else accelerator.device
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     world = World(device)
-    group = collectives(world, accelerator)
-    yield group
-    group.close()
+    collectives = GlooCollectives(world) if accelerator is None else StreamCollectives(world, accelerator)
+    yield collectives, world.everyone
+    collectives.close()
     world.close()
     dist.destroy_process_group()
 
@@ -48,47 +50,73 @@ def result(tensor: torch.Tensor, transfer) -> torch.Tensor:
     return tensor.cpu()
 
 
-def test_a_gather_waits_for_computation_and_returns_all_shards(group):
+def test_a_gather_waits_for_computation_and_returns_all_shards(only):
+    collectives, group = only
     whole, values = torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE), numbers()
     busy()
-    assert torch.equal(result(whole, group.all_gather(values, whole, CUTS)), values.cpu())
+    assert torch.equal(result(whole, collectives.all_gather(group, values, whole, CUTS)), values.cpu())
 
 
-def test_a_shard_is_sent(group):
+def test_a_shard_is_sent(only):
+    collectives, group = only
     whole, own = torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE), numbers().cpu()
-    assert torch.equal(result(whole, group.gather_to(own, whole, CUTS, [0])), own)
+    assert torch.equal(result(whole, collectives.gather_to(group, own, whole, CUTS, [0])), own)
 
 
-def test_a_shard_on_the_host_is_gathered(group):
+def test_a_shard_on_the_host_is_gathered(only):
+    collectives, group = only
     whole, own = torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE), numbers().cpu()
-    assert torch.equal(result(whole, group.all_gather(own, whole, CUTS)), own)
+    assert torch.equal(result(whole, collectives.all_gather(group, own, whole, CUTS)), own)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_reduction_in_place(group, dtype):
+def test_a_reduction_in_place(only, dtype):
+    collectives, group = only
     whole = numbers(dtype)
     expected = 2 * whole.cpu()
     busy()
     whole.mul_(2)
-    assert torch.equal(result(whole, group.reduce_scatter(whole, whole, CUTS, [0])), expected)
+    assert torch.equal(result(whole, collectives.reduce_scatter(group, whole, whole, CUTS, [0])), expected)
 
 
-def test_a_reduction_in_fp32_of_16_bits(group):
+def test_a_reduction_in_fp32_of_16_bits(only):
+    collectives, group = only
     whole = numbers()
     expected = whole.float().cpu()
     target = torch.zeros(NUMEL, device=DEVICE)
-    assert torch.equal(result(target, group.reduce_scatter(whole, target, CUTS, [0])), expected)
+    assert torch.equal(result(target, collectives.reduce_scatter(group, whole, target, CUTS, [0])), expected)
 
 
-def test_a_reduction_to_the_host(group):
+def test_a_reduction_to_the_host(only):
+    collectives, group = only
     whole = numbers()
     target = torch.zeros(NUMEL, dtype=torch.float32)
-    transfer = group.reduce_scatter(whole, target, CUTS, [0])
+    transfer = collectives.reduce_scatter(group, whole, target, CUTS, [0])
     transfer.wait()
     assert torch.equal(target, whole.float().cpu())
 
 
 @pytest.mark.skipif(not HAS_ACCELERATOR, reason="needs an accelerator")
-def test_a_process_without_gradients_adds_zeros(group):
+def test_a_process_without_gradients_adds_zeros(only):
+    collectives, group = only
     target = torch.ones(NUMEL, dtype=torch.bfloat16, device=DEVICE)
-    assert not result(target, group.reduce_scatter(None, target, CUTS, [])).any()
+    assert not result(target, collectives.reduce_scatter(group, None, target, CUTS, [])).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_reduction_in_two_levels(only, dtype):
+    collectives, group = only
+    whole = numbers(dtype)
+    target = torch.zeros(NUMEL, dtype=dtype, device=DEVICE)
+    expected = whole.cpu()
+    transfer = collectives.hierarchical_reduce_scatter(Levels(group, group), whole, target, CUTS, [0], [0])
+    assert torch.equal(result(target, transfer), expected)
+
+
+def test_a_shard_on_the_host_is_gathered_there(only):
+    collectives, group = only
+    whole, own = torch.zeros(NUMEL, dtype=torch.bfloat16), numbers()
+    collectives.all_gather(group, own, whole, CUTS).wait()
+    assert torch.equal(whole, own.cpu())
+    again = torch.zeros(NUMEL, dtype=torch.bfloat16, device=DEVICE)
+    assert torch.equal(result(again, collectives.all_gather(group, whole, again, CUTS, in_order=True)), own.cpu())

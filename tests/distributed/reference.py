@@ -28,12 +28,16 @@ class AveragingTrainer(testing.ReferenceTrainer):
 
     Gradients that a process accumulated in fp32 are rounded to the parameter's dtype, unless `reduce_dtype` is fp32.
     The gradients of all processes are added in fp32 in the order of ranks, starting from +0; a missing gradient counts
-    as zero. The sum is rounded likewise. Sums of several reductions are added in fp32, and divided in the step. A
-    gradient that no other process contributes to is neither rounded nor added to zero.
+    as zero. The sum is rounded likewise. Sums of several reductions are added in fp32, and divided in the step.
+
+    With `replicas` of consecutive ranks, the gradients of each replica are added so, and then their sums, starting from
+    +0. `rounds_partial_sums`: as collectives of an accelerator do.
     """
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, replicas: int = 1, rounds_partial_sums: bool = False) -> None:
         super().__init__(*args)
+        self.replicas = replicas
+        self.rounds_partial_sums = rounds_partial_sums
         self.averaged = False
         self.sums: dict[nn.Parameter, torch.Tensor] = {}
         self.optimizer = AveragingOptimizer(self)
@@ -59,11 +63,7 @@ class AveragingTrainer(testing.ReferenceTrainer):
         for (param, master), count in zip(self.masters.items(), counts.tolist(), strict=True):
             if not count:
                 continue
-            group = self.members(param)
-            if dist.get_world_size(group) == 1:
-                total = torch.zeros_like(master) if master.grad is None else master.grad
-            else:
-                total = self._total(param, master, group)
+            total = self._total(param, master, self.members(param))
             self.sums[param] = self.sums[param] + total if param in self.sums else total
             master.grad = None
 
@@ -74,9 +74,14 @@ class AveragingTrainer(testing.ReferenceTrainer):
             own.copy_(master.grad)
         gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, own, group=group)
+        partial, shards = [], len(gathered) // self.replicas
+        for replica in range(self.replicas):
+            partial.append(torch.zeros(master.shape, dtype=master.dtype))
+            for grad in gathered[replica * shards : (replica + 1) * shards]:
+                partial[-1] += grad
         total = torch.zeros(master.shape, dtype=master.dtype)
-        for grad in gathered:
-            total += grad
+        for part in partial:
+            total += part.to(dtype) if self.rounds_partial_sums else part
         return total.to(dtype).to(master.dtype)
 
     def unscale(self) -> None:

@@ -17,7 +17,7 @@ from patrickstar._distributed.process_group import World
 from patrickstar._engine.engine import Engine
 
 from . import ranks
-from .test_exactness import CPU, compare, random_script
+from .test_exactness import CPU, compare, mesh_of, random_script
 
 WIDTH = 32
 
@@ -77,16 +77,17 @@ def test_a_step_sends_the_bytes_of_the_formula(size, fits):
     ranks.run(size, counters, fits=fits)
 
 
-def one_owner(seeds: list[int]) -> None:
+def one_owner(seeds: list[int], replicas: int = 1) -> None:
     """Train with chunk groups larger than the device budget; runs in each process."""
     dist.init_process_group("gloo")
+    mesh = mesh_of(replicas)
     shape = Shape(("mlp", "plain", "mlp"))
     for seed in seeds:
         world = World(CPU)
         config = ps.Config(device="cpu", precision="fp32", chunk_size=1000, device_memory=2 * world.size * 1000 - 200)
         script = random_script(random.Random(seed), world.rank, seed)
         torch.manual_seed(0)
-        engine = Engine(shape.build, config, meter=testing.NoMeter(), world=world)
+        engine = Engine(shape.build, config, meter=testing.NoMeter(), world=world, mesh=mesh)
         owners = [
             {rank for rank in range(world.size) if c.shard_bounds[rank] < c.shard_bounds[rank + 1]}
             for c in engine.layout.chunks
@@ -95,7 +96,7 @@ def one_owner(seeds: list[int]) -> None:
         assert max(chunk.compute_bytes for chunk in engine.layout.chunks) <= 1024
         engine.close(keep=False)
         world = World(CPU)
-        compare(world, shape.build, config, script, seed, meter=testing.NoMeter())
+        compare(world, shape.build, config, script, seed, replicas, mesh=mesh, meter=testing.NoMeter())
     dist.destroy_process_group()
 
 

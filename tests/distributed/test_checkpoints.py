@@ -22,7 +22,7 @@ from patrickstar._engine.engine import Engine
 from patrickstar.errors import CheckpointError, TrainingError
 
 from . import ranks
-from .test_exactness import CPU, random_config, random_shape
+from .test_exactness import CPU, mesh_of, random_config, random_shape
 
 
 class Normed(nn.Module):
@@ -59,13 +59,14 @@ def make(build, config, world, seed, **hooks):
     return engine
 
 
-def save_and_go_on(folder: str, seeds: list[int]) -> None:
+def save_and_go_on(folder: str, seeds: list[int], replicas: int = 1) -> None:
     """Save checkpoints, train on, and write the expected results to files; runs in each process."""
     dist.init_process_group("gloo")
+    mesh = mesh_of(replicas)
     for seed in seeds:
         world = World(CPU)
         build, config = build_of(seed)
-        engine = make(build, config, world, seed, evict_everything=seed % 3 == 0)
+        engine = make(build, config, world, seed, mesh=mesh, evict_everything=seed % 3 == 0)
         data = batches_of(world.rank, seed)
         train(engine, data[:2])
         with pytest.MonkeyPatch.context() as patch:
@@ -80,28 +81,29 @@ def save_and_go_on(folder: str, seeds: list[int]) -> None:
     dist.destroy_process_group()
 
 
-def resume(folder: str, seeds: list[int], same: bool) -> None:
+def resume(folder: str, seeds: list[int], same: bool, replicas: int = 1) -> None:
     """Load checkpoints; runs in each process.
 
-    With the same number of processes, train on and compare. With another number, only compare and save again.
+    With the same mesh, train on and compare. With another one, only compare and save again.
     """
     alone = int(os.environ["WORLD_SIZE"]) == 1
     if not alone:
         dist.init_process_group("gloo")
+    mesh = mesh_of(replicas)
     for seed in seeds:
         world = SINGLE_PROCESS if alone else World(CPU)
         rank = world.rank
         build, config = build_of(seed)
         # Chunk size and state of the random number generator differ from those of the saved run.
         config = config.model_copy(update={"chunk_size": random.Random(seed + 7).choice([64, 256, 700, "auto"])})
-        engine = make(build, config, world, seed + 1)
+        engine = make(build, config, world, seed + 1, mesh=mesh)
         found = engine.load(f"{folder}/{seed}")
         assert found["drawn"] == 2
-        saved, expected = torch.load(f"{folder}/expected-{seed}-{rank if same else 0}")
+        assert found["rank"] in (0, rank)
+        saved, expected = torch.load(f"{folder}/expected-{seed}-{found['rank']}")
         if not same:
             testing.assert_same_bits(saved, outcome(engine), "saved state")
-            assert found["rank"] == 0
-            engine.save(f"{folder}/again-{seed}", {"drawn": 2, "rank": 0})
+            engine.save(f"{folder}/again-{seed}", {"drawn": 2, "rank": found["rank"]})
         else:
             assert found["rank"] == rank
             testing.assert_same_bits(saved, outcome(engine), "saved state")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from laws.models import Waves, check_alignment, smallest_device_bytes
 from sampling import draws
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from toys import Shape, train
 
 import patrickstar as ps
@@ -48,17 +49,26 @@ def random_script(draw: random.Random, rank: int, seed: int) -> Callable[[Any], 
     return lambda trainer: train(trainer, data, max_norm=max_norm, **options)
 
 
+def mesh_of(replicas: int) -> DeviceMesh | None:
+    """Return a mesh of all processes with this many replicas, None for one."""
+    if replicas == 1:
+        return None
+    shards = dist.get_world_size() // replicas
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
 def compare(
     world: World,
     build: Callable[[], nn.Module],
     config: ps.Config,
     script: Callable[[Any], Any],
     seed: int,
+    replicas: int = 1,
     **options: Any,
 ) -> None:
     """Assert that a script has bit-identical results with the reference and with an engine."""
     torch.manual_seed(seed)
-    reference = AveragingTrainer(build, config)
+    reference = AveragingTrainer(build, config, replicas=replicas)
     torch.manual_seed(100 * seed + world.rank)
     expected = script(reference)
     torch.manual_seed(seed)
@@ -74,16 +84,18 @@ def compare(
     testing.assert_same_bits(reference.state_dict(), state, "parameters and buffers after closing")
 
 
-def everything_evicted(seeds: list[int]) -> None:
+def everything_evicted(seeds: list[int], replicas: int = 1) -> None:
     """Train random models; runs in each process."""
     dist.init_process_group("gloo")
+    mesh = mesh_of(replicas)
     for seed in seeds:
         draw = random.Random(seed)
         shape, config = random_shape(draw), random_config(draw)
         print(f"seed {seed}: {shape}, {config!r}", flush=True)
         world = World(CPU)
         script = random_script(draw, world.rank, seed)
-        compare(world, shape.build, config, script, seed, meter=testing.NoMeter(), evict_everything=True)
+        options = {"meter": testing.NoMeter(), "evict_everything": True}
+        compare(world, shape.build, config, script, seed, replicas, mesh=mesh, **options)
     dist.destroy_process_group()
 
 
@@ -92,9 +104,10 @@ def test_everything_evicted_at_every_access(size):
     ranks.run(size, everything_evicted, seeds=list(range(draws(24 // size))))
 
 
-def any_budget(seeds: list[int]) -> None:
+def any_budget(seeds: list[int], replicas: int = 1) -> None:
     """Train under budgets that differ between processes, with varying non-model data; runs in each process."""
     dist.init_process_group("gloo")
+    mesh = mesh_of(replicas)
     for seed in seeds:
         draw = random.Random(seed)
         shape, config = random_shape(draw), random_config(draw)
@@ -108,7 +121,7 @@ def any_budget(seeds: list[int]) -> None:
         least = smallest_device_bytes(shape, group, config.precision) + 2048 * world.size
         config = config.model_copy(update={"device_memory": 2 * least + spare_bytes + wave_bytes})
         print(f"seed {seed}: {shape}, {config!r}, waves of {wave_bytes}", flush=True)
-        compare(world, shape.build, config, script, seed, meter=Waves(wave_bytes))
+        compare(world, shape.build, config, script, seed, replicas, mesh=mesh, meter=Waves(wave_bytes))
     dist.destroy_process_group()
 
 
@@ -146,12 +159,13 @@ class Branches(nn.Module):
         return self.head(hidden).float().pow(2).mean()
 
 
-def branches(seeds: list[int]) -> None:
+def branches(seeds: list[int], replicas: int = 1) -> None:
     """Train with a different order of parameters, number of batches and forwards without gradients in each process.
 
     All processes drop gradients, write to parameters and step, but at different points of their loops.
     """
     dist.init_process_group("gloo")
+    mesh = mesh_of(replicas)
     for seed in seeds:
         draw = random.Random(seed)
         config = random_config(draw)
@@ -185,7 +199,8 @@ def branches(seeds: list[int]) -> None:
                     trainer.optimizer.zero_grad()
             return seen
 
-        compare(world, Branches, config, script, seed, meter=testing.NoMeter(), evict_everything=evict)
+        options = {"meter": testing.NoMeter(), "evict_everything": evict}
+        compare(world, Branches, config, script, seed, replicas, mesh=mesh, **options)
     dist.destroy_process_group()
 
 

@@ -23,6 +23,7 @@ from patrickstar._engine.engine import Engine
 from patrickstar.errors import ConfigError, PatrickStarError
 
 from . import ranks
+from .test_exactness import mesh_of
 
 SHAPE = Shape(("mlp", "attention", "plain"))
 LARGE = Shape(("mlp",) * 60 * 2)
@@ -48,7 +49,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed(where: str, rank: int, size: int, disk: str) -> None:
+def killed(where: str, rank: int, size: int, disk: str, replicas: int = 1) -> None:
     """Kill `rank` at some point of training; runs in each process."""
     is_victim = int(os.environ["RANK"]) == rank
 
@@ -60,12 +61,13 @@ def killed(where: str, rank: int, size: int, disk: str) -> None:
     options = {"device_memory": 20000, "host_memory": 760000, "disk": ps.Disk(disk)} if disk else {}
     config = ps.Config(device="cpu", chunk_size=512, precision="fp32", **options)
     world = World.find(torch.device("cpu"))
-    engine = Engine(dying_build, config, meter=testing.NoMeter(), page_bytes=4096, world=world)
+    mesh = mesh_of(replicas)
+    engine = Engine(dying_build, config, meter=testing.NoMeter(), page_bytes=4096, world=world, mesh=mesh)
     assert (engine.inspect().disk is not None) == bool(disk)
     optimizer = engine.optimizer
     step(engine, optimizer)
-    if is_victim and where in ("all_gather", "reduce_scatter"):
-        setattr(collectives_of(engine), where, lambda *args: die())
+    if is_victim and where in ("all_gather", "reduce_scatter", "hierarchical_reduce_scatter"):
+        setattr(collectives_of(engine), where, lambda *args, **options: die())
     engine.backward(engine(ids(rank)))
     if is_victim and where == "step":
         die()
@@ -89,16 +91,18 @@ def test_a_process_ends_before_the_groups_of_the_engine():
 
 
 @pytest.mark.parametrize(
-    "where, rank, size, disk",
+    "where, rank, size, disk, replicas",
     [
-        ("start", 1, 2, False),
-        ("all_gather", 0, 2, False),
-        ("reduce_scatter", 2, 4, False),
-        pytest.param("step", 1, 2, True, marks=pytest.mark.slow),
+        ("start", 1, 2, False, 1),
+        ("all_gather", 0, 2, False, 1),
+        ("reduce_scatter", 2, 4, False, 1),
+        ("all_gather", 3, 4, False, 2),
+        ("hierarchical_reduce_scatter", 3, 4, False, 2),
+        pytest.param("step", 1, 2, True, 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_process_is_killed(where, rank, size, disk, tmp_path):
-    options = {"where": where, "rank": rank, "size": size, "disk": str(tmp_path) if disk else ""}
+def test_a_process_is_killed(where, rank, size, disk, replicas, tmp_path):
+    options = {"where": where, "rank": rank, "size": size, "disk": str(tmp_path) if disk else "", "replicas": replicas}
     processes = ranks.start(size, killed, options)
     processes[rank].wait(60)
     died = time.monotonic()

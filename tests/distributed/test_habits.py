@@ -13,6 +13,7 @@ from patrickstar.errors import TrainingError
 from patrickstar.testing import assert_same_bits
 
 from . import ranks
+from .test_exactness import mesh_of
 
 
 def build() -> Tied:
@@ -20,9 +21,11 @@ def build() -> Tied:
     return Tied()
 
 
-def started(precision: str) -> ps.Engine:
+def started(precision: str, replicas: int = 1) -> ps.Engine:
     options = {"precision": precision, "optimizer": ps.EMA(ps.AdamW(lr=1e-2), decay=0.9)}
-    engine, _ = ps.initialize(build, ps.Config(device="cpu", chunk_size=1024, **options))
+    if replicas > 1:
+        dist.init_process_group("gloo")
+    engine, _ = ps.initialize(build, ps.Config(device="cpu", chunk_size=1024, **options), mesh=mesh_of(replicas))
     return engine
 
 
@@ -42,9 +45,9 @@ def same_everywhere(tensors: list[torch.Tensor]) -> None:
     assert_same_bits(others[:1] * len(others), others, "the other process's")
 
 
-def gradients(precision: str) -> None:
+def gradients(precision: str, replicas: int = 1) -> None:
     """Read, clip and write gradients; runs in each process."""
-    engine = started(precision)
+    engine = started(precision, replicas)
     params = list(engine.parameters())
     assert all(p.grad is None for p in params)
     backward(engine)
@@ -64,9 +67,9 @@ def gradients(precision: str) -> None:
     same_everywhere(list(engine.state_dict().values()))
 
 
-def saving(precision: str, folder: str) -> None:
+def saving(precision: str, folder: str, replicas: int = 1) -> None:
     """Save and load the module's state; runs in each process."""
-    engine = started(precision)
+    engine = started(precision, replicas)
     for step in range(2):
         backward(engine, step)
         engine.optimizer.step()

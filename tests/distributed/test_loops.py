@@ -17,7 +17,7 @@ from patrickstar._engine.engine import Engine
 
 from . import ranks
 from .reference import AveragingTrainer
-from .test_exactness import CPU, compare
+from .test_exactness import CPU, compare, mesh_of
 
 
 class Odd(nn.Module):
@@ -114,15 +114,17 @@ SCRIPTS = {
 }
 
 
-def scripts(names: list[str]) -> None:
+def scripts(names: list[str], replicas: int = 1) -> None:
     """Run these scripts one after the other; runs in each process."""
     dist.init_process_group("gloo")
+    mesh = mesh_of(replicas)
     for seed, name in enumerate(names):
         build, script = SCRIPTS[name]
         precision, evict = ("bf16", "fp32")[seed % 2], seed % 3 > 0
         print(name, precision, evict, flush=True)
         config = ps.Config(device="cpu", precision=precision, chunk_size=1200, optimizer=ps.AdamW(lr=1e-2))
-        compare(World(CPU), build, config, script, seed, meter=testing.NoMeter(), evict_everything=evict)
+        options = {"meter": testing.NoMeter(), "evict_everything": evict}
+        compare(World(CPU), build, config, script, seed, replicas, mesh=mesh, **options)
     dist.destroy_process_group()
 
 
@@ -168,9 +170,10 @@ def test_two_engines():
     ranks.run(2, two_engines)
 
 
-def from_disk(seeds: list[int], folder: str) -> None:
+def from_disk(seeds: list[int], folder: str, replicas: int = 1, more_bytes: int = 0) -> None:
     """Train with a part of the model data on disk; runs in each process."""
     dist.init_process_group("gloo")
+    mesh = mesh_of(replicas)
     for seed in seeds:
         draw = random.Random(seed)
         shape = Shape(("mlp",) * 48, tied=draw.random() < 0.5, frozen_norms=False, checkpointing=draw.random() < 0.5)
@@ -181,7 +184,7 @@ def from_disk(seeds: list[int], folder: str) -> None:
             precision="fp32",
             chunk_size=draw.choice([1000, 3000]),
             device_memory=own.randint(10_000, 20_000),
-            host_memory=world.size * own.randint(205_000, 225_000),
+            host_memory=world.size * (own.randint(205_000, 225_000) + more_bytes),
             disk=ps.Disk(folder),
         )
         print(f"seed {seed}: {shape}, {config!r}", flush=True)
@@ -198,7 +201,8 @@ def from_disk(seeds: list[int], folder: str) -> None:
                 engines.append(trainer)
             return seen
 
-        compare(world, shape.build, config, script, seed, meter=testing.NoMeter(), page_bytes=4096)
+        options = {"meter": testing.NoMeter(), "page_bytes": 4096}
+        compare(world, shape.build, config, script, seed, replicas, mesh=mesh, **options)
         assert engines
     dist.destroy_process_group()
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from distributed import ranks
 from distributed.reference import AveragingTrainer
-from distributed.test_exactness import random_config, random_shape
+from distributed.test_exactness import mesh_of, random_config, random_shape
 from sampling import draws
 from toys import train
 
@@ -24,11 +24,12 @@ from patrickstar._engine.engine import Engine
 WITHIN_S = 30.0
 
 
-def on_device(seeds: list[int]) -> None:
+def on_device(seeds: list[int], replicas: int = 1) -> None:
     """Train random models on strict devices; runs in each process."""
     import strict_device
 
     dist.init_process_group("gloo")
+    mesh = mesh_of(replicas)
     world = World(torch.device("strict", 0))
     for seed in seeds:
         draw = random.Random(seed)
@@ -43,7 +44,7 @@ def on_device(seeds: list[int]) -> None:
         print(f"seed {seed}: {shape}, {config!r}", flush=True)
         strict_device.configure()
         torch.manual_seed(seed)
-        reference = AveragingTrainer(shape.build, config)
+        reference = AveragingTrainer(shape.build, config, replicas=replicas, rounds_partial_sums=True)
         expected = train(reference, data, max_norm=max_norm, **loop)
         strict_device.configure(seed=100 * seed + world.rank)
         torch.manual_seed(seed)
@@ -52,6 +53,7 @@ def on_device(seeds: list[int]) -> None:
             config,
             poison=True,
             world=world,
+            mesh=mesh,
             meter=testing.NoMeter(),
             evict_everything=draw.random() < 0.5,
         )
@@ -64,6 +66,11 @@ def on_device(seeds: list[int]) -> None:
 
 def test_no_schedule_changes_the_results_of_two_processes():
     ranks.run(2, on_device, seeds=list(range(draws(12))))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_schedule_changes_the_results_of_two_replicas(size):
+    ranks.run(size, on_device, seeds=list(range(20, 20 + draws(12))), replicas=2)
 
 
 def speculates(seeds: list[int]) -> None:
@@ -126,7 +133,7 @@ def waits() -> None:
     """End rank 1 while rank 0 waits for an event that never passes; runs in each process."""
     import strict_device  # noqa: F401
 
-    from patrickstar._distributed.collectives import StreamCollectives
+    from patrickstar._distributed.stream_collectives import StreamCollectives
     from patrickstar._memory.hardware import Hardware
 
     class NeverPasses:

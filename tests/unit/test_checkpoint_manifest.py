@@ -141,6 +141,14 @@ def test_forged_manifests_are_rejected_without_large_allocations(checkpoint_copy
     assert_refused(checkpoint_copy)
 
 
+def test_missing_boxes_are_reported(checkpoint_copy):
+    def shorten(header, manifest):
+        embedding_entry(manifest)["parts"][0]["sizes"] = [9, 24]
+
+    forge(checkpoint_copy, shorten)
+    assert_refused(checkpoint_copy, "model.words.weight", "do not cover [9:13, 0:24] of a tensor [13, 24]")
+
+
 def test_symlink_in_place_of_a_file_is_rejected(checkpoint_copy, tmp_path):
     file = checkpoint_copy / "rank-00000.safetensors"
     file.rename(tmp_path / "elsewhere")
@@ -201,6 +209,8 @@ INVALID_PLAIN_DATA = {
     ),
     "invalid array": lambda fields: "random" in fields and fields.update(user={"a": {"$array": [",", [0], ""]}}),
     "invalid tensor": lambda fields: "random" in fields and fields.update(user={"a": {"$tensor": []}}),
+    "batches with a gap": lambda fields: "batch_of" in fields and fields.update(batch_of=[1]),
+    "batches of other processes": lambda fields: "batch_of" in fields and fields.update(batch_of=[0, 0]),
     "zero loss scale": lambda fields: "loss_scale" in fields and fields.update(loss_scale={"scale": 0.0}),
 }
 
@@ -212,3 +222,10 @@ def test_invalid_plain_data_changes_nothing(checkpoint_copy, case):
     before = random.getstate()
     assert_refused(checkpoint_copy)
     assert random.getstate() == before
+
+
+def test_checkpoints_without_batches_are_of_distinct_ones(checkpoint_copy):
+    forge_plain_data(checkpoint_copy, lambda fields: fields.pop("batch_of", None))
+    engine = engine_of()
+    assert engine.load(checkpoint_copy)["note"] == [1, 2]
+    engine.close()

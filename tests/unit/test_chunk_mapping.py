@@ -13,11 +13,11 @@ from patrickstar._layout.chunk_mapping import (
     Layout,
     ParamLocation,
     ParamSpec,
-    ShardGroup,
     align,
     build_layout,
 )
 from patrickstar._layout.schema import schema_for
+from patrickstar._layout.shard_group import ShardGroup
 from patrickstar.errors import ModelError
 
 quick = settings(derandomize=True, deadline=None, max_examples=draws(200))
@@ -82,6 +82,35 @@ def test_shards_of_several_ranks_are_aligned_too(params, chunk_numel, nproc, gro
             own, first = layout.local_location(name)
             assert location.offset % ALIGN_NUMEL == own.offset % ALIGN_NUMEL == 0
             assert first % ALIGN_NUMEL == 0, "a rank's shard of a parameter is not aligned"
+
+
+@quick
+@given(parameters(), chunk_numels, st.sampled_from([(2, 2), (2, 1), (1, 2), (3, 2), (2, 3)]), st.booleans())
+def test_shards_of_replicas(params, chunk_numel, mesh, grouped):
+    replicas, shards = mesh
+    size, stored_bytes = replicas * shards, 0
+    for rank in range(size):
+        replica, shard = divmod(rank, shards)
+        order = [other * shards + place for place in range(shards) for other in range(replicas)]
+        group = ShardGroup.of(rank, [order], replicas)
+        assert group.position == shard * replicas + replica
+        assert [group.ranks[position] // shards for position in group.replicate_positions] == list(range(replicas))
+        assert {group.ranks[position] % shards for position in group.replicate_positions} == {shard}
+        layout = build_layout([replace(param, group=group) for param in params], chunk_numel, grouped=grouped)
+        for chunk in layout.chunks:
+            ends = chunk.node.start, chunk.node.stop
+            assert chunk.node.start <= chunk.own.start <= chunk.own.stop <= chunk.node.stop or replicas == 1
+            if grouped:
+                assert ends == ((0, 0) if replicas == 1 else tuple(chunk.numel // shards * (shard + k) for k in (0, 1)))
+            itemsize = chunk.schema.compute.itemsize
+            assert chunk.shard_bytes == (chunk.own_numel + chunk.node_numel) * itemsize
+            assert chunk.total_bytes == chunk.shard_bytes + chunk.optimizer_bytes
+        assert layout.padding_bytes >= 0
+        stored_bytes += layout.model_data_bytes - layout.padding_bytes
+    copies = replicas if replicas > 1 else 0
+    assert stored_bytes == sum(
+        p.numel * (p.schema.bytes_per_param + copies * p.schema.compute.itemsize) for p in params
+    )
 
 
 @quick

@@ -10,7 +10,7 @@ from patrickstar.errors import PeerError
 
 CHUNKS = 4
 requests = st.one_of(
-    st.tuples(st.just(Request.GATHER), st.integers(0, CHUNKS - 1)),
+    st.tuples(st.sampled_from([Request.GATHER, Request.REFRESH]), st.integers(0, CHUNKS - 1)),
     st.tuples(st.just(Request.NOTHING), st.integers(0, CHUNKS - 1)),  # gradients of a chunk are ready
     st.tuples(st.just(Request.MEMORY), st.integers(0, CHUNKS - 1)),  # and their memory is needed
 )
@@ -39,13 +39,13 @@ class Process:
             if request is Request.NOTHING and chunk not in self.ready:
                 self.ready.add(chunk)
                 return
-            if request in (Request.GATHER, Request.STEP) or (request is Request.MEMORY and chunk in self.ready):
+            if request.is_gather or request is Request.STEP or (request is Request.MEMORY and chunk in self.ready):
                 return
             self.at += 1
 
     def message(self):
         request, chunk = self.program[self.at]
-        return Message(request, chunk if request is Request.GATHER else -1, frozenset(self.ready))
+        return Message(request, chunk if request.is_gather else -1, frozenset(self.ready))
 
     def apply(self, rank, agreement):
         request, chunk = self.program[self.at]
@@ -54,7 +54,7 @@ class Process:
             if rank in ranks:
                 self.ready.discard(reduced)
                 self.reduced.append(reduced)
-        if request is Request.GATHER and any(chunk == c and rank in ranks for c, ranks in agreement.gathers):
+        if request.is_gather and any(chunk == c and rank in ranks for c, ranks in agreement.gathers):
             self.gathered.append(chunk)
         elif (
             request is Request.GATHER
@@ -80,7 +80,7 @@ def test_all_processes_reach_the_step(program):
             process.apply(rank, agreement)
     assert all(process.over for process in processes), "a process waits forever"
     for process, granted in zip(processes, program, strict=True):
-        assert process.gathered == [chunk for request, chunk in granted if request is Request.GATHER]
+        assert process.gathered == [chunk for request, chunk in granted if request.is_gather]
         assert not process.ready, "gradients were left behind"
 
 
@@ -88,6 +88,18 @@ def test_equal_requests_are_granted_at_once():
     agreement = derive_agreement([Message(Request.GATHER, 3, frozenset({5}))] * 4)
     assert agreement.gathers == ((3, (0, 1, 2, 3)),)
     assert agreement.reductions == ((5, (0, 1, 2, 3)),)
+
+
+def test_one_stale_copy_lets_all_replicas_exchange_shards():
+    messages = [
+        Message(Request.GATHER, 3),
+        Message(Request.REFRESH, 3),
+        Message(Request.GATHER, 1),
+        Message(Request.STEP),
+    ]
+    agreement = derive_agreement(messages)
+    assert agreement.gathers == ((1, (2,)), (3, (0, 1)))
+    assert agreement.refreshes == {3}
 
 
 def test_gradients_wait_for_processes_without_them():

@@ -15,6 +15,7 @@ from patrickstar._engine.engine import Engine
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, ParamSpec, build_layout
 from patrickstar._layout.schema import schema_for
+from patrickstar._layout.shard_group import ShardGroup
 from patrickstar._schedule.feasibility import check_budgets, smallest_accepted, working_set_bytes
 from patrickstar._schedule.placement import Budgets, ChunkTiers, Tier, disk_bytes, initial_placement
 from patrickstar.errors import BudgetError
@@ -238,3 +239,14 @@ def test_any_budgets_that_pass_the_check_can_be_trained_with(widths, device_shar
     device, host = budgets(case, device_share, host_share)
     if refusal(case, device, host) is None:
         train_two_steps(widths, device, host)
+
+
+def test_the_shard_of_a_replica_is_part_of_the_host_budget():
+    group = ShardGroup.of(0, [(0, 2, 1, 3)], 2)
+    params = [ParamSpec(f"p{i}", 1024, schema_for("bfloat16", trained=True), group=group) for i in range(4)]
+    case = build_layout(params, 1024), [{param.name} for param in params]
+    parts, shard = 14 * 1024, 2 * 2 * 1024
+    assert case[0].model_data_bytes == parts + shard
+    assert refusal(case, 2 * 4 * 1024, parts + shard) is None
+    error = refusal(case, 2 * 4 * 1024, parts + shard - 1)
+    assert error is not None and named(error)[1][1] == parts + shard

@@ -198,9 +198,10 @@ class AsyncSave:
 
     def _owner(self, shard: TensorShard) -> Chunk | None:
         """Return the chunk if the shard's bytes can be written, or copied by the device, from its memory."""
-        if shard.managed is None or not shard.managed.row_major:
+        if shard.stored is None or not shard.stored.in_order:
             return None
-        chunk = self.data.manager[list_kind(shard.managed, shard.kind), shard.managed.location.chunk]
+        managed = shard.stored.managed
+        chunk = self.data.manager[list_kind(managed, shard.kind), managed.location.chunk]
         return chunk if chunk.in_memory else None
 
     def _end(self, error: BaseException | None) -> None:

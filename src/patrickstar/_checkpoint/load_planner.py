@@ -10,18 +10,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from patrickstar._checkpoint.save_planner import (
-    boxes_in,
-    chunk_of,
-    delayed_name_of,
-    list_kind,
-    name_of,
-    saved_kinds,
-    unfolded,
-)
+from patrickstar._checkpoint.save_planner import chunk_of, delayed_name_of, list_kind, name_of, saved_kinds
+from patrickstar._checkpoint.shard_box import ShardBox, boxes_in
 from patrickstar._checkpoint.storage_reader import narrowed
 from patrickstar._layout.schema import PARAM16
-from patrickstar._layout.shard_geometry import Box, memory_order
+from patrickstar._layout.shard_geometry import Box, listed, memory_order, uncovered
+from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.direct_io import PAGE_BYTES
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
@@ -30,17 +24,16 @@ from patrickstar.errors import CheckpointError
 
 @dataclass(frozen=True)
 class _Target:
-    """Box to load: elements from `first` of this process's shard of a parameter in a chunk list, or a plain tensor."""
+    """Box to load: of this process's shard of a parameter in a chunk list, or a plain tensor."""
 
     box: Box
-    managed: ManagedParam | None
-    kind: str
-    first: int
+    stored: ShardBox | None = None
+    kind: str = ""
     value: torch.Tensor | None = None
 
-    @property
-    def elements(self) -> slice:
-        return slice(self.first, self.first + self.box.numel)
+    @classmethod
+    def of(cls, stored: ShardBox, kind: str) -> "_Target":
+        return cls(stored.whole, stored, list_kind(stored.managed, kind))
 
 
 class ShardLoadPlanner(LoadPlanner):
@@ -80,13 +73,17 @@ class ShardLoadPlanner(LoadPlanner):
         for name, targets in targets_by_name.items():
             chunks = [chunk_of(target.box) for target in targets]
             items += create_read_items_for_chunk_list(name, self._metadata[name], chunks)
-        filled: dict[tuple[str, tuple[int, ...]], int] = {}
+        found: dict[tuple[str, tuple[int, ...]], list[Box]] = {}
         for item in items:
             key = _key(item.dest_index)
-            filled[key] = filled.get(key, 0) + item.lengths.numel()
+            offsets = Box(tuple(item.dest_offsets), tuple(item.lengths)).within(self._targets[key].box).offsets
+            found.setdefault(key, []).append(Box(offsets, tuple(item.lengths)))
         for key, target in self._targets.items():
-            if filled.get(key, 0) != target.box.numel:
-                raise CheckpointError(f"the checkpoint does not hold every element of {key[0]} exactly once")
+            boxes = found.get(key, [])
+            if sum(box.numel for box in boxes) != target.box.numel:
+                missing = uncovered(target.box, boxes)
+                problem = f"lacks {listed(missing)}" if missing else f"has several values for elements of {target.box}"
+                raise CheckpointError(f"the checkpoint {problem} of {key[0]}")
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -104,47 +101,44 @@ class ShardLoadPlanner(LoadPlanner):
         whole = self._in_place(target)
         if whole is not None:
             return narrowed(whole, read_item.dest_offsets, read_item.lengths)
-        dtype = self.data.manager[self._list(target)].dtype
-        return torch.empty(read_item.lengths, dtype=dtype, device="cpu")
+        return torch.empty(read_item.lengths, dtype=self._chunk(target).dtype, device="cpu")
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Store elements that were read into a buffer; mark the chunk as written."""
         target = self._targets[_key(read_item.dest_index)]
-        managed = target.managed
-        if managed is None:
+        stored = target.stored
+        if stored is None:
             return
         if self._in_place(target) is not None:
-            chunk = self.data.manager[self._list(target)]
+            chunk = self._chunk(target)
             self.data.manager.mark_written(chunk, on_device=chunk.device_valid)
             return
-        kind = list_kind(managed, target.kind)
-        if target.box.numel == tensor.numel():
+        managed, span = stored.managed, stored.span
+        if stored.fills_span and target.box.numel == tensor.numel():
             flat = tensor.permute(memory_order(managed.shape, managed.region.strides)).reshape(-1)
-        else:  # a part of the box: keep its other elements
-            flat = torch.empty(target.box.numel, dtype=tensor.dtype, device="cpu")
-            for span, part in self.data.parts(managed, kind, within=target.elements):
-                flat[span.start - target.first : span.stop - target.first] = part
-            box = unfolded(flat, target.box, managed)
-            narrowed(box, read_item.dest_offsets, read_item.lengths).copy_(tensor)
-        for span, part in self.data.parts(managed, kind, write=True, within=target.elements):
-            part.copy_(flat[span.start - target.first : span.stop - target.first])
+        else:  # a part of the span: keep its other elements
+            flat = stored.copy(self.data, target.kind)
+            narrowed(stored.view(flat), read_item.dest_offsets, read_item.lengths).copy_(tensor)
+        for part, values in self.data.parts(managed, target.kind, write=True, within=span):
+            values.copy_(flat[part.start - span.start : part.stop - span.start])
 
     # Internals
 
-    def _list(self, target: _Target) -> tuple[str, int]:
-        assert target.managed is not None
-        return list_kind(target.managed, target.kind), target.managed.location.chunk
+    def _chunk(self, target: _Target) -> Chunk:
+        assert target.stored is not None
+        return self.data.manager[target.kind, target.stored.managed.location.chunk]
 
     def _in_place(self, target: _Target) -> torch.Tensor | None:
         """Return the target's memory, shaped as its box, if it is in memory and row-major."""
-        if target.managed is None:
+        stored = target.stored
+        if stored is None:
             return target.value
-        chunk = self.data.manager[self._list(target)]
+        chunk = self._chunk(target)
         self.data.manager.transfers.wait_idle(chunk)
         self.data.update_param_views()
-        if not chunk.in_memory or not target.managed.row_major:
+        if not chunk.in_memory or not stored.managed.row_major:
             return None
-        return target.managed.flat(chunk)[target.elements].view(target.box.sizes)
+        return stored.view(stored.managed.flat(chunk)[stored.span])
 
     def _all_targets(self) -> Iterator[tuple[str, _Target]]:
         for managed_params in self.data.by_chunk.values():
@@ -155,13 +149,13 @@ class ShardLoadPlanner(LoadPlanner):
                     length = managed.location.numel if chunk.in_memory else PAGE_BYTES // chunk.dtype.itemsize
                     for begin in range(0, managed.location.numel, max(1, length)):
                         part = slice(begin, min(begin + length, managed.location.numel))
-                        for first, box in boxes_in(managed, part):
-                            yield name_of(managed, kind), _Target(box, managed, kind, first)
+                        for stored in boxes_in(managed, part):
+                            yield name_of(managed, kind), _Target.of(stored, kind)
                 if self.holds_delayed(managed):
-                    for first, box in boxes_in(managed, slice(0, managed.location.numel)):
-                        yield delayed_name_of(managed), _Target(box, managed, PARAM16, first)
+                    for stored in boxes_in(managed, slice(0, managed.location.numel)):
+                        yield delayed_name_of(managed), _Target.of(stored, PARAM16)
         for name, value in self.tensors.items():
-            yield name, _Target(Box.whole(value.shape), None, "", 0, value)
+            yield name, _Target(Box.whole(value.shape), value=value)
 
 
 def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:

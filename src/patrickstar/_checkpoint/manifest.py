@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from xxhash import xxh3_64_hexdigest
 
 from patrickstar._checkpoint.safetensors_file import DTYPES
+from patrickstar._layout.shard_geometry import Box, listed, uncovered
 from patrickstar._memory.direct_io import BLOCK_BYTES
 from patrickstar.errors import CheckpointError
 
@@ -104,7 +105,9 @@ class ManifestTensor(ValidatedModel):
         if _overlap(self.parts):
             raise ValueError(f"parts of a tensor {self.shape} overlap")
         if sum(prod(part.sizes) for part in self.parts) != prod(self.shape):
-            raise ValueError(f"the parts do not cover the {prod(self.shape)} elements of a tensor {self.shape}")
+            boxes = [Box(tuple(part.offsets), tuple(part.sizes)) for part in self.parts]
+            missing = listed(uncovered(Box.whole(self.shape), boxes))
+            raise ValueError(f"the parts do not cover {missing} of a tensor {self.shape}")
         return self
 
 

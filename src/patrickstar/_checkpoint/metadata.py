@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from pydantic import NonNegativeInt, ValidationError, field_validator
+from pydantic import Field, NonNegativeInt, ValidationError, field_validator
 
 from patrickstar._checkpoint import json_codec
 from patrickstar._checkpoint.manifest import ValidatedModel, first_error
@@ -26,7 +26,8 @@ _Model = TypeVar("_Model", bound=ValidatedModel)
 class CommonMetadata(ValidatedModel):
     """Metadata common to all processes. frozen: frozen parameters are included. steps, memory: by parameter name.
 
-    optimizer_steps: Number of steps that engines have run.
+    optimizer_steps: Number of steps that engines have run. batch_of: Number of the batch that each process computed, by
+    rank; empty, as in checkpoints written before this field was added, if each computed a batch of its own.
     """
 
     patrickstar: str
@@ -41,6 +42,14 @@ class CommonMetadata(ValidatedModel):
     buffers: list[str]
     loss_scale: dict[str, float]
     extra: dict[str, Any]
+    batch_of: list[NonNegativeInt] = Field(default_factory=list)
+
+    @field_validator("batch_of")
+    @classmethod
+    def _check_batches(cls, batches: list[int]) -> list[int]:
+        if set(batches) != set(range(len(set(batches)))):
+            raise ValueError("the numbers of the batches are not consecutive")
+        return batches
 
     @field_validator("loss_scale")
     @classmethod
@@ -67,7 +76,13 @@ class RankMetadata(ValidatedModel):
 
 def read_common(reader: CheckpointReader) -> CommonMetadata:
     """Read the common metadata. Raises CheckpointError if it is missing or not valid."""
-    return _read(reader, COMMON, CommonMetadata)
+    common, processes = _read(reader, COMMON, CommonMetadata), reader.manifest.processes
+    if len(common.batch_of) not in (0, processes):
+        raise CheckpointError(
+            f"{COMMON} in {reader.folder} is not valid checkpoint data: it has the batches of {len(common.batch_of)} "
+            f"processes, and {processes} wrote the checkpoint"
+        )
+    return common
 
 
 def read_rank(reader: CheckpointReader, rank: int) -> RankMetadata:

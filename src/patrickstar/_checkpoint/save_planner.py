@@ -3,11 +3,18 @@
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     BytesIOWriteData,
     SavePlan,
@@ -19,8 +26,9 @@ from torch.distributed.checkpoint.planner import (
 
 from patrickstar._checkpoint.manifest import LARGEST_BYTES
 from patrickstar._checkpoint.safetensors_file import DTYPES
+from patrickstar._checkpoint.shard_box import ShardBox, boxes_in
 from patrickstar._layout.schema import PARAM16, PARAM32
-from patrickstar._layout.shard_geometry import Box, boxes_of, memory_order
+from patrickstar._layout.shard_geometry import Box, listed, uncovered
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar.errors import CheckpointError
@@ -50,18 +58,27 @@ def list_kind(managed: ManagedParam, kind: str) -> str:
 class TensorShard:
     """Box of a tensor to save.
 
-    Elements from `first` of this process's shard of a parameter in chunk list `kind`; or a tensor; or plain data.
+    A box of this process's shard of a parameter in chunk list `kind`; or a tensor; or plain data.
     """
 
     name: str
     shape: tuple[int, ...]
     box: Box
     dtype: torch.dtype
-    managed: ManagedParam | None = None
+    stored: ShardBox | None = None
     kind: str = ""
-    first: int = 0
     value: torch.Tensor | None = None
     plain: bytes | None = None
+
+    @classmethod
+    def of(cls, name: str, stored: ShardBox, kind: str, dtype: torch.dtype) -> "TensorShard":
+        """Return a box of a parameter's list."""
+        return cls(name, stored.managed.full_shape, stored.whole, dtype, stored, kind)
+
+    @property
+    def managed(self) -> ManagedParam | None:
+        """Parameter of the box, None for other data."""
+        return None if self.stored is None else self.stored.managed
 
     @property
     def index(self) -> MetadataIndex:
@@ -78,22 +95,6 @@ class TensorShard:
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-
-
-def boxes_in(managed: ManagedParam, part: slice) -> Iterator[tuple[int, Box]]:
-    """Yield the boxes that cover elements `part` of this process's shard, each with its first element in the shard.
-
-    Elements are counted in memory order; boxes are in tensor coordinates.
-    """
-    order = memory_order(managed.shape, managed.region.strides)
-    inverse, begin = _inverse(order), managed.shard_start + part.start
-    for first, box in boxes_of([managed.shape[dim] for dim in order], begin, managed.shard_start + part.stop):
-        own_box = Box(tuple(box.offsets[dim] for dim in inverse), tuple(box.sizes[dim] for dim in inverse))
-        yield first - managed.shard_start, own_box
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return sorted(range(len(order)), key=lambda position: order[position])
 
 
 def param_shards(data: ModelData, order: Sequence[int]) -> list[TensorShard]:
@@ -114,11 +115,11 @@ def param_shards(data: ModelData, order: Sequence[int]) -> list[TensorShard]:
 def _delayed_shards(data: ModelData, order: Sequence[int]) -> list[TensorShard]:
     """Return shards of the parameters that are not their rounded masters. See [Note: delayed updates]."""
     return [
-        TensorShard(delayed_name_of(managed), managed.shape, box, managed.shard_chunk.dtype, managed, PARAM16, first)
+        TensorShard.of(delayed_name_of(managed), stored, PARAM16, managed.shard_chunk.dtype)
         for index in order
         for managed in data.by_chunk[index]
         if managed.state.late
-        for first, box in boxes_in(managed, slice(0, managed.location.numel))
+        for stored in boxes_in(managed, slice(0, managed.location.numel))
     ]
 
 
@@ -129,14 +130,15 @@ def _list_shards(data: ModelData, order: Sequence[int], is_first_rank: bool) -> 
         # Chunk list by chunk list, so that the file has the same order as memory.
         for kind in saved_kinds(data.by_chunk[index][0]):
             for managed in data.by_chunk[index]:
-                if not managed.numel and is_first_rank:
-                    whole = Box.whole(managed.shape)
-                    shards.append(
-                        TensorShard(name_of(managed, kind), managed.shape, whole, managed.full_dtype, managed, kind)
-                    )
+                if not managed.counts:  # another group of processes has the same part
+                    continue
+                if not prod(managed.full_shape) and is_first_rank:
+                    whole = Box.whole(managed.full_shape)
+                    empty = ShardBox(managed, whole, whole)
+                    shards.append(TensorShard.of(name_of(managed, kind), empty, kind, managed.full_dtype))
                 dtype = data.manager[list_kind(managed, kind), index].dtype
-                for first, box in boxes_in(managed, slice(0, managed.location.numel)):
-                    shards.append(TensorShard(name_of(managed, kind), managed.shape, box, dtype, managed, kind, first))
+                for stored in boxes_in(managed, slice(0, managed.location.numel)):
+                    shards.append(TensorShard.of(name_of(managed, kind), stored, kind, dtype))
     return shards
 
 
@@ -175,26 +177,18 @@ def read_slice(shard: TensorShard, data: ModelData, part: slice) -> Iterator[tor
     if shard.plain is not None:
         yield torch.frombuffer(bytearray(shard.plain), dtype=torch.uint8)
         return
-    if shard.managed is None:
+    if shard.stored is None:
         assert shard.value is not None
         yield shard.value.detach().contiguous()
         return
-    managed, within = shard.managed, slice(shard.first + part.start, shard.first + part.stop)
-    parts = data.parts(managed, list_kind(managed, shard.kind), within=within)
-    if managed.row_major:
-        for _, values in parts:
+    stored, kind = shard.stored, list_kind(shard.stored.managed, shard.kind)
+    if stored.in_order:
+        first = stored.span.start
+        for _, values in data.parts(stored.managed, kind, within=slice(first + part.start, first + part.stop)):
             yield values
         return
-    flat = torch.empty(shard.box.numel, dtype=shard.dtype, device="cpu")
-    for span, values in parts:
-        flat[span.start - shard.first : span.stop - shard.first] = values
-    yield unfolded(flat, shard.box, managed).contiguous()
-
-
-def unfolded(flat: torch.Tensor, box: Box, managed: ManagedParam) -> torch.Tensor:
-    """View elements in the parameter's memory order as a tensor of the box's sizes."""
-    order = memory_order(managed.shape, managed.region.strides)
-    return flat.view([box.sizes[dim] for dim in order]).permute(_inverse(order))
+    for rows in stored.rows(part):
+        yield rows.view(rows.copy(data, kind)).contiguous()
 
 
 class ShardSavePlanner(SavePlanner):
@@ -212,8 +206,16 @@ class ShardSavePlanner(SavePlanner):
         return SavePlan([shard.item() for shard in self.shards.values()])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Merge the plans of all processes into the metadata of the tensors."""
-        return create_default_global_save_plan(all_plans)
+        """Merge the plans of all processes into the metadata of the tensors.
+
+        Raises:
+            CheckpointError: The processes do not hold all elements of a tensor.
+        """
+        plans, metadata = create_default_global_save_plan(all_plans)
+        for name, tensor in metadata.state_dict_metadata.items():
+            if isinstance(tensor, TensorStorageMetadata):
+                _check_covered(name, tensor)
+        return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
@@ -225,3 +227,14 @@ class ShardSavePlanner(SavePlanner):
             return io.BytesIO(shard.plain)
         parts = read_slice(shard, self.data, slice(0, shard.box.numel))
         return torch.cat([part.to("cpu", copy=True).reshape(-1) for part in parts]).view(shard.box.sizes)
+
+
+def _check_covered(name: str, tensor: TensorStorageMetadata) -> None:
+    """Raise CheckpointError if the planned boxes do not cover a tensor."""
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
+    if sum(box.numel for box in boxes) < tensor.size.numel():
+        missing = listed(uncovered(Box.whole(tensor.size), boxes))
+        raise CheckpointError(
+            f"no process holds elements {missing} of {name}, whose shape is {tuple(tensor.size)}; a local tensor of a "
+            f"DTensor must have the size that its placements give"
+        )

@@ -1,12 +1,11 @@
 """Communication of one engine with other processes: gathers and reductions of chunks, in coordination steps."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
 
-import torch
-
+from patrickstar._distributed.collectives import Levels
 from patrickstar._distributed.coordinator import CHUNKS_PER_ENGINE, Coordinator
-from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._distributed.transport import FlatTransport, ShardOwner, Transport
+from patrickstar._distributed.two_level_transport import TwoLevelTransport
 from patrickstar._layout.chunk_mapping import ChunkSpec
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.profiler_range import profiler_range
@@ -14,38 +13,6 @@ from patrickstar._memory.transfer import CompletedTransfer, Transfer
 from patrickstar._memory.transfer_counters import TransferCounters
 from patrickstar._schedule.coordination import Agreement, Request
 from patrickstar.errors import ConfigError, PeerError
-
-
-class ShardOwner(Protocol):
-    """Owner of this process's shards of chunks."""
-
-    def parameters(self, index: int) -> torch.Tensor:
-        """Return the `param16` shard of a chunk that this process owns, on its current tier."""
-
-    def keep_parameters(self, index: int, reader: Transfer) -> None:
-        """Keep the `param16` shard of a chunk unchanged until `reader` has ended."""
-
-    def begin_reduction(self, index: int, contributes: bool) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
-        """Prepare the reduction of a chunk's gradients.
-
-        Return this process's gradients of the whole chunk, zero where missing (None if it contributes none); the target
-        for the sum of its shard; and the chunk that holds the target.
-        """
-
-
-class Shards(NamedTuple):
-    """Shards of one chunk: the processes that own them, and the first element of each and the end of the last.
-
-    `members` are the owners' numbers in the data-parallel group that coordinates.
-    """
-
-    group: RankGroup
-    bounds: tuple[int, ...]
-    members: tuple[int, ...]
-
-    def among(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the numbers in `group` of those processes that are numbered `ranks` in the data-parallel group."""
-        return tuple(number for number, member in enumerate(self.members) if member in ranks)
 
 
 class PendingReduction(Transfer):
@@ -82,14 +49,19 @@ class PendingReduction(Transfer):
 
 
 class ChunkComm:
-    """Communication of one engine with the other processes."""
+    """Communication of one engine with the other processes.
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    Args:
+        levels: Levels of transport in the data-parallel group, if it consists of replicas.
+    """
+
+    def __init__(self, coordinator: Coordinator, levels: Levels | None = None) -> None:
         self.coordinator = coordinator
         self.world = coordinator.world
         self.collectives = coordinator.collectives
-        self.shards: dict[int, Shards] = {}
-        """Owners of each chunk's shards, by chunk index."""
+        self.levels = levels
+        self.transports: dict[int, Transport] = {}
+        """Transport of each chunk, by chunk index."""
         self.counters = TransferCounters()
         """Counters of sent bytes; shared with the chunk manager."""
         self._pending: dict[int, PendingReduction] = {}
@@ -110,19 +82,32 @@ class ChunkComm:
         Raises:
             ConfigError: The owners are not in one data-parallel group.
         """
-        coordinating = self.coordinator.group.ranks
         for chunk in chunks:
-            assert chunk.group is not None, "with several processes every chunk is sharded"
-            group = self.world.group(chunk.group.partition)
-            if not set(group.ranks) <= set(coordinating):
-                raise ConfigError(
-                    f"parameter {chunk.params[0]!r} is held by processes {', '.join(map(str, group.ranks))}, which are "
-                    f"not in one data-parallel group ({', '.join(map(str, coordinating))}): shard it over dimensions "
-                    f"of the mesh that ps.initialize was given"
-                )
-            self.shards[chunk.index] = Shards(
-                group, chunk.shard_bounds, tuple(coordinating.index(rank) for rank in group.ranks)
+            self.transports[chunk.index] = self._transport(chunk)
+
+    def _transport(self, chunk: ChunkSpec) -> Transport:
+        assert chunk.group is not None, "with several processes every chunk is sharded"
+        coordinating, common = self.coordinator.group, (chunk, self.collectives, self.counters)
+        if not set(chunk.group.ranks) <= set(coordinating.ranks):
+            raise ConfigError(
+                f"parameter {chunk.params[0]!r} is held by processes {', '.join(map(str, chunk.group.ranks))}, which "
+                f"are not in one data-parallel group ({', '.join(map(str, coordinating.ranks))}): shard it over "
+                f"dimensions of the mesh that ps.initialize was given"
             )
+        if chunk.group.replicas > 1:
+            assert self.levels is not None, "only a mesh with replicas divides the owners into replicas"
+            return TwoLevelTransport(*common, coordinating, self.levels)
+        group = self.world.group(chunk.group.partition)
+        members = tuple(coordinating.ranks.index(rank) for rank in group.ranks)
+        size = coordinating.size if self.levels is None else self.levels.shard.size
+        own = coordinating.rank // size
+        elsewhere = tuple(number for number, member in enumerate(members) if member // size != own)
+        return FlatTransport(*common, group, members, elsewhere)
+
+    def invalidate(self, indices: Iterable[int]) -> None:
+        """Note that owners have changed parameters of these chunks."""
+        for index in indices:
+            self.transports[index].invalidate()
 
     @property
     def serving(self) -> bool:
@@ -133,8 +118,11 @@ class ChunkComm:
         self._gather_target, self._gathering = chunk, None
         chunk.pins += 1  # serving other processes meanwhile must not evict it
         try:
+            if self.transports[chunk.index].alone:
+                self.start_gather(chunk.index, (self.coordinator.group.rank,), False)
             while self._gathering is None:
-                self.negotiate(Request.GATHER, chunk.index)
+                stale = self.transports[chunk.index].stale
+                self.negotiate(Request.REFRESH if stale else Request.GATHER, chunk.index)
             return self._gathering
         finally:
             chunk.pins -= 1
@@ -143,6 +131,9 @@ class ChunkComm:
     def request_reduction(self, chunk: Chunk) -> Transfer:
         """Request the reduction of a chunk's gradients, once those of the other processes are ready."""
         reduction = self._pending[chunk.index] = PendingReduction(self, chunk)
+        if self.transports[chunk.index].alone:
+            self.start_reduction(chunk.index, (self.coordinator.group.rank,))
+            return reduction
         self.coordinator.ready.add(self._global_index(chunk.index))
         self.negotiate(Request.NOTHING)
         return reduction
@@ -187,36 +178,20 @@ class ChunkComm:
     # Execution of agreements
 
     def start_reduction(self, index: int, ranks: tuple[int, ...]) -> None:
-        own, shards = self._unmark_ready(index), self.shards[index]
-        with_gradients = shards.among(ranks)
-        whole, target, chunk = self._owner.begin_reduction(index, shards.group.rank in with_gradients)
+        own, transport = self._unmark_ready(index), self.transports[index]
+        whole, target, chunk = self._owner.begin_reduction(index, self.coordinator.group.rank in ranks)
         with profiler_range("reduce-scatter", chunk):
-            transfer = self.collectives.reduce_scatter(shards.group, whole, target, shards.bounds, with_gradients)
+            transfer = transport.reduce(whole, target, ranks)
         chunk.h2d_transfer = transfer
         if own is not None:
             own.collective = transfer
-        if whole is not None:
-            self.counters.reduced_bytes += (whole.numel() - target.numel()) * target.dtype.itemsize
 
-    def start_gather(self, index: int, ranks: tuple[int, ...]) -> None:
-        shards = self.shards[index]
-        group, targets = shards.group, shards.among(ranks)
-        if not targets:
-            return
-        own = self._owner.parameters(index)
+    def start_gather(self, index: int, ranks: tuple[int, ...], refresh: bool) -> None:
         whole = None
-        if group.rank in targets:
+        if self.coordinator.group.rank in ranks:
             assert self._gather_target is not None
             whole = self._gather_target.on_device(self._gather_target.whole)
-            self.counters.h2d_bytes += own.nbytes
         with profiler_range("all-gather", f"param16[{index}]"):
-            if len(targets) == group.size:
-                assert whole is not None
-                self._gathering = self.collectives.all_gather(group, own, whole, shards.bounds)
-                self._owner.keep_parameters(index, self._gathering)
-            else:
-                sending = self.collectives.gather_to(group, own, whole, shards.bounds, targets)
-                if whole is not None:
-                    self._gathering = sending
-                sending.wait()  # the source may change as soon as this process continues
-        self.counters.gathered_bytes += own.nbytes * (len(targets) - (group.rank in targets))
+            gathering = self.transports[index].gather(self._owner, whole, ranks, refresh)
+        if whole is not None:
+            self._gathering = gathering

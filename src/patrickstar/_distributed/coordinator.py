@@ -6,9 +6,11 @@ from typing import Protocol
 
 import torch
 
-from patrickstar._distributed.collectives import Collectives, collectives
+from patrickstar._distributed.collectives import Collectives
+from patrickstar._distributed.gloo_collectives import GlooCollectives
 from patrickstar._distributed.process_group import World
 from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._distributed.stream_collectives import StreamCollectives
 from patrickstar._memory.accelerator import Accelerator
 from patrickstar._schedule.coordination import Agreement, Message, Request, derive_agreement
 from patrickstar.errors import PeerError
@@ -26,8 +28,8 @@ class CoordinatedEngine(Protocol):
     def start_reduction(self, index: int, ranks: tuple[int, ...]) -> None:
         """Start to reduce the gradients of a chunk from these ranks."""
 
-    def start_gather(self, index: int, ranks: tuple[int, ...]) -> None:
-        """Start to gather a chunk on these ranks."""
+    def start_gather(self, index: int, ranks: tuple[int, ...], refresh: bool) -> None:
+        """Start to gather a chunk on these ranks; `refresh`: after an exchange of its shards between replicas."""
 
 
 class Coordinator:
@@ -51,7 +53,8 @@ class Coordinator:
     def of(cls, world: World, group: RankGroup, accelerator: Accelerator | None) -> "Coordinator":
         """Return the coordinator of a data-parallel group; create it for the first engine."""
         if group not in world.coordinators:
-            world.coordinators[group] = cls(world, group, collectives(world, accelerator))
+            collectives = GlooCollectives(world) if accelerator is None else StreamCollectives(world, accelerator)
+            world.coordinators[group] = cls(world, group, collectives)
         coordinator: Coordinator = world.coordinators[group]
         return coordinator
 
@@ -76,7 +79,8 @@ class Coordinator:
                 for chunk, ranks in agreement.reductions:
                     self.engines[chunk // CHUNKS_PER_ENGINE].start_reduction(chunk % CHUNKS_PER_ENGINE, ranks)
                 for chunk, ranks in agreement.gathers:
-                    self.engines[chunk // CHUNKS_PER_ENGINE].start_gather(chunk % CHUNKS_PER_ENGINE, ranks)
+                    engine_of = self.engines[chunk // CHUNKS_PER_ENGINE]
+                    engine_of.start_gather(chunk % CHUNKS_PER_ENGINE, ranks, chunk in agreement.refreshes)
         finally:
             self.serving = False
         return agreement

@@ -1,10 +1,13 @@
 """Data-parallel processes of a device mesh: which batch each process computes, and its replicas."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from patrickstar._distributed.collectives import Levels
 from patrickstar._distributed.process_group import Processes, World
 from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._layout.shard_group import ShardGroup
 from patrickstar.errors import ConfigError
 
 PIPELINE = ("pp", "pipeline")
@@ -43,14 +46,16 @@ class DataMesh:
                     f"rank {rank} passed {held} to ps.initialize: each process has to pass the data-parallel "
                     f"dimensions of one mesh of all {world.size} processes, mesh[...], which contain itself"
                 )
-            if any(rows[other] != row for other in row["ranks"] if other < world.size):
+        for rank, row in enumerate(rows):
+            if any(rows[other] != row for other in row["ranks"]):
                 raise ConfigError(
                     f"processes {', '.join(map(str, row['ranks']))} are one data-parallel group for rank {rank}, but "
                     f"not for all of its members: all have to create the mesh with the same sizes and names"
                 )
         partition = tuple(dict.fromkeys(tuple(row["ranks"]) for row in rows))
-        if len({len(ranks) for ranks in partition}) != 1:
-            raise ConfigError(f"data-parallel groups differ in size: {partition}")
+        if len({(len(row["ranks"]), row["replicas"]) for row in rows}) != 1:
+            sizes = "; ".join(f"{row['ranks']} in {row['replicas']} replicas" for row in rows)
+            raise ConfigError(f"data-parallel groups differ in their numbers of processes or replicas: {sizes}")
         batch_of = tuple(row["ranks"].index(rank) for rank, row in enumerate(rows))
         return cls(partition, batch_of, rows[0]["replicas"])
 
@@ -62,6 +67,35 @@ class DataMesh:
     def group(self, world: World) -> RankGroup:
         """Return the data-parallel group of this process."""
         return world.group(self.partition)
+
+    @property
+    def shard_size(self) -> int:
+        """Number of processes of one replica."""
+        return self.size // self.replicas
+
+    def levels(self, world: World) -> Levels | None:
+        """Return this process's shard and replicate groups, None without replicas. All processes must call this."""
+        if self.replicas == 1:
+            return None
+        size = self.shard_size
+        shard = tuple(ranks[first : first + size] for ranks in self.partition for first in range(0, self.size, size))
+        replicate = tuple(ranks[shard::size] for ranks in self.partition for shard in range(size))
+        return Levels(world.group(shard), world.group(replicate))
+
+    def share(self, rank: int, partition: Sequence[Sequence[int]]) -> ShardGroup:
+        """Return a process's group in a partition of all processes, whose members share chunks.
+
+        In a data-parallel group of replicas, members of one replicate group follow each other. Other groups, such as
+        those of experts, are not divided into replicas.
+        """
+        groups = {frozenset(ranks): ranks for ranks in self.partition}
+        if self.replicas == 1 or not all(frozenset(ranks) in groups for ranks in partition):
+            return ShardGroup.of(rank, partition)
+        size = self.shard_size
+        ordered = [
+            [member for shard in range(size) for member in groups[frozenset(ranks)][shard::size]] for ranks in partition
+        ]
+        return ShardGroup.of(rank, ordered, self.replicas)
 
 
 SINGLE_BATCH = DataMesh(((0,),), (0,))

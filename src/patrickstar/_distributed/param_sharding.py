@@ -10,10 +10,10 @@ from torch import nn
 
 from patrickstar._distributed.data_mesh import DataMesh
 from patrickstar._distributed.process_group import Processes, World
-from patrickstar._layout.chunk_mapping import ShardGroup
-from patrickstar._layout.local_boxes import MeshShard, local_boxes
+from patrickstar._layout.local_boxes import MeshShard, local_boxes, local_shape
 from patrickstar._layout.process_partition import partition_processes
 from patrickstar._layout.shard_geometry import Box
+from patrickstar._layout.shard_group import ShardGroup
 from patrickstar.errors import ModelError
 
 
@@ -81,8 +81,14 @@ def local_part(param: Any) -> torch.Tensor:
     return local
 
 
+def whole_value(tensor: Any) -> torch.Tensor:
+    """Return a tensor, of a DTensor its whole value; for that, all processes of its mesh must call this together."""
+    whole: torch.Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return whole
+
+
 def check_parallelism(module: nn.Module) -> None:
-    """Raise ModelError for a model under another kind of data parallelism, or with unreduced parameters."""
+    """Raise ModelError for a model under another kind of data parallelism, or with DTensors that chunks can't hold."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for name, child in module.named_modules():
         kind = None
@@ -103,6 +109,19 @@ def check_parallelism(module: nn.Module) -> None:
                     f"parameter {name!r} has placement {partial[0]}: its elements are sums over processes, which can't "
                     f"be updated one by one; redistribute it to Shard or Replicate"
                 )
+            found, expected = tuple(local_part(param).shape), local_shape(param.shape, mesh_shards(param))
+            if found != expected:
+                raise ModelError(
+                    f"parameter {name!r} of shape {tuple(param.shape)} has a local tensor of shape {found} in this "
+                    f"process, but its placements {list(_placements(param))} give {expected}; create it with "
+                    f"distribute_tensor, or pass the shape of the whole tensor to DTensor.from_local"
+                )
+    for name, buffer in module.named_buffers():
+        if is_dtensor(buffer):
+            raise ModelError(
+                f"buffer {name!r} is a DTensor, and the engine stores buffers whole in each process: register a plain "
+                f"tensor, such as its full_tensor()"
+            )
 
 
 def _placements(param: Any) -> Any:
@@ -142,7 +161,7 @@ def shard_params(world: Processes, mesh: DataMesh, module: nn.Module) -> dict[st
     shardings = {}
     for name, param in module.named_parameters():
         if not any(name in row for row in rows):
-            shardings[name] = _sharding(world.rank, whole, [()] * world.size, local_part(param).numel())
+            shardings[name] = _sharding(world.rank, mesh, whole, [()] * world.size, local_part(param).numel())
             continue
         if not all(name in row for row in rows):
             plain = next(rank for rank, row in enumerate(rows) if name not in row)
@@ -161,7 +180,7 @@ def shard_params(world: Processes, mesh: DataMesh, module: nn.Module) -> dict[st
             )
         largest = max(sum(box.numel for box in part) for part in held)
         mixes_batches = any(len({mesh.batch_of[rank] for rank in row[name]["mesh"]}) > 1 for row in rows)
-        shardings[name] = _sharding(world.rank, partition, held, largest, mixes_batches, parts)
+        shardings[name] = _sharding(world.rank, mesh, partition, held, largest, mixes_batches, parts)
     return shardings
 
 
@@ -196,13 +215,14 @@ def _partition(mesh: DataMesh, held: Sequence[Any], meshes: Sequence[Sequence[in
 
 def _sharding(
     rank: int,
+    mesh: DataMesh,
     partition: tuple[tuple[int, ...], ...],
     held: Sequence[Any],
     numel: int,
     mixes_batches: bool = False,
     parts: Any = (),
 ) -> ParamSharding:
-    group = ShardGroup.of(rank, partition)
+    group = mesh.share(rank, partition)
     first = next(number for number, ranks in enumerate(partition) if held[ranks[0]] == held[rank])
     return ParamSharding(group, first == group.number, numel, rank, mixes_batches, parts)
 

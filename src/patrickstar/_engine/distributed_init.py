@@ -76,6 +76,6 @@ def chunk_comm(world: Processes, mesh: DataMesh, accelerator: Accelerator | None
     """Return the communication of a new engine with the other processes, if there are any."""
     if isinstance(world, SingleProcess):
         return None
-    comm = ChunkComm(Coordinator.of(world, mesh.group(world), accelerator))
+    comm = ChunkComm(Coordinator.of(world, mesh.group(world), accelerator), mesh.levels(world))
     comm.register(layout.chunks)
     return comm

@@ -31,6 +31,7 @@ from patrickstar._checkpoint.save_planner import (
     saved_kinds,
     whole_tensors,
 )
+from patrickstar._checkpoint.state_source import StateSource
 from patrickstar._checkpoint.storage_reader import CheckpointReader
 from patrickstar._distributed.process_group import explain_peer_failure
 from patrickstar._engine.chunk_optimizer import ChunkOptimizer
@@ -147,6 +148,7 @@ class EngineCheckpoint:
             },
             buffers=sorted(self._buffers()),
             loss_scale={name: float(value) for name, value in core.scaler.state_dict().items()},
+            batch_of=list(core.mesh.batch_of),
             extra={
                 name: value for name, value in core.model_state.entries().items() if not isinstance(value, torch.Tensor)
             },
@@ -185,7 +187,9 @@ class EngineCheckpoint:
         with data.collective_section():
             try:
                 reader = CheckpointReader(folder)
-                common, own = read_common(reader), self._rank_metadata(reader)
+                common = read_common(reader)
+                source = self._source(reader, common)
+                own = self._rank_metadata(reader, source)
                 self._check_compatible(reader, common)
                 self._validate(common, own)
                 missing = [name for name in state if name not in own.user]
@@ -201,7 +205,7 @@ class EngineCheckpoint:
                 group: dist.ProcessGroup | None = core.world.checkpoints
                 try:
                     with explain_peer_failure(self.core.world):
-                        planner = ShardLoadPlanner(data, self._targets(reader))
+                        planner = ShardLoadPlanner(data, self._targets(reader, source))
                         dcp_calls.load(reader, planner, group)
                     self._restore(reader, common, planner.holds_delayed)
                 except CheckpointError as caught:
@@ -214,22 +218,25 @@ class EngineCheckpoint:
                 value.load_state_dict(own.user[name])
         return own.user
 
-    def _rank_metadata(self, reader: CheckpointReader) -> RankMetadata:
-        """Return the metadata of this rank, or of rank 0 if the number of processes differs."""
-        rank, size = self.core.world.rank, self.core.world.size
-        before = reader.manifest.processes
-        own = read_rank(reader, rank if before == size else 0)
-        if before != size and rank:
-            # Generators continue from those saved by this rank; a rank that was not saved keeps its own.
-            random = read_rank(reader, rank).random if rank < before else random_states(self.core.device)
-            own = RankMetadata(random=random, user=own.user)
+    def _source(self, reader: CheckpointReader, common: CommonMetadata) -> StateSource:
+        """Return the ranks of the checkpoint whose state this process restores."""
+        saved = common.batch_of or range(reader.manifest.processes)
+        return StateSource.of(saved, self.core.mesh.batch_of, self.core.world.rank)
+
+    def _rank_metadata(self, reader: CheckpointReader, source: StateSource) -> RankMetadata:
+        """Return the user's state and the random generators that this process restores."""
+        own = read_rank(reader, source.state)
+        if source.generators is None:
+            return RankMetadata(random=random_states(self.core.device), user=own.user)
+        if source.generators != source.state:
+            own = RankMetadata(random=read_rank(reader, source.generators).random, user=own.user)
         return own
 
     def _check_compatible(self, reader: CheckpointReader, common: CommonMetadata) -> None:
         """Raise CheckpointError, naming all differences, if the checkpoint is of another model or optimizer."""
         core = self.core
         stored = {name: tensor for name, tensor in reader.manifest.tensors.items() if name.startswith("model.")}
-        shapes = {f"model.{managed.name}": list(managed.shape) for managed in core.data.managed_params}
+        shapes = {f"model.{managed.name}": list(managed.full_shape) for managed in core.data.managed_params}
         shapes |= {f"model.{name}": list(value.shape) for name, value in self._buffers().items()}
         missing, surplus = shapes.keys() - stored.keys(), stored.keys() - shapes.keys()
         if not common.frozen:
@@ -273,16 +280,11 @@ class EngineCheckpoint:
         finally:
             restore_random_states(current, core.device)
 
-    def _targets(self, reader: CheckpointReader) -> dict[str, torch.Tensor]:
-        """Return the buffers by their names in the checkpoint.
-
-        The names are those of this rank, or of rank 0 if both had the same values or the number of processes differs.
-        """
-        rank, size = self.core.world.rank, self.core.world.size
-        rank = rank if reader.manifest.processes == size else 0
+    def _targets(self, reader: CheckpointReader, source: StateSource) -> dict[str, torch.Tensor]:
+        """Return the buffers by their names in the checkpoint."""
         targets = {}
         for name, value in self._buffers().items():
-            own = _rank_buffer_key(name, rank)
+            own = _rank_buffer_key(name, source.state)
             targets[own if own in reader.manifest.tensors else f"model.{name}"] = value
         return targets
 

@@ -54,7 +54,8 @@ class EngineState:
         """Load parameters and buffers, one after the other, and discard gradients.
 
         Args:
-            state_dict: Tensors by name, as `state_dict` returns them, in any floating-point dtype.
+            state_dict: Tensors by name, as `state_dict` returns them, in any floating-point dtype. DTensors are
+                gathered one at a time.
             strict: If False, entries missing in `state_dict` keep their values; unknown names are still refused.
 
         Raises:
@@ -146,7 +147,7 @@ class EngineState:
             return self._core.background_save.wait()
 
     def load(self, path: str | Path, state: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Load a checkpoint, written with any number of processes, budgets and precision. Every process must call it.
+        """Load a checkpoint, written on any mesh, with any budgets and precision. Every process must call it.
 
         Args:
             path: Folder of the checkpoint.

@@ -9,9 +9,10 @@ from torch import nn
 
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._distributed.param_sharding import ParamSharding, local_part
-from patrickstar._layout.chunk_mapping import ChunkSpec, Layout, ParamSpec, build_layout, largest_group
+from patrickstar._layout.chunk_mapping import ChunkSpec, Layout, ParamSpec, build_layout
 from patrickstar._layout.chunk_size_search import search_layout
-from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16, ParamSchema, schema_for
+from patrickstar._layout.schema import NODE16, PARAM16, PARAM32, SHARD16, ParamSchema, schema_for
+from patrickstar._layout.shard_group import largest_group
 from patrickstar._memory.chunk import Chunk, Region
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._params.managed_param import ManagedParam
@@ -147,6 +148,8 @@ def create_chunks(spec: ChunkSpec, tiers: ChunkTiers, manager: ChunkManager) -> 
             compute = spec.schema.compute
             created.append(manager.new_shared_chunk(PARAM16, spec.index, spec.numel, compute.dtype))
             created.append(manager.new_chunk(SHARD16, spec.index, spec.own_numel, compute.dtype, Tier.HOST))
+        if spec.group is not None and spec.group.replicas > 1:
+            created.append(manager.new_chunk(NODE16, spec.index, spec.node_numel, spec.schema.compute.dtype, Tier.HOST))
         for item in spec.schema.optimizer_lists if spec.sharded else spec.schema.lists:
             tier = tiers.compute if item.kind == PARAM16 else tiers.optimizer
             created.append(manager.new_chunk(item.kind, spec.index, spec.own_numel, item.dtype, tier))
@@ -277,7 +280,7 @@ def unfreeze(
         interceptor.gradient_hooks.register(managed)
     data.synchronize_processes(Request.STATE)  # other processes may still fetch the old chunks
     for old in [index for index, remaining in data.by_chunk.items() if not remaining]:
-        for kind in (PARAM16, SHARD16):
+        for kind in (PARAM16, SHARD16, NODE16):
             if (kind, old) in data.manager.chunks:
                 data.manager.remove(data.manager[kind, old])
         del data.by_chunk[old]

@@ -5,10 +5,11 @@ the same chunk index and the same element offset in each of them.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from patrickstar._layout.schema import ParamSchema
+from patrickstar._layout.shard_group import ShardGroup, largest_group
 from patrickstar.errors import ModelError
 
 # [Note: chunk groups]
@@ -17,6 +18,10 @@ from patrickstar.errors import ModelError
 # rank stores only its own shard. A parameter lies within one of the p chunks, so its owner updates it alone; a
 # parameter larger than a chunk forms a group of its own and is sharded evenly. If the device can't hold a whole group,
 # chunks are not grouped: rank i mod p owns chunk i and sends it to the others.
+#
+# If the p processes are R replicas (nodes) of S processes each, chunk k of a chunk group is part of shard k // R, and
+# its owner belongs to replica k % R. So the R chunks of a shard follow each other, and each replica can gather the S
+# shards among its own processes: see [Note: two levels of transport].
 
 # [Note: alignment]
 # PyTorch passes the alignment of a matrix product's operands and bias, up to 256 bytes, to cuBLASLt, which selects the
@@ -31,37 +36,6 @@ ALIGN_NUMEL = 128
 def align(numel: int) -> int:
     """Round an element count up to the alignment."""
     return -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL
-
-
-@dataclass(frozen=True)
-class ShardGroup:
-    """Processes that share chunks: each owns a shard of every chunk. With several groups each has its own parameters.
-
-    Attributes:
-        partition: Ranks of all groups, in the order of their shards. All groups have the same size.
-        number: Number of this process's group.
-        position: Position of this process in its group.
-    """
-
-    partition: tuple[tuple[int, ...], ...]
-    number: int
-    position: int
-
-    @classmethod
-    def of(cls, rank: int, partition: Iterable[Iterable[int]]) -> "ShardGroup":
-        """Return the group of a process in a partition of all processes."""
-        groups = tuple(tuple(ranks) for ranks in partition)
-        number = next(number for number, ranks in enumerate(groups) if rank in ranks)
-        return cls(groups, number, groups[number].index(rank))
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks of this process's group."""
-        return self.partition[self.number]
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -126,9 +100,22 @@ class ChunkSpec:
         return self.own_numel * itemsize
 
     @property
+    def node(self) -> slice:
+        """Slice of the elements in `node16`: the shard of this rank's replicate group. Empty without replicas."""
+        if self.group is None or self.group.replicas == 1:
+            return slice(0, 0)
+        owners = self.group.replicate_positions
+        return slice(self.shard_bounds[owners.start], self.shard_bounds[owners.stop])
+
+    @property
+    def node_numel(self) -> int:
+        numel: int = self.node.stop - self.node.start
+        return numel
+
+    @property
     def shard_bytes(self) -> int:
-        """Bytes of this rank's shard of `param16`, if it is stored separately."""
-        return self.own_numel * self.schema.compute.itemsize if self.sharded else 0
+        """Bytes of the parts of `param16` that are always on the host: this rank's shard, and `node16`."""
+        return (self.own_numel + self.node_numel) * self.schema.compute.itemsize if self.sharded else 0
 
     @property
     def evictable_bytes(self) -> int:
@@ -152,8 +139,8 @@ class ChunkSpec:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all chunks of this index that this rank owns."""
-        return self.own_numel * self.schema.bytes_per_param
+        """Bytes of all chunks of this index that this rank stores, gathered ones aside."""
+        return self.own_numel * self.schema.bytes_per_param + self.node_numel * self.schema.compute.itemsize
 
 
 @dataclass(frozen=True)
@@ -195,15 +182,20 @@ class Layout:
 
     @property
     def model_data_bytes(self) -> int:
-        """Bytes of all lists that this rank owns, including padding."""
+        """Bytes of all lists that this rank stores, including padding, gathered chunks aside."""
         return sum(chunk.total_bytes for chunk in self.chunks)
 
     @property
     def padding_bytes(self) -> int:
         """Bytes of alignment gaps and unused chunk ends in all lists."""
-        schema = {chunk.index: chunk.schema for chunk in self.chunks}
-        own = (self.local_location(name)[0] for name in self.locations)
-        payload = sum(location.numel * schema[location.chunk].bytes_per_param for location in own)
+        chunks = {chunk.index: chunk for chunk in self.chunks}
+        payload = 0
+        for name, location in self.locations.items():
+            chunk = chunks[location.chunk]
+            payload += self.local_location(name)[0].numel * chunk.schema.bytes_per_param
+            end = location.offset + location.numel
+            in_node = min(end, chunk.node.stop) - max(location.offset, chunk.node.start)
+            payload += max(0, in_node) * chunk.schema.compute.itemsize
         return self.model_data_bytes - payload
 
     def extended(self, params: Sequence[ParamSpec]) -> "Layout":
@@ -227,11 +219,6 @@ class Layout:
             name: replace(location, numel=numels.get(name, location.numel)) for name, location in self.locations.items()
         }
         return replace(self, locations=locations)
-
-
-def largest_group(groups: Iterable[ShardGroup | None]) -> int:
-    """Return the size of the largest group of processes that share chunks."""
-    return max((group.size for group in groups if group is not None), default=1)
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, Layout, ParamSpec, align, build_layout, largest_group
+from patrickstar._layout.chunk_mapping import ALIGN_NUMEL, Layout, ParamSpec, align, build_layout
+from patrickstar._layout.shard_group import largest_group
 
 PIPELINE_CHUNKS = 4
 """Chunks that the device should hold at once: two used by an operator, one being fetched, one being evicted."""

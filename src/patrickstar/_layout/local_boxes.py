@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from patrickstar._layout.shard_geometry import Box
+from patrickstar._layout.shard_geometry import Box, boxes_of, memory_order
 
 # [Note: boxes of a DTensor]
 # Placements are applied one after the other, by mesh dimension. In each dimension of the tensor the process holds runs
@@ -52,21 +52,56 @@ def local_runs(shape: Sequence[int], shards: Sequence[MeshShard]) -> tuple[Runs,
     return tuple(_joined(each) for each in runs)
 
 
+def local_shape(shape: Sequence[int], shards: Sequence[MeshShard]) -> tuple[int, ...]:
+    """Return the shape of the local tensor of a process."""
+    return tuple(sum(length for _, length in runs) for runs in local_runs(shape, shards))
+
+
 def local_boxes(shape: Sequence[int], shards: Sequence[MeshShard]) -> list[tuple[Box, Box]]:
-    """Return the boxes of a tensor that a process holds: each in its local tensor, and in the global tensor."""
+    """Return the boxes of a tensor that a process holds: each in its local tensor, and in the global tensor.
+
+    A process without elements has one empty box, from which the shape of its local tensor follows.
+    """
     positions = []
     for runs in local_runs(shape, shards):
         start, spans = 0, []
         for first, length in runs:
             spans.append((start, first, length))
             start += length
-        positions.append(spans)
+        positions.append(spans or [(0, 0, 0)])
     boxes = []
     for chosen in product(*positions):
         sizes = tuple(length for _, _, length in chosen)
         local = Box(tuple(start for start, _, _ in chosen), sizes)
         boxes.append((local, Box(tuple(first for _, first, _ in chosen), sizes)))
     return boxes
+
+
+def boxes_in_range(
+    shape: Sequence[int], strides: Sequence[int], boxes: Sequence[tuple[Box, Box]], first: int, end: int
+) -> list[tuple[Box, Box]]:
+    """Return the boxes of elements `first` to `end` (exclusive) of a dense local tensor, counted in memory order.
+
+    Args:
+        shape: Shape of the local tensor.
+        strides: Its strides, in elements.
+        boxes: Its boxes, each in the local and in the global tensor, as `local_boxes` returns them.
+        first: First element.
+        end: Element after the last one.
+
+    Returns:
+        Parts of `boxes`, each in the local and in the global tensor.
+    """
+    order = memory_order(shape, strides)
+    inverse = sorted(range(len(order)), key=lambda position: order[position])
+    found = []
+    for _, permuted in boxes_of([shape[dim] for dim in order], first, end):
+        part = Box(tuple(permuted.offsets[dim] for dim in inverse), tuple(permuted.sizes[dim] for dim in inverse))
+        for local, whole in boxes:
+            common = part.intersection(local)
+            if common.numel:
+                found.append((common, common.relative_to(local).within(whole)))
+    return found
 
 
 def _split(runs: Runs, count: int) -> list[Runs]:

@@ -9,6 +9,8 @@ PARAM16 = "param16"
 """Parameter in its compute dtype (16 bits in mixed precision), which operators read; later its gradient."""
 SHARD16 = "shard16"
 """With several processes: shard of a `param16` chunk that this rank owns; later its averaged gradient."""
+NODE16 = "node16"
+"""With replicas (nodes): shard of a `param16` chunk that this rank's replicate group owns."""
 PARAM32 = "param32"
 """Master parameter that the optimizer updates."""
 EXP_AVG = "exp_avg"
@@ -28,7 +30,7 @@ KEPT32 = "kept32"
 SUM32 = "sum32"
 """With several processes: fp32 sum of the gradients of all ranks, before it is added to `grad32`."""
 
-HOST_ONLY = SHARD16, KEPT32, SUM32, BUFFERED16, BUFFERED_GRAD
+HOST_ONLY = SHARD16, NODE16, KEPT32, SUM32, BUFFERED16, BUFFERED_GRAD
 """Lists that are never moved to disk."""
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1}

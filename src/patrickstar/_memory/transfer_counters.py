@@ -17,6 +17,10 @@ class TransferCounters:
     """Bytes of parameters sent to other ranks."""
     reduced_bytes: int = 0
     """Bytes of gradients sent to other ranks."""
+    inter_replica_gathered_bytes: int = 0
+    """Part of `gathered_bytes` sent to other replicas."""
+    inter_replica_reduced_bytes: int = 0
+    """Part of `reduced_bytes` sent to other replicas."""
     rounds: int = 0
     """Number of coordination steps."""
     evictions: int = 0

@@ -1,13 +1,11 @@
 """Collectives over per-parameter data of all ranks: optimizer scalars, shards of a tensor, gradient statistics."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from patrickstar._distributed.process_group import Processes
-from patrickstar._distributed.rank_group import RankGroup
 from patrickstar._params.managed_param import ManagedParam
 
 
@@ -43,14 +41,6 @@ def _from_json(extra: dict[str, Any]) -> dict[str, Any]:
         else value
         for key, value in extra.items()
     }
-
-
-def gather_shards(managed: ManagedParam, flat: torch.Tensor, group: RankGroup, shard_bounds: Sequence[int]) -> None:
-    """Broadcast each member's shard of a parameter into `flat`; `shard_bounds` are those of its chunk."""
-    begin, end = managed.region.offset, managed.region.offset + managed.numel
-    for rank, (first, last) in enumerate(pairwise(shard_bounds)):
-        if max(first, begin) < min(last, end):
-            group.broadcast(flat[max(first, begin) - begin : min(last, end) - begin], rank)
 
 
 def add_over_ranks(values: Sequence[float], world: Processes) -> list[float]:

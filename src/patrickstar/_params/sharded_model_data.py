@@ -12,12 +12,10 @@ from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.defer_sigint import defer_sigint
 from patrickstar._memory.tracer import Tracer
-from patrickstar._memory.transfer import Transfer
 from patrickstar._params.grad_accumulation import GradAccumulation
 from patrickstar._params.local_shards import follow_written
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
-from patrickstar._params.shard_collectives import gather_shards
 from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.placement import Tier
 from patrickstar.errors import BudgetError, TrainingError
@@ -78,11 +76,6 @@ class ShardedModelData(ModelData):
             self.manager.ensure_in_memory(own)
             self.update_param_views()
         return own.current(own.whole)
-
-    def keep_parameters(self, index: int, reader: Transfer) -> None:
-        own = self.manager[SHARD16, index]
-        if not own.device_valid and self.manager.hardware.has_gpu:
-            own.h2d_transfer = reader
 
     def _finish_reduction(self, index: int) -> None:
         """Finish the pending reduction of a chunk and fold it into grad32."""
@@ -151,6 +144,7 @@ class ShardedModelData(ModelData):
         self.before_update(managed.location.chunk)
         part = managed.flattened(managed.payload())[managed.shard_slice].clone()
         self.synchronize_processes(Request.WRITE)
+        self.comm.invalidate([managed.chunk.index])
         self._written.add(managed.chunk)
         if not managed.location.numel:
             return
@@ -331,7 +325,7 @@ class ShardedModelData(ModelData):
     # Synchronization of all ranks
 
     def register_shards(self, layout: Layout) -> None:
-        self.comm.register(chunk for chunk in layout.chunks if chunk.index not in self.comm.shards)
+        self.comm.register(chunk for chunk in layout.chunks if chunk.index not in self.comm.transports)
 
     def synchronize_processes(self, want: Request) -> None:
         self.comm.synchronize_processes(want)
@@ -399,15 +393,16 @@ class ShardedModelData(ModelData):
 
     def drop_gathered(self, indices: Iterable[int] | None = None) -> None:
         self._written.clear()
-        self.manager.drop_gathered(self.by_chunk if indices is None else indices)
+        changed = list(self.by_chunk if indices is None else indices)
+        self.comm.invalidate(changed)
+        self.manager.drop_gathered(changed)
         self.update_param_views()
 
     def has_gradient(self, managed: ManagedParam) -> bool:
         return managed.state.ready
 
     def gather_parts(self, managed: ManagedParam, flat: torch.Tensor) -> None:
-        shards = self.comm.shards[managed.chunk.index]
-        gather_shards(managed, flat, shards.group, shards.bounds)
+        self.comm.transports[managed.chunk.index].assemble(flat, managed.region.offset)
 
     def assemble(self, managed: ManagedParam, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if out is None:

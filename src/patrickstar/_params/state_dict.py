@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from patrickstar._distributed.param_sharding import whole_value
 from patrickstar._layout.schema import PARAM16, PARAM32, SHARD16
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._params.interception import release_parameter
@@ -60,10 +61,15 @@ class ModelState:
         return value
 
     def write(self, managed: ManagedParam, kind: str, value: torch.Tensor) -> None:
+        """Replace a whole parameter in list `kind` by a value of its shape, or that is broadcast to it.
+
+        All processes must call this together if the value is a DTensor.
+        """
+        value = whole_value(value)
         if not managed.location.numel:
             return
         kind = managed.shard_chunk.kind if kind == PARAM16 else kind
-        flat = managed.flattened(managed.local(value))[managed.shard_slice]
+        flat = managed.flattened(managed.local(value.expand(managed.full_shape)))[managed.shard_slice]
         for part_slice, part in self.data.parts(managed, kind, write=True):
             part.copy_(flat[part_slice])
 
@@ -185,8 +191,9 @@ class ModelState:
         return entries
 
     def assign(self, managed: ManagedParam, value: torch.Tensor) -> None:
-        """Set a parameter and its master."""
+        """Set a parameter and its master; see `write`."""
         with torch._C.DisableTorchFunctionSubclass():
+            value = whole_value(value)
             self.write(managed, PARAM16, value)
             torch.autograd.graph.increment_version(managed.param)
             if managed.schema.trained:

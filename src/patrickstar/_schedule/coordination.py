@@ -29,27 +29,34 @@ class Request(IntEnum):
     """None: report ready gradients and continue."""
     GATHER = 1
     """Gather a chunk of `param16`."""
-    MEMORY = 2
+    REFRESH = 2
+    """Gather a chunk whose shards the replicas have to exchange first, since parameters have changed."""
+    MEMORY = 3
     """Reduce ready gradients, to free their memory."""
-    STEP = 3
+    STEP = 4
     """Start the optimizer step; no more gradients follow."""
-    NORM = 4
+    NORM = 5
     """Compute the norm of all gradients; no more follow."""
-    STATE = 5
+    STATE = 6
     """Read parameters or optimizer states of all processes."""
-    AVERAGE = 6
+    AVERAGE = 7
     """Average a number."""
-    CLOSE = 7
+    CLOSE = 8
     """Close the engine."""
-    DROP = 8
+    DROP = 9
     """Drop gradients; no more of these follow."""
-    WRITE = 9
+    WRITE = 10
     """Apply an in-place write to a parameter."""
 
     @property
     def is_barrier(self) -> bool:
         """True if the request is granted only when all processes make it."""
         return self >= Request.STEP
+
+    @property
+    def is_gather(self) -> bool:
+        """True if the process requests a chunk."""
+        return self in (Request.GATHER, Request.REFRESH)
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ class Agreement:
     """Chunks, each with the ranks that requested it."""
     synchronized: bool
     """True if all processes have reached the same barrier."""
+    refreshes: frozenset[int] = frozenset()
+    """Gathered chunks whose shards the replicas exchange first. All processes take part, whoever requested it."""
 
 
 def derive_agreement(messages: Sequence[Message]) -> Agreement:
@@ -93,17 +102,18 @@ def derive_agreement(messages: Sequence[Message]) -> Agreement:
         )
     ready = sorted(set().union(*(message.ready for message in messages)))
     reduced = [chunk for chunk in ready if all(chunk in m.ready or m.request.is_barrier for m in messages)]
-    requested = sorted({message.chunk for message in messages if message.request is Request.GATHER})
+    requested = sorted({message.chunk for message in messages if message.request.is_gather})
     all_blocked = all(message.request is Request.MEMORY or message.request.is_barrier for message in messages)
     if all_blocked and not synchronized and not reduced:
         reduced = sorted(set().union(*(message.ready for message in messages if message.request is Request.MEMORY)))
     return Agreement(
         tuple((chunk, tuple(rank for rank, m in enumerate(messages) if chunk in m.ready)) for chunk in reduced),
         tuple(
-            (chunk, tuple(r for r, m in enumerate(messages) if m.request is Request.GATHER and m.chunk == chunk))
+            (chunk, tuple(r for r, m in enumerate(messages) if m.request.is_gather and m.chunk == chunk))
             for chunk in requested
         ),
         synchronized,
+        frozenset(message.chunk for message in messages if message.request is Request.REFRESH),
     )
 
 

@@ -47,6 +47,10 @@ class StepStats:
     """Bytes of parameters that this process sent to others."""
     reduced_bytes: int = 0
     """Bytes of gradients that this process sent to others."""
+    inter_replica_gathered_bytes: int = 0
+    """Part of `gathered_bytes` that was sent to other replicas, if the mesh has a replicate dimension."""
+    inter_replica_reduced_bytes: int = 0
+    """Part of `reduced_bytes` that was sent to other replicas."""
     rounds: int = 0
     """Coordination steps, in which the processes negotiate the next collectives."""
     evictions: int = 0

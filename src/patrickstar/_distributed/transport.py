@@ -1,0 +1,143 @@
+"""Transport of one chunk between the processes that share it: who sends which shards to whom."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from patrickstar._distributed.collectives import Collectives, shard_sizes
+from patrickstar._distributed.rank_group import RankGroup
+from patrickstar._layout.chunk_mapping import ChunkSpec
+from patrickstar._layout.schema import SHARD16
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.transfer import Transfer
+from patrickstar._memory.transfer_counters import TransferCounters
+
+
+class ShardOwner(Protocol):
+    """Owner of this process's shards of chunks."""
+
+    manager: ChunkManager
+
+    def parameters(self, index: int) -> torch.Tensor:
+        """Return the `param16` shard of a chunk that this process owns, on its current tier."""
+
+    def begin_reduction(self, index: int, contributes: bool) -> tuple[torch.Tensor | None, torch.Tensor, Chunk]:
+        """Prepare the reduction of a chunk's gradients.
+
+        Return this process's gradients of the whole chunk, zero where missing (None if it contributes none); the target
+        for the sum of its shard; and the chunk that holds the target.
+        """
+
+
+class Transport(ABC):
+    """Starts the gathers and reductions of one chunk, and counts the bytes that this process sends.
+
+    Ranks of gathers and reductions are numbers in the data-parallel group that coordinates.
+    """
+
+    stale = False
+    """True if the replicas have to exchange shards before the next gather, since parameters have changed."""
+    alone = False
+    """True if this process is the only owner, and no other takes part in gathers and reductions."""
+
+    def __init__(self, chunk: ChunkSpec, collectives: Collectives, counters: TransferCounters) -> None:
+        self.index, self.bounds = chunk.index, chunk.shard_bounds
+        self.collectives, self.counters = collectives, counters
+
+    @abstractmethod
+    def gather(
+        self, owner: ShardOwner, whole: torch.Tensor | None, ranks: Sequence[int], refresh: bool
+    ) -> Transfer | None:
+        """Start to gather the chunk on these ranks, on this one into `whole`.
+
+        Return the transfer, None if nothing is gathered here. `refresh`: let the replicas exchange shards first.
+        """
+
+    @abstractmethod
+    def reduce(self, whole: torch.Tensor | None, target: torch.Tensor, ranks: Sequence[int]) -> Transfer:
+        """Start to sum the gradients `whole` of these ranks; `target` gets this process's shard of the sum."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, position: int) -> None:
+        """Broadcast a tensor on the host from the owner of a shard, given by its position, to all owners."""
+
+    @abstractmethod
+    def invalidate(self) -> None:
+        """Note that owners have changed parameters of the chunk."""
+
+    def assemble(self, flat: torch.Tensor, offset: int) -> None:
+        """Broadcast each owner's part of `flat`, elements on the host that begin at `offset` in the chunk."""
+        end = offset + flat.numel()
+        for position, (first, last) in enumerate(pairwise(self.bounds)):
+            if max(first, offset) < min(last, end):
+                self.broadcast(flat[max(first, offset) - offset : min(last, end) - offset], position)
+
+
+class FlatTransport(Transport):
+    """Transport in which each owner sends its shard to every process, and receives its gradients from every process.
+
+    Args:
+        group: Owners of the shards.
+        members: Their numbers in the data-parallel group.
+        elsewhere: Numbers in `group` of the owners in other replicas.
+    """
+
+    def __init__(
+        self,
+        chunk: ChunkSpec,
+        collectives: Collectives,
+        counters: TransferCounters,
+        group: RankGroup,
+        members: tuple[int, ...],
+        elsewhere: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(chunk, collectives, counters)
+        self.group, self.members, self.elsewhere = group, members, elsewhere
+        self.alone = group.size == 1
+
+    def gather(
+        self, owner: ShardOwner, whole: torch.Tensor | None, ranks: Sequence[int], refresh: bool
+    ) -> Transfer | None:
+        group, bounds, targets = self.group, self.bounds, self._among(ranks)
+        if not targets:
+            return None
+        own = owner.parameters(self.index)
+        if whole is not None:
+            self.counters.h2d_bytes += own.nbytes
+        self.counters.gathered_bytes += own.nbytes * (len(targets) - (whole is not None))
+        self.counters.inter_replica_gathered_bytes += own.nbytes * len(set(targets) & set(self.elsewhere))
+        if whole is not None and len(targets) == group.size:
+            gathering = self.collectives.all_gather(group, own, whole, bounds)
+            keep_shard(owner.manager, self.index, gathering)
+        else:
+            gathering = self.collectives.gather_to(group, own, whole, bounds, targets)
+            gathering.wait()  # the source may change as soon as this process continues
+        return gathering
+
+    def reduce(self, whole: torch.Tensor | None, target: torch.Tensor, ranks: Sequence[int]) -> Transfer:
+        if whole is not None:
+            sizes, itemsize = shard_sizes(self.bounds), target.dtype.itemsize
+            self.counters.reduced_bytes += (whole.numel() - target.numel()) * itemsize
+            self.counters.inter_replica_reduced_bytes += sum(sizes[number] for number in self.elsewhere) * itemsize
+        return self.collectives.reduce_scatter(self.group, whole, target, self.bounds, self._among(ranks))
+
+    def broadcast(self, tensor: torch.Tensor, position: int) -> None:
+        self.group.broadcast(tensor, position)
+
+    def invalidate(self) -> None:
+        """Do nothing: each gather reads the owners' shards."""
+
+    def _among(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the numbers in `group` of those processes that are numbered `ranks` in the data-parallel group."""
+        return tuple(number for number, member in enumerate(self.members) if member in ranks)
+
+
+def keep_shard(manager: ChunkManager, index: int, reader: Transfer) -> None:
+    """Keep the `param16` shard of a chunk, if the device reads it on the host, unchanged until `reader` has ended."""
+    own = manager[SHARD16, index]
+    if not own.device_valid and manager.hardware.has_gpu:
+        own.h2d_transfer = reader

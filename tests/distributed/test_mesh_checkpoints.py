@@ -1,0 +1,262 @@
+"""Checkpoints cross meshes: any number of processes loads what any other saved, with or without DTensors."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._checkpoint import load_planner
+from patrickstar._checkpoint.storage_reader import CheckpointReader
+from patrickstar._engine.engine import Engine
+from patrickstar.errors import CheckpointError
+
+from . import ranks
+from .meshes import PLACES, TOKENS, Place, start
+
+OPTIMIZERS: dict[str, Any] = {
+    "bf16": ps.EMA(ps.AdamW(lr=1e-2, weight_decay=0.1)),
+    "fp32": functools.partial(torch.optim.NAdam, lr=1e-2),
+}
+"""Optimizers by precision: a moving average, and one with a scalar per parameter."""
+
+
+def engine_of(place: Place, precision: str, seed: int, disk: str | None = None, **options: Any) -> Engine:
+    """Create an engine whose weights, chunk size and generator depend on a seed. `options`: those of the model."""
+    limits: dict[str, Any] = {}
+    if disk is not None:
+        limits = {"disk": disk, "device_memory": 60_000, "host_memory": 200_000 + 100_000 * place.size}
+        options["width"] = 512
+    world, mesh, build = place.open(**options)
+    config = ps.Config(
+        device="cpu",
+        precision=precision,
+        chunk_size=[256, 700, 2800][seed % 3],
+        optimizer=OPTIMIZERS[precision],
+        **limits,
+    )
+    torch.manual_seed(seed)
+    hooks = {"poison": True, "meter": testing.NoMeter(), "page_bytes": 4096}
+    engine = Engine(build, config, world=world, mesh=mesh, **hooks)
+    tiers = [param.optimizer_tier for param in engine.inspect().parameters]
+    assert disk is None or tiers.count("disk") > len(tiers) // 2
+    torch.manual_seed(1000 * seed + engine.data_rank)
+    return engine
+
+
+def train(engine: Engine, steps: range) -> list[torch.Tensor]:
+    """Train some steps of the run, with the batches of this process."""
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + engine.data_rank)
+        loss = engine(torch.randint(0, TOKENS, (2, 8), generator=generator))
+        engine.backward(loss)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def snapshot(engine: Engine) -> dict[str, Any]:
+    """Return parameters and states, which all processes share, and the buffers and generator of this process."""
+    state, params = engine.state_dict(), {name for name, _ in engine.named_parameters()}
+    states = engine.optimizer.state_dict()["state"]
+    return {
+        "shared": {name: state[name] for name in params}
+        | {f"{key} of {name}": value for name, each in states.items() for key, value in each.items()},
+        "buffers": {name: value for name, value in state.items() if name not in params},
+        "random": torch.get_rng_state(),
+    }
+
+
+def write(engine: Engine, path: str, steps: range) -> None:
+    """Train, save in the background, and train on; write what a process that resumes must find to files."""
+    rank, last = engine.world.rank, len(steps) // 2
+    train(engine, steps[:last])
+    expected = snapshot(engine)
+    engine.save(path, {"rank": rank, "batch": engine.data_rank}, wait=False)
+    losses = train(engine, steps[last:])
+    expected |= {"losses": losses, "end": snapshot(engine), "steps": [steps[last], steps.stop]}
+    torch.save(expected, f"{path}.rank-{rank}")
+    engine.close()
+
+
+def load(engine: Engine, place: Place, path: str, saved: Place) -> dict[str, Any]:
+    """Load a checkpoint, assert that this process finds what it must, and return what the saved run expects then."""
+    rank, batch = engine.world.rank, engine.data_rank
+    own_random = torch.get_rng_state()
+    found = engine.load(path)
+    same_mesh = [place.batch(each) for each in range(place.size)] == [saved.batch(each) for each in range(saved.size)]
+    first = rank if same_mesh else batch * saved.size // saved.batches
+    source = first if saved.batches == place.batches else 0
+    assert found == {"rank": source, "batch": saved.batch(source)}
+    expected, now = torch.load(f"{path}.rank-{source}"), snapshot(engine)
+    testing.assert_same_bits(expected["shared"], now["shared"], "parameters and states")
+    testing.assert_same_bits(expected["buffers"], now["buffers"], "buffers")
+    known = batch < saved.batches
+    random = torch.load(f"{path}.rank-{first}")["random"] if known else own_random
+    assert torch.equal(random, now["random"])
+    return expected
+
+
+def resume(engine: Engine, place: Place, path: str, saved: Place) -> None:
+    """Load a checkpoint and train on as far as the saved run; with as many batches, compare the results."""
+    expected = load(engine, place, path, saved)
+    if saved.batches == place.batches:
+        losses, end = train(engine, range(*expected["steps"])), snapshot(engine)
+        if place == saved:
+            testing.assert_same_bits(expected["losses"], losses, "losses")
+            for part in ("shared", "buffers"):
+                testing.assert_same_bits(expected["end"][part], end[part], f"{part} at the end")
+        else:  # sums of partial products are added in another order
+            exact = engine.config.precision == "fp32"
+            torch.testing.assert_close(losses, expected["losses"], rtol=1e-4 if exact else 0.05, atol=1e-3)
+    engine.close()
+
+
+def go_on(folder: str, source: str, names: list[str], precisions: list[str]) -> None:
+    """Load a checkpoint on some meshes, train and save there, and resume from that; runs in each process."""
+    start()
+    for name, precision in zip(names, precisions, strict=True):
+        place, path = PLACES[name], f"{folder}/{name}-{precision}"
+        engine = engine_of(place, precision, 1)
+        load(engine, place, f"{folder}/{source}-{precision}", PLACES[source])
+        write(engine, path, range(2, 4))
+        resume(engine_of(place, precision, 2), place, path, place)
+
+
+def write_all(folder: str, names: list[str], precisions: list[str]) -> None:
+    """Save checkpoints on some meshes, from the beginning; runs in each process."""
+    start()
+    for name in names:
+        for precision in precisions:
+            write(engine_of(PLACES[name], precision, 0), f"{folder}/{name}-{precision}", range(4))
+
+
+def resume_all(folder: str, names: list[str], pairs: list[list[str]]) -> None:
+    """Load checkpoints of other meshes on some meshes; runs in each process."""
+    start()
+    for name in names:
+        for saved, precision in pairs:
+            engine = engine_of(PLACES[name], precision, 4)
+            resume(engine, PLACES[name], f"{folder}/{saved}-{precision}", PLACES[saved])
+
+
+def test_a_run_moves_between_meshes(tmp_path):
+    """One process, then four with tensor parallelism, experts shared out or replicas, then one again."""
+    folder, names, precisions = str(tmp_path), ["dp2-tp2-ep2", "ep4", "2x2"], ["bf16", "fp32", "bf16"]
+    ranks.run(1, write_all, folder=folder, names=["1"], precisions=list(OPTIMIZERS))
+    ranks.run(4, go_on, folder=folder, source="1", names=names, precisions=precisions)
+    pairs = [list(pair) for pair in zip(names, precisions, strict=True)]
+    ranks.run(1, resume_all, folder=folder, names=["1"], pairs=pairs)
+
+
+@pytest.mark.slow
+def test_any_mesh_loads_any_other(tmp_path):
+    by_size = {size: [name for name, place in PLACES.items() if place.size == size] for size in (1, 2, 4)}
+    pairs = [[name, precision] for name in PLACES for precision in OPTIMIZERS]
+    for size, names in by_size.items():
+        ranks.run(size, write_all, folder=str(tmp_path), names=names, precisions=list(OPTIMIZERS))
+    for size, names in by_size.items():
+        ranks.run(size, resume_all, seconds=600, folder=str(tmp_path), names=names, pairs=pairs)
+
+
+def carry(folder: str, names: list[str], first: int) -> None:
+    """Save numbered checkpoints on meshes whose states are on disk, each after loading the one before it."""
+    start()
+    load_planner.PAGE_BYTES = 8192  # what is on disk is read in several parts
+    for number, name in enumerate(names, start=first):
+        engine = engine_of(PLACES[name], "bf16", 1 + number, folder)
+        if number:
+            engine.load(f"{folder}/{number - 1}")
+        else:
+            train(engine, range(1))
+            torch.save(snapshot(engine)["shared"], f"{folder}/expected")
+        expected = torch.load(f"{folder}/expected")
+        testing.assert_same_bits(expected, snapshot(engine)["shared"], "parameters and states")
+        engine.save(f"{folder}/{number}")
+        engine.close()
+
+
+def test_states_on_disk_move_between_meshes(tmp_path):
+    first = 0
+    for names in (["1"], ["dp2-tp2-ep2", "ep4"], ["1"]):
+        ranks.run(PLACES[names[0]].size, carry, folder=str(tmp_path), names=names, first=first)
+        first += len(names)
+
+
+def use_other_formats(folder: str) -> None:
+    """Exchange states of DTensor models as whole tensors, as DTensors, and by other programs; in each process."""
+    start()
+    place = PLACES["tp2"]
+    engine = engine_of(place, "bf16", 1)
+    train(engine, range(2))
+    state, states = engine.state_dict(), engine.optimizer.state_dict()
+    shapes = {name: param.shape for name, param in engine.named_parameters()}
+    assert all(type(state[name]) is torch.Tensor and state[name].shape == shape for name, shape in shapes.items())
+    checkpoints = ps.Checkpoints(f"{folder}/run")
+    assert checkpoints.save(engine, 2)
+    engine.save_pretrained(f"{folder}/model")
+    stored = load_file(f"{folder}/model/model.safetensors")
+    testing.assert_same_bits(state, {name: stored[name] for name in state}, "exported tensors")
+    reader = CheckpointReader(f"{folder}/run/step-2")
+    testing.assert_same_bits(state, {name: reader.tensor(f"model.{name}") for name in state}, "saved tensors")
+    expected = snapshot(engine)["shared"]
+    engine.close()
+
+    # whole tensors
+    engine = engine_of(place, "bf16", 2)
+    engine.load_state_dict(state)
+    engine.optimizer.load_state_dict(states)
+    testing.assert_same_bits(expected, snapshot(engine)["shared"], "states that were loaded as whole tensors")
+    engine.close()
+
+    # DTensors: the state dict of the same model, unmanaged
+    world, _, build = place.open()
+    torch.manual_seed(3)
+    model = build()
+    engine = engine_of(place, "bf16", 4)
+    engine.load_state_dict(model.state_dict())
+    whole = {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value)
+        for name, value in model.state_dict().items()
+    }
+    found = engine.state_dict()
+    frozen = "up.bias"
+    assert all(torch.equal(found[name], whole[name].to(found[name].dtype)) for name in whole), frozen
+    engine.close()
+
+    # PyTorch's own planners, which can't load `_StridedShard`
+    values = {name: value for name, value in model.state_dict().items() if name != "gated.packed"}
+    dcp.load({"model": values}, storage_reader=CheckpointReader(f"{folder}/run/step-2"))
+    for name, value in values.items():
+        loaded = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(loaded, state[name].to(loaded.dtype)), name
+
+    # A parameter that was frozen when the checkpoint was saved begins with zero states.
+    engine = engine_of(place, "bf16", 5, frozen=False)
+    assert checkpoints.load(engine) == {}
+    moments = engine.optimizer.state_dict()["state"]
+    position = list(shapes).index(frozen)
+    assert position not in moments
+    train(engine, range(1))
+    assert engine.optimizer.state_dict()["state"][position]["step"] == 1
+    engine.close()
+
+    # Another shape is refused by name.
+    engine = engine_of(place, "bf16", 5, tokens=TOKENS + 1)
+    with pytest.raises(CheckpointError, match=r"of another shape are words\.weight"):
+        checkpoints.load(engine)
+    engine.close()
+    world.close()
+
+
+def test_states_and_exports_of_dtensor_models(tmp_path):
+    ranks.run(2, use_other_formats, folder=str(tmp_path))
+    assert sorted(path.name for path in Path(tmp_path).iterdir()) == ["model", "run"]

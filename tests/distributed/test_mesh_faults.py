@@ -1,0 +1,133 @@
+"""Meshes and models that are refused in all processes, and processes that end inside an operator's collective."""
+
+import os
+import re
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import patrickstar as ps
+from patrickstar.errors import ConfigError, ModelError, PatrickStarError
+
+from . import ranks
+
+WITHIN_S = 30.0
+CONFIG = ps.Config(device="cpu", precision="fp32", chunk_size=512)
+
+
+class Pair(nn.Module):
+    """Two layers that tensor parallelism cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(inputs))).pow(2).sum()
+
+
+def pair(mesh=None) -> nn.Module:
+    torch.manual_seed(0)
+    model = Pair()
+    if mesh is not None:
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def refused(error: type[PatrickStarError], text: str, model: nn.Module, mesh=None) -> None:
+    """Assert that this process gets an error, and that the model is as it was."""
+    before = {name: param for name, param in model.named_parameters()}
+    with pytest.raises(error, match=text):
+        ps.initialize(model, CONFIG, mesh=mesh)
+    assert all(type(param) in (nn.Parameter, DTensor) for param in model.parameters())
+    assert dict(model.named_parameters()) == before
+
+
+def refusals() -> None:
+    """Pass what can't be trained; runs in each of four processes."""
+    ps.join()
+    rank = dist.get_rank()
+    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    wrapped = pair()
+    fully_shard(wrapped, mesh=whole)
+    with pytest.raises(ModelError, match="the model is under FSDP, and the engine itself shards"):
+        ps.initialize(wrapped, CONFIG)
+    averaged = nn.parallel.DistributedDataParallel(pair())
+    refused(ModelError, "the model is under DistributedDataParallel", averaged)
+    refused(ModelError, r"module 'inner' is under DistributedDataParallel", nn.ModuleDict({"inner": averaged}))
+
+    partial = pair()
+    sums = DTensor.from_local(torch.zeros(8), whole, [Partial()])
+    partial.down.bias = nn.Parameter(sums)
+    refused(ModelError, r"parameter 'down\.bias' has placement P.* its elements are sums over processes", partial)
+
+    stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    refused(ConfigError, "the mesh has the pipeline dimension 'pp' of size 2", pair(), stages["dp"])
+    cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    refused(ConfigError, "mesh has 3 dimensions; pass its data-parallel ones", pair(), cube)
+    refused(ConfigError, r"rank \d passed (no mesh|one of processes)", pair(), None if rank == 3 else grid["dp"])
+
+    # Rows divided over processes with the same batch, and the mesh of data parallelism has too many processes.
+    refused(
+        ModelError, r"parameter 'up\.weight': the processes that hold one part .* 2 batches", unlike(grid), grid["dp"]
+    )
+    other = pair()
+    if rank == 2:
+        other.up = nn.Linear(8, 24)
+    refused(ConfigError, r"processes differ in parameters.*up\.weight", other, whole)
+    mixed = pair(grid["tp"]) if rank < 2 else pair()
+    refused(ModelError, r"parameter 'up\.weight' is a DTensor in some processes, but not in rank 2", mixed, grid["dp"])
+    dist.barrier()
+
+
+def unlike(grid) -> nn.Module:
+    """Return a model with a parameter whose parts in two processes with one batch differ from those in the others."""
+    model = pair()
+    columns = dist.get_rank() < 2
+    mesh = grid["tp"]
+    shard = Shard(1) if columns else Shard(0)
+    model.up.weight = nn.Parameter(distribute_tensor(model.up.weight.detach(), mesh, [shard]))
+    return model
+
+
+def test_refusals_name_what_is_wrong_in_every_process():
+    ranks.run(4, refusals)
+
+
+def ends_inside_a_collective(where: str) -> None:
+    """Kill one process in the forward or backward of a tensor-parallel layer; runs in each process."""
+    ps.join()
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    engine, optimizer = ps.initialize(pair(grid["tp"]), CONFIG, mesh=grid["dp"])
+    inputs = torch.ones(2, 8)
+    engine.backward(engine(inputs))
+    optimizer.step()
+    if dist.get_rank() == 1:
+        kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731 (a hook returns nothing)
+        if where == "forward":
+            engine.module.down.register_forward_pre_hook(kill)
+        else:
+            inputs.requires_grad_()
+            engine.module.down.register_full_backward_pre_hook(kill)
+    while True:
+        engine.backward(engine(inputs))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_process_that_dies_inside_an_operators_collective_is_named(where):
+    ended = ranks.wait(ranks.start(4, ends_inside_a_collective, {"where": where}), WITHIN_S)
+    assert ended[1].code == -signal.SIGKILL
+    for rank in (0, 2, 3):
+        assert ended[rank].code == 1, ended[rank].text[-3000:]
+        # Rank 0 hosts the store, so that the others may find it ended, too.
+        named = re.search(r"PeerError: .*rank 1 \(process \d+ on [^)]*\).* ended", ended[rank].text)
+        assert named is not None, ended[rank].text[-3000:]
