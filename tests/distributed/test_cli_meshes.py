@@ -52,7 +52,7 @@ def test_meshes_train_like_data_parallelism(tmp_path, arguments):
         assert summary["parameters"] == whole["parameters"], "those of the whole model"
         given = {word.removeprefix("--"): int(size) for word, size in zip(words[::2], words[1::2], strict=True)}
         assert {key: summary[key] for key in given} == given and summary["processes"] == 4
-        assert summary["model_data_bytes"] < 0.6 * whole["model_data_bytes"]
+        assert summary["model_data_bytes"] < 0.7 * whole["model_data_bytes"]
 
 
 @pytest.mark.parametrize(("sizes", "words"), [(LLAMA, ["--tp", "2"]), (MIXTRAL, ["--tp", "2", "--ep", "4"])])

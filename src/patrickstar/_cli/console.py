@@ -125,6 +125,17 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
             if distributed
             else []
         ),
+        *(
+            [
+                (
+                    "to replicas",
+                    f"{format_size(stats.inter_replica_gathered_bytes // stats.steps)} of these parameters, "
+                    f"{format_size(stats.inter_replica_reduced_bytes // stats.steps)} of these gradients",
+                )
+            ]
+            if sizes.replicas > 1
+            else []
+        ),
         ("device peak", _peaks(stats.device_peak_model_bytes, stats.device_peak_non_model_bytes)),
         ("host peak", _peaks(stats.host_peak_model_bytes, stats.host_peak_non_model_bytes)),
         *(
