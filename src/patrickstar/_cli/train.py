@@ -20,7 +20,7 @@ from patrickstar._cli.console import LEGEND, Progress, print_row, print_summary,
 from patrickstar._cli.corpus import Corpus, open_corpus
 from patrickstar._cli.late_updates import late_steps, late_update
 from patrickstar._cli.model_source import ModelSource, find_model
-from patrickstar._cli.parallelism import PARALLEL_OPTIONS, Parallelism
+from patrickstar._cli.parallelism import Parallelism
 from patrickstar._cli.run_checkpoints import ResumeOptions, RunMetadata
 from patrickstar._cli.run_log import RunLog, StepRecord, Summary
 from patrickstar._cli.sampler import BatchSampler
