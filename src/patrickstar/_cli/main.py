@@ -129,7 +129,7 @@ def train(
         int,
         typer.Option(
             min=1,
-            help="With torchrun: replicas, such as nodes, that exchange only gradients and new parameters with each other.",
+            help="With torchrun: replicas, such as nodes, that exchange only gradients and new parameters.",
         ),
     ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the initial values and the order of batches.")] = 0,
