@@ -9,6 +9,7 @@ from rich.text import Text
 
 from patrickstar._cli.run_log import StepRecord, Summary
 from patrickstar._layout.byte_size import format_size
+from patrickstar.integrations._meshes import MeshSizes
 
 # Printed once, so that the progress line fits a terminal.
 LEGEND = "device: peak model data + peak non-model data of the budget; moved: bytes to and from the device in the step"
@@ -83,9 +84,10 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     stats = summary.stats
     steps = f"{summary.steps}, interrupted" if summary.interrupted else str(summary.steps)
     distributed = summary.processes > 1
+    sizes = MeshSizes(summary.processes, summary.tp, summary.ep, summary.replicas)
     return [
         ("machine", summary.machine),
-        *([("processes", f"{summary.processes}; the following values are those of rank 0")] if distributed else []),
+        *([("mesh", f"{sizes}; the following values are those of rank 0")] if distributed else []),
         ("model", f"{summary.model}, {summary.parameters:,} parameters, {summary.precision} on {summary.device}"),
         (
             "model data",
@@ -121,6 +123,17 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
                 )
             ]
             if distributed
+            else []
+        ),
+        *(
+            [
+                (
+                    "to replicas",
+                    f"{format_size(stats.inter_replica_gathered_bytes // stats.steps)} of these parameters, "
+                    f"{format_size(stats.inter_replica_reduced_bytes // stats.steps)} of these gradients",
+                )
+            ]
+            if sizes.replicas > 1
             else []
         ),
         ("device peak", _peaks(stats.device_peak_model_bytes, stats.device_peak_non_model_bytes)),

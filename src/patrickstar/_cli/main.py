@@ -111,6 +111,27 @@ def train(
     replay: Annotated[
         Path | None, typer.Option(help="Repeat the lock-free updates of a run from its --update-log, bit by bit.")
     ] = None,
+    tp: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="With torchrun: processes that share a batch, each with a part of every layer (tensor parallelism).",
+        ),
+    ] = 1,
+    ep: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="With torchrun: processes that together hold all experts (expert parallelism); a multiple of --tp.",
+        ),
+    ] = 1,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="With torchrun: replicas, such as nodes, that exchange only gradients and new parameters.",
+        ),
+    ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the initial values and the order of batches.")] = 0,
     log: Annotated[
         Path | None,

@@ -45,9 +45,13 @@ class ModelSource:
         """
         if self.folder is None:
             return lambda: self._build(activation_checkpointing), None
-        with parameters_on_meta():
-            model = self._build(activation_checkpointing)
+        model = self.on_meta(activation_checkpointing)
         return model, FolderWeights(self.folder, model)
+
+    def on_meta(self, activation_checkpointing: bool) -> PreTrainedModel:
+        """Return the model with its parameters on the meta device."""
+        with parameters_on_meta():
+            return self._build(activation_checkpointing)
 
     def _build(self, activation_checkpointing: bool) -> PreTrainedModel:
         model = build_model(self.config, AutoModelForCausalLM)

@@ -51,6 +51,9 @@ class Summary:
     host_budget_bytes: int
     stats: StepStats
     processes: int = 1
+    tp: int = 1
+    ep: int = 1
+    replicas: int = 1
 
 
 class RunLog:

@@ -20,6 +20,7 @@ from patrickstar._cli.console import LEGEND, Progress, print_row, print_summary,
 from patrickstar._cli.corpus import Corpus, open_corpus
 from patrickstar._cli.late_updates import late_steps, late_update
 from patrickstar._cli.model_source import ModelSource, find_model
+from patrickstar._cli.parallelism import Parallelism
 from patrickstar._cli.run_checkpoints import ResumeOptions, RunMetadata
 from patrickstar._cli.run_log import RunLog, StepRecord, Summary
 from patrickstar._cli.sampler import BatchSampler
@@ -40,6 +41,7 @@ from patrickstar._engine.initialize import check_fit, create_engine
 from patrickstar._perf_model.machine_spec import Machine, find_machine
 from patrickstar._perf_model.workload import Workloads
 from patrickstar.errors import ConfigError, TrainingError
+from patrickstar.integrations._meshes import MeshSizes
 
 # The cosine ends at this fraction of the peak learning rate, not at 0, so that the last steps still learn.
 _FINAL_FRACTION = 0.1
@@ -66,12 +68,14 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
         PatrickStarError: Options, data or model cannot be used, or a loss is not finite.
     """
     config = _config(options)
-    world = World.find(config.find_device())
+    device = config.find_device()
+    world = World.find(device)
     rank, alone = world.rank, world.size == 1
     if rank:  # only rank 0 prints and logs
         console, options = Console(quiet=True), replace(options, log=None, quiet=True)
     source = find_model(options.model, options.vocab_size)
     check_sequence(options.sequence, source)
+    parallelism = Parallelism.of(options, source, world, device.type)
     swap_bytes = 0
     if alone:
         build = _to_meta(source, options.activation_checkpointing)
@@ -83,18 +87,20 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
         return None
     with RunLog(options.log, 0 if resume.resumed is None else resume.step) as log:
         if not options.quiet:
-            _print_header(console, source, corpus)
+            _print_header(console, source, corpus, parallelism.sizes)
         if rank:
             world.all_gather_object(None)  # wait until rank 0 has cached tokenizer and tokens
         tokens = load_tokens(corpus, source.vocabulary)
         if not rank:
             world.all_gather_object(None)
-        batches = BatchSampler(tokens, options.sequence, options.batch, options.seed, rank, world.size)
+        batches = BatchSampler(
+            tokens, options.sequence, options.batch, options.seed, parallelism.data_rank, parallelism.sizes.data
+        )
         torch.manual_seed(options.seed)
         model, weights = source.open(options.activation_checkpointing)
-        engine = create_engine(model, config, weights, world, swap_bytes)
-        if rank:
-            torch.manual_seed(options.seed + rank)  # dropout differs between ranks, as the data does
+        engine = create_engine(parallelism.divide(model), config, weights, world, swap_bytes, parallelism.mesh)
+        if engine.data_rank:
+            torch.manual_seed(options.seed + engine.data_rank)  # dropout differs between batches, not within one
         try:
             metadata = None
             if resume.every:
@@ -205,10 +211,12 @@ def check_sequence(sequence: int, source: ModelSource) -> None:
         )
 
 
-def _print_header(console: Console, source: ModelSource, corpus: Corpus) -> None:
+def _print_header(console: Console, source: ModelSource, corpus: Corpus, sizes: MeshSizes) -> None:
     file = source.vocabulary.file
     origin = f"tokenizer {file}" if file else f"a byte-pair tokenizer of {source.vocabulary.size} tokens trained on it"
     text = f"{source.name} on {corpus.name} ({len(corpus.paths)} files), {origin}"
+    if sizes.world > 1:
+        text += f"\n{sizes}"
     print_text(console, f"{text}\n{LEGEND}")
 
 
@@ -263,7 +271,7 @@ class _TrainingRun:
 def _training_loop(run: _TrainingRun, log: RunLog, progress: Progress) -> tuple[list[StepRecord], bool]:
     """Run the remaining steps. Return their records, and whether Ctrl-C interrupted them."""
     options, engine = run.options, run.engine
-    tokens = options.batch * options.sequence * options.accumulation * engine.world.size
+    tokens = options.batch * options.sequence * options.accumulation * engine.data_size
     records: list[StepRecord] = []
     batches = iter(run.batches)
     try:
@@ -313,7 +321,7 @@ def _summary(options: TrainOptions, engine: ps.Engine, records: list[StepRecord]
     timed = records[1:] or records
     return Summary(
         model=options.model,
-        parameters=layout.numel,
+        parameters=sum(param.numel() for param in engine.parameters()),
         machine=machine_name(engine.device),
         device=engine.device.type,
         precision=options.precision,
@@ -330,5 +338,8 @@ def _summary(options: TrainOptions, engine: ps.Engine, records: list[StepRecord]
         device_budget_bytes=engine.device_budget_bytes,
         host_budget_bytes=engine.host_budget_bytes,
         processes=engine.world.size,
+        tp=options.tp,
+        ep=options.ep,
+        replicas=options.replicas,
         stats=engine.stats.total,
     )

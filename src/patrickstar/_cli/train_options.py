@@ -34,6 +34,9 @@ class TrainOptions:
     max_staleness: int
     update_log: Path | None
     replay: Path | None
+    tp: int
+    ep: int
+    replicas: int
     seed: int
     log: Path | None
     save_every: int

@@ -24,8 +24,8 @@ def replace_data(param: nn.Parameter, data: torch.Tensor) -> None:
         from patrickstar._params.dtensor import replace_local
 
         replace_local(param, data)
-    elif not param.is_meta:
-        param.data = data
-    else:
+    elif param.is_meta and not data.is_meta:
         # A meta Parameter cannot point to real memory; `swap_tensors` gives its identity to another tensor.
         torch.utils.swap_tensors(param, nn.Parameter(data, requires_grad=param.requires_grad))
+    else:
+        param.data = data

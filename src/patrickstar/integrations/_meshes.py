@@ -67,6 +67,20 @@ class MeshSizes:
         """Number of distinct batches per forward in one replica."""
         return self.data // self.replicas
 
+    def data_rank(self, rank: int) -> int:
+        """Return the number of the batch that a process computes, below `data`."""
+        return rank // self.tp
+
+    def __str__(self) -> str:
+        """Return a text such as "8 processes: 4 batches, tp 2, ep 4, 2 replicas"."""
+        parts = [
+            f"{self.data} {'batch' if self.data == 1 else 'batches'}",
+            *([f"tp {self.tp}"] if self.tp > 1 else []),
+            *([f"ep {self.ep}"] if self.ep > 1 else []),
+            *([f"{self.replicas} replicas"] if self.replicas > 1 else []),
+        ]
+        return f"{self.world} {'process' if self.world == 1 else 'processes'}: {', '.join(parts)}"
+
 
 class Meshes(NamedTuple):
     """Device meshes of a run.
