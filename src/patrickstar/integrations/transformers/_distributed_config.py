@@ -55,8 +55,8 @@ class ModelParallelism:
             )
         if (method := getattr(model, "quantization_method", None)) is not None:
             raise ConfigError(
-                f"model.config.distributed_config can't be used with weights quantized by {method}: set it to None; the "
-                f"engine then shards the model over all processes"
+                f"model.config.distributed_config can't be used with weights quantized by {method}: set it to None; "
+                f"the engine then shards the model over all processes"
             )
         return cls(config, sizes, meshes(sizes, device_type), sizes.data_rank(rank))
 
