@@ -1,6 +1,6 @@
 """Processes that are linked by collectives inside of operators, and therefore decide alike."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 import xxhash
@@ -46,6 +46,12 @@ class LinkedProcesses:
                 f"parameters, last in {own_call()}: only some have taken a branch, or made a call"
             )
         return int(rows[:, 0].max())
+
+    def largest_each(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of the processes' values, element by element."""
+        rows = self.group.all_gather(torch.tensor(values, dtype=torch.int64, device="cpu"))
+        largest: list[int] = rows.max(0).values.tolist()
+        return largest
 
     def common(self, key: Hashable) -> Hashable:
         """Return a key that stands for the keys of all processes."""

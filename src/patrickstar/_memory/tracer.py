@@ -1,7 +1,7 @@
 """Runtime tracer: counts moments, traces the first iteration of each kind and follows the trace in later ones."""
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Protocol
@@ -38,6 +38,9 @@ class Linked(Protocol):
 
     def common(self, key: Hashable) -> Hashable:
         """Return a key that stands for the keys of all processes."""
+
+    def largest_each(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of the processes' values, element by element."""
 
 
 class Tracer:
@@ -114,6 +117,9 @@ class Tracer:
         if traced:
             # Memory use after the last boundary, behind the last backward, belongs to the optimizer step.
             self.traces[key] = self.trace
+            if self.linked is not None:
+                last = self.linked.largest_each([self.trace.last_gradients.get(i, 0) for i in self.manager.param16])
+                self.trace.last_gradients = dict(zip(self.manager.param16, last, strict=True))
             self.peak_non_model_bytes = max(self.peak_non_model_bytes, self.trace.peak_non_model_bytes)
             if len(self.traces) > MAX_TRACES:
                 self.traces.pop(next(iter(self.traces)))
@@ -232,6 +238,11 @@ class Tracer:
             yield
         finally:
             self.in_iteration_now -= 1
+
+    def note_gradient(self, index: int) -> None:
+        """Record in a trace that a gradient of a chunk is complete."""
+        if self.mode is Mode.TRACE:
+            self.trace.last_gradients[index] = self.manager.now
 
     @property
     def followed(self) -> Trace | None:

@@ -98,6 +98,7 @@ class ShardedModelData(OwnedShards):
         """Store a complete gradient in place of its parameter. See [Note: sharded gradients]."""
         state = managed.state
         state.set_ready(True)
+        self.tracer.note_gradient(managed.chunk.index)
         self._params_with_gradient.add(managed)
         if state.partial is not None:
             state.partial.add_(grad)
@@ -171,7 +172,7 @@ class ShardedModelData(OwnedShards):
                 continue
             if self.tracer.linked is not None:
                 trace, now = self.tracer.followed, self.manager.now
-                if trace is not None and trace.next_use(index, now) >= len(trace.moments):
+                if trace is not None and trace.is_last_use(index, now):
                     self._reduce_chunk(index)
                 continue
             expected = [

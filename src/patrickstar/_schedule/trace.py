@@ -34,6 +34,13 @@ class Trace:
     checked: bool = field(default=False, compare=False)
     """True if a second iteration confirmed the memory figures."""
 
+    last_gradients: dict[int, int] = field(default_factory=dict, compare=False)
+    """Moment after which all gradients of a chunk are there, if linked processes reduce it then."""
+
+    def is_last_use(self, chunk: int, now: int) -> bool:
+        """Return whether no operator of the iteration uses a chunk after `now`, and all its gradients are there."""
+        return self.next_use(chunk, now) >= len(self.moments) and now >= self.last_gradients.get(chunk, 0)
+
     def mark_checked(self) -> None:
         """Mark the trace as confirmed after a second iteration has updated it."""
         self.checked = True
