@@ -14,8 +14,8 @@ from report import publish
 
 import patrickstar as ps
 from patrickstar import Engine
+from patrickstar._cli.dry_run import language_model_workloads
 from patrickstar._cli.model_source import find_model
-from patrickstar._cli.train import language_model_workloads
 from patrickstar._dry_run.simulation import simulate
 from patrickstar._layout.byte_size import format_size
 from patrickstar._perf_model.machine_spec import find_machine

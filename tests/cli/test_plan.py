@@ -1,6 +1,7 @@
 """`patrickstar plan` and `patrickstar train --dry-run`, as a user types them."""
 
 import json
+import re
 
 import pytest
 from transformers import MixtralForCausalLM
@@ -171,6 +172,33 @@ def test_a_machine_file_of_ones_own(tmp_path):
     path.write_text(path.read_text().replace('"40GB"', '"-40GB"'))
     result = run("plan", "--machine", str(path))
     assert result.exit_code == 2 and "host.memory_bandwidth" in result.output
+
+
+def test_a_dry_run_of_several_processes():
+    options = ["train", "--dry-run", "--model", "gpt-1m", "--sequence", "32", "--machine", "8xV100-32GB"]
+    result = run(*options, "--processes", "4", "--replicas", "2", "--accumulation", "2")
+    assert result.exit_code == 0, result.output
+    assert "\nprocesses       4 in 2 replicas; the figures are those of the first\n" in result.output
+    assert re.search(r"\nsent +\S+ \S+ of parameters \(\S+ \S+ to other replicas\), \S+ \S+ of gradients", result.output)
+    assert "\n  collectives " in result.output and "\ndelayed " not in result.output
+    result = run(*options[:-2], "--device", "cpu", "--device-memory", "32MiB", "--host-memory", "1GiB", "--processes", "2")
+    assert result.exit_code == 0 and "32.00 MiB" in result.output and "512.00 MiB" in result.output, result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--processes", "4"], "--processes 4 requires --dry-run"),
+        (["--dry-run", "--processes", "4", "--replicas", "3"], "4 processes can't be divided into replicas=3"),
+        (["--dry-run", "--processes", "4", "--tp", "2"], "can't simulate collectives inside of operators"),
+        (["--dry-run", "--processes", "16", "--machine", "8xV100-32GB"], "GPUs for 8 of 16 processes, and no [network]"),
+        (["--dry-run", "--processes", "12", "--machine", "8xV100-32GB"], "12 processes do not fill machines of 8 GPUs"),
+        (["--dry-run", "--processes", "2", "--delay-from", "1", "--machine", "8xV100-32GB"], "in one process only"),
+    ],
+)
+def test_processes_that_can_not_be_simulated(arguments, says):
+    result = run("train", "--model", "gpt-1m", *arguments)
+    assert result.exit_code == 2 and says in result.output and result.output.count("\n") == 1, result.output
 
 
 def test_a_dry_run_says_what_a_step_takes_and_trains_nothing(tmp_path):

@@ -159,6 +159,10 @@ def train(
         str | None,
         typer.Option(help="With --dry-run: machine to simulate instead of this one; see `patrickstar plan --machine`."),
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --dry-run: number of processes to simulate; one per GPU. Default: 1."),
+    ] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")] = False,
 ) -> None:
     """Train a causal language model on text within memory budgets."""
@@ -172,14 +176,19 @@ def train(
         if machine is None and resume is None:
             refuse_too_large(options)
         # Imported here because its libraries take seconds to load, and --help should not.
-        from patrickstar._cli.train import dry_run_training
+        from patrickstar._cli.dry_run import dry_run_training
         from patrickstar._cli.train import train as run
 
         if dry_run:
-            dry_run_training(options, Console(), machine)
+            dry_run_training(options, Console(), machine, processes or 1)
             return
         if machine is not None:
             raise ConfigError(f"--machine {machine} requires --dry-run: training runs on this machine")
+        if processes is not None:
+            raise ConfigError(
+                f"--processes {processes} requires --dry-run: several processes are started by torchrun, as in "
+                f"`torchrun --nproc-per-node {processes} -m patrickstar train`"
+            )
         summary = run(options, Console())
     if summary is not None and summary.interrupted:
         raise typer.Exit(_INTERRUPTED)

@@ -74,8 +74,9 @@ def _described(experts: Experts | None) -> str:
 
 def _traced(name: str, sequence: int, machine: Machine) -> PlannedModel:
     # Imported here because PyTorch takes seconds to load.
+    from patrickstar._cli.dry_run import language_model_workloads
     from patrickstar._cli.model_source import find_model
-    from patrickstar._cli.train import check_sequence, language_model_workloads
+    from patrickstar._cli.training_setup import check_sequence
 
     source = find_model(name)
     check_sequence(sequence, source)

@@ -1,9 +1,8 @@
 """The command ``patrickstar train``: train a causal language model on text with an ordinary training loop."""
 
 import math
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,13 +11,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar as ps
-from patrickstar._cli.console import LEGEND, Progress, print_row, print_summary, print_text
+from patrickstar._cli.console import LEGEND, Progress, print_summary, print_text
 from patrickstar._cli.corpus import Corpus, open_corpus
-from patrickstar._cli.late_updates import late_steps, late_update
 from patrickstar._cli.model_source import ModelSource, find_model
 from patrickstar._cli.parallelism import Parallelism
 from patrickstar._cli.run_checkpoints import ResumeOptions, RunMetadata
@@ -26,21 +23,11 @@ from patrickstar._cli.run_log import RunLog, StepRecord, Summary
 from patrickstar._cli.sampler import BatchSampler
 from patrickstar._cli.tokenizer import load_tokens
 from patrickstar._cli.train_options import TrainOptions
+from patrickstar._cli.training_setup import check_sequence, sample_ids, to_meta, training_config
 from patrickstar._distributed.process_group import World
 from patrickstar._dry_run.machine_profile import machine_name
-from patrickstar._dry_run.report import DryRunReport
-from patrickstar._dry_run.simulation import (
-    Step,
-    copy_to_meta,
-    forward_backward_step,
-    simulate,
-    simulate_on_this_machine,
-)
-from patrickstar._dry_run.traced_workload import traced_workloads
 from patrickstar._engine.initialize import check_fit, create_engine
-from patrickstar._perf_model.machine_spec import Machine, find_machine
-from patrickstar._perf_model.workload import Workloads
-from patrickstar.errors import ConfigError, TrainingError
+from patrickstar.errors import TrainingError
 from patrickstar.integrations._meshes import MeshSizes
 
 # The cosine ends at this fraction of the peak learning rate, not at 0, so that the last steps still learn.
@@ -67,7 +54,7 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
         KeyboardInterrupt: Ctrl-C before the first step was completed.
         PatrickStarError: Options, data or model cannot be used, or a loss is not finite.
     """
-    config = _config(options)
+    config = training_config(options)
     device = config.find_device()
     world = World.find(device)
     rank, alone = world.rank, world.size == 1
@@ -78,8 +65,8 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
     parallelism = Parallelism.of(options, source, world, device.type)
     swap_bytes = 0
     if alone:
-        build = _to_meta(source, options.activation_checkpointing)
-        swap_bytes = check_fit(build, config, dict.fromkeys(("input_ids", "labels"), _sample(options)))
+        build = to_meta(source, options.activation_checkpointing)
+        swap_bytes = check_fit(build, config, dict.fromkeys(("input_ids", "labels"), sample_ids(options)))
     corpus = open_corpus(options.data)
     resume = ResumeOptions.of(options, world)
     if resume.step >= options.steps:
@@ -119,96 +106,6 @@ def train(options: TrainOptions, console: Console) -> Summary | None:
         finally:
             engine.close(keep=False)
     return summary
-
-
-def _config(options: TrainOptions) -> ps.Config:
-    return ps.Config(
-        device=options.device,
-        device_memory=options.device_memory,
-        host_memory=options.host_memory,
-        disk=_disk(options),
-        chunk_size=options.chunk_size,
-        precision=options.precision,
-        optimizer=ps.AdamW(lr=options.lr, weight_decay=options.weight_decay),
-        update=late_update(options),
-        activation_offload=options.activation_offload,
-    )
-
-
-def dry_run_training(options: TrainOptions, console: Console, machine: str | None = None) -> DryRunReport:
-    """Print the predicted cost of a run, on this machine or one given by name or file. Nothing is trained.
-
-    Raises:
-        PatrickStarError: The run would fail; BudgetError if the model does not fit.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("--dry-run simulates a single process; for several use patrickstar plan --gpus")
-    config = _config(options)
-    source = find_model(options.model, options.vocab_size)
-    check_sequence(options.sequence, source)
-    ids = _sample(options)
-
-    def step(engine: ps.Engine) -> None:
-        for number in range(options.accumulation):
-            loss = engine(input_ids=ids, labels=ids).loss / options.accumulation
-            engine.backward(loss, accumulate=number < options.accumulation - 1)
-        if options.max_norm > 0:
-            engine.clip_grad_norm_(options.max_norm)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-
-    build = _to_meta(source, options.activation_checkpointing)
-
-    def run(config: ps.Config) -> DryRunReport:
-        if machine is None or machine == "here":
-            return simulate_on_this_machine(ps.Engine, build, config, step, config.find_device())
-        return simulate(ps.Engine, build, config, step, find_machine(machine))
-
-    report = run(config)
-    print_text(console, str(report))
-    if config.update is None:
-        for label, text in late_steps(report, config, run):
-            print_row(console, label, text)
-    return report
-
-
-def language_model_workloads(source: ModelSource, sequence: int, machine: Machine) -> Workloads:
-    """Return the workload of a language model's step as a function of batch and checkpointing."""
-
-    def step_of(batch: int) -> Step:
-        ids = torch.zeros(batch, sequence, dtype=torch.int64, device="cpu")
-        return forward_backward_step(lambda out: out.loss, (), {"input_ids": ids, "labels": ids})
-
-    build = partial(_to_meta, source)
-    return traced_workloads(ps.Engine, build, step_of, lambda batch: batch * sequence, machine)
-
-
-def _sample(options: TrainOptions) -> torch.Tensor:
-    """Return token ids of the shape of a batch."""
-    return torch.zeros(options.batch, options.sequence, dtype=torch.int64, device="cpu")
-
-
-def _to_meta(source: ModelSource, checkpointing: bool) -> Callable[[], nn.Module]:
-    """Return a function that builds the model on the meta device, without reading its weights."""
-    model, _ = source.open(checkpointing)
-    return partial(copy_to_meta, model) if isinstance(model, nn.Module) else model
-
-
-def _disk(options: TrainOptions) -> ps.Disk | None:
-    if options.disk is None:
-        if options.disk_capacity is not None:
-            raise ConfigError(f"--disk-capacity {options.disk_capacity} requires --disk, the directory")
-        return None
-    return ps.Disk(directory=options.disk, capacity=options.disk_capacity)
-
-
-def check_sequence(sequence: int, source: ModelSource) -> None:
-    """Raise ConfigError if a sequence is longer than the positions of the model."""
-    if source.max_sequence is not None and sequence > source.max_sequence:
-        raise ConfigError(
-            f"the model {source.name} has positions for {source.max_sequence} tokens; use --sequence "
-            f"{source.max_sequence} or less instead of {sequence}"
-        )
 
 
 def _print_header(console: Console, source: ModelSource, corpus: Corpus, sizes: MeshSizes) -> None:

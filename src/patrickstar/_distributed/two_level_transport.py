@@ -78,8 +78,8 @@ class TwoLevelTransport(Transport):
         self.counters.gathered_bytes += sent_bytes
         self.counters.inter_replica_gathered_bytes += sent_bytes
         if owner.manager.hardware.has_gpu:
-            owner.manager.count_transfer(part.nbytes, to_device=True)
-            owner.manager.count_transfer(node.nbytes, to_device=False)
+            self.counters.h2d_bytes += part.nbytes
+            self.counters.d2h_bytes += node.nbytes
 
     def reduce(self, whole: torch.Tensor | None, target: torch.Tensor, ranks: Sequence[int]) -> Transfer:
         shard = self.levels.shard

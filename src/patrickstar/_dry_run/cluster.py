@@ -40,8 +40,8 @@ class Cluster:
             )
         if self.processes > self.per_machine and machine.network is None:
             raise ConfigError(
-                f"the machine {machine.name} has {self.per_machine} GPUs and no [network] to other machines: simulate "
-                f"{self.per_machine} processes or less, or use a machine file with a network"
+                f"the machine {machine.name} has GPUs for {self.per_machine} of {self.processes} processes, and no "
+                f"[network] to other machines: simulate fewer processes, or use a machine file with a network"
             )
         if self.per_machine > 1 and machine.gpu is not None and (machine.links is None or not machine.links.gpu_gpu):
             raise ConfigError(f"the machine {machine.name} has no links.gpu_gpu, the rate between its GPUs")

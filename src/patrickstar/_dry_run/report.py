@@ -57,6 +57,10 @@ class DryRunReport:
     """Busy intervals of computation and of each channel, in the step's simulated time (without measured overhead)."""
     waits: tuple[Wait, ...]
     """Exposed time: each wait of computation for a channel, in order. With `compute_s` they add up to `seconds`."""
+    processes: int = 1
+    """Number of simulated processes; all figures are those of the first."""
+    replicas: int = 1
+    """Number of replicas that they form."""
     estimated: tuple[str, ...] = ()
     """Operators that could not be measured in isolation; their cost is a roofline estimate."""
 
@@ -101,6 +105,10 @@ class DryRunReport:
             ("peak", f"non-model data: {self.peak}"),
             ("moved", f"{format_size(stats.h2d_bytes)} to the device, {format_size(stats.d2h_bytes)} to the host"),
         ]
+        if self.processes > 1:
+            replicas = f" in {self.replicas} replicas" if self.replicas > 1 else ""
+            pairs.insert(1, ("processes", f"{self.processes}{replicas}; the figures are those of the first"))
+            pairs.append(("sent", self._sent))
         if stats.disk_bytes:
             read, written = format_size(stats.disk_read_bytes), format_size(stats.disk_write_bytes)
             pairs.append(("disk", f"{read} read and {written} written per step"))
@@ -108,6 +116,18 @@ class DryRunReport:
             names = ", ".join(self.estimated)
             pairs.append(("estimated", f"from operation and byte counts (not measurable in isolation): {names}"))
         return pairs
+
+    @property
+    def _sent(self) -> str:
+        """Bytes that the process sends to others."""
+        stats = self.stats
+        parts = [(stats.gathered_bytes, stats.inter_replica_gathered_bytes, "parameters")]
+        parts.append((stats.reduced_bytes, stats.inter_replica_reduced_bytes, "gradients"))
+        texts = []
+        for total, elsewhere, what in parts:
+            between = f" ({format_size(elsewhere)} to other replicas)" if self.replicas > 1 else ""
+            texts.append(f"{format_size(total)} of {what}{between}")
+        return ", ".join(texts)
 
     @property
     def peak(self) -> str:

@@ -261,12 +261,12 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _disk_bytes(engine: Any, machine: Machine) -> int:
-    if engine._core.manager.disk_tier is None:
+def _disk_bytes(engine: Any, cluster: Cluster) -> int:
+    """Return the bytes of the disk that the process may use."""
+    disk_tier, drive = engine._core.manager.disk_tier, cluster.machine.disk
+    if disk_tier is None:
         return 0
-    return engine._core.manager.disk_tier.file.capacity_bytes or (
-        machine.disk.capacity if machine.disk is not None else 0
-    )
+    return disk_tier.file.capacity_bytes or (drive.capacity // cluster.per_machine if drive is not None else 0)
 
 
 def _enough_steps(history: list[StepStats], steps: int | None) -> bool:
@@ -393,11 +393,13 @@ def simulate(
                 tuple(replace(sample, at_s=sample.at_s - start_s) for sample in timeline),
                 engine.device_budget_bytes,
                 engine.host_budget_bytes,
-                _disk_bytes(engine, machine),
+                _disk_bytes(engine, cluster),
                 _least_device_bytes(engine._core.manager, engine._core.tracer.trace),
                 modules.peak_module,
                 lanes=hardware.lanes(start_s),
                 waits=name_parameters(hardware.clock.waits, start_s, _first_parameters(engine)),
+                processes=processes,
+                replicas=replicas,
             )
         finally:
             engine.close(keep=False)

@@ -1,0 +1,85 @@
+"""Dry runs of training commands, and workloads that plans trace."""
+
+import os
+from functools import partial
+
+import torch
+from rich.console import Console
+
+import patrickstar as ps
+from patrickstar._cli.console import print_row, print_text
+from patrickstar._cli.late_updates import late_steps
+from patrickstar._cli.model_source import ModelSource, find_model
+from patrickstar._cli.train_options import TrainOptions
+from patrickstar._cli.training_setup import check_sequence, sample_ids, to_meta, training_config
+from patrickstar._dry_run.report import DryRunReport
+from patrickstar._dry_run.simulation import Step, forward_backward_step, simulate, simulate_on_this_machine
+from patrickstar._dry_run.traced_workload import traced_workloads
+from patrickstar._perf_model.machine_spec import Machine, find_machine
+from patrickstar._perf_model.workload import Workloads
+from patrickstar.errors import ConfigError
+from patrickstar.integrations._meshes import MeshSizes
+
+
+def dry_run_training(
+    options: TrainOptions, console: Console, machine: str | None = None, processes: int = 1
+) -> DryRunReport:
+    """Print the predicted cost of a run, on this machine or one given by name or file. Nothing is trained.
+
+    Args:
+        machine: Name or file of a machine spec. Default: this machine.
+        processes: Number of processes to simulate, of which the first one is reported.
+
+    Raises:
+        PatrickStarError: The run would fail; BudgetError if the model does not fit.
+    """
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ConfigError(
+            f"--dry-run simulates all processes in one: start it without torchrun, with --processes {started}"
+        )
+    sizes = MeshSizes(processes, options.tp, options.ep, options.replicas)
+    if sizes.tp > 1 or sizes.ep > 1:
+        raise ConfigError(
+            "--dry-run can't simulate collectives inside of operators, so --tp and --ep have to be left out; "
+            "`patrickstar plan --tp --ep` estimates them"
+        )
+    config = training_config(options)
+    source = find_model(options.model, options.vocab_size)
+    check_sequence(options.sequence, source)
+    ids = sample_ids(options)
+
+    def step(engine: ps.Engine) -> None:
+        for number in range(options.accumulation):
+            loss = engine(input_ids=ids, labels=ids).loss / options.accumulation
+            engine.backward(loss, accumulate=number < options.accumulation - 1)
+        if options.max_norm > 0:
+            engine.clip_grad_norm_(options.max_norm)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+    build = to_meta(source, options.activation_checkpointing)
+
+    def run(config: ps.Config) -> DryRunReport:
+        if machine is None or machine == "here":
+            device = config.find_device()
+            return simulate_on_this_machine(ps.Engine, build, config, step, device, None, processes, options.replicas)
+        mesh = {"processes": processes, "replicas": options.replicas}
+        return simulate(ps.Engine, build, config, step, find_machine(machine), **mesh)
+
+    report = run(config)
+    print_text(console, str(report))
+    if config.update is None and processes == 1:
+        for label, text in late_steps(report, config, run):
+            print_row(console, label, text)
+    return report
+
+
+def language_model_workloads(source: ModelSource, sequence: int, machine: Machine) -> Workloads:
+    """Return the workload of a language model's step as a function of batch and checkpointing."""
+
+    def step_of(batch: int) -> Step:
+        ids = torch.zeros(batch, sequence, dtype=torch.int64, device="cpu")
+        return forward_backward_step(lambda out: out.loss, (), {"input_ids": ids, "labels": ids})
+
+    build = partial(to_meta, source)
+    return traced_workloads(ps.Engine, build, step_of, lambda batch: batch * sequence, machine)
