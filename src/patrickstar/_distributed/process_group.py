@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from patrickstar._distributed.deadlock_watch import DeadlockWatch, own_call
+from patrickstar._distributed.group_creation import call_roll, connect
 from patrickstar._distributed.rendezvous import Launch, join_group
-from patrickstar._distributed.roster import call_roll, group_prefix
+from patrickstar._distributed.roster import group_prefix
 from patrickstar._distributed.single_process import SINGLE_PROCESS, SingleProcess
 from patrickstar._distributed.torch_errors import first_line
 from patrickstar.errors import ConfigError, PeerError
@@ -107,8 +109,9 @@ class World:
         return self._checkpoints
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=self._timeout)
-        return group
+        create: Callable[[], dist.ProcessGroup] = partial(dist.new_group, backend=backend, timeout=self._timeout)
+        # Other backends connect later. They may depend on the current device, which each thread has its own of.
+        return connect(create, self._store, self.rank) if backend == "gloo" else create()
 
     @property
     def local_ranks(self) -> Sequence[int]:
