@@ -177,7 +177,7 @@ def test_one_of_two_agents_is_killed(victim, elastic, tmp_path):
 def test_an_agent_is_added(elastic, tmp_path):
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # without it the agents of PyTorch 2.13 wait for each other
     agents = [Agent(tmp_path / "grown", *elastic, pause=1, **env)]
-    agents[0].wait_for("step 1 ")
+    agents[0].wait_for("step 7 ")  # after the first checkpoint
     agents.append(Agent(tmp_path / "grown", *elastic, pause=0, **env))
     for agent in agents:
         agent.end()

@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 from sampling import draws
 
-from patrickstar._distributed.roster import LISTED_RANKS, RosterAgreement, call_roll, format_ranks, group_prefix
+from patrickstar._distributed.group_creation import call_roll
+from patrickstar._distributed.roster import LISTED_RANKS, RosterAgreement, format_ranks, group_prefix
 from patrickstar.errors import PeerError
 
 WITHIN_S = 30.0
