@@ -99,6 +99,7 @@ def test_habits_with_dtensors():
 def slow_write(folder: str) -> None:
     """Save by torch.distributed.checkpoint in one process, while the other waits for it; runs in each of two."""
     import time
+    import warnings
     from unittest import mock
 
     import torch.distributed.checkpoint as dcp
@@ -107,7 +108,8 @@ def slow_write(folder: str) -> None:
     torch.manual_seed(0)
     engine, _ = ps.initialize(nn.Linear(8, 8), ps.Config(device="cpu", precision="fp32"))
     if dist.get_rank() == 0:
-        with mock.patch("os.fsync", lambda _: time.sleep(14)):
+        with mock.patch("os.fsync", lambda _: time.sleep(14)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a save of a single process
             dcp.save({"x": torch.zeros(4)}, checkpoint_id=Path(folder) / "one", no_dist=True)
     engine.backward(engine(torch.ones(2, 8)).sum())
     engine.optimizer.step()
