@@ -37,14 +37,16 @@ def test_groups_are_whole_and_have_each_batch_once(world):
         built = {}
         for rank in range(world):
             with fake_processes(world, rank):
-                data, tp, ep = meshes(sizes, "cpu")
+                data, tp, ep, dense = meshes(sizes, "cpu")
                 own = (rank,)
                 built[rank] = ranks(data), own if tp is None else ranks(tp), own if ep is None else ranks(ep)
                 assert data.ndim == (2 if sizes.replicas > 1 else 1)
                 assert data.mesh_dim_names[-1] == "dp_shard"
                 assert data.size() == sizes.data == sizes.replicas * sizes.shards
                 assert (tp is None, ep is None) == (sizes.tp == 1, sizes.ep == 1)
+                assert dense.mesh_dim_names == data.mesh_dim_names + (() if tp is None else ("tp",))
         batch = {rank: data.index(rank) for rank, (data, _, _) in built.items()}
+        assert batch == {rank: sizes.data_rank(rank) for rank in range(world)}
         for rank, (data, tp, ep) in built.items():
             assert (len(tp), len(ep)) == (sizes.tp, sizes.ep)
             assert rank in data and rank in tp and rank in ep
@@ -57,6 +59,11 @@ def test_groups_are_whole_and_have_each_batch_once(world):
                 assert covered == sorted(list(range(sizes.data)) * sizes.tp)
                 replica = world // sizes.replicas
                 assert {other // replica for other in ep} == {rank // replica}
+
+
+def test_description():
+    assert str(MeshSizes(1)) == "1 process: 1 batch"
+    assert str(MeshSizes(16, 2, 4, 2)) == "16 processes: 8 batches, tp 2, ep 4, 2 replicas"
 
 
 @pytest.mark.parametrize(

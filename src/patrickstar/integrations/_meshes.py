@@ -90,11 +90,13 @@ class Meshes(NamedTuple):
             (`dp_replicate`, `dp_shard`) if there are replicas.
         tp: 1-D mesh of the processes that share this process's batch; None if each has its own.
         ep: 1-D mesh of the processes that together hold all experts; None if each holds all.
+        dense: Mesh with the dimensions of `data`, and `tp` if there is one.
     """
 
     data: DeviceMesh
     tp: DeviceMesh | None
     ep: DeviceMesh | None
+    dense: DeviceMesh
 
 
 def meshes(sizes: MeshSizes, device_type: str) -> Meshes:
@@ -122,4 +124,4 @@ def meshes(sizes: MeshSizes, device_type: str) -> Meshes:
     if sizes.ep > 1:
         expert_dims = ("dp", "ep")
         experts = init_device_mesh(device_type, (sizes.world // sizes.ep, sizes.ep), mesh_dim_names=expert_dims)["ep"]
-    return Meshes(dense[data], dense["tp"] if sizes.tp > 1 else None, experts)
+    return Meshes(dense[data], dense["tp"] if sizes.tp > 1 else None, experts, dense)

@@ -1,15 +1,22 @@
 """Module and Accelerator that route the Trainer's calls to the engine."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import IterableDataset
 
 from patrickstar._engine.engine import Engine
-from patrickstar.errors import TrainingError
+from patrickstar.errors import ConfigError, TrainingError
+from patrickstar.integrations.transformers._distributed_config import ModelParallelism
 from patrickstar.integrations.transformers._saved_weights import make_savable
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class _Uncast:
@@ -56,14 +63,67 @@ class EngineAccelerator(Accelerator):  # type: ignore[misc]
     """
 
     engine: Engine | None
+    parallelism: ModelParallelism | None
+    """Division of model and batches over processes; None if each process has a batch and the whole model."""
 
     @classmethod
-    def from_accelerator(cls, accelerator: Accelerator, engine: Engine | None) -> "EngineAccelerator":
+    def from_accelerator(
+        cls, accelerator: Accelerator, engine: Engine | None, parallelism: ModelParallelism | None
+    ) -> "EngineAccelerator":
         """Convert the Trainer's accelerator in place, since the Trainer already holds bound methods of it."""
         accelerator.__class__ = cls
-        accelerator.engine = engine
+        accelerator.engine, accelerator.parallelism = engine, parallelism
         converted: EngineAccelerator = accelerator
         return converted
+
+    @property
+    def torch_device_mesh(self) -> "DeviceMesh | None":
+        """Mesh by which data loaders give the processes of a `tp` dimension the same batches."""
+        return None if self.parallelism is None else self.parallelism.meshes.dense
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
+        """Shard the batches of a data loader; processes that share a batch get the same one.
+
+        Raises:
+            ConfigError: Processes share batches, and the first process would dispatch them.
+        """
+        if self.parallelism is not None and self.parallelism.sizes.tp > 1:
+            dispatches = self.dispatch_batches
+            if dispatches is None:
+                dispatches = isinstance(data_loader.dataset, IterableDataset)
+            if dispatches:
+                raise ConfigError(
+                    "accelerate can't dispatch batches from rank 0 beside tensor parallelism, as it does for an "
+                    "IterableDataset: set TrainingArguments(accelerator_config={'dispatch_batches': False}), and let "
+                    "each process read the dataset"
+                )
+            seed = data_loader.worker_init_fn
+            if isinstance(seed, partial) and "rank" in seed.keywords:
+                # Workers that read the same batch transform it with the same random numbers.
+                data_loader.worker_init_fn = partial(seed.func, **seed.keywords | {"rank": self.parallelism.data_rank})
+        return super().prepare_data_loader(data_loader, *args, **options)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather results of all batches: those of the first of the processes that share one. See accelerate's method.
+
+        Args:
+            input_data: Tensors or objects of this process; tensors are joined along the first dimension.
+            use_gather_object: Gather tensors as objects, which may differ in size.
+        """
+        tp = 1 if self.parallelism is None else self.parallelism.sizes.tp
+        if tp == 1:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(input_data)):
+            return super().gather_for_metrics(input_data if self.process_index % tp == 0 else [], True)
+        state = self.gradient_state
+        # At the end of the data samples were repeated, so that all processes have as many; -1: of unknown number.
+        count = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+        def distinct(gathered: torch.Tensor) -> torch.Tensor:
+            whole: torch.Tensor = gathered.unflatten(0, (self.num_processes, -1))[::tp].flatten(0, 1)
+            return whole[:count]
+
+        return pytree.tree_map_only(torch.Tensor, distinct, self.gather(input_data))
 
     @property
     def _active_engine(self) -> Engine:

@@ -1,10 +1,79 @@
-"""Reading of transformers' `DistributedConfig`."""
+"""Parallelism of a model as transformers' `DistributedConfig` asks for."""
 
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from patrickstar.errors import ConfigError
-from patrickstar.integrations._meshes import MeshSizes
-from patrickstar.integrations.transformers._parallelize import EXCHANGE
+from patrickstar.integrations._meshes import Meshes, MeshSizes, meshes
+from patrickstar.integrations.transformers._parallelize import EXCHANGE, parallelize
+from patrickstar.integrations.transformers._saved_weights import is_adapted
+
+
+@dataclass(frozen=True)
+class ModelParallelism:
+    """Division of a model and its batches over processes, as a `DistributedConfig` asks for.
+
+    Attributes:
+        config: The configuration.
+        sizes: Sizes of the parallel dimensions.
+        meshes: Their device meshes.
+        data_rank: Number of the batch that this process computes, below `sizes.data`.
+    """
+
+    config: DistributedConfig
+    sizes: MeshSizes
+    meshes: Meshes
+    data_rank: int
+
+    @classmethod
+    def of(cls, model: Any, rank: int, world: int, device_type: str) -> "ModelParallelism | None":
+        """Return the parallelism that `model.config.distributed_config` asks for, None if there is none.
+
+        It creates the meshes, so every process must call this.
+
+        Raises:
+            ConfigError: The configuration can't be used, or not for this model.
+        """
+        if getattr(model, "is_distributed_loading_by_transformers", False):
+            raise ConfigError(
+                "from_pretrained(distributed_config=...) has sharded the model, and the engine does so itself: load it "
+                "without distributed_config, and set model.config.distributed_config before you create the Trainer"
+            )
+        config = distributed_config(model)
+        if config is None:
+            return None
+        sizes = mesh_sizes(config, world)
+        if world == 1:
+            return None
+        if is_adapted(model):
+            raise ConfigError(
+                "model.config.distributed_config can't be used with adapters of PEFT, whose layers no plan divides: "
+                "merge the adapters, or set it to None; the engine then shards the model over all processes"
+            )
+        if (method := getattr(model, "quantization_method", None)) is not None:
+            raise ConfigError(
+                f"model.config.distributed_config can't be used with weights quantized by {method}: set it to None; "
+                f"the engine then shards the model over all processes"
+            )
+        return cls(config, sizes, meshes(sizes, device_type), sizes.data_rank(rank))
+
+    def divide(self, model: Any) -> None:
+        """Make parameters of the model DTensors by its plans, in place.
+
+        Its `config` no longer has the `DistributedConfig`: transformers would take it for a model under FSDP2.
+        """
+        plans = [plan if isinstance(plan, dict) else None for plan in (self.config.tp_plan, self.config.ep_plan)]
+        parallelize(model, tp=self.meshes.tp, ep=self.meshes.ep, tp_plan=plans[0], ep_plan=plans[1])
+        model.config.distributed_config = None
+
+
+def distributed_config(model: nn.Module) -> DistributedConfig | None:
+    """Return `model.config.distributed_config`, None if it is not set."""
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    return DistributedConfig.from_dict(config) if isinstance(config, dict) else config
 
 
 def mesh_sizes(config: DistributedConfig, world: int) -> MeshSizes:

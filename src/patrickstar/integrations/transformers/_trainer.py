@@ -1,33 +1,34 @@
 """transformers' Trainer with the engine as backend."""
 
-import os
-import shutil
 import warnings
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
+from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 
-from patrickstar._checkpoint.atomic_dir import fsync_dir
+from patrickstar._checkpoint.metadata import random_states, restore_random_states
 from patrickstar._engine.engine import Engine
 from patrickstar._engine.initialize import initialize
 from patrickstar.config import Config
 from patrickstar.errors import BudgetError, ConfigError, TrainingError
 from patrickstar.integrations.transformers import _training_args as training_args
 from patrickstar.integrations.transformers._accelerator import EngineAccelerator, Managed
+from patrickstar.integrations.transformers._checkpoint_folders import CheckpointFolders
+from patrickstar.integrations.transformers._distributed_config import ModelParallelism, distributed_config
 from patrickstar.integrations.transformers._saved_weights import is_adapted, save_weights, saved_weights
 from patrickstar.optim import Optimizer
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 ENGINE_FOLDER = "patrickstar"
 """Subfolder of a checkpoint for the engine's state."""
-PARTIAL_PREFIX = "partial-"
-"""Prefix of incomplete checkpoints, which transformers does not recognize as checkpoints."""
-REPLACED_SUFFIX = "-before"
-"""Suffix of a checkpoint that is being replaced."""
 SCHEDULER_FILE = "scheduler.pt"
 OPTIMIZER_FILE = "optimizer.pt"
 STATE_FILE = "trainer_state.json"
@@ -54,10 +55,12 @@ class Trainer(transformers.Trainer):
     model: Any
     optimizer: Any
     lr_scheduler: Any
+    current_flos: Any
 
     def __init__(self, *args: Any, config: Config | None = None, **options: Any) -> None:
         self._user_config = config if config is not None else Config()
         self._managed: Managed | None = None
+        self._parallelism: ModelParallelism | None = None
         self._user_optimizer: Any = None
         super().__init__(*args, **options)
 
@@ -71,7 +74,7 @@ class Trainer(transformers.Trainer):
         return self._manage().engine
 
     def make_engine(self, model: nn.Module, config: Config) -> Engine:
-        """Create the engine. Override this method to customize the engine.
+        """Create the engine. Override this method to customize the engine, and pass `mesh` on to it.
 
         Args:
             model: The model to train.
@@ -83,13 +86,19 @@ class Trainer(transformers.Trainer):
         Raises:
             BudgetError, ConfigError, ModelError: As `patrickstar.initialize`.
         """
-        return initialize(model, config)[0]
+        return initialize(model, config, mesh=self.mesh)[0]
+
+    @property
+    def mesh(self) -> "DeviceMesh | None":
+        """Data-parallel dimensions of the device mesh, for `patrickstar.initialize`; None if it is all processes."""
+        return None if self._parallelism is None else self._parallelism.meshes.data
 
     def _manage(self) -> Managed:
         if self._managed is None or self._managed.module is not self.model:
             if self._managed is not None:
                 # `model_init` created a new model; the previous one is not trained any more.
                 self._managed.engine.close(keep=False)
+            self._divide()
             engine = self.make_engine(
                 self.model, training_args.merge(self._user_config, self.args, self._chosen_optimizer())
             )
@@ -97,15 +106,30 @@ class Trainer(transformers.Trainer):
             self.accelerator.engine = engine
         return self._managed
 
+    def _divide(self) -> None:
+        """Divide the model over processes as its `DistributedConfig` asks for."""
+        if self._parallelism is not None:
+            self._parallelism.divide(self.model)
+        elif distributed_config(self.model) is not None and self.args.world_size > 1:
+            raise ConfigError(
+                "model.config.distributed_config was set after the Trainer was created, or by model_init: set it "
+                "before, on a model that is passed as model"
+            )
+
     # Arguments
 
     def _validate_args(self) -> None:
         super()._validate_args()
         training_args.refuse(self.args)
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.is_distributed_loading_by_transformers:
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ConfigError(
-                "the model or accelerate's settings require FSDP, DeepSpeed or tensor parallelism; the engine shards "
-                "the model data itself: start the processes with torchrun"
+                "accelerate's settings require FSDP or DeepSpeed; the engine shards the model data itself: start the "
+                "processes with torchrun"
+            )
+        if self._tensor_processes > 1 and self.args.train_sampling_strategy == "batch_rebalance":
+            raise ConfigError(
+                "TrainingArguments(train_sampling_strategy='batch_rebalance') gives each process a batch of its own, "
+                "and tensor parallelism requires one for several processes: use 'group_by_length'"
             )
         if self.lr_scheduler is not None:
             raise ConfigError(
@@ -133,13 +157,22 @@ class Trainer(transformers.Trainer):
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         accelerator_args: dict[str, Any] = super()._build_accelerator_args(**options)
+        accelerator_args.pop("parallelism_config", None)  # of a model with tp_size; the engine's accelerator has meshes
         return accelerator_args | {"mixed_precision": "no"}  # operators run in the engine's precision, without autocast
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create an accelerator that delegates the model to the engine."""
         super().create_accelerator_and_postprocess()
         engine = self._managed.engine if self._managed is not None else None
-        self.accelerator = EngineAccelerator.from_accelerator(self.accelerator, engine)
+        if self._parallelism is None and self.model is not None:
+            processes = self.args.process_index, self.args.world_size
+            self._parallelism = ModelParallelism.of(self.model, *processes, self.args.device.type)
+        if self._parallelism is not None:
+            self.model._tp_size = self._parallelism.sizes.tp  # transformers counts batches and tokens by it
+        self.accelerator = EngineAccelerator.from_accelerator(self.accelerator, engine, self._parallelism)
+        # transformers has bound the method of the class that the accelerator had.
+        gather = self.accelerator.gather_for_metrics
+        self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: the engine fetches parameters when they are needed."""
@@ -194,7 +227,20 @@ class Trainer(transformers.Trainer):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if self.args.include_num_input_tokens_seen != "no":
             self._synchronize()
+        before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
+        added = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + added // self._tensor_processes
+
+    def store_flos(self) -> None:
+        """Add the operations of all processes to the trainer state; each has counted those of its whole batch."""
+        self.current_flos /= self._tensor_processes
+        super().store_flos()
+
+    @property
+    def _tensor_processes(self) -> int:
+        """Number of processes that share a batch."""
+        return 1 if self._parallelism is None else self._parallelism.sizes.tp
 
     def _synchronize(self) -> None:
         """Wait for the other processes and serve their requests meanwhile.
@@ -209,30 +255,29 @@ class Trainer(transformers.Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        folder = Path(self._get_output_dir(trial=trial))
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        partial, complete = folder / f"{PARTIAL_PREFIX}{name}", folder / name
+        checkpoints = CheckpointFolders(Path(self._get_output_dir(trial=trial)))
+        step, best_step = self.state.global_step, self.state.best_global_step
+        partial = checkpoints.partial(step)
         if self.args.should_save:
-            _recover(folder)
-            partial.mkdir(parents=True)
+            checkpoints.begin(step)
         self._synchronize()
         self.save_model(str(partial), _internal_call=True)
         if not self.args.save_only_model:
             self._save_optimizer_and_scheduler(str(partial))
             self._save_rng_state(str(partial))
-        if self.args.save_strategy in SAVED_AT_INTERVALS and self.state.best_global_step:
-            best = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
-            if best == complete or best.is_dir():
+        if self.args.save_strategy in SAVED_AT_INTERVALS and best_step:
+            best = checkpoints.complete(best_step)
+            if best_step == step or best.is_dir():
                 self.state.best_model_checkpoint = str(best)
         self._synchronize()
         if self.args.should_save:
             self._save_callback_states()
             self.state.save_to_json(str(partial / STATE_FILE))
-            _rename_into_place(partial, complete)
+            checkpoints.finish(step)
             if self.args.push_to_hub:
-                self._push_from_checkpoint(str(complete))
+                self._push_from_checkpoint(str(checkpoints.complete(step)))
             rotate_checkpoints(
-                output_dir=str(folder),
+                output_dir=str(checkpoints.parent),
                 save_total_limit=self.args.save_total_limit,
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=True,
@@ -296,33 +341,17 @@ class Trainer(transformers.Trainer):
         else:
             warnings.warn(f"{checkpoint} has no {SCHEDULER_FILE}: the learning rate schedule restarts", stacklevel=2)
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore random generators; processes that share a batch continue with those of the first one."""
+        super()._load_rng_state(checkpoint)
+        if self._parallelism is not None and self._parallelism.meshes.tp is not None:
+            states = [random_states(self.args.device)]
+            dist.broadcast_object_list(states, group=self._parallelism.meshes.tp.get_group(), group_src=0)
+            restore_random_states(states[0], self.args.device)
+
     def _load_best_model(self) -> None:
         self._load_weights(Path(str(self.state.best_model_checkpoint)))
 
     def _load_weights(self, folder: Path) -> None:
         """Load parameters (with PEFT: adapters), and keep the optimizer states."""
         self.engine.load_state_dict(saved_weights(folder, self.model), strict=not is_adapted(self.model))
-
-
-def _rename_into_place(partial: Path, complete: Path) -> None:
-    """Sync a complete folder to disk and rename it; replaces an older one."""
-    for file in filter(Path.is_file, partial.iterdir()):
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-    fsync_dir(partial)
-    replaced = complete.with_name(f"{PARTIAL_PREFIX}{complete.name}{REPLACED_SUFFIX}")
-    if complete.is_dir():
-        os.replace(complete, replaced)
-    os.replace(partial, complete)
-    fsync_dir(complete.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _recover(folder: Path) -> None:
-    """Remove incomplete checkpoints of a killed run; restore one that was being replaced."""
-    for path in folder.glob(f"{PARTIAL_PREFIX}{PREFIX_CHECKPOINT_DIR}-*"):
-        complete = folder / path.name.removeprefix(PARTIAL_PREFIX).removesuffix(REPLACED_SUFFIX)
-        if path.name.endswith(REPLACED_SUFFIX) and not complete.exists():
-            os.replace(path, complete)
-        else:
-            shutil.rmtree(path)

@@ -40,7 +40,10 @@ def refuse(args: TrainingArguments) -> None:
     unsupported = {
         "fsdp": (args.fsdp, sharding),
         "deepspeed": (args.deepspeed, sharding),
-        "parallelism_config": (args.parallelism_config, "only data parallelism is supported"),
+        "parallelism_config": (
+            args.parallelism_config,
+            "set model.config.distributed_config, of transformers, instead",
+        ),
         "torch_compile": (args.torch_compile, "compile the model's blocks first, with block.compile()"),
         "fp16_full_eval": (args.fp16_full_eval, precision),
         "bf16_full_eval": (args.bf16_full_eval, precision),

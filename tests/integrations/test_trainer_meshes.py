@@ -1,0 +1,236 @@
+"""Trainer with transformers' `DistributedConfig`: tensor and expert parallelism, four processes."""
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from distributed.ranks import run
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import IterableDataset
+from transformers import DistributedConfig, TrainerCallback
+
+import patrickstar as ps
+from patrickstar.errors import ConfigError
+from patrickstar.integrations._meshes import MeshSizes, meshes
+from patrickstar.integrations.transformers import Trainer, parallelize
+from patrickstar.testing import assert_same_bits
+
+from .tiny import EXPERTS, SIZES
+from .trainers import arguments, close, gpt2, texts, weights
+
+BUDGET = ps.Config(chunk_size="16KiB")
+RATE, NORM, BATCH = 1e-2, 0.3, 4
+KINDS = {
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {"num_key_value_heads": 2}),
+    "phi": (transformers.PhiForCausalLM, transformers.PhiConfig, {"resid_pdrop": 0.2, "embd_pdrop": 0.2}),
+    "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig, EXPERTS | {"num_local_experts": 4}),
+}
+
+
+def build(kind: str):
+    """Build a tiny model: the same in each process."""
+    torch.manual_seed(1)
+    model, config, options = KINDS[kind]
+    return model(config(**SIZES | options, use_cache=False))
+
+
+def trainer_of(kind: str, folder: str, division: DistributedConfig | None, data=None, config=BUDGET, **options):
+    """Return a Trainer of a model with a `DistributedConfig`."""
+    model = build(kind)
+    model.config.distributed_config = division
+    options = dict(gradient_accumulation_steps=1, max_steps=2, learning_rate=RATE, max_grad_norm=NORM) | options
+    fixed = dict(weight_decay=0.0, warmup_steps=0, lr_scheduler_type="constant", train_sampling_strategy="sequential")
+    args = arguments(folder, per_device_train_batch_size=BATCH, **fixed | options)
+    return Trainer(model, args, train_dataset=data or texts(32), config=config)
+
+
+def steps_of_the_engine(kind: str, sizes: MeshSizes, precision: str):
+    """Train two steps with the engine's own loop, and return losses, norms and parameters."""
+    model, built = build(kind), meshes(sizes, "cpu")
+    parallelize(model, tp=built.tp, ep=built.ep)
+    config = BUDGET.model_copy(
+        update={"device": "cpu", "precision": precision, "optimizer": ps.AdamW(lr=RATE, weight_decay=0)}
+    )
+    losses, norms = [], []
+    with ps.initialize(model.train(), config, mesh=built.data) as (engine, optimizer):
+        for step in range(2):
+            first = step * BATCH * engine.data_size
+            samples = texts(32)[first : first + BATCH * engine.data_size]
+            count = sum(int((sample["labels"][1:] != -100).sum()) for sample in samples)
+            mine = samples[engine.data_rank * BATCH :][:BATCH]
+            batch = {name: torch.stack([sample[name] for sample in mine]) for name in mine[0]}
+            loss = engine(**batch, num_items_in_batch=count).loss * engine.data_size
+            engine.backward(loss)
+            norms.append(engine.clip_grad_norm_(NORM).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(engine.average(loss.item()))
+        return losses, norms, engine.state_dict()
+
+
+def exact(folder: str) -> None:
+    """Losses, norms and parameters are those of the engine's own loop; so are counts of tokens and operations."""
+    flos = set()
+    for kind, sizes, bf16 in [
+        ("llama", MeshSizes(4, tp=2), False),
+        ("mixtral", MeshSizes(4, ep=4), False),
+        ("mixtral", MeshSizes(4, tp=2, ep=4), True),
+        ("mixtral", MeshSizes(4, ep=2, replicas=2), False),
+    ]:
+        losses, norms, values = steps_of_the_engine(kind, sizes, "bf16" if bf16 else "fp32")
+        division = DistributedConfig(
+            tp_size=sizes.tp, ep_size=sizes.ep, fsdp_size=sizes.shards, dp_replicate_size=sizes.replicas
+        )
+        trainer = trainer_of(kind, folder, division, bf16=bf16, include_num_input_tokens_seen="all")
+        trainer.train()
+        assert trainer.engine.data_size == sizes.data
+        log = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert [entry["grad_norm"] for entry in log] == norms
+        assert [entry["loss"] for entry in log] == pytest.approx(losses, rel=1e-6)
+        assert log[-1]["num_input_tokens_seen"] == 2 * sizes.data * BATCH * 16
+        assert_same_bits(values, weights(trainer), "parameters")
+        if kind == "mixtral":
+            flos.add(trainer.state.total_flos / sizes.data)
+        close(trainer)
+    assert len(flos) == 1, f"operations per batch: {flos}"
+
+
+def evaluated(folder: str) -> None:
+    """Each sample counts once in metrics and predictions, whichever processes share a batch."""
+    trainer = trainer_of("llama", folder, DistributedConfig(tp_size=2, fsdp_size=2), per_device_eval_batch_size=2)
+    for data in (texts(7, seed=1), texts(8, seed=1)):
+        found = trainer.predict(data)
+        assert found.predictions.shape == (len(data), 16, SIZES["vocab_size"])
+        assert np.array_equal(found.label_ids, torch.stack([sample["labels"] for sample in data]).numpy())
+        again = trainer.predict(data[:1])
+        assert np.allclose(again.predictions, found.predictions[:1], atol=1e-5)
+        objects = trainer.accelerator.gather_for_metrics([f"batch {trainer._parallelism.data_rank}"])
+        assert objects[:2] == ["batch 0", "batch 1"]
+    close(trainer)
+
+
+def resumed(folder: str) -> None:
+    """Checkpoints and saved models are those of the whole model; another mesh resumes them."""
+    options = dict(save_strategy="steps", save_steps=1)
+    division = {"tp_size": 2, "fsdp_size": 2}
+    trainer = trainer_of("mixtral", folder, DistributedConfig(**division, ep_size=4), **options)
+    trainer.train()
+    trainer.save_model(f"{folder}/model")
+    expected = weights(trainer)
+    trainer.model.save_pretrained(f"{folder}/by the model")
+    close(trainer)
+    dist.barrier()
+    for name in ("model", "by the model"):
+        plain = transformers.MixtralForCausalLM.from_pretrained(f"{folder}/{name}")
+        assert_same_bits(expected, plain.state_dict(), "loaded by transformers")
+        assert "distributed_config" not in Path(folder, name, "config.json").read_text()
+    for ep, close_to in [(4, assert_same_bits), (1, near)]:
+        again = trainer_of("mixtral", folder, DistributedConfig(**division, ep_size=ep), **options)
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+        close_to(expected, weights(again), f"resumed with ep={ep}")
+        close(again)
+
+
+def near(expected, actual, label) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, atol=1e-4, rtol=1e-3, msg=f"{label}: {name}")
+
+
+class OwnSeed(TrainerCallback):
+    """Gives each process random numbers of its own."""
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        torch.manual_seed(args.process_index)
+
+
+def generators(folder: str) -> None:
+    """Processes that share a batch drop the same activations, also after another mesh has saved their generators."""
+    options = dict(save_strategy="steps", save_steps=1, max_steps=1)
+    trainer = trainer_of("phi", folder, None, **options)
+    trainer.add_callback(OwnSeed())
+    trainer.train()
+    close(trainer)
+    trainer = trainer_of("phi", folder, DistributedConfig(tp_size=2, fsdp_size=2), **options | {"max_steps": 3})
+    loader = trainer.get_train_dataloader()
+    assert loader.worker_init_fn.keywords["rank"] == dist.get_rank() // 2
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+    values = [None] * 4
+    dist.all_gather_object(values, {name: value.sum().item() for name, value in weights(trainer).items()})
+    assert values == values[:1] * 4
+    close(trainer)
+
+
+class Stream(IterableDataset):
+    """Samples without a length."""
+
+    def __iter__(self):
+        return iter(texts(32))
+
+
+def streamed(folder: str) -> None:
+    """Iterable datasets are read by each process; batches that rank 0 dispatches are refused."""
+    division = DistributedConfig(tp_size=2, fsdp_size=2)
+    refused = trainer_of("llama", folder, division, Stream())
+    with pytest.raises(ConfigError, match="accelerate can't dispatch batches from rank 0 beside tensor parallelism"):
+        refused.train()
+    trainer = trainer_of("llama", folder, division, Stream(), accelerator_config={"dispatch_batches": False})
+    trainer.train()
+    assert_same_bits(steps_of_the_engine("llama", MeshSizes(4, 2), "fp32")[2], weights(trainer), "parameters")
+    close(trainer)
+
+
+def refused(folder: str) -> None:
+    """What the engine can't do is refused by name, in each process."""
+    with pytest.raises(ConfigError, match=r"is for 2 processes .*, and there are 4: set fsdp_size=2"):
+        trainer_of("llama", folder, DistributedConfig(tp_size=2))
+    with pytest.raises(ConfigError, match="train_sampling_strategy='batch_rebalance'"):
+        division = DistributedConfig(tp_size=2, fsdp_size=2)
+        trainer_of("llama", folder, division, train_sampling_strategy="batch_rebalance")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of PEFT's use of transformers
+        adapted = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"]))
+    adapted.config.distributed_config = DistributedConfig(tp_size=2, fsdp_size=2)
+    with pytest.raises(ConfigError, match="can't be used with adapters of PEFT, whose layers no plan divides"):
+        Trainer(adapted, arguments(folder), train_dataset=texts(32))
+    quantized = build("llama")
+    quantized.config.distributed_config, quantized.quantization_method = DistributedConfig(fsdp_size=4), "bitsandbytes"
+    with pytest.raises(ConfigError, match="can't be used with weights quantized by bitsandbytes"):
+        Trainer(quantized, arguments(folder), train_dataset=texts(32))
+    trainer = trainer_of("llama", folder, None)
+    trainer.model.config.distributed_config = DistributedConfig(tp_size=2, fsdp_size=2)
+    with pytest.raises(ConfigError, match="was set after the Trainer was created"):
+        trainer.train()
+
+
+def run_all(folder: str) -> None:
+    """Run all cases in one start of the processes, which is slow."""
+    torch.set_num_threads(1)
+    ps.join()
+    for case in (exact, evaluated, resumed, generators, streamed, refused):
+        case(f"{folder}/{case.__name__}")
+
+
+def test_four_processes(tmp_path):
+    run(4, run_all, 300, folder=str(tmp_path))
+
+
+def test_one_process(tmp_path):
+    model = gpt2()
+    model.config.distributed_config = DistributedConfig()
+    assert Trainer(model, arguments(tmp_path)).mesh is None
+    model.config.distributed_config = {"tp_size": 2}
+    with pytest.raises(ConfigError, match=r"DistributedConfig is for 2 processes .*, and there are 1"):
+        Trainer(model, arguments(tmp_path))
+
+
+def test_models_that_are_sharded_already(tmp_path):
+    model = gpt2()
+    model._is_distributed_loading_by_transformers = True
+    model.config.distributed_config = SimpleNamespace(dp_size=2)
+    with pytest.raises(ConfigError, match="has sharded the model, and the engine does so itself: load it without"):
+        Trainer(model, arguments(tmp_path))
