@@ -28,6 +28,7 @@ run without kills on the same machine. Another run begins at step 1 in another f
 import argparse
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Sequence
 
@@ -62,7 +63,8 @@ def main(options: Sequence[str] | None = None) -> None:
     config = ps.Config(device="cpu", precision="fp32", optimizer=ps.AdamW(lr=1e-3))
     engine, optimizer = ps.initialize(Model, config)
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    print(f"rank {rank} of {size} is process {os.getpid()}", flush=True)
+    sys.stdout.write(f"rank {rank} of {size} is process {os.getpid()}\n")  # at once, as the others write, too
+    sys.stdout.flush()
     torch.manual_seed(1 + rank)  # each process draws its own data and dropout; checkpoints store the generators
 
     checkpoints = ps.Checkpoints(args.folder, keep=3)
