@@ -1,9 +1,9 @@
-"""Train on several processes, and go on after one of them was killed.
+"""Train on several processes, and continue after one of them was killed.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/restart.py
 
 It prints the process IDs. Kill one of the processes in another terminal while it trains: kill -9 PID. torchrun then
-starts both anew, and they go on from the newest checkpoint. Here rank 1 was killed after step 13:
+restarts both, and they resume from the newest checkpoint. Here rank 1 was killed after step 13:
 
     rank 0 of 2 is process 30743
     rank 1 of 2 is process 30744

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from patrickstar._distributed.deadlock_watch import DeadlockWatch, own_call
-from patrickstar._distributed.group_creation import call_roll, connect
+from patrickstar._distributed.group_creation import connect, store_barrier
 from patrickstar._distributed.rendezvous import Launch, join_group
 from patrickstar._distributed.roster import group_prefix
 from patrickstar._distributed.single_process import SINGLE_PROCESS, SingleProcess
@@ -58,7 +58,7 @@ class World:
         # Without PyTorch's own prefix, which a successor of a process could not know; see [Note: rosters].
         self._store = group_prefix(default_store.underlying_store)
         with explain_peer_failure(self):
-            call_roll(self._store, self.rank, self.size, self._timeout.total_seconds())
+            store_barrier(self._store, self.rank, self.size, self._timeout.total_seconds())
             self.control = self._new_group("gloo")
             self.data = self._new_group(dist.get_default_backend_for_device(device))
         if device.type != "cpu":
