@@ -1,4 +1,4 @@
-"""`ps.join`: processes that are started anew, with a store that has entries of the earlier ones."""
+"""`ps.join`: processes that are restarted, with a store that has entries of the earlier ones."""
 
 import os
 import signal
@@ -83,7 +83,7 @@ def test_a_process_ends_before_the_engine_is_created():
         second = start(port, 2, join_and_die_before_the_engine, {"last_words": ""}, [1])
         ended = ranks.wait(first, WITHIN_S)
         check_ended(ended, [1, -signal.SIGKILL])
-        assert "PeerError: rank 1 has ended, and was started anew, while rank 0 waited for it" in ended[0].text
+        assert "PeerError: rank 1 ended and was restarted while rank 0 waited for it" in ended[0].text
         second += start(port, 2, join_and_die_before_the_engine, {"last_words": ""}, [0])
         check_ended(ranks.wait(second, WITHIN_S), [0, 0])
 
@@ -180,7 +180,7 @@ def test_a_finished_script_ends_with_code_0():
 
 
 def connect_to_a_process_that_ended() -> None:
-    """Join with a process that acknowledges the roster and ends, and is started anew; runs in rank 0."""
+    """Join with a process that acknowledges the roster, ends and is restarted; runs in rank 0."""
 
     def join_and_end() -> None:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
@@ -190,7 +190,7 @@ def connect_to_a_process_that_ended() -> None:
 
     other = threading.Thread(target=join_and_end)
     other.start()
-    with pytest.raises(PeerError, match=r"rank 1 has ended, and was started anew, while rank 0 waited for it"):
+    with pytest.raises(PeerError, match=r"rank 1 ended and was restarted while rank 0 waited for it"):
         ps.join()
     other.join()
     assert not dist.is_initialized()

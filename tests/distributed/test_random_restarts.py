@@ -1,4 +1,4 @@
-"""Two agents that start their processes anew, each by itself, while processes are killed at random moments."""
+"""Two agents that restart their processes, each by itself, while processes are killed at random moments."""
 
 import os
 import random
@@ -17,7 +17,7 @@ WITHIN_S = 600.0
 
 
 class Agent(threading.Thread):
-    """Starts its ranks, and starts them anew when one has ended with an error, as torchrun's agent does."""
+    """Starts its ranks, and restarts them when one has ended with an error, as torchrun's agent does."""
 
     def __init__(self, port, size, chosen, options):
         super().__init__(daemon=True)

@@ -116,7 +116,7 @@ def test_a_process_is_killed(options, victim, tmp_path):
     os.kill(agent.processes()[victim], signal.SIGKILL)
     agent.end()
     assert len(agent.find(r"resumed from step (?:5|10)\b")) == 1, agent.text
-    assert len(agent.find("is process")) == 4, "the finished processes were started anew"
+    assert len(agent.find("is process")) == 4, "finished processes were restarted"
     check_same_run(agent.text, without_kills(tmp_path / "expected", 2))
 
 

@@ -1,4 +1,4 @@
-"""Creation of process groups: waits for all processes, which end when one of them has been started anew."""
+"""Creation of process groups, with waits that end when a process of the group has been restarted."""
 
 import time
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from patrickstar.errors import PeerError
 _Group = TypeVar("_Group")
 
 
-def call_roll(store: Store, rank: int, size: int, timeout_s: float) -> None:
+def store_barrier(store: Store, rank: int, size: int, timeout_s: float) -> None:
     """Wait until all processes of a group have called this as often as this one.
 
-    A group of the script's own, whose store may have entries of earlier processes, calls no roll.
+    Return at once in a group that the script has created, since its store may have entries of earlier processes.
 
     Args:
         store: The group's store, as `group_prefix` returns it.
@@ -29,17 +29,17 @@ def call_roll(store: Store, rank: int, size: int, timeout_s: float) -> None:
     """
     if not store.check(["joined"]):
         return
-    number = store.add(f"calls/{rank}", 1)
-    store.set(f"call/{number}/{rank}", "")
-    keys = [f"call/{number}/{other}" for other in range(size)]
+    number = store.add(f"barriers/{rank}", 1)
+    store.set(f"barrier/{number}/{rank}", "")
+    keys = [f"barrier/{number}/{other}" for other in range(size)]
     deadline = time.monotonic() + timeout_s
     while not store.check(keys):
         check_replaced(store, rank)
         if time.monotonic() > deadline:
             absent = [other for other, key in enumerate(keys) if not store.check([key])]
             raise PeerError(
-                f"rank {rank} has waited {timeout_s:g} s for {format_ranks(absent)} to create an engine: it has ended, "
-                f"or never does; restart all processes from a checkpoint"
+                f"rank {rank} has waited {timeout_s:g} s for {format_ranks(absent)}, which did not create an engine or "
+                f"has ended: create engines in all processes, or restart all from a checkpoint"
             )
         time.sleep(POLL_S)
 
@@ -47,8 +47,8 @@ def call_roll(store: Store, rank: int, size: int, timeout_s: float) -> None:
 def connect(create: Callable[[], _Group], store: Store, rank: int) -> _Group:
     """Call a function of PyTorch that connects all processes of a group, and return its result.
 
-    The function waits in C++, for half an hour if one of the processes has ended, and nothing can interrupt it. So it
-    runs in a thread, which is abandoned if the wait has become vain, or with Ctrl-C.
+    The function waits in C++ without interruption, for half an hour if one of the processes has ended. So it runs in a
+    thread, which is abandoned when a process has been restarted, or with Ctrl-C.
 
     Args:
         create: Function that creates a group.
@@ -56,7 +56,7 @@ def connect(create: Callable[[], _Group], store: Store, rank: int) -> _Group:
         rank: Rank of this process.
 
     Raises:
-        PeerError: A process has ended, and was started anew.
+        PeerError: A process has ended, and was restarted.
     """
     created: Future[_Group] = Future()
 
@@ -78,9 +78,9 @@ def connect(create: Callable[[], _Group], store: Store, rank: int) -> _Group:
 
 
 def check_replaced(store: Store, rank: int) -> None:
-    """Raise PeerError if a process of this group was started anew: the group will never be complete."""
+    """Raise PeerError if a process of this group was restarted: the group will never be complete."""
     if store.check(["replaced"]):
         raise PeerError(
-            f"rank {store.get('replaced').decode()} has ended, and was started anew, while rank {rank} waited for it: "
-            f"restart all processes from a checkpoint"
+            f"rank {store.get('replaced').decode()} ended and was restarted while rank {rank} waited for it: restart "
+            f"all processes from a checkpoint"
         )

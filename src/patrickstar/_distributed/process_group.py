@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from patrickstar._distributed.deadlock_watch import DeadlockWatch, own_call
-from patrickstar._distributed.group_creation import call_roll, connect
+from patrickstar._distributed.group_creation import connect, store_barrier
 from patrickstar._distributed.rank_group import RankGroup
 from patrickstar._distributed.rendezvous import Launch, join_group
 from patrickstar._distributed.roster import group_prefix
@@ -64,7 +64,7 @@ class World:
         self._store = group_prefix(default_store.underlying_store)
         self.device = device
         with explain_peer_failure(self):
-            call_roll(self._store, self.rank, self.size, self._timeout.total_seconds())
+            store_barrier(self._store, self.rank, self.size, self._timeout.total_seconds())
         self.everyone = self.group((tuple(range(self.size)),))
         """All processes."""
         self._checkpoints: dist.ProcessGroup | None = None

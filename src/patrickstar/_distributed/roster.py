@@ -28,10 +28,9 @@ LISTED_RANKS = 8
 # an earlier process. The keys of the agreement, three per rank, are overwritten by each generation, and those of
 # earlier groups are deleted.
 #
-# A process may end after its acknowledgement. Others on its machine are ended by the agent, but those of another
-# machine may wait for it, in vain, before they have a connection that breaks. So its successor writes into the store of
-# the earlier group ("replaced"), and processes that wait for all others look there
-# (`group_creation.py`).
+# A process may end after its acknowledgement. The agent of its machine then ends the others there, but those on another
+# machine may wait for it without end, as long as they have no connection that breaks. So its successor writes into the
+# store of the earlier group ("replaced"), and processes that wait for all others read it (`group_creation.py`).
 
 _AGREEMENT = "patrickstar/agreement"
 _GROUPS = "patrickstar/groups/"
@@ -84,7 +83,7 @@ class RosterAgreement:
         return self._group_store(self._name)
 
     def start(self) -> None:
-        """Store the ID of this process, and inform those who wait for an earlier process of its rank."""
+        """Store the ID of this process, and mark the earlier group of its rank as replaced."""
         if earlier := self._read(f"roster/{self._rank}").partition(" ")[0]:
             group_prefix(self._group_store(earlier)).set("replaced", str(self._rank))
         self._store.set(f"member/{self._rank}", self._id)
