@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patrickstar._dry_run.lanes import Interval, Wait
-from patrickstar._dry_run.simulated_hardware import SimulatedChannel, SimulatedClock
+from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedClock
 
 actions = st.lists(
     st.tuples(st.sampled_from(["begin", "urgent", "wait", "prioritize", "compute"]), st.integers(0, 1000)), max_size=40

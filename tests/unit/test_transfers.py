@@ -6,7 +6,7 @@ import pytest
 
 from patrickstar._distributed.chunk_comm import PendingReduction
 from patrickstar._distributed.gloo_collectives import CollectiveTransfer
-from patrickstar._dry_run.simulated_hardware import SimulatedChannel, SimulatedClock
+from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedClock
 from patrickstar._memory.copy_streams import StreamTransfer
 from patrickstar._memory.transfer import CompletedTransfer, Transfer
 from patrickstar._memory.worker_pool import WorkerPool

@@ -31,11 +31,13 @@ class DataMesh:
 
     @classmethod
     def of(cls, world: Processes, mesh: Any) -> "DataMesh":
-        """Read a `DeviceMesh`, by default all processes. All processes must call this together.
+        """Read a `DeviceMesh`, by default all processes; return a `DataMesh` as it is. All processes must call this.
 
         Raises:
             ConfigError: The mesh has no or more than two dimensions, or does not divide all processes evenly.
         """
+        if isinstance(mesh, DataMesh):
+            return mesh
         rows = world.all_gather_object(_ranks(mesh))
         if mesh is None and all(row is None for row in rows):
             return cls((tuple(range(world.size)),), tuple(range(world.size)))

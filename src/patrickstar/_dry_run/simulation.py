@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from patrickstar._dry_run.cluster import Cluster
 from patrickstar._dry_run.lanes import name_parameters
 from patrickstar._dry_run.machine_profile import profile_machine
 from patrickstar._dry_run.module_trace import ModuleTrace
@@ -35,7 +36,9 @@ from patrickstar._dry_run.op_tracer import (
     trace_operators,
 )
 from patrickstar._dry_run.report import ChannelUse, DryRunReport, MemorySample
-from patrickstar._dry_run.simulated_hardware import META, SimulatedHardware, SimulatedTransfer, SimulatedUpdate
+from patrickstar._dry_run.simulated_channels import SimulatedTransfer, SimulatedUpdate
+from patrickstar._dry_run.simulated_hardware import META, SimulatedHardware
+from patrickstar._dry_run.simulated_processes import SimulatedWorld
 from patrickstar._kernels.dispatch import Copy, Kernels
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.update_rule import Gradient, Span
@@ -158,18 +161,26 @@ def simulate_on_this_machine(
     step: Step,
     device: torch.device,
     machine: Machine | None = None,
+    processes: int = 1,
+    replicas: int = 1,
 ) -> DryRunReport:
     """Run `simulate` for this machine with measured operator costs; takes a few seconds.
 
-    `machine` comes from `profile_machine`; by default the machine is profiled first. The random state is restored.
+    `machine` comes from `profile_machine`; by default the machine is profiled first. Operators are measured with the
+    threads that each of several processes uses. The random state and the number of threads are restored.
     """
     with kept_global_state(device):
         if machine is None:
             machine = profile_machine(device, config.disk.directory if config.disk is not None else None)
+        cluster = Cluster(machine, processes, replicas)
+        if device.type == "cpu" and processes > 1:
+            torch.set_num_threads(min(torch.get_num_threads(), cluster.threads))
         library_bytes = Hardware(device).library_bytes(config.compute_dtype)
         bandwidth = (machine.gpu or machine.host).memory_bandwidth
         costs = OpBenchmark(device, bandwidth, roofline(machine))
-        run = partial(simulate, make_engine, model, config, step, machine, costs)
+        own_costs = slowed_down(costs, cluster.slowdown) if device.type == "cpu" else costs
+        mesh = {"processes": processes, "replicas": replicas}
+        run = partial(simulate, make_engine, model, config, step, machine, own_costs, **mesh)
         # Measure all operators first: the second run then times Python, autograd and the engine alone.
         run(steps=1)
         start = time.perf_counter()
@@ -178,6 +189,19 @@ def simulate_on_this_machine(
         meter_s = (time.perf_counter() - start) / METER_READS
         report = run(meter_s=meter_s, library_bytes=library_bytes)
         return replace(report, estimated=tuple(sorted(costs.estimated)))
+
+
+def slowed_down(costs: OpCosts, factor: float) -> OpCosts:
+    """Return a cost model whose operators take `factor` times as long."""
+    if factor == 1:
+        return costs
+    known: dict[OpCost, OpCost] = {}  # equal costs stay one object, by which their first run is recognized
+
+    def cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost:
+        measured = costs(func, args, kwargs, out)
+        return known.setdefault(measured, replace(measured, seconds=measured.seconds * factor))
+
+    return cost
 
 
 def dry_run_engine(engine: Any, step: Step) -> DryRunReport:
@@ -210,8 +234,9 @@ def meta_model(model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, C
 
 @contextmanager
 def kept_global_state(device: torch.device) -> Iterator[None]:
-    """Restore the random states of PyTorch, Python and NumPy, and the default dtype: the model's code may use any."""
+    """Restore the random states of PyTorch, Python and NumPy, the default dtype and the number of threads."""
     python, numpy, dtype = random.getstate(), np.random.get_state(), torch.get_default_dtype()
+    threads = torch.get_num_threads()
     try:
         with torch.random.fork_rng(
             devices=[] if device.type == "cpu" else [device],
@@ -220,6 +245,7 @@ def kept_global_state(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
         random.setstate(python)
         np.random.set_state(numpy)
 
@@ -253,7 +279,7 @@ def _enough_steps(history: list[StepStats], steps: int | None) -> bool:
 def _transfers(stats: StepStats) -> tuple[int, ...]:
     """Return what repeats from step to step once a plan has settled."""
     transferred = stats.h2d_bytes, stats.d2h_bytes, stats.disk_read_bytes, stats.disk_write_bytes
-    return *transferred, stats.speculated, stats.speculation_hits
+    return *transferred, stats.gathered_bytes, stats.reduced_bytes, stats.speculated, stats.speculation_hits
 
 
 def _first_parameters(engine: Any) -> dict[int, str]:
@@ -289,6 +315,8 @@ def simulate(
     steps: int | None = None,
     meter_s: float | None = None,
     library_bytes: int = 0,
+    processes: int = 1,
+    replicas: int = 1,
     **hooks: Any,
 ) -> DryRunReport:
     """Train a meta-device model for a few steps and report the last one.
@@ -300,16 +328,24 @@ def simulate(
         steps: Number of steps; by default until their transfers and early updates repeat.
         meter_s: Seconds per meter read. If given, the real time of Python, autograd and the engine counts too.
         library_bytes: Device memory that libraries occupy from the start.
+        processes: Number of data-parallel processes, of which the first one is reported: one per GPU of as many
+            machines as they need, or all on one machine without GPUs. See [Note: simulated processes].
+        replicas: Number of replicas that the processes form.
         hooks: Keyword arguments of the engine.
 
     Raises:
         BudgetError: The model does not fit, as in a real run.
+        ConfigError: The processes can't be divided so.
     """
+    cluster = Cluster(machine, processes, replicas)
+    machine = machine.share(cluster.per_machine)
     if config.update is not None:  # the steps that are simulated are those that are delayed
         files = dict(log=None, replay=None) if isinstance(config.update, LockFree) else {}
         config = config.model_copy(update={"update": config.update.model_copy(update={"after": 1} | files)})
     meter = TensorMeter(DEVICE_GRAIN_BYTES) if machine.gpu is not None else TensorMeter(allocator=cpu_allocator())
     hardware = SimulatedHardware(machine, meter, library_bytes)
+    if processes > 1:
+        hooks |= {"world": SimulatedWorld(hardware, cluster), "mesh": cluster.mesh}
     engine: Any = None
     modules: ModuleTrace
     timeline: list[MemorySample] = []

@@ -69,7 +69,7 @@ def broadcast_buffers(world: Processes, module: nn.Module, linked: bool) -> None
         return
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
-            if buffer is None or not buffer.numel():
+            if buffer is None or not buffer.numel() or buffer.is_meta:  # in a dry run buffers have no values
                 continue
             value = buffer.detach().to("cpu", copy=True).contiguous()
             world.broadcast(value.view(-1).view(torch.uint8), 0)

@@ -140,6 +140,32 @@ class Machine(_Part):
             return self.host.memory_bandwidth / 2, self.host.memory_bandwidth / 2
         return self.links.h2d_per_gpu(processes), self.links.d2h_per_gpu(processes)
 
+    def share(self, processes: int) -> "Machine":
+        """Return the machine as one of `processes` sees it while all are busy: with a part of each shared rate.
+
+        The sizes of memory and disk are those of the machine.
+        """
+        if processes == 1:
+            return self
+        host, links, disk = self.host, self.links, self.disk
+        own_host: dict[str, Any] = {
+            "memory_bandwidth": host.memory_bandwidth / processes,
+            "update_rate": host.update_bandwidth(processes, max(1, host.cores // processes)) / processes,
+            "sockets": 1,
+            "core_bandwidth": None,
+        }
+        if host.matmul_tflops is not None:
+            own_host["matmul_tflops"] = host.matmul_tflops / processes
+        parts: dict[str, Any] = {"host": host.model_copy(update=own_host)}
+        if links is not None:
+            h2d, d2h = self.transfer_rates(processes)
+            if self.gpu is None:  # the cores of the host copy
+                h2d, d2h = links.h2d / processes, links.d2h / processes
+            parts["links"] = links.model_copy(update={"h2d": h2d, "d2h": d2h, "shared_by": 1})
+        if disk is not None:
+            parts["disk"] = disk.model_copy(update={"read": disk.read / processes, "write": disk.write / processes})
+        return self.model_copy(update=parts)
+
 
 def read_machine(path: Path) -> Machine:
     """Read a machine spec from a TOML file.

@@ -1,0 +1,188 @@
+"""Simulated clock and channels of a dry run: transfers that take the time of their bytes."""
+
+from collections import deque
+from collections.abc import Callable
+
+from patrickstar._dry_run.lanes import Interval, Lane, Wait, clip
+from patrickstar._memory.transfer import Transfer
+
+
+class SimulatedClock:
+    """Clock of a dry run, in seconds since its start. It records who waits, in the same time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.waits: list[Wait] = []
+        """Waits since the step's start."""
+        self.phase: Callable[[], str] = str
+        """Returns the part of the step that runs; nothing before the first step."""
+
+    def record_wait(self, start_s: float, channel: str, label: str) -> None:
+        """Record a wait from `start_s` until now, if it took time."""
+        if start_s < self.now:
+            self.waits.append(Wait(start_s, self.now - start_s, channel, label, self.phase()))
+
+
+class SimulatedTransfer(Transfer):
+    """Transfer on a simulated channel; waiting for it advances the clock.
+
+    Args:
+        after: Transfer that this one follows page by page: it neither begins nor ends before that.
+        seconds: Time that it takes. Default: that of its bytes at the rate of the channel.
+    """
+
+    def __init__(
+        self,
+        channel: "SimulatedChannel",
+        nbytes: int,
+        label: str,
+        after: "SimulatedTransfer | None" = None,
+        seconds: float | None = None,
+    ) -> None:
+        self.channel = channel
+        self.nbytes = nbytes
+        self.label = label
+        self.after = after
+        self.seconds = nbytes / channel.rate if seconds is None else seconds
+        self.requested_at = channel.clock.now
+        self.ends_at: float | None = None
+
+    def __repr__(self) -> str:
+        return f"SimulatedTransfer({self.label!r}, {self.nbytes} bytes on {self.channel.name})"
+
+    @property
+    def done(self) -> bool:
+        self.channel.catch_up()
+        return self.ends_at is not None and self.ends_at <= self.channel.clock.now
+
+    @property
+    def may_begin(self) -> bool:
+        """True unless it would have to wait for pages of the transfer that it follows."""
+        if self.after is None:
+            return True
+        self.after.channel.catch_up()
+        ends_at = self.after.ends_at
+        return ends_at is not None and ends_at - self.seconds <= self.channel.clock.now
+
+    def wait(self) -> None:
+        if self.after is not None:
+            self.after.wait()
+        start_s = self.channel.clock.now
+        while not self.done:
+            self.channel.clock.now = self.channel.free_at
+        self.channel.clock.record_wait(start_s, self.channel.name, self.label)
+
+    def prioritize(self) -> None:
+        self.channel.catch_up()
+        if self in self.channel.waiting:
+            self.channel.waiting.remove(self)
+            self.channel.waiting.appendleft(self)
+
+    def cancel(self) -> None:
+        if self in self.channel.waiting:
+            self.channel.waiting.remove(self)
+        self.ends_at = self.channel.clock.now
+
+
+class SimulatedUpdate:
+    """Update on the host whose copies in both directions overlap with the kernel, page by page."""
+
+    def __init__(self, *transfers: SimulatedTransfer) -> None:
+        self.transfers = transfers
+
+    @property
+    def done(self) -> bool:
+        return all(transfer.done for transfer in self.transfers)
+
+    def prioritize(self) -> None:
+        for transfer in self.transfers:
+            transfer.prioritize()
+
+    def withdraw(self) -> bool:
+        if any(transfer not in transfer.channel.waiting for transfer in self.transfers if transfer.nbytes):
+            return False
+        self.cancel()
+        return True
+
+    def cancel(self) -> None:
+        for transfer in self.transfers:
+            transfer.cancel()
+
+    def finish(self) -> None:
+        for transfer in self.transfers:
+            transfer.wait()
+
+
+class SimulatedChannel:
+    """Channel that runs one transfer at a time, in request order, urgent transfers first."""
+
+    def __init__(self, name: str, rate: float, clock: SimulatedClock) -> None:
+        self.name = name
+        self.rate = rate
+        """Bytes per second."""
+        self.clock = clock
+        self.waiting: deque[SimulatedTransfer] = deque()
+        self.free_at = 0.0
+        """End time of the last transfer that has begun."""
+        self.busy_s = 0.0
+        self.nbytes = 0
+        self.begun: list[Interval] = []
+        """Transfers that have begun, except those that ended before the step."""
+
+    def begin(
+        self,
+        nbytes: int,
+        label: str,
+        urgent: bool = False,
+        after: SimulatedTransfer | None = None,
+        seconds: float | None = None,
+    ) -> SimulatedTransfer:
+        """Request a transfer; see `SimulatedTransfer`. An `urgent` one is the next to begin."""
+        self.catch_up()
+        transfer = SimulatedTransfer(self, nbytes, label, after, seconds)
+        if urgent:
+            self.waiting.appendleft(transfer)
+        else:
+            self.waiting.append(transfer)
+        self.catch_up()
+        return transfer
+
+    def run(self, nbytes: int, label: str) -> None:
+        """Run an urgent transfer of `nbytes` and wait for it."""
+        self.begin(nbytes, label, urgent=True).wait()
+
+    def catch_up(self) -> None:
+        """Start the queued transfers whose turn has come by the current time."""
+        while self.free_at <= self.clock.now:
+            transfer = next((waiting for waiting in self.waiting if waiting.may_begin), None)
+            if transfer is None:
+                return
+            self.waiting.remove(transfer)
+            begins_at, ends_at = self._times(transfer, self.free_at)
+            transfer.ends_at = self.free_at = ends_at
+            self.begun.append(Interval(begins_at, self.free_at, transfer.label))
+            self.busy_s += transfer.seconds
+            self.nbytes += transfer.nbytes
+
+    def _times(self, transfer: SimulatedTransfer, free_at: float) -> tuple[float, float]:
+        """Return begin and end of a transfer on the channel that is free from `free_at` on."""
+        begins_at = max(free_at, transfer.requested_at)
+        if transfer.after is not None and transfer.after.ends_at is not None:
+            begins_at = max(begins_at, transfer.after.ends_at - transfer.seconds)
+        return begins_at, begins_at + transfer.seconds
+
+    def start_step(self) -> None:
+        """Forget the transfers that have ended."""
+        self.begun = [interval for interval in self.begun if interval.end_s > self.clock.now]
+
+    def lane(self, start_s: float) -> Lane:
+        """Return the transfers from `start_s` until now, relative to `start_s`."""
+        begun, free_at = list(self.begun), self.free_at
+        # Queued transfers begin when somebody asks next, at times that may have passed. `catch_up` would change what
+        # can still be cancelled.
+        for transfer in self.waiting:
+            if not transfer.may_begin:
+                continue
+            begins_at, free_at = self._times(transfer, free_at)
+            begun.append(Interval(begins_at, free_at, transfer.label))
+        return Lane(self.name, clip(begun, start_s, self.clock.now))

@@ -1,0 +1,79 @@
+"""Dry runs of several processes equal real ones: same accesses, same bytes on every tier and between processes."""
+
+import random
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from laws.models import config, smallest_device_bytes
+from laws.test_dry_run import LAPTOP
+from sampling import draws
+from toys import batches
+
+from patrickstar import testing
+from patrickstar._distributed.process_group import World
+from patrickstar._dry_run.simulation import simulate
+from patrickstar._engine.engine import Engine
+from patrickstar._perf_model.machine_spec import DiskDrive
+
+from . import ranks
+from .test_exactness import CPU, mesh_of, random_shape
+
+STEPS = 4
+UNEQUAL = ("stall_s", "library_resident_peak_bytes", "host_peak_speculative_bytes")
+"""Statistics that are times, of the process, or of the speed of threads."""
+
+
+def results(engine, accumulation, max_norm):
+    """Train a step with the given engine and return its statistics, but for times."""
+    for number, batch in enumerate(batches(accumulation), start=1):
+        engine.backward(engine(*batch) / accumulation, accumulate=number < accumulation)
+    if max_norm is not None:
+        engine.clip_grad_norm_(max_norm)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    return {name: value for name, value in asdict(engine.stats.last).items() if name not in UNEQUAL}
+
+
+def compare(seeds: list[int], replicas: int) -> None:
+    """Compare what real and simulated processes do with random models and budgets; runs in each process."""
+    dist.init_process_group("gloo")
+    for seed in seeds:
+        draw, world = random.Random(seed), World(CPU)
+        print(f"seed {seed}")
+        shape = random_shape(draw)
+        precision, chunk_size = draw.choice(["bf16", "fp32"]), draw.choice([1000, 9000, "auto"])
+        device = world.size * smallest_device_bytes(shape, chunk_size, precision) + draw.randint(0, 8000)
+        options = config(precision, chunk_size, device_memory=device, host_memory=1 << 30)
+        options = options.model_copy(update={"reduce_dtype": draw.choice(["16-bit", "fp32"])})
+        loop = draw.choice([1, 1, 2]), draw.choice([None, 1e9])
+        hooks = {"meter": testing.NoMeter(), "speculates": False}  # what is speculated depends on the speed of threads
+        engine = Engine(shape.build, options, world=world, mesh=mesh_of(replicas), **hooks)
+        expected = [results(engine, *loop) for _ in range(STEPS)]
+        trace = [moment.chunks for moment in engine.inspect().trace]
+        engine.close(keep=False)
+        if dist.get_rank():
+            continue
+        found = []
+        report = simulate(
+            Engine,
+            shape.build,
+            options,
+            lambda other, loop=loop, found=found: found.append(results(other, *loop)),
+            LAPTOP,
+            steps=STEPS,
+            processes=dist.get_world_size(),
+            replicas=replicas,
+            **hooks,
+        )
+        for number, (real, simulated) in enumerate(zip(expected, found, strict=True)):
+            different = {name: (real[name], simulated[name]) for name in real if real[name] != simulated[name]}
+            assert not different, f"seed {seed}, step {number}: {different}"
+        assert [moment.chunks for moment in report.trace.moments] == trace
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 1), (4, 2)])
+def test_bytes_equal_those_of_a_run(size, replicas):
+    ranks.run(size, compare, 300, seeds=list(range(draws(24))), replicas=replicas)
