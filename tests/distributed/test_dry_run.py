@@ -1,10 +1,9 @@
 """Dry runs of several processes equal real ones: same accesses, same bytes on every tier and between processes."""
 
 import random
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
-import torch
 import torch.distributed as dist
 from laws.models import config, smallest_device_bytes
 from laws.test_dry_run import LAPTOP
@@ -15,7 +14,6 @@ from patrickstar import testing
 from patrickstar._distributed.process_group import World
 from patrickstar._dry_run.simulation import simulate
 from patrickstar._engine.engine import Engine
-from patrickstar._perf_model.machine_spec import DiskDrive
 
 from . import ranks
 from .test_exactness import CPU, mesh_of, random_shape
