@@ -1,9 +1,9 @@
-"""Train on several processes, and go on after one of them was killed.
+"""Train on several processes, and continue after one of them was killed.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/restart.py
 
 It prints the process IDs. Kill one of the processes in another terminal while it trains: kill -9 PID. torchrun then
-starts both anew, and they go on from the newest checkpoint. Here rank 1 was killed after step 13:
+restarts both, and they resume from the newest checkpoint. Here rank 1 was killed after step 13:
 
     rank 0 of 2 is process 30743
     rank 1 of 2 is process 30744
@@ -28,6 +28,7 @@ run without kills on the same machine. Another run begins at step 1 in another f
 import argparse
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Sequence
 
@@ -62,7 +63,8 @@ def main(options: Sequence[str] | None = None) -> None:
     config = ps.Config(device="cpu", precision="fp32", optimizer=ps.AdamW(lr=1e-3))
     engine, optimizer = ps.initialize(Model, config)
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    print(f"rank {rank} of {size} is process {os.getpid()}", flush=True)
+    sys.stdout.write(f"rank {rank} of {size} is process {os.getpid()}\n")  # at once, as the others write, too
+    sys.stdout.flush()
     torch.manual_seed(1 + rank)  # each process draws its own data and dropout; checkpoints store the generators
 
     checkpoints = ps.Checkpoints(args.folder, keep=3)

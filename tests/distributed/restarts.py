@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -76,9 +77,12 @@ class Model(nn.Module):
 
 
 def train(folder: str, steps: int, die_at: int = 0) -> None:
-    """Train from the newest checkpoint; the last rank dies in step `die_at`, if it began before. Runs in each process.
+    """Train from the newest checkpoint.
 
-    Rank 0 appends the number of each step and its loss to a file, and writes a digest of the end.
+    Unless the run was resumed, the last rank dies in step `die_at`, which is even, once the checkpoint before it is
+    complete. Rank 0 appends the number of each step and its loss to a file, and writes a digest of the end.
+
+    Runs in each process.
     """
     ps.join()
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -93,6 +97,8 @@ def train(folder: str, steps: int, die_at: int = 0) -> None:
         loss = engine(torch.randn(4, 16))
         engine.backward(loss)
         if step == die_at and rank == size - 1 and not saved:
+            while not Path(folder, "run", f"step-{step // 2 * 2 - 2}").exists():
+                time.sleep(0.01)
             die()
         optimizer.step()
         optimizer.zero_grad()

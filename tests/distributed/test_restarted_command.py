@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import time
 
 import pytest
 
+import patrickstar as ps
 from patrickstar._cli import train as command
 
 from . import ranks
@@ -15,12 +17,14 @@ from .test_cli import losses, main, options
 STEPS = 6
 
 
-def main_until(arguments: list[str], folder: str, victim: int, step: int) -> None:
-    """Run the command; the `victim` dies in a step. Runs in each process."""
+def main_until(arguments: list[str], folder: str, victim: int, step: int, saved: list[str]) -> None:
+    """Run the command; the `victim` dies in a step, once these checkpoints are there. Runs in each process."""
     run_step = command._step
 
     def die_in_step(given, engine, batches, number):
         if number == step and int(os.environ["RANK"]) == victim:
+            while saved and saved != [path.name for path in ps.Checkpoints(given.save_to).all()]:
+                time.sleep(0.01)
             die()
         return run_step(given, engine, batches, number)
 
@@ -33,9 +37,9 @@ def arguments(folder, name, batch, *words):
     return options(folder, folder / f"{name}.jsonl", *save, *words)
 
 
-def killed(port, folder, words, size, victim, step):
+def killed(port, folder, words, size, victim, step, *saved):
     """Run the command until a process is killed."""
-    call = {"arguments": words, "folder": str(folder), "victim": victim, "step": step}
+    call = {"arguments": words, "folder": str(folder), "victim": victim, "step": step, "saved": saved}
     ended = ranks.wait(start(port, size, main_until, call), WITHIN_S)
     check_ended(ended, [-signal.SIGKILL if rank == victim else 2 for rank in range(size)])
 
@@ -47,12 +51,12 @@ def finished(port, folder, words, size, code=0):
     return "".join(result.text for result in ended)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_restarted_run_goes_on_by_itself(tmp_path, victim):
     with agent_store() as port:
         words = arguments(tmp_path, "killed", 2)
         killed(port, tmp_path, words, 2, victim, 2)  # before the first checkpoint
-        killed(port, tmp_path, words, 2, victim, 4)
+        killed(port, tmp_path, words, 2, victim, 4, "step-2")
         text = finished(port, tmp_path, words, 2)
         assert text.count("resumed from killed-saved/step-2") == 1
         # A process may also be lost after the last step.
@@ -62,9 +66,10 @@ def test_a_restarted_run_goes_on_by_itself(tmp_path, victim):
     assert json.loads((tmp_path / "killed.jsonl").read_text().splitlines()[-1])["kind"] == "summary"
 
 
+@pytest.mark.slow
 def test_a_restarted_run_goes_on_with_fewer_processes(tmp_path):
     with agent_store() as port:
-        killed(port, tmp_path, arguments(tmp_path, "killed", 1), 4, 3, 6)
+        killed(port, tmp_path, arguments(tmp_path, "killed", 1), 4, 3, 6, "step-2", "step-4")
         text = finished(port, tmp_path, arguments(tmp_path, "killed", 1), 2)
         assert text.count("resumed from killed-saved/step-4") == 1
         finished(port, tmp_path, arguments(tmp_path, "planned", 1, "--steps", "4"), 4)
@@ -73,11 +78,12 @@ def test_a_restarted_run_goes_on_with_fewer_processes(tmp_path):
     assert losses(tmp_path / "killed.jsonl")[4:] == losses(tmp_path / "planned.jsonl")[4:]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_from_its_own_checkpoints(tmp_path):
     with agent_store() as port:
         finished(port, tmp_path, arguments(tmp_path, "run", 2, "--steps", "2"), 2)
         words = arguments(tmp_path, "run", 2, "--resume", "run-saved/step-2", "--keep", "1")
-        killed(port, tmp_path, words, 2, 1, 6)
+        killed(port, tmp_path, words, 2, 1, 6, "step-4")
         assert not (tmp_path / "run-saved" / "step-2").exists()
         assert "resumed from run-saved/step-4" in finished(port, tmp_path, words, 2)
     assert [step for step, *_ in losses(tmp_path / "run.jsonl")] == list(range(1, STEPS + 1))

@@ -67,7 +67,8 @@ def test_ranges_of_local_tensors_are_boxes_of_both_tensors(case, draw):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     order = draw.draw(st.permutations(range(len(shape))))
     # The local tensor is dense, and its dimensions are in any order in memory.
-    local = local_tensor(whole, shards).permute(order).contiguous().permute(sorted(range(len(shape)), key=order.index))
+    inverse = [order.index(dim) for dim in range(len(shape))]
+    local = local_tensor(whole, shards).permute(order).contiguous().permute(inverse)
     memory = local.as_strided((local.numel(),), (1,))
     first = draw.draw(st.integers(0, local.numel()))
     end = draw.draw(st.integers(first, local.numel()))

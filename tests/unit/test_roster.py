@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 from sampling import draws
 
-from patrickstar._distributed.roster import LISTED_RANKS, RosterAgreement, call_roll, format_ranks, group_prefix
+from patrickstar._distributed.group_creation import store_barrier
+from patrickstar._distributed.roster import LISTED_RANKS, RosterAgreement, format_ranks, group_prefix
 from patrickstar.errors import PeerError
 
 WITHIN_S = 30.0
@@ -143,29 +144,29 @@ def test_any_order_of_starts_and_kills_ends_in_one_roster():
             check_same_group([live[rank] for rank in range(size)], names)
 
 
-def roll(store, rank, size, timeout_s=WITHIN_S):
-    call_roll(group_prefix(store), rank, size, timeout_s)
+def barrier(store, rank, size, timeout_s=WITHIN_S):
+    store_barrier(group_prefix(store), rank, size, timeout_s)
 
 
-def test_a_roll_call_waits_for_all(store):
+def test_a_barrier_waits_for_all(store):
     agreements = agree(store, 2)
-    waiting = threading.Thread(target=roll, args=(agreements[0].group_store, 0, 2))
+    waiting = threading.Thread(target=barrier, args=(agreements[0].group_store, 0, 2))
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive()
-    roll(agreements[1].group_store, 1, 2)
+    barrier(agreements[1].group_store, 1, 2)
     waiting.join(WITHIN_S)
     assert not waiting.is_alive()
-    with pytest.raises(PeerError, match=r"rank 0 has waited 0.1 s for rank 1 to create an engine"):
-        roll(agreements[0].group_store, 0, 2, 0.1)
+    with pytest.raises(PeerError, match=r"rank 0 has waited 0.1 s for rank 1, which did not create an engine"):
+        barrier(agreements[0].group_store, 0, 2, 0.1)
 
 
-def test_a_roll_call_ends_when_a_process_was_started_anew(store):
+def test_a_barrier_ends_when_a_process_was_restarted(store):
     agreements = agree(store, 2)
     RosterAgreement(store, 1, 2).start()
-    with pytest.raises(PeerError, match=r"rank 1 has ended, and was started anew, while rank 0 waited for it"):
-        roll(agreements[0].group_store, 0, 2)
+    with pytest.raises(PeerError, match=r"rank 1 ended and was restarted while rank 0 waited for it"):
+        barrier(agreements[0].group_store, 0, 2)
 
 
-def test_no_roll_is_called_in_a_group_of_the_script(store):
-    roll(store, 0, 2)
+def test_a_group_of_the_script_has_no_barrier(store):
+    barrier(store, 0, 2)

@@ -38,7 +38,7 @@ _SET_DATA = descriptor("data").__set__
 _COPIED = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 """Functions that expose memory outside PyTorch; they get a copy."""
 _ADD_HOOK = torch.Tensor.register_post_accumulate_grad_hook
-_SPECIAL = {_ADD_HOOK, _GET_GRAD, _SET_GRAD, _SET_DATA, torch.Tensor.detach} | _COPIED
+_SPECIAL = {torch.Tensor.view_as, _ADD_HOOK, _GET_GRAD, _SET_GRAD, _SET_DATA, torch.Tensor.detach} | _COPIED
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -119,6 +119,10 @@ class Interceptor:
         if len(tensors) > 1:
             managed_params = self._managed_params_of(tensors)
         if func in _SPECIAL:
+            if func is torch.Tensor.view_as:
+                # A custom Function that returns its input, as `DTensor.from_local` does: the copy is not intercepted.
+                func, args = (torch.Tensor.clone, args[:1]) if args[0] is args[1] else (func, args)
+                return self._operate_plainly(func, args, kwargs, tensors, managed_params)
             if func in _COPIED:
                 return func(self.operate(torch.Tensor.clone, args[:1], {}, tensors), *args[1:], **kwargs)
             if func is _ADD_HOOK:
@@ -127,6 +131,17 @@ class Interceptor:
                 return self._operate_attribute(func, args, managed_params[0])
             if managed_params[0] in self.listed and managed_param_of(tensors[0]) is not None:
                 return self.listed.pop(managed_params[0])
+        return self._operate_plainly(func, args, kwargs, tensors, managed_params)
+
+    def _operate_plainly(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        tensors: list[Any],
+        managed_params: tuple[ManagedParam, ...],
+    ) -> Any:
+        """Run an operator while its parameters are on the device."""
         for managed in managed_params:
             if managed.on_host and not can_look_up_on_host(func, args, kwargs, managed):
                 self.data.move_embedding_to_device(managed)
@@ -228,6 +243,12 @@ class Interceptor:
             let_through(managed)
         return ModuleUse(managed_params, let, before, suspended)
 
+    def abandon_module_window(self, use: ModuleUse) -> None:
+        """End a module call that raised an exception, which other processes may not have."""
+        for managed in use.let_through:
+            intercept_parameter(managed)
+        self._end_uses(use.managed_params, use.suspended)
+
     def close_module_window(self, use: ModuleUse, out: Any) -> None:
         """End a module call that returned `out`, and register its window on each node that it added to the graph."""
         for managed in use.let_through:
@@ -311,7 +332,7 @@ class Interceptor:
             return
         self._access((managed,))
         with managing():
-            managed.payload().copy_(value)
+            managed.payload().copy_(local_part(value))
             self.data.on_in_place_write(managed)
         self._release((managed,), None)
 

@@ -177,11 +177,12 @@ class ModuleHooks:
     def _in_window(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function in a window of all parameters of a module."""
         use = self.interceptor.open_module_window(_managed_params_of(module), (args, kwargs))
-        out = None
         try:
             out = function(*args, **kwargs)
-        finally:
-            self.interceptor.close_module_window(use, out)
+        except BaseException:
+            self.interceptor.abandon_module_window(use)
+            raise
+        self.interceptor.close_module_window(use, out)
         return out
 
     def replace_method(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:

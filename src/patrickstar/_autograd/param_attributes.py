@@ -132,12 +132,26 @@ def copied_in_full(args: Sequence[Any]) -> tuple[Sequence[Any], torch.Tensor | N
         source = source.clone()
         args = (target, source, *args[2:])
     managed = target._managed_params[0] if isinstance(target, ManagedTensor) else None
+    if managed is not None and managed.is_dtensor and type(source) in (torch.Tensor, torch.nn.Parameter):
+        args, source = copied_part(managed, args)
+        return args, None if source.dtype == target.dtype else source
     if managed is None or not isinstance(source, torch.Tensor) or source.dtype == target.dtype:
         return args, None
     whole = target.shape == managed.full_shape and target.stride() == managed.full_strides
     if managed.is_dtensor and whole:
-        whole, source = getattr(source, "placements", None) == target.placements, local_part(source)
+        whole, source = getattr(source, "placements", None) == managed.placements, local_part(source)
     return args, source if whole and target.dtype == managed.chunk.dtype and source.layout is torch.strided else None
+
+
+def copied_part(managed: ManagedParam, args: Sequence[Any]) -> tuple[Sequence[Any], torch.Tensor]:
+    """Return the arguments of `target.copy_(source)` for a whole value of a DTensor, and this process's part of it."""
+    from patrickstar._params.dtensor import like
+
+    target, source = args[0], args[1].detach()
+    if source.shape != managed.full_shape:
+        source = source.expand(managed.full_shape)
+    part = managed.local(source)
+    return (target, like(target, part.to(target.device)), *args[2:]), part
 
 
 WRITERS = frozenset((torch.Tensor.copy_, torch.Tensor.add_, torch.Tensor.sub_, torch.Tensor.lerp_))
@@ -171,9 +185,10 @@ def is_own_data(managed: ManagedParam, value: torch.Tensor) -> bool:
     chunk = managed.chunk
     if isinstance(value, ManagedTensor) and value._managed_params == (managed,) and value.dtype == chunk.dtype:
         return True
-    if value.dtype != chunk.dtype or value.shape != managed.shape or value.device != chunk.device:
+    placed = not managed.is_dtensor or getattr(value, "placements", None) == managed.placements
+    if value.dtype != chunk.dtype or value.shape != managed.full_shape or value.device != chunk.device or not placed:
         raise ModelError(
-            f"parameter {managed.name!r} is stored in a chunk with dtype {chunk.dtype} and shape {managed.shape} "
+            f"parameter {managed.name!r} is stored in a chunk with dtype {chunk.dtype} and shape {managed.full_shape} "
             f"on {chunk.device}; it can't be replaced by {value.dtype}, {tuple(value.shape)}, on {value.device}. "
             f"Set precision and device in ps.Config, or load engine.state_dict() into another model"
         )

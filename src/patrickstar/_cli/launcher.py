@@ -13,7 +13,7 @@ _RUN_ID = "TORCHELASTIC_RUN_ID"
 def find_agent() -> str | None:
     """Return an identifier of the torchrun agent that started this process; None without torchrun.
 
-    An agent starts the processes of its machine anew as long as it lives, so processes with the same agent belong to
+    An agent restarts the processes of its machine as long as it lives, so processes with the same agent belong to
     the same run. The identifier has the host, the process ID, and the time of its start in clock ticks since boot.
     """
     if _RUN_ID not in os.environ:

@@ -28,6 +28,8 @@ ANSWER_S = 1.0
 """Seconds between two looks for questions."""
 CPU_UNIT_S = 0.01
 """Time of the processor in which a thread is taken to have moved on."""
+COLLECTIVES = "torch.distributed.distributed_c10d", "torch.distributed._functional_collectives", "torch.distributed.nn"
+"""Modules whose functions wait for other processes; those of checkpoints and DTensors also compute and write."""
 REMINDER_S = 60.0
 """Seconds between two log messages about a process that is elsewhere."""
 
@@ -163,7 +165,7 @@ def _line_of_user(frame: FrameType | None) -> tuple[bool, str]:
     """Return whether a thread is in a collective, and the innermost line outside of PyTorch and this package."""
     in_collective = False
     while frame is not None:
-        if _is(frame, "torch.distributed"):
+        if any(_is(frame, module) for module in COLLECTIVES):
             in_collective = True
         elif not _is(frame, "torch") and not _is(frame, "patrickstar"):
             return in_collective, _line(frame)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,9 +17,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from patrickstar._distributed.deadlock_watch import DeadlockWatch, own_call
+from patrickstar._distributed.group_creation import connect, store_barrier
 from patrickstar._distributed.rank_group import RankGroup
 from patrickstar._distributed.rendezvous import Launch, join_group
-from patrickstar._distributed.roster import call_roll, group_prefix
+from patrickstar._distributed.roster import group_prefix
 from patrickstar._distributed.single_process import SINGLE_PROCESS, SingleProcess
 from patrickstar._distributed.torch_errors import first_line
 from patrickstar.errors import ConfigError, PeerError
@@ -31,8 +33,8 @@ Partition = tuple[tuple[int, ...], ...]
 ALIVE_TIMEOUT_S = 10.0
 """Seconds for processes of other machines to report that they are alive, after a collective failed."""
 POLL_S = 0.1
-_CONNECTION = "Connection "
-"""Beginning of the errors of gloo's collectives when another process has ended."""
+_GLOO = "gloo/transport"
+"""Part of the errors of gloo's collectives when another process has ended."""
 
 
 _worlds: "WeakKeyDictionary[dist.ProcessGroup, World]" = WeakKeyDictionary()
@@ -62,7 +64,7 @@ class World:
         self._store = group_prefix(default_store.underlying_store)
         self.device = device
         with explain_peer_failure(self):
-            call_roll(self._store, self.rank, self.size, self._timeout.total_seconds())
+            store_barrier(self._store, self.rank, self.size, self._timeout.total_seconds())
         self.everyone = self.group((tuple(range(self.size)),))
         """All processes."""
         self._checkpoints: dist.ProcessGroup | None = None
@@ -111,8 +113,11 @@ class World:
         return self._checkpoints
 
     def _new_group(self, backend: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=self._timeout, sort_ranks=False)
-        return group
+        create: Callable[[], dist.ProcessGroup] = partial(
+            dist.new_group, ranks, backend=backend, timeout=self._timeout, sort_ranks=False
+        )
+        # Other backends connect later. They may depend on the current device, which each thread has its own of.
+        return connect(create, self._store, self.rank) if backend == "gloo" else create()
 
     def group(self, partition: Partition) -> RankGroup:
         """Return this process's group of a partition of all processes; all processes must call this together."""
@@ -255,7 +260,7 @@ class World:
         except RuntimeError as error:
             if isinstance(error, (torch.OutOfMemoryError, PeerError)):
                 raise
-            if isinstance(error, dist.DistError) or _CONNECTION in str(error) or self.has_lost_process():
+            if isinstance(error, dist.DistError) or _GLOO in str(error) or self.has_lost_process():
                 raise self.explain_failure(error) from error
             raise
 

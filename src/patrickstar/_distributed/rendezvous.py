@@ -10,15 +10,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-from patrickstar._distributed.roster import RosterAgreement
+from patrickstar._distributed.group_creation import connect
+from patrickstar._distributed.roster import RosterAgreement, group_prefix
 from patrickstar._distributed.torch_errors import first_line
 from patrickstar._memory.compute_device import find_device
 from patrickstar.errors import ConfigError, PeerError
 
 JOIN_TIMEOUT_S = 600.0
 """Seconds to wait for all processes, by default: as long as torchrun waits for all machines."""
-CONNECT_TIMEOUT_S = 60.0
-"""Seconds to wait for a process of a concluded roster to connect. A moment ago it was running."""
 
 
 def join(timeout: float = JOIN_TIMEOUT_S) -> None:
@@ -101,26 +100,21 @@ def _open_store(launch: Launch, timeout_s: float) -> Store:
 
 def _connect(backend: str, device: torch.device, store: Store, launch: Launch) -> None:
     """Create the default process group of a roster."""
-    timeout = distributed_c10d.default_pg_timeout
-    store.set_timeout(timeout)
-    # Only gloo connects now. Of a backend other than gloo and NCCL, PyTorch can't change the timeout afterwards.
-    connect_timeout = timedelta(seconds=CONNECT_TIMEOUT_S) if device.type in ("cpu", "cuda") else timeout
+
+    def create() -> None:
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)  # each thread has its own
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size)
+
+    store.set_timeout(distributed_c10d.default_pg_timeout)
     try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=launch.rank,
-            world_size=launch.size,
-            timeout=connect_timeout,
-        )
+        connect(create, group_prefix(store), launch.rank)
     except RuntimeError as error:
         raise PeerError(
             f"rank {launch.rank} of {launch.size} can't connect to the others: one of them has ended since it joined, "
             f"or can't be reached ({first_line(error)}). Restart all processes; if it happens again, select the "
             f"network interface with GLOO_SOCKET_IFNAME"
         ) from error
-    if connect_timeout != timeout:
-        distributed_c10d._set_pg_timeout(timeout)
 
 
 def _destroy_process_group() -> None:

@@ -28,9 +28,9 @@ LISTED_RANKS = 8
 # an earlier process. The keys of the agreement, three per rank, are overwritten by each generation, and those of
 # earlier groups are deleted.
 #
-# A process may end after its acknowledgement. Others on its machine are ended by the agent, but those of another
-# machine may wait for it, in vain, before they have a connection that breaks. So its successor writes into the store of
-# the earlier group ("replaced"), and processes that wait for all others look there (`call_roll`).
+# A process may end after its acknowledgement. The agent of its machine then ends the others there, but those on another
+# machine may wait for it without end, as long as they have no connection that breaks. So its successor writes into the
+# store of the earlier group ("replaced"), and processes that wait for all others read it (`group_creation.py`).
 
 _AGREEMENT = "patrickstar/agreement"
 _GROUPS = "patrickstar/groups/"
@@ -83,7 +83,7 @@ class RosterAgreement:
         return self._group_store(self._name)
 
     def start(self) -> None:
-        """Store the ID of this process, and inform those who wait for an earlier process of its rank."""
+        """Store the ID of this process, and mark the earlier group of its rank as replaced."""
         if earlier := self._read(f"roster/{self._rank}").partition(" ")[0]:
             group_prefix(self._group_store(earlier)).set("replaced", str(self._rank))
         self._store.set(f"member/{self._rank}", self._id)
@@ -163,42 +163,6 @@ class RosterAgreement:
 def group_prefix(store: Store) -> Store:
     """Return the part of a process group's store that is this library's."""
     return PrefixStore("patrickstar", store)
-
-
-def call_roll(store: Store, rank: int, size: int, timeout_s: float) -> None:
-    """Wait until all processes of a group have called this as often as this one.
-
-    The wait is in Python: unlike the creation of a group by PyTorch it ends with Ctrl-C, and when a process that it
-    waits for has been started anew. A group of the script's own, whose store may have entries of earlier processes,
-    calls no roll.
-
-    Args:
-        store: The group's store, as `group_prefix` returns it.
-        rank, size: Rank of this process, and number of processes.
-        timeout_s: Seconds to wait for the others.
-
-    Raises:
-        PeerError: A process has ended, or did not call in time.
-    """
-    if not store.check(["joined"]):
-        return
-    number = store.add(f"calls/{rank}", 1)
-    store.set(f"call/{number}/{rank}", "")
-    keys = [f"call/{number}/{other}" for other in range(size)]
-    deadline = time.monotonic() + timeout_s
-    while not store.check(keys):
-        if store.check(["replaced"]):
-            raise PeerError(
-                f"rank {int(store.get('replaced'))} has ended, and was started anew, while rank {rank} waited for it: "
-                f"restart all processes from a checkpoint"
-            )
-        if time.monotonic() > deadline:
-            absent = [other for other, key in enumerate(keys) if not store.check([key])]
-            raise PeerError(
-                f"rank {rank} has waited {timeout_s:g} s for {format_ranks(absent)} to create an engine: it has ended, "
-                f"or never does; restart all processes from a checkpoint"
-            )
-        time.sleep(POLL_S)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

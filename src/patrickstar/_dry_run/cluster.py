@@ -1,9 +1,11 @@
 """Cluster of a dry run: which processes share a machine, and what communication between them takes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from patrickstar._distributed.data_mesh import DataMesh
+from patrickstar._dry_run.op_tracer import OpCost, OpCosts
 from patrickstar._perf_model.machine_spec import Machine
 from patrickstar.errors import ConfigError
 
@@ -95,3 +97,16 @@ class Cluster:
         if network is None or self.processes == self.per_machine:
             return 0.0
         return (self.processes - 1) * network.latency_s
+
+
+def slowed_down(costs: OpCosts, factor: float) -> OpCosts:
+    """Return a cost model whose operators take `factor` times as long."""
+    if factor == 1:
+        return costs
+    known: dict[OpCost, OpCost] = {}  # equal costs stay one object, by which their first run is recognized
+
+    def cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost:
+        measured = costs(func, args, kwargs, out)
+        return known.setdefault(measured, replace(measured, seconds=measured.seconds * factor))
+
+    return cost

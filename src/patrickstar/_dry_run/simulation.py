@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from patrickstar._dry_run.cluster import Cluster
+from patrickstar._dry_run.cluster import Cluster, slowed_down
 from patrickstar._dry_run.lanes import name_parameters
 from patrickstar._dry_run.machine_profile import profile_machine
 from patrickstar._dry_run.module_trace import ModuleTrace
@@ -189,19 +189,6 @@ def simulate_on_this_machine(
         meter_s = (time.perf_counter() - start) / METER_READS
         report = run(meter_s=meter_s, library_bytes=library_bytes)
         return replace(report, estimated=tuple(sorted(costs.estimated)))
-
-
-def slowed_down(costs: OpCosts, factor: float) -> OpCosts:
-    """Return a cost model whose operators take `factor` times as long."""
-    if factor == 1:
-        return costs
-    known: dict[OpCost, OpCost] = {}  # equal costs stay one object, by which their first run is recognized
-
-    def cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCost:
-        measured = costs(func, args, kwargs, out)
-        return known.setdefault(measured, replace(measured, seconds=measured.seconds * factor))
-
-    return cost
 
 
 def dry_run_engine(engine: Any, step: Step) -> DryRunReport:

@@ -168,7 +168,7 @@ class EngineCore:
             self.model_state.release()
             raise
         if world.size > 1:
-            broadcast_buffers(world, self.module)
+            broadcast_buffers(world, self.module, self.distribution.linked is not None)
         move_buffers(self.module, self.device)
         self.tracer.calibrate()
         self.optimizer_placement.begin(plan.placement)

@@ -60,8 +60,13 @@ def negotiate_layout(
     return layout.with_sizes({name: local_part(param).numel() for name, param in module.named_parameters()})
 
 
-def broadcast_buffers(world: Processes, module: nn.Module) -> None:
-    """Broadcast the buffers of rank 0. Parameters need no broadcast: each shard has one owner."""
+def broadcast_buffers(world: Processes, module: nn.Module, linked: bool) -> None:
+    """Broadcast the buffers of rank 0. Parameters need no broadcast: each shard has one owner.
+
+    If operators link processes, buffers may belong to one of them, such as its attention heads, and stay as they are.
+    """
+    if linked:
+        return
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is None or not buffer.numel() or buffer.is_meta:  # in a dry run buffers have no values

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from patrickstar._params.tensor_subclass import ManagedTensor, intercepted
+from patrickstar._params.tensor_subclass import ManagedTensor, intercepted, plain_tensor
 
 # [Note: DTensor parameters]
 # Chunks hold the local tensor of a parameter that is a DTensor. The DTensor remains the user's object; only the local
@@ -16,13 +16,16 @@ from patrickstar._params.tensor_subclass import ManagedTensor, intercepted
 # assigning `data` of a plain Parameter does not either.
 
 
-def replace_local(param: Any, local: torch.Tensor) -> None:
-    """Exchange the local tensor of a DTensor for one of another dtype or device; the DTensor stays the same object."""
+def like(param: Any, local: torch.Tensor) -> DTensor:
+    """Return a DTensor with the mesh, placements and shape of another one."""
     meta = TensorMeta(param.shape, param.stride(), local.dtype)
     # The constructor, unlike `from_local`, leaves the tensor where it is.
-    replacement = DTensor(
-        local, DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta), requires_grad=False
-    )
+    return DTensor(local, DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta), requires_grad=False)
+
+
+def replace_local(param: Any, local: torch.Tensor) -> None:
+    """Exchange the local tensor of a DTensor for one of another dtype or device; the DTensor stays the same object."""
+    replacement = like(param, local)
     if param.is_meta != local.is_meta:
         torch.utils.swap_tensors(param, nn.Parameter(replacement, param.requires_grad))
         return
@@ -45,7 +48,8 @@ def _to_local(tensor: Any, **options: Any) -> Any:
 
 
 def _redistribute(tensor: Any, *args: Any, **options: Any) -> Any:
-    return DTensor.redistribute(tensor, *args, **options)
+    # A collective in the background could read the chunk after it has been evicted.
+    return DTensor.redistribute(tensor, *args, **{**options, "async_op": False})
 
 
 def _full_tensor(tensor: Any, **options: Any) -> Any:
@@ -73,8 +77,31 @@ class _InterceptedDTensor(ManagedTensor, DTensor):
 class ChunkDTensorView(_InterceptedDTensor):
     """DTensor whose local tensor is a view of a parameter's payload."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied: torch.Tensor = memo.setdefault(id(self), plain_tensor(self))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain_tensor(self).__reduce_ex__(protocol)
+
 
 class ChunkDTensor(_InterceptedDTensor):
     """Class of a parameter that is a DTensor while it is managed. See [Note: DTensor parameters]."""
 
     _is_whole = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied: nn.Parameter = memo.setdefault(id(self), self._ordinary())
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._ordinary().__reduce_ex__(protocol)
+
+    def _ordinary(self) -> nn.Parameter:
+        """Return an ordinary parameter with this process's part in full precision, on the host."""
+        managed = self._managed_params[0]
+        local = managed.local(self._interceptor.full_precision(managed))
+        return nn.Parameter(like(self, local), self.requires_grad)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return f"ChunkDTensor({self._managed_params[0].name!r}, {plain_tensor(self)!r})"

@@ -37,8 +37,9 @@ def let_through(managed: ManagedParam) -> None:
 def release_parameter(managed: ManagedParam) -> None:
     """Turn a managed parameter back into a Parameter of its own class."""
     param: Any = managed.param
-    param.__class__ = managed.original_class
-    del param._managed_params, param._interceptor
+    if hasattr(param, "_managed_params"):  # otherwise `module.float()` or the like has exchanged it
+        param.__class__ = managed.original_class
+        del param._managed_params, param._interceptor
 
 
 def adopt_view(tensor: Any, managed_params: tuple[ManagedParam, ...], interceptor: OperatorInterceptor) -> None:

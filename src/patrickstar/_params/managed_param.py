@@ -65,6 +65,12 @@ class ManagedParam:
         return self.whole is not None
 
     @property
+    def placements(self) -> Any:
+        """Placements of a parameter that is a DTensor."""
+        param: Any = self.param
+        return param.placements
+
+    @property
     def stays_on_host(self) -> bool:
         """True if an access reads the parameter on the host, without a transfer."""
         return self.on_host and self.chunk.host_valid and not self.chunk.device_valid

@@ -51,7 +51,8 @@ class OperatorInterceptor(Protocol):
         """Return a host copy of a parameter in full precision."""
 
 
-def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a managed tensor that is not intercepted."""
     clone: torch.Tensor = torch.Tensor.clone(tensor.detach())
     return clone
 
@@ -106,11 +107,11 @@ class ChunkView(ManagedTensor, torch.Tensor):
     """View of a parameter's payload. Operators that take it are intercepted like those of the parameter."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied: torch.Tensor = memo.setdefault(id(self), _plain_tensor(self))
+        copied: torch.Tensor = memo.setdefault(id(self), plain_tensor(self))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain_tensor(self).__reduce_ex__(protocol)
+        return plain_tensor(self).__reduce_ex__(protocol)
 
 
 class ChunkParameter(ManagedTensor, nn.Parameter):
@@ -131,7 +132,7 @@ class ChunkParameter(ManagedTensor, nn.Parameter):
         return nn.Parameter(full, self.requires_grad)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        return f"ChunkParameter({self._managed_params[0].name!r}, {_plain_tensor(self)!r})"
+        return f"ChunkParameter({self._managed_params[0].name!r}, {plain_tensor(self)!r})"
 
 
 _LEAVES = frozenset((torch.Tensor, nn.Parameter, int, float, bool, type(None)))
