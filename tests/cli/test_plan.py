@@ -179,9 +179,13 @@ def test_a_dry_run_of_several_processes():
     result = run(*options, "--processes", "4", "--replicas", "2", "--accumulation", "2")
     assert result.exit_code == 0, result.output
     assert "\nprocesses       4 in 2 replicas; the figures are those of the first\n" in result.output
-    assert re.search(r"\nsent +\S+ \S+ of parameters \(\S+ \S+ to other replicas\), \S+ \S+ of gradients", result.output)
+    assert re.search(
+        r"\nsent +\S+ \S+ of parameters \(\S+ \S+ to other replicas\), \S+ \S+ of gradients", result.output
+    )
     assert "\n  collectives " in result.output and "\ndelayed " not in result.output
-    result = run(*options[:-2], "--device", "cpu", "--device-memory", "32MiB", "--host-memory", "1GiB", "--processes", "2")
+    result = run(
+        *options[:-2], "--device", "cpu", "--device-memory", "32MiB", "--host-memory", "1GiB", "--processes", "2"
+    )
     assert result.exit_code == 0 and "32.00 MiB" in result.output and "512.00 MiB" in result.output, result.output
 
 
@@ -191,7 +195,10 @@ def test_a_dry_run_of_several_processes():
         (["--processes", "4"], "--processes 4 requires --dry-run"),
         (["--dry-run", "--processes", "4", "--replicas", "3"], "4 processes can't be divided into replicas=3"),
         (["--dry-run", "--processes", "4", "--tp", "2"], "can't simulate collectives inside of operators"),
-        (["--dry-run", "--processes", "16", "--machine", "8xV100-32GB"], "GPUs for 8 of 16 processes, and no [network]"),
+        (
+            ["--dry-run", "--processes", "16", "--machine", "8xV100-32GB"],
+            "GPUs for 8 of 16 processes, and no [network]",
+        ),
         (["--dry-run", "--processes", "12", "--machine", "8xV100-32GB"], "12 processes do not fill machines of 8 GPUs"),
         (["--dry-run", "--processes", "2", "--delay-from", "1", "--machine", "8xV100-32GB"], "in one process only"),
     ],

@@ -63,8 +63,8 @@ def dry_run_training(
         if machine is None or machine == "here":
             device = config.find_device()
             return simulate_on_this_machine(ps.Engine, build, config, step, device, None, processes, options.replicas)
-        mesh = {"processes": processes, "replicas": options.replicas}
-        return simulate(ps.Engine, build, config, step, find_machine(machine), **mesh)
+        found = find_machine(machine)
+        return simulate(ps.Engine, build, config, step, found, processes=processes, replicas=options.replicas)
 
     report = run(config)
     print_text(console, str(report))
