@@ -94,11 +94,11 @@ def compare(seeds: list[int], replicas: int, at_once: bool) -> None:
 
 @pytest.mark.parametrize(("size", "replicas", "at_once"), [(2, 1, True), (4, 2, True), (4, 1, False)])
 def test_bytes_equal_those_of_a_run(size, replicas, at_once):
-    ranks.run(size, compare, 60, seeds=list(range(draws(24))), replicas=replicas, at_once=at_once)
+    ranks.run(size, compare, 120, seeds=list(range(draws(24))), replicas=replicas, at_once=at_once)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(("size", "replicas"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_many_more_cases(size, replicas, at_once):
-    ranks.run(size, compare, 600, seeds=list(range(1000, 1060)), replicas=replicas, at_once=at_once)
+    ranks.run(size, compare, 600, seeds=list(range(1000, 1030)), replicas=replicas, at_once=at_once)
