@@ -35,6 +35,7 @@ LONGEST = (
     "test_interpreted_kernels",
     "test_the_measured_process",
     "distributed/test_cli.py",
+    "distributed/test_torchrun.py",
     "test_examples.py",
     "test_kills.py",
 )

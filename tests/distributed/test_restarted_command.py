@@ -72,7 +72,7 @@ def test_a_restarted_run_goes_on_with_fewer_processes(tmp_path):
         killed(port, tmp_path, arguments(tmp_path, "killed", 1), 4, 3, 6, "step-2", "step-4")
         text = finished(port, tmp_path, arguments(tmp_path, "killed", 1), 2)
         assert text.count("resumed from killed-saved/step-4") == 1
-        finished(port, tmp_path, arguments(tmp_path, "planned", 1, "--steps", "4"), 4)
+        finished(port, tmp_path, arguments(tmp_path, "planned", 1), 4)
         finished(port, tmp_path, arguments(tmp_path, "planned", 1, "--resume", "planned-saved/step-4"), 2)
     assert [step for step, *_ in losses(tmp_path / "killed.jsonl")] == list(range(1, STEPS + 1))
     assert losses(tmp_path / "killed.jsonl")[4:] == losses(tmp_path / "planned.jsonl")[4:]
