@@ -1,5 +1,6 @@
 """Options and fixtures of all tests."""
 
+import gc
 import os
 import signal
 
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
         items[:] = kept
     items.sort(key=lambda item: next((i for i, part in enumerate(LONGEST) if part in item.nodeid), len(LONGEST)))
+
+
+def pytest_collection_finish():
+    """Exempt what imports have made from garbage collection: tests that call it take half the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,7 @@
-"""Sizes of tests: `make test` runs a quarter of the random draws and one precision per case, `make nightly` all."""
+"""Sizes of tests: `make test` runs a quarter of the random draws and one precision and budget per case.
+
+`make nightly` runs all.
+"""
 
 import pytest
 from hypothesis import settings
@@ -6,7 +9,7 @@ from hypothesis import settings
 NIGHTLY = "nightly"
 """Hypothesis profile of `make nightly`."""
 FAST_SHARE = 4
-THINNED = ("precision", "ending")
+THINNED = ("precision", "ending", "room")
 """Parameters of tests of which `make test` runs one value per case."""
 
 settings.register_profile(NIGHTLY, print_blob=True)

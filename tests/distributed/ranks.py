@@ -6,6 +6,7 @@ namespaces) are started as new interpreters.
 """
 
 import atexit
+import gc
 import json
 import multiprocessing
 import os
@@ -94,6 +95,7 @@ class ForkedRank:
 
 def _run_forked(module: str, name: str, options: str, env: dict[str, str], path: list[str], log: str) -> None:
     """Run one rank in a child of the fork server, as a new interpreter would, and end the process."""
+    gc.freeze()  # what the server imported is not searched for garbage
     os.environ.clear()
     os.environ.update(env)
     sys.path[:] = path

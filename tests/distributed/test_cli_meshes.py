@@ -38,6 +38,7 @@ def check_near(path, other, tolerance=1e-4):
         assert abs(one["loss"] - two["loss"]) < tolerance
 
 
+@pytest.mark.slow
 def test_meshes_train_like_data_parallelism(tmp_path, arguments):
     train(tmp_path, arguments("plain", 2), 2)
     whole = records(tmp_path / "plain")[-1]
@@ -55,7 +56,10 @@ def test_meshes_train_like_data_parallelism(tmp_path, arguments):
         assert summary["model_data_bytes"] < 0.7 * whole["model_data_bytes"]
 
 
-@pytest.mark.parametrize(("sizes", "words"), [(LLAMA, ["--tp", "2"]), (MIXTRAL, ["--tp", "2", "--ep", "4"])])
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [pytest.param(LLAMA, ["--tp", "2"], marks=pytest.mark.slow), (MIXTRAL, ["--tp", "2", "--ep", "4"])],
+)
 def test_model_folders(tmp_path, arguments, sizes, words):
     torch.manual_seed(0)
     config = transformers.CONFIG_MAPPING[sizes["model_type"]](**sizes)
@@ -89,6 +93,7 @@ def test_processes_of_a_tensor_group_share_batch_and_seed(tmp_path, arguments):
     assert not {line.split()[2] for line in lines[0]} & {line.split()[2] for line in lines[2]}
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_any_mesh(tmp_path, arguments):
     words = ["--steps", "4", "--save-every", "2", "--save-to", str(tmp_path / "saved")]
     resume = ["--steps", "4", "--resume", str(tmp_path / "saved" / "step-2")]
@@ -112,7 +117,7 @@ def test_a_run_resumes_on_any_mesh(tmp_path, arguments):
             ["--tp", "2", "--model", "gpt-1m"],
             "no tensor-parallel plan for a GPT2LMHeadModel (gpt-1m)",
         ),
-        (2, ["--tp", "2", "--dry-run"], "error: --dry-run simulates a single process"),
+        (2, ["--tp", "2", "--dry-run"], "error: --dry-run simulates all processes in one"),
     ],
 )
 def test_what_can_not_be_divided_is_refused_in_each_process(tmp_path, arguments, processes, words, error):

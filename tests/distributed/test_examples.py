@@ -19,7 +19,7 @@ def experts(words: list[str]) -> None:
     assert 0 < peak_bytes <= budget_mib << 20
 
 
-@pytest.mark.parametrize("words", [[], ["--tp", "2", "--ep", "4"]])
+@pytest.mark.parametrize("words", [pytest.param([], marks=pytest.mark.slow), ["--tp", "2", "--ep", "4"]])
 def test_experts(words):
     first, *others = ranks.run(4, experts, words=words)
     assert "step 6: loss" in first.text and "of model data and a budget of 32MiB" in first.text

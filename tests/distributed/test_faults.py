@@ -95,7 +95,7 @@ def test_a_process_ends_before_the_groups_of_the_engine():
     [
         ("start", 1, 2, False, 1),
         ("all_gather", 0, 2, False, 1),
-        ("reduce_scatter", 2, 4, False, 1),
+        pytest.param("reduce_scatter", 2, 4, False, 1, marks=pytest.mark.slow),
         ("all_gather", 3, 4, False, 2),
         ("hierarchical_reduce_scatter", 3, 4, False, 2),
         pytest.param("step", 1, 2, True, 1, marks=pytest.mark.slow),
@@ -112,7 +112,8 @@ def test_a_process_is_killed(where, rank, size, disk, replicas, tmp_path):
     for other, result in enumerate(ended):
         if other != rank:
             assert result.code == 1, f"rank {other} ended with {result.code}:\n{result.text[-3000:]}"
-            assert f"PeerError: rank {rank} (process" in result.text, result.text[-3000:]
+            # A process that has ended because of it may be named, too.
+            assert re.search(rf"PeerError: .*\brank {rank} \(process", result.text), result.text[-3000:]
     assert not list(tmp_path.iterdir()), "a file is left"
 
 

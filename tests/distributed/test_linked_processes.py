@@ -180,7 +180,7 @@ SIZES = [(2, 1), (1, 4), (1, 2), (2, 4), (2, 2)]
 
 
 def test_no_process_waits_for_ever():
-    ranks.run(4, many_runs, seeds=list(range(draws(12))), sizes=SIZES)
+    ranks.run(4, many_runs, seeds=list(range(draws(8))), sizes=SIZES)
 
 
 @pytest.mark.slow

@@ -184,6 +184,7 @@ def carry(folder: str, names: list[str], first: int) -> None:
         engine.close()
 
 
+@pytest.mark.slow
 def test_states_on_disk_move_between_meshes(tmp_path):
     first = 0
     for names in (["1"], ["dp2-tp2-ep2", "ep4"], ["1"]):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
+from sampling import nightly
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -96,6 +97,7 @@ def cases(chosen: list[tuple[str, str]]) -> None:
 
 def test_meshes_equal_one_process():
     names = [name for name in MODELS if name not in ("decoder, sequences", "decoder, losses")]  # one has both
+    names = names[:: 1 if nightly() else 3]
     ways = [CHECKPOINTING[number % len(CHECKPOINTING)] for number in range(len(names))]
     ranks.run(4, cases, chosen=list(zip(names, ways, strict=True)))
 
@@ -141,7 +143,7 @@ def test_processes_have_the_same_bits():
     ]
     precisions = [("bf16", "16-bit"), ("fp16", "fp32"), ("bf16", "fp32")]
     options = [(name, CHECKPOINTING[number % 3], *precisions[number // 2 % 3]) for number, name in enumerate(names)]
-    ranks.run(4, same_bits, chosen=options)
+    ranks.run(4, same_bits, chosen=options[:: 1 if nightly() else 2])
 
 
 @pytest.mark.slow

@@ -95,15 +95,14 @@ def check_same_run(killed: str, expected: str, first: int = 1) -> None:
     assert re.findall(finished, killed) == re.findall(finished, expected)[-1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "victim"),
     [
         (["--standalone"], 1),
-        pytest.param(["--standalone"], 0, marks=pytest.mark.slow),
-        pytest.param(
-            ["--rdzv-backend", "static", "--master-addr", "127.0.0.1", "--master-port"], 1, marks=pytest.mark.slow
-        ),
-        pytest.param(["--rdzv-backend", "c10d", "--rdzv-endpoint"], 1, marks=pytest.mark.slow),
+        (["--standalone"], 0),
+        (["--rdzv-backend", "static", "--master-addr", "127.0.0.1", "--master-port"], 1),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint"], 1),
     ],
 )
 def test_a_process_is_killed(options, victim, tmp_path):

@@ -43,7 +43,8 @@ FUNCTIONS = [everything_evicted, in_small_pieces, any_budget, branches]
 
 
 @pytest.mark.parametrize(
-    "function, size, replicas", [*((function, 4, 2) for function in FUNCTIONS), (any_budget, 4, 4), (branches, 2, 2)]
+    "function, size, replicas",
+    [(everything_evicted, 4, 2), (any_budget, 4, 4), (in_small_pieces, 2, 2), (branches, 2, 2)],
 )
 def test_exact(function, size, replicas):
     ranks.run(size, function, seeds=list(range(300, 300 + draws(24 // size))), replicas=replicas)
@@ -56,11 +57,12 @@ def test_many_more_cases(function, size, replicas):
     ranks.run(size, function, 600, seeds=list(range(10_000 * size, 10_000 * size + 30)), replicas=replicas)
 
 
-@pytest.mark.parametrize("size, replicas", [(4, 2), (2, 2)])
+@pytest.mark.parametrize("size, replicas", [pytest.param(4, 2, marks=pytest.mark.slow), (2, 2)])
 def test_unusual_loops(size, replicas):
     ranks.run(size, scripts, names=list(SCRIPTS), replicas=replicas)
 
 
+@pytest.mark.slow
 def test_masters_and_states_on_disk(tmp_path):
     ranks.run(2, from_disk, seeds=list(range(draws(2))), folder=str(tmp_path), replicas=2, more_bytes=222_000)
 
@@ -71,11 +73,12 @@ def test_gradients_and_saving(precision, tmp_path):
     ranks.run(4, saving, precision=precision, folder=str(tmp_path), replicas=2)
 
 
-@pytest.mark.parametrize("size, replicas", [(4, 2), (2, 2)])
+@pytest.mark.parametrize("size, replicas", [(4, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_chunks_of_one_owner(size, replicas):
     ranks.run(size, one_owner, seeds=list(range(draws(3))), replicas=replicas)
 
 
+@pytest.mark.slow
 def test_checkpoints_cross_meshes(tmp_path):
     seeds = [1, 2, 3][: draws(3)]
     ranks.run(4, save_and_go_on, folder=str(tmp_path), seeds=seeds, replicas=2)
@@ -182,7 +185,7 @@ def record_sends(world: World) -> Counter[int]:
     return sent
 
 
-@pytest.mark.parametrize("size, replicas", [*MESHES, (4, 1)])
+@pytest.mark.parametrize("size, replicas", [pytest.param(2, 2, marks=pytest.mark.slow), (4, 1), (4, 2), (4, 4)])
 def test_a_step_sends_the_bytes_of_the_table(size, replicas):
     ranks.run(size, counters, replicas=replicas)
 

@@ -58,7 +58,7 @@ def result(one):
     return [entry for entry in logged(one) if "train_loss" not in entry], weights(one) | moments
 
 
-@pytest.mark.parametrize(("step", "epochs"), [(2, 2), (3, 2), (4, 1.7)])
+@pytest.mark.parametrize(("step", "epochs"), [(2, 2), pytest.param(3, 2, marks=pytest.mark.slow), (4, 1.7)])
 def test_resumed_run_is_bitwise_equal(tmp_path, step, epochs):
     """Resume within an epoch of 3 steps (2, 4) and at its end; accumulation, dropout, scheduler, evaluation."""
     whole = trainer(tmp_path / "whole", save_steps=1, num_train_epochs=epochs)
@@ -91,6 +91,7 @@ def test_resume_from_a_path_after_evaluation(tmp_path):
     close(second)
 
 
+@pytest.mark.slow
 def test_killed_while_saving(tmp_path):
     """The incomplete checkpoint is ignored, and the run resumes from the last complete one."""
     tests = Path(__file__).parents[1]

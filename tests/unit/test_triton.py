@@ -81,6 +81,7 @@ def operations(kernel) -> set[str]:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_compiled_kernels_round_every_operation(compiled):
     backend, results = compiled
     spans = [span(rule) for rule in kernel_cases.RULES]
