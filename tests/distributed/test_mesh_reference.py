@@ -131,6 +131,7 @@ def same_bits(chosen: list[tuple[str, str, str, str]]) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_processes_have_the_same_bits():
     names = [
         "decoder, both",
@@ -143,7 +144,7 @@ def test_processes_have_the_same_bits():
     ]
     precisions = [("bf16", "16-bit"), ("fp16", "fp32"), ("bf16", "fp32")]
     options = [(name, CHECKPOINTING[number % 3], *precisions[number // 2 % 3]) for number, name in enumerate(names)]
-    ranks.run(4, same_bits, chosen=options[:: 1 if nightly() else 2])
+    ranks.run(4, same_bits, chosen=options)
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ import removed_statements
 
 REMOVED = (
     "accelerator: self.current_stream().wait_event(event)",
-    "accelerator: event.synchronize()",
-    "chunk: self.d2h_transfer.wait()",
+    pytest.param("accelerator: event.synchronize()", marks=pytest.mark.slow),
+    pytest.param("chunk: self.d2h_transfer.wait()", marks=pytest.mark.slow),
     "streamed_update: self.accelerator.order(uploaded)",
 )
 

@@ -68,7 +68,7 @@ def test_no_schedule_changes_the_results_of_two_processes():
     ranks.run(2, on_device, seeds=list(range(draws(12))))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_schedule_changes_the_results_of_two_replicas(size):
     ranks.run(size, on_device, seeds=list(range(20, 20 + draws(12))), replicas=2)
 

@@ -13,8 +13,8 @@ from patrickstar._memory import memory_meter as meter
 from patrickstar._memory.memory_meter import AllocatorMeter, ResidentMeter, SampledMeter, available_bytes, host_meter
 
 MIB = 1024**2
-SIZE = 64 * MIB
-TOLERANCE = 4 * MIB
+SIZE = 256 * MIB
+TOLERANCE = 16 * MIB
 """Bytes that the interpreter and the C library may allocate or free besides the tensor."""
 
 CPU = torch.device("cpu")
