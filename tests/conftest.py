@@ -58,6 +58,10 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # extension modules look for leaks at the end
+
+
 @pytest.fixture(autouse=True)
 def _late_copies(request, monkeypatch):
     seed = request.config.getoption("--late-copies")
