@@ -17,6 +17,15 @@ def test_trainer(tmp_path, one_thread):
     assert (tmp_path / "model.safetensors").is_file() and (tmp_path / "checkpoint-2").is_dir()
 
 
+def test_accelerate_loop(tmp_path, one_thread):
+    main = runpy.run_path(str(EXAMPLES / "accelerate_loop.py"))["main"]
+    options = ["--save", str(tmp_path / "state"), "--device-memory", "1GiB"]
+    first = main([*options, "--steps", "2"])
+    (again,) = main([*options, "--steps", "1", "--resume"])
+    assert again < first[0] < 6
+    assert (tmp_path / "state" / "patrickstar").is_dir()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_trainer_with_adapters(tmp_path, one_thread):

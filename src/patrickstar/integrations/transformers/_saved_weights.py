@@ -1,7 +1,5 @@
 """Weights in the formats of transformers and PEFT: saved from an engine, and read one at a time."""
 
-import re
-import shutil
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -14,12 +12,11 @@ from transformers.utils.import_utils import is_peft_available
 from patrickstar._engine.engine import Engine
 from patrickstar._params.tensor_subclass import managed_param_of
 from patrickstar.errors import ModelError
+from patrickstar.integrations._weight_files import save_weights
 from patrickstar.integrations.transformers._key_mapping import names_of_each
 from patrickstar.integrations.transformers._model_folder import Source, TensorInFile, read_header, tensors_of
 
 ADAPTER_FILE = "adapter_model.safetensors"
-WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-"""Names of transformers' weight files."""
 
 
 class SavedWeights(Mapping[str, torch.Tensor]):
@@ -91,27 +88,6 @@ def adapter_names(model: nn.Module) -> dict[str, dict[str, str]]:
         picked = get_peft_model_state_dict(model, state_dict=dict(numbers), adapter_name=adapter)
         keys[adapter] = {key: names[int(number)] for key, number in picked.items()}
     return keys
-
-
-def save_weights(engine: Engine, folder: Path, hidden: str = ".weights") -> None:
-    """Save all weights in full precision to a folder that may hold other files. Collective.
-
-    Weights are written to a subfolder first. Raises CheckpointError if it cannot be written.
-    """
-    staging = folder / hidden
-    is_writer = engine.world.rank == 0
-    if is_writer:
-        folder.mkdir(parents=True, exist_ok=True)
-        if staging.is_dir():
-            shutil.rmtree(staging)
-    engine.save_pretrained(staging)
-    if is_writer:
-        for old in folder.iterdir():
-            if WEIGHTS.fullmatch(old.name):
-                old.unlink()
-        for file in staging.iterdir():
-            file.replace(folder / file.name)
-        staging.rmdir()
 
 
 def make_savable(engine: Engine) -> None:

@@ -17,11 +17,18 @@ from patrickstar._engine.engine import Engine
 from patrickstar._engine.initialize import initialize
 from patrickstar.config import Config
 from patrickstar.errors import BudgetError, ConfigError, TrainingError
+from patrickstar.integrations._engine_accelerator import Managed
+from patrickstar.integrations._optimizers import ParamGroups
+from patrickstar.integrations._weight_files import save_weights
 from patrickstar.integrations.transformers import _training_args as training_args
-from patrickstar.integrations.transformers._accelerator import EngineAccelerator, Managed
 from patrickstar.integrations.transformers._checkpoint_folders import CheckpointFolders
 from patrickstar.integrations.transformers._distributed_config import ModelParallelism, distributed_config
-from patrickstar.integrations.transformers._saved_weights import is_adapted, save_weights, saved_weights
+from patrickstar.integrations.transformers._saved_weights import (
+    is_adapted,
+    make_savable,
+    saved_weights,
+)
+from patrickstar.integrations.transformers._trainer_accelerator import TrainerAccelerator
 from patrickstar.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -102,6 +109,7 @@ class Trainer(transformers.Trainer):
             engine = self.make_engine(
                 self.model, training_args.merge(self._user_config, self.args, self._chosen_optimizer())
             )
+            make_savable(engine)
             self._managed = Managed(engine)
             self.accelerator.engine = engine
         return self._managed
@@ -150,7 +158,7 @@ class Trainer(transformers.Trainer):
         return training_args.from_optim(kind, options, self._param_groups, str(self.args.optim))
 
     @property
-    def _param_groups(self) -> training_args.ParamGroups:
+    def _param_groups(self) -> ParamGroups:
         return training_args.decay_groups(self.get_decay_parameter_names(self.model), self.args.weight_decay)
 
     # Training and evaluation loops
@@ -169,7 +177,7 @@ class Trainer(transformers.Trainer):
             self._parallelism = ModelParallelism.of(self.model, *processes, self.args.device.type)
         if self._parallelism is not None:
             self.model._tp_size = self._parallelism.sizes.tp  # transformers counts batches and tokens by it
-        self.accelerator = EngineAccelerator.from_accelerator(self.accelerator, engine, self._parallelism)
+        self.accelerator = TrainerAccelerator.from_accelerator(self.accelerator, engine, self._parallelism)
         # transformers has bound the method of the class that the accelerator had.
         gather = self.accelerator.gather_for_metrics
         self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)

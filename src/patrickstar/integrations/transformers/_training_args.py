@@ -1,6 +1,6 @@
 """Conversion of `TrainingArguments` to a `ps.Config`, and rejection of unsupported arguments."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,14 +10,8 @@ from transformers import TrainingArguments
 
 from patrickstar.config import Config
 from patrickstar.errors import ConfigError
-from patrickstar.optim import SGD, AdamW, Optimizer, TorchOptimizer
-
-ParamGroups = Callable[[nn.Module], Iterable[dict[str, Any]]]
-
-NATIVE_OPTIMIZERS: dict[type, type[Optimizer]] = {torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
-"""Optimizers with kernels that replace classes of torch named by `args.optim`."""
-SPEED_ONLY = ("fused", "foreach")
-"""Options of torch's optimizers that select an implementation, not the update rule."""
+from patrickstar.integrations._optimizers import NATIVE_OPTIMIZERS, SPEED_ONLY, ParamGroups
+from patrickstar.optim import Optimizer, TorchOptimizer
 
 
 def decay_groups(decayed: Iterable[str], weight_decay: float) -> ParamGroups:

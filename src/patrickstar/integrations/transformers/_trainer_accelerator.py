@@ -1,79 +1,36 @@
-"""Module and Accelerator that route the Trainer's calls to the engine."""
+"""Accelerator of the Trainer: the engine's, with processes that share batches."""
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
 from patrickstar._engine.engine import Engine
-from patrickstar.errors import ConfigError, TrainingError
+from patrickstar.errors import ConfigError
+from patrickstar.integrations._engine_accelerator import EngineAccelerator
 from patrickstar.integrations.transformers._distributed_config import ModelParallelism
-from patrickstar.integrations.transformers._saved_weights import make_savable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class _Uncast:
-    """Wrapper that protects a tensor from the engine's cast of inputs."""
+class TrainerAccelerator(EngineAccelerator):
+    """Accelerator that delegates to the engine of a Trainer."""
 
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-
-
-def _unpack(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return args, {name: value.value if isinstance(value, _Uncast) else value for name, value in kwargs.items()}
-
-
-class Managed(nn.Module):
-    """Module whose forward calls the engine; other attributes are those of the model."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self.module = engine.module
-        self.engine = engine
-        # Loss functions divide by num_items_in_batch; cast to 16 bits, 1023 tokens would become 1024.
-        self.module.register_forward_pre_hook(_unpack, with_kwargs=True)
-        make_savable(engine)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(items := kwargs.get("num_items_in_batch"), torch.Tensor):
-            kwargs["num_items_in_batch"] = _Uncast(items)
-        return self.engine(*args, **kwargs)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.engine.optimizer.zero_grad()
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-
-class EngineAccelerator(Accelerator):  # type: ignore[misc]
-    """Accelerator that delegates model, gradients and optimizer to the engine.
-
-    Data sharding, gathering of metrics and counting of micro-batches remain accelerate's.
-    """
-
-    engine: Engine | None
     parallelism: ModelParallelism | None
     """Division of model and batches over processes; None if each process has a batch and the whole model."""
 
     @classmethod
     def from_accelerator(
         cls, accelerator: Accelerator, engine: Engine | None, parallelism: ModelParallelism | None
-    ) -> "EngineAccelerator":
+    ) -> "TrainerAccelerator":
         """Convert the Trainer's accelerator in place, since the Trainer already holds bound methods of it."""
         accelerator.__class__ = cls
         accelerator.engine, accelerator.parallelism = engine, parallelism
-        converted: EngineAccelerator = accelerator
+        converted: TrainerAccelerator = accelerator
         return converted
 
     @property
@@ -126,37 +83,9 @@ class EngineAccelerator(Accelerator):  # type: ignore[misc]
         return pytree.tree_map_only(torch.Tensor, distinct, self.gather(input_data))
 
     @property
-    def _active_engine(self) -> Engine:
-        if self.engine is None:
-            raise TrainingError("there is no engine yet: train(), evaluate() and predict() create it")
-        return self.engine
-
-    def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        inner: nn.Module = super().unwrap_model(model.module if isinstance(model, Managed) else model, *args, **options)
-        return inner
-
-    def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        return model
+    def _no_engine(self) -> str:
+        return "there is no engine yet: train(), evaluate() and predict() create it"
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> torch.optim.Optimizer:
+        """Return the optimizer unchanged: it is the engine's."""
         return optimizer
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a null context: `backward` decides whether gradients are averaged."""
-        return nullcontext()
-
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Run backward through the engine, which averages over processes in the last one before a step."""
-        every_batch = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        self._active_engine.backward(loss, accumulate=not (self.sync_gradients or every_batch), **options)
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clip gradients in the next step; return their 2-norm before. Raises TrainingError for other norms."""
-        if norm_type != 2:
-            raise TrainingError(f"norm_type={norm_type} is not supported: gradients are clipped by their 2-norm")
-        return self._active_engine.clip_grad_norm_(max_norm)
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """True if the last fp16 step was skipped because of non-finite gradients."""
-        return self._active_engine.stats.last.overflows > 0

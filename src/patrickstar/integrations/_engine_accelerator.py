@@ -1,0 +1,96 @@
+"""Module and Accelerator that route calls of accelerate's loops to an engine."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from patrickstar._engine.engine import Engine
+from patrickstar.errors import TrainingError
+
+
+class _Uncast:
+    """Wrapper that protects a tensor from the engine's cast of inputs."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+def _unpack(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, {name: value.value if isinstance(value, _Uncast) else value for name, value in kwargs.items()}
+
+
+class Managed(nn.Module):
+    """Module whose forward calls the engine; other attributes are those of the model."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.module = engine.module
+        self.engine = engine
+        # Loss functions divide by num_items_in_batch; cast to 16 bits, 1023 tokens would become 1024.
+        self.module.register_forward_pre_hook(_unpack, with_kwargs=True)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(items := kwargs.get("num_items_in_batch"), torch.Tensor):
+            kwargs["num_items_in_batch"] = _Uncast(items)
+        return self.engine(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.engine.optimizer.zero_grad()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class EngineAccelerator(Accelerator):  # type: ignore[misc]
+    """Accelerator that delegates model, gradients and optimizer to an engine.
+
+    Data sharding, gathering of metrics and counting of micro-batches remain accelerate's.
+    """
+
+    engine: Engine | None = None
+
+    @property
+    def _active_engine(self) -> Engine:
+        if self.engine is None:
+            raise TrainingError(self._no_engine)
+        return self.engine
+
+    @property
+    def _no_engine(self) -> str:
+        """Text of the error of calls that need an engine before there is one."""
+        raise NotImplementedError
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        """Return the model itself."""
+        inner: nn.Module = super().unwrap_model(model.module if isinstance(model, Managed) else model, *args, **options)
+        return inner
+
+    def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        """Return the model unchanged: the engine moves parameters, and shards them over processes."""
+        return model
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a null context: `backward` decides whether gradients are averaged."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Run backward through the engine, which averages over processes in the last one before a step."""
+        every_batch = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        self._active_engine.backward(loss, accumulate=not (self.sync_gradients or every_batch), **options)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clip gradients in the next step; return their 2-norm before. Raises TrainingError for other norms."""
+        if norm_type != 2:
+            raise TrainingError(f"norm_type={norm_type} is not supported: gradients are clipped by their 2-norm")
+        return self._active_engine.clip_grad_norm_(max_norm)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """True if the last fp16 step was skipped because of non-finite gradients."""
+        return self._active_engine.stats.last.overflows > 0
