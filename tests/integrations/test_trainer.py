@@ -1,7 +1,6 @@
 """Trainer: results equal those of transformers' Trainer, bitwise where the arithmetic is the same."""
 
 import gc
-from functools import partial
 
 import numpy as np
 import pytest
@@ -269,55 +268,6 @@ def test_unsupported_arguments_are_rejected_by_name(tmp_path, case):
     options, name = REFUSED[case]
     with pytest.raises(ConfigError, match=name):
         Trainer(gpt2(), arguments(tmp_path, **options), train_dataset=texts())
-
-
-def optimizer_of(trainer):
-    found = trainer.create_optimizer()
-    close(trainer)
-    return found
-
-
-def test_choice_of_the_optimizer(tmp_path):
-    def chosen(config=None, **options):
-        names = {"optim", "optim_args", "learning_rate", "adam_beta1"}
-        own = {key: options.pop(key) for key in names & options.keys()}
-        trainer = Trainer(gpt2(), arguments(tmp_path, **own), train_dataset=texts(), config=config, **options)
-        optimizer_of(trainer)
-        return trainer.engine.config.optimizer
-
-    default = chosen(learning_rate=3e-4, adam_beta1=0.8)
-    assert isinstance(default, ps.AdamW) and default.lr == 3e-4 and default.betas == (0.8, 0.999)
-    sgd = chosen(optim="sgd", optim_args="momentum=0.9")
-    assert isinstance(sgd, ps.SGD) and sgd.momentum == 0.9
-    assert chosen(optim="rmsprop").kind is torch.optim.RMSprop
-    assert isinstance(chosen(optimizer_cls_and_kwargs=(ps.Lion, {"lr": 1e-4})), ps.Lion)
-    assert chosen(optimizers=(partial(torch.optim.Adam, lr=1e-3), None)).kind is torch.optim.Adam
-    own = ps.Lion(lr=1e-5)
-    assert chosen(config=ps.Config(optimizer=own)) == own
-    assert chosen(config=ps.Config(chunk_size="16KiB"), optim="adagrad").kind is torch.optim.Adagrad
-
-
-def test_unsupported_optimizers_are_rejected(tmp_path):
-    model = gpt2()
-    args = arguments(tmp_path)
-    made = torch.optim.AdamW(model.parameters())
-    schedule = torch.optim.lr_scheduler.ConstantLR(made)
-    with pytest.raises(ConfigError, match=r"give the class, not an optimizer"):
-        Trainer(model, args, optimizers=(made, None)).create_optimizer()
-    with pytest.raises(ConfigError, match=r"scheduler can't be passed"):
-        Trainer(model, args, optimizers=(None, schedule))
-    with pytest.raises(ConfigError, match="element"):
-        Trainer(model, arguments(tmp_path, optim="adafactor")).create_optimizer()
-
-    class Own(Trainer):
-        def create_optimizer(self, model=None):
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-            return self.optimizer
-
-    trainer = Own(model, args, train_dataset=texts())
-    with pytest.raises(ConfigError, match=r"not in create_optimizer"):
-        trainer.train()
-    close(trainer)
 
 
 def test_config_must_not_contradict_the_arguments(tmp_path):

@@ -154,8 +154,11 @@ class Trainer(transformers.Trainer):
         if self.optimizer_cls_and_kwargs is not None:
             kind, options = self.optimizer_cls_and_kwargs
             return training_args.from_class(kind, options, self._param_groups, f"optimizer_cls_and_kwargs={kind!r}")
+        named = training_args.from_args(self.args, self._param_groups)
+        if named is not None:
+            return named
         kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        return training_args.from_optim(kind, options, self._param_groups, str(self.args.optim))
+        return training_args.from_optim(kind, options, self._param_groups, training_args.name_of_optim(self.args))
 
     @property
     def _param_groups(self) -> ParamGroups:

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from patrickstar.config import Config
 from patrickstar.errors import ConfigError
 from patrickstar.integrations._optimizers import NATIVE_OPTIMIZERS, SPEED_ONLY, ParamGroups
-from patrickstar.optim import Optimizer, TorchOptimizer
+from patrickstar.optim import AdamW, Lion, Optimizer, TorchOptimizer
 
 
 def decay_groups(decayed: Iterable[str], weight_decay: float) -> ParamGroups:
@@ -74,6 +74,33 @@ def merge(user_config: Config, args: TrainingArguments, optimizer: Optimizer) ->
     return Config(**explicit | {"precision": precision, "device": str(device), "optimizer": optimizer})
 
 
+def name_of_optim(args: TrainingArguments) -> str:
+    """Return the value of `args.optim`, a string or one of transformers' names."""
+    return str(getattr(args.optim, "value", args.optim))
+
+
+def from_args(args: TrainingArguments, groups: ParamGroups) -> Optimizer | None:
+    """Return the optimizer for a name of bitsandbytes in `args.optim`, without that library; None for other names.
+
+    Its AdamW and Lion with states of 32 bits have the rules of this package's. "paged" names the same rule, and chunks
+    need no pages of bitsandbytes. Raises ConfigError for names of states with fewer bits.
+    """
+    name = name_of_optim(args)
+    betas = (args.adam_beta1, args.adam_beta2)
+    if name in ("lion_32bit", "paged_lion_32bit"):
+        return Lion(lr=args.learning_rate, betas=betas, param_groups=groups)
+    if name == "paged_adamw_32bit":
+        return AdamW(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, param_groups=groups)
+    if name.endswith(("_8bit", "_4bit")):
+        bits = name.removesuffix("bit").rpartition("_")[2]
+        raise ConfigError(
+            f"optim={name!r} is not supported: it stores states in {bits} bits, with a scale for each block of them, "
+            f"and the states in chunks have 32. Use optim='adamw_torch' (8 bytes of states per parameter) or "
+            f"'lion_32bit' (4 bytes); with ps.Config(disk=...) they may exceed the memory"
+        )
+    return None
+
+
 def from_optim(kind: Any, options: Mapping[str, Any], groups: ParamGroups, name: str) -> Optimizer:
     """Return the optimizer for `args.optim`, given transformers' class and options for it.
 
@@ -92,6 +119,12 @@ def from_class(kind: Any, options: Mapping[str, Any], groups: ParamGroups, label
     if isinstance(kind, type) and not own_groups:
         if issubclass(kind, Optimizer):
             return kind(**{"param_groups": groups} | dict(options))
+        if kind.__module__.startswith("bitsandbytes."):
+            raise ConfigError(
+                f"{label} is not supported: {kind.__name__} of bitsandbytes updates tensors with kernels of its own, "
+                f"and not the elements of chunks. Use a class of torch.optim, such as optim='rmsprop', or ps.AdamW, "
+                f"ps.SGD or ps.Lion"
+            )
         if issubclass(kind, torch.optim.Optimizer):
             return TorchOptimizer(kind=kind, options=dict(options), param_groups=groups)
     raise ConfigError(
