@@ -8,20 +8,17 @@ losses must be bit-identical.
 
 import argparse
 import time
-from pathlib import Path
-from statistics import median
 
 import torch
-from report import publish
 from torch.utils.data import DataLoader
-from trainer import WARM_UP, Loop, build
+from trainer import WARM_UP, Loop, build, compare
 
 from patrickstar._cli.presets import PRESETS
 from patrickstar.integrations.accelerate import Accelerator
 
 
-def run(options: argparse.Namespace) -> list[str]:
-    """Return the row of the table."""
+def run(options: argparse.Namespace) -> list[tuple[float, float]]:
+    """Return the seconds of a step of accelerate's loop and of the engine's, in pairs."""
     steps = WARM_UP + options.rounds
     vocabulary = PRESETS[options.model].config().vocab_size
     ids = torch.randint(0, vocabulary, (steps * options.batch, options.sequence))
@@ -51,45 +48,10 @@ def run(options: argparse.Namespace) -> list[str]:
         pairs.append((step_end - start, now - step_end))
         start = now
     assert len(pairs) == steps
-    pairs = pairs[WARM_UP:]
-    ratios = sorted(steps / loops for steps, loops in pairs)
     loop.engine.close(keep=False)
     accelerator.free_memory()
-    return [
-        options.model,
-        f"{median(loops for _, loops in pairs):.4f}",
-        f"{median(seconds for seconds, _ in pairs):.4f}",
-        f"{1e3 * median(seconds - loops for seconds, loops in pairs):.1f}",
-        f"{median(ratios):.3f}",
-        f"{ratios[0]:.3f} - {ratios[-1]:.3f}",
-    ]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--model", default="gpt-40m")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=31)
-    options = parser.parse_args()
-    publish(
-        Path(__file__).stem,
-        options.device,
-        f"bf16, {options.batch} x {options.sequence} tokens per step, everything fits, clipping. Limit: a step of "
-        f"accelerate's loop takes at most 1.03 times a step of the engine's own loop. The losses of both are "
-        f"bit-identical.",
-        [
-            "model",
-            "loop, s/step",
-            "accelerate, s/step",
-            "overhead, ms (median of pairs)",
-            "ratio (median of pairs)",
-            "range",
-        ],
-        [run(options)],
-    )
+    return pairs
 
 
 if __name__ == "__main__":
-    main()
+    compare("accelerate_loop", "accelerate's loop", __doc__, "clipping", run)

@@ -9,7 +9,7 @@ step a learning-rate schedule, and their losses must be bit-identical.
 import argparse
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -73,7 +73,7 @@ class AlternatingSteps(TrainerCallback):
         self.start = now
 
 
-def run(options: argparse.Namespace) -> list[str]:
+def run(options: argparse.Namespace) -> list[tuple[float, float]]:
     steps = WARM_UP + options.rounds
     vocabulary = PRESETS[options.model].config().vocab_size
     examples = [
@@ -107,44 +107,56 @@ def run(options: argparse.Namespace) -> list[str]:
         trainer.train()
         logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert logged == alternating.losses, f"losses differ: {logged} and {alternating.losses}"
-    pairs = alternating.pairs[WARM_UP:]
-    ratios = sorted(trainers / loops for trainers, loops in pairs)
     for engine in (trainer.engine, alternating.loop.engine):
         engine.close(keep=False)
-    return [
-        options.model,
-        f"{median(loops for _, loops in pairs):.4f}",
-        f"{median(trainers for trainers, _ in pairs):.4f}",
-        f"{1e3 * median(trainers - loops for trainers, loops in pairs):.1f}",
-        f"{median(ratios):.3f}",
-        f"{ratios[0]:.3f} - {ratios[-1]:.3f}",
-    ]
+    return alternating.pairs
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def compare(
+    name: str, label: str, doc: str | None, extras: str, run: Callable[[argparse.Namespace], list[tuple[float, float]]]
+) -> None:
+    """Publish the overhead of a library's loop over the engine's own.
+
+    Args:
+        name: Name of the results.
+        label: Name of the library's loop.
+        doc: Description of the command.
+        extras: What both loops do beside a step.
+        run: Function that returns the seconds of a step of the library's loop and of the engine's, in pairs.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", default="gpt-40m")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=31)
     options = parser.parse_args()
+    pairs = run(options)[WARM_UP:]
+    ratios = sorted(library / loop for library, loop in pairs)
+    row = [
+        options.model,
+        f"{median(loop for _, loop in pairs):.4f}",
+        f"{median(library for library, _ in pairs):.4f}",
+        f"{1e3 * median(library - loop for library, loop in pairs):.1f}",
+        f"{median(ratios):.3f}",
+        f"{ratios[0]:.3f} - {ratios[-1]:.3f}",
+    ]
     publish(
-        Path(__file__).stem,
+        name,
         options.device,
-        f"bf16, {options.batch} x {options.sequence} tokens per step, everything fits, clipping, a log entry per step. "
-        f"Limit: a Trainer step takes at most 1.03 times a step of the loop. The losses of both are bit-identical.",
+        f"bf16, {options.batch} x {options.sequence} tokens per step, everything fits, {extras}. Limit: a step of "
+        f"{label} takes at most 1.03 times a step of the engine's own loop. The losses of both are bit-identical.",
         [
             "model",
             "loop, s/step",
-            "Trainer, s/step",
+            f"{label}, s/step",
             "overhead, ms (median of pairs)",
             "ratio (median of pairs)",
             "range",
         ],
-        [run(options)],
+        [row],
     )
 
 
 if __name__ == "__main__":
-    main()
+    compare("trainer", "the Trainer", __doc__, "clipping, a log entry per step", run)

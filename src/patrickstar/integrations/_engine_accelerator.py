@@ -54,26 +54,27 @@ class EngineAccelerator(Accelerator):  # type: ignore[misc]
     """
 
     engine: Engine | None = None
+    no_engine: str
+    """Text of the error of calls that need an engine before there is one."""
 
     @property
     def _active_engine(self) -> Engine:
         if self.engine is None:
-            raise TrainingError(self._no_engine)
+            raise TrainingError(self.no_engine)
         return self.engine
 
-    @property
-    def _no_engine(self) -> str:
-        """Text of the error of calls that need an engine before there is one."""
-        raise NotImplementedError
+    def synchronize(self) -> None:
+        """Wait for the other processes and serve their requests meanwhile.
+
+        A process in one of accelerate's collectives cannot serve requests for its shards of parameters.
+        """
+        if self.engine is not None and self.engine.world.size > 1:
+            self.engine.average(0.0)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
         """Return the model itself."""
         inner: nn.Module = super().unwrap_model(model.module if isinstance(model, Managed) else model, *args, **options)
         return inner
-
-    def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        """Return the model unchanged: the engine moves parameters, and shards them over processes."""
-        return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a null context: `backward` decides whether gradients are averaged."""

@@ -8,9 +8,11 @@ from patrickstar._engine.engine import Engine
 
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """Names of transformers' weight files."""
+STAGING = ".weights"
+"""Name of the subfolder for files that are being written."""
 
 
-def save_weights(engine: Engine, folder: Path, hidden: str = ".weights", max_shard_bytes: int | str = "5GB") -> None:
+def save_weights(engine: Engine, folder: Path, max_shard_bytes: int | str = "5GB") -> None:
     """Save all weights in full precision to a folder that may hold other files. Every process must call it.
 
     Weights are written to a subfolder first.
@@ -18,13 +20,12 @@ def save_weights(engine: Engine, folder: Path, hidden: str = ".weights", max_sha
     Args:
         engine: Engine of the model.
         folder: Folder; weights of an earlier call are replaced.
-        hidden: Name of the subfolder.
         max_shard_bytes: Largest file, in bytes or as a size such as "5GB".
 
     Raises:
         CheckpointError: It cannot be written.
     """
-    staging = folder / hidden
+    staging = folder / STAGING
     is_writer = engine.world.rank == 0
     if is_writer:
         folder.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from patrickstar._engine.initialize import initialize
 from patrickstar.config import Config
 from patrickstar.errors import ConfigError, TrainingError
 from patrickstar.integrations._engine_accelerator import EngineAccelerator, Managed
+from patrickstar.integrations._merged_config import check_precision, merge_config
 from patrickstar.integrations._optimizers import convert, move_scheduler
 from patrickstar.integrations._weight_files import save_weights
 from patrickstar.optim import Optimizer
@@ -61,6 +62,8 @@ class Accelerator(EngineAccelerator):
         ConfigError: An argument conflicts with the engine's management of the model, such as FSDP or DeepSpeed.
     """
 
+    no_engine = "there is no engine yet: accelerator.prepare(model, optimizer) creates it"
+
     def __init__(
         self,
         *,
@@ -82,7 +85,6 @@ class Accelerator(EngineAccelerator):
                 f"dynamo_backend={self.state.dynamo_plugin.backend.value} is not supported: compile the model's blocks "
                 f"first, with block.compile()"
             )
-        self._managed: Managed | None = None
         self._engine_has_state = False
         self._save_hook = self.register_save_state_pre_hook(self._save_engine)
         self._load_hook = self.register_load_state_pre_hook(self._load_engine)
@@ -91,10 +93,6 @@ class Accelerator(EngineAccelerator):
     def mixed_precision(self) -> str:
         """ "no", "bf16" or "fp16": the engine's precision."""
         return {precision: name for name, precision in PRECISIONS.items()}[self._precision]
-
-    @property
-    def _no_engine(self) -> str:
-        return "there is no engine yet: accelerator.prepare(model, optimizer) creates it"
 
     # Preparing
 
@@ -120,13 +118,13 @@ class Accelerator(EngineAccelerator):
         optimizers = [each for each in args if isinstance(each, Optimizer) or _is_unprepared(each)]
         if models or optimizers:
             schedulers = [each for each in args if isinstance(each, LRScheduler)]
-            managed = self._manage(models, optimizers, schedulers)
-            replaced = {id(models[0]): managed, id(optimizers[0]): managed.engine.optimizer}
+            engine = self._manage(models, optimizers, schedulers)
+            replaced = {id(models[0]): Managed(engine), id(optimizers[0]): engine.optimizer}
             args = tuple(replaced.get(id(each), each) for each in args)
         return super().prepare(*args, device_placement=device_placement)
 
-    def _manage(self, models: list[nn.Module], optimizers: list[Any], schedulers: list[LRScheduler]) -> Managed:
-        if self._managed is not None:
+    def _manage(self, models: list[nn.Module], optimizers: list[Any], schedulers: list[LRScheduler]) -> Engine:
+        if self.engine is not None:
             raise ConfigError(
                 "this Accelerator has prepared a model already, and its backward and checkpoints are those of one "
                 "engine: call free_memory() first, or use ps.initialize for the other model"
@@ -144,11 +142,11 @@ class Accelerator(EngineAccelerator):
             from patrickstar.integrations.transformers._saved_weights import make_savable
 
             make_savable(engine)
-        self.engine, self._managed = engine, Managed(engine)
+        self.engine = engine
         for scheduler in schedulers:
-            if not isinstance(optimizer, Optimizer) and scheduler.optimizer is optimizer:
+            if scheduler.optimizer is optimizer:
                 move_scheduler(scheduler, optimizer, engine.optimizer)
-        return self._managed
+        return engine
 
     def make_engine(self, model: nn.Module, config: Config) -> Engine:
         """Create the engine. Override this method to customize the engine.
@@ -167,19 +165,14 @@ class Accelerator(EngineAccelerator):
 
     def _merged(self, optimizer: Optimizer) -> Config:
         """Return the user's configuration with the precision, the device and the optimizer."""
-        config, given = self._user_config, self._user_config.model_fields_set
-        if "optimizer" in given:
+        config = self._user_config
+        if "optimizer" in config.model_fields_set:
             raise ConfigError(
                 "ps.Config(optimizer=...) and an optimizer in prepare() are two: pass the options to prepare(), as in "
                 "prepare(model, ps.AdamW(lr=1e-4))"
             )
-        if "device" in given and config.device != "auto" and torch.device(config.device).type != self.device.type:
-            raise ConfigError(
-                f"the Accelerator selects the device {str(self.device)!r} (cpu=...), and ps.Config selects "
-                f"{config.device!r}: leave device out of ps.Config"
-            )
-        explicit = {name: getattr(config, name) for name in given}
-        return Config(**explicit | {"precision": self._precision, "device": str(self.device), "optimizer": optimizer})
+        selected = f"the Accelerator selects the device {str(self.device)!r} (cpu=...)"
+        return merge_config(config, self._precision, self.device, selected, optimizer)
 
     def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
         """Register the model that `prepare` has given to the engine. Raises ConfigError for any other one."""
@@ -201,9 +194,9 @@ class Accelerator(EngineAccelerator):
 
     def free_memory(self, *objects: Any) -> Any:
         """Close the engine, after which parameters are ordinary tensors on the host, and release all objects."""
-        if self._managed is not None:
-            self._managed.engine.close()
-        self.engine, self._managed = None, None
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = None
         return super().free_memory(*objects)
 
     # Training
@@ -221,43 +214,39 @@ class Accelerator(EngineAccelerator):
 
     # Processes: one that waits in a collective of accelerate can't serve the others' requests for its shards.
 
-    def _synchronize(self) -> None:
-        if self.engine is not None and self.engine.world.size > 1:
-            self.engine.average(0.0)
-
     def wait_for_everyone(self) -> None:
         """Wait for all processes, and serve their requests meanwhile."""
-        self._synchronize()
+        self.synchronize()
         super().wait_for_everyone()
 
     def gather(self, tensor: Any) -> Any:
         """Gather tensors of all processes; see `accelerate.Accelerator.gather`."""
-        self._synchronize()
+        self.synchronize()
         return super().gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather results of all batches; see `accelerate.Accelerator.gather_for_metrics`."""
-        self._synchronize()
+        self.synchronize()
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce tensors of all processes; see `accelerate.Accelerator.reduce`."""
-        self._synchronize()
+        self.synchronize()
         return super().reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad tensors to the size of the largest; see `accelerate.Accelerator.pad_across_processes`."""
-        self._synchronize()
+        self.synchronize()
         return super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
     # Saving and loading
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return all parameters and buffers in full precision, on the host. Every process must call it."""
-        if self._managed is None or self.unwrap_model(model) is not self._managed.module:
+        if self.engine is None or self.unwrap_model(model) is not self.engine.module:
             state: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
             return state
-        return {} if self._engine_has_state else self._managed.engine.state_dict()
+        return {} if self._engine_has_state else self.engine.state_dict()
 
     def save_model(
         self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
@@ -270,10 +259,10 @@ class Accelerator(EngineAccelerator):
             max_shard_size: Largest file, in bytes or as a size such as "5GB".
             safe_serialization: Write safetensors, one tensor after the other. False pickles a copy of the whole model.
         """
-        if self._managed is None or not safe_serialization or self.unwrap_model(model) is not self._managed.module:
+        if self.engine is None or not safe_serialization or self.unwrap_model(model) is not self.engine.module:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
             return
-        save_weights(self._managed.engine, Path(save_directory), max_shard_bytes=max_shard_size)
+        save_weights(self.engine, Path(save_directory), max_shard_bytes=max_shard_size)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:
         """Save model, optimizer, schedulers, samplers and random generators. Every process must call it.
@@ -313,7 +302,7 @@ class Accelerator(EngineAccelerator):
             if writes and path.exists():
                 shutil.rmtree(previous, ignore_errors=True)
                 path.rename(previous)
-            self._synchronize()
+            self.synchronize()
             self.engine.save(path)
             if writes:
                 shutil.rmtree(previous, ignore_errors=True)
@@ -356,9 +345,5 @@ def _precision(mixed_precision: Any, config: Config) -> str:
         return config.precision
     if given not in PRECISIONS:
         raise ConfigError(f"mixed_precision={given!r} is not supported: use {', '.join(map(repr, PRECISIONS))}")
-    if explicit and config.precision != PRECISIONS[given]:
-        raise ConfigError(
-            f"mixed_precision={given!r} selects {PRECISIONS[given]}, and ps.Config selects {config.precision}: leave "
-            f"precision out of ps.Config"
-        )
+    check_precision(config, PRECISIONS[given], f"mixed_precision={given!r} selects")
     return PRECISIONS[given]

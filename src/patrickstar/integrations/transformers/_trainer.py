@@ -232,12 +232,12 @@ class Trainer(transformers.Trainer):
     def prediction_step(self, *args: Any, **options: Any) -> Any:
         """Return loss, logits and labels of a batch; see `transformers.Trainer.prediction_step`."""
         outputs = super().prediction_step(*args, **options)
-        self._synchronize()
+        self.accelerator.synchronize()
         return outputs
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if self.args.include_num_input_tokens_seen != "no":
-            self._synchronize()
+            self.accelerator.synchronize()
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
         added = self.state.num_input_tokens_seen - before
@@ -253,14 +253,6 @@ class Trainer(transformers.Trainer):
         """Number of processes that share a batch."""
         return 1 if self._parallelism is None else self._parallelism.sizes.tp
 
-    def _synchronize(self) -> None:
-        """Wait for the other processes and serve their requests meanwhile.
-
-        A process in one of accelerate's collectives cannot serve requests for its shards of parameters.
-        """
-        if self._managed is not None and self._managed.engine.world.size > 1:
-            self._managed.engine.average(0.0)
-
     # Saving
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -271,7 +263,7 @@ class Trainer(transformers.Trainer):
         partial = checkpoints.partial(step)
         if self.args.should_save:
             checkpoints.begin(step)
-        self._synchronize()
+        self.accelerator.synchronize()
         self.save_model(str(partial), _internal_call=True)
         if not self.args.save_only_model:
             self._save_optimizer_and_scheduler(str(partial))
@@ -280,7 +272,7 @@ class Trainer(transformers.Trainer):
             best = checkpoints.complete(best_step)
             if best_step == step or best.is_dir():
                 self.state.best_model_checkpoint = str(best)
-        self._synchronize()
+        self.accelerator.synchronize()
         if self.args.should_save:
             self._save_callback_states()
             self.state.save_to_json(str(partial / STATE_FILE))
@@ -293,7 +285,7 @@ class Trainer(transformers.Trainer):
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=True,
             )
-        self._synchronize()
+        self.accelerator.synchronize()
 
     def _save_callback_states(self) -> None:
         """Copy the states of callbacks to the trainer state."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 class TrainerAccelerator(EngineAccelerator):
     """Accelerator that delegates to the engine of a Trainer."""
 
+    no_engine = "there is no engine yet: train(), evaluate() and predict() create it"
     parallelism: ModelParallelism | None
     """Division of model and batches over processes; None if each process has a batch and the whole model."""
 
@@ -82,9 +84,9 @@ class TrainerAccelerator(EngineAccelerator):
 
         return pytree.tree_map_only(torch.Tensor, distinct, self.gather(input_data))
 
-    @property
-    def _no_engine(self) -> str:
-        return "there is no engine yet: train(), evaluate() and predict() create it"
+    def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        """Return the model unchanged: the engine moves parameters, and shards them over processes."""
+        return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> torch.optim.Optimizer:
         """Return the optimizer unchanged: it is the engine's."""

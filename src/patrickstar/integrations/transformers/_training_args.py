@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 
 from patrickstar.config import Config
 from patrickstar.errors import ConfigError
+from patrickstar.integrations._merged_config import check_precision, merge_config
 from patrickstar.integrations._optimizers import NATIVE_OPTIMIZERS, SPEED_ONLY, ParamGroups
 from patrickstar.optim import AdamW, Lion, Optimizer, TorchOptimizer
 
@@ -58,20 +59,10 @@ def merge(user_config: Config, args: TrainingArguments, optimizer: Optimizer) ->
 
     Raises ConfigError if the configuration contradicts the arguments.
     """
-    explicit = {name: getattr(user_config, name) for name in user_config.model_fields_set}
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-    if explicit.get("precision", precision) != precision:
-        raise ConfigError(
-            f"bf16 and fp16 of the arguments select {precision}, and ps.Config selects {user_config.precision}: leave "
-            f"precision out of ps.Config"
-        )
-    device = args.device
-    if explicit.get("device", "auto") != "auto" and torch.device(user_config.device).type != device.type:
-        raise ConfigError(
-            f"the arguments select the device {str(device)!r} (use_cpu={args.use_cpu}), and ps.Config selects "
-            f"{user_config.device!r}: leave device out of ps.Config"
-        )
-    return Config(**explicit | {"precision": precision, "device": str(device), "optimizer": optimizer})
+    check_precision(user_config, precision, "bf16 and fp16 of the arguments select")
+    selected = f"the arguments select the device {str(args.device)!r} (use_cpu={args.use_cpu})"
+    return merge_config(user_config, precision, args.device, selected, optimizer)
 
 
 def name_of_optim(args: TrainingArguments) -> str:
