@@ -286,12 +286,13 @@ class ShardedModelData(OwnedShards):
         self.grad_accumulation.reduce_rest()
         self.synchronize_processes(want)
         self.grad_accumulation.clear()
-        on_this_rank = torch.tensor(
-            [managed.state.ready for managed in self.managed_params], dtype=torch.uint8, device="cpu"
-        )
-        for managed, gradient_ready in zip(
-            self.managed_params, self.comm.world.all_gather(on_this_rank).any(0).tolist(), strict=True
-        ):
+        ready = [managed.state.ready for managed in self.managed_params]
+        listed = [bool(self.gradient_sums(index)) for index in self.by_chunk]
+        on_this_rank = torch.tensor(ready + listed, dtype=torch.uint8, device="cpu")
+        on_any_rank = self.comm.world.all_gather(on_this_rank).any(0).tolist()
+        if self.tracer.linked is not None:
+            self._create_lists(on_any_rank[len(ready) :])
+        for managed, gradient_ready in zip(self.managed_params, on_any_rank[: len(ready)], strict=True):
             stored = managed.state.reduced or managed.state.accumulated
             if stored and not gradient_ready and not managed.state.update_pending:
                 self._discard_shard_gradient(managed)
@@ -303,6 +304,12 @@ class ShardedModelData(OwnedShards):
             for managed in self.managed_params
             if managed.schema.trained and managed not in self._params_with_gradient
         }
+
+    def _create_lists(self, listed: Sequence[bool]) -> None:
+        """Create the gradient lists that other processes have: an update moves the same chunks in linked processes."""
+        for managed_params, needed in zip(self.by_chunk.values(), listed, strict=True):
+            if needed:
+                self._ensure_list(managed_params[0])
 
     def _store_zero_gradient(self, managed: ManagedParam) -> None:
         """Give this rank's shard the gradient zero: other processes have one for their part of the parameter."""
