@@ -69,25 +69,21 @@ class EngineHook:
         return getattr, (nullcontext(), "__exit__")
 
 
-class WrappedForward:
-    """Function in place of a layer's `forward`; copies of the layer call their own `forward` instead.
+class WrappedMethod:
+    """Function in place of a module's method; copies of the module call their own method instead."""
 
-    Hooks would not do: `nn.TransformerEncoderLayer` takes another code path, with other bits, if it or a module in it
-    has hooks.
-    """
-
-    def __init__(self, layer: nn.Module, call: Callable[..., Any]) -> None:
-        self._layer, self._call = layer, call
+    def __init__(self, module: nn.Module, name: str, call: Callable[..., Any]) -> None:
+        self._module, self._name, self._call = module, name, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self._layer)]
-        return type(copied).forward.__get__(copied)
+        copied = memo[id(self._module)]
+        return getattr(type(copied), self._name).__get__(copied)
 
     def __reduce__(self) -> Any:
-        return getattr, (self._layer, "forward")  # of the loaded layer, which has no other `forward` yet
+        return getattr, (self._module, self._name)  # of the loaded module, which has no other method yet
 
 
 class ModuleHooks:
@@ -122,6 +118,8 @@ class ModuleHooks:
                 self._undo.append(submodule._register_state_dict_hook(after).remove)
                 self._saved.add(submodule)
                 self._keep_layout(submodule)
+                if self.interceptor.data.world.size > 1:
+                    self._wrap_apply(submodule)
             if submodule in self._hooked:
                 continue
             if isinstance(submodule, FAST_PATH_LAYERS):
@@ -164,7 +162,11 @@ class ModuleHooks:
         self._undo.append(lambda: setattr(module, "_compiled_call_impl", compiled))
 
     def _wrap_forward(self, layer: nn.Module) -> None:
-        """Wrap `forward` of a layer that takes a fast path in inference. See `WrappedForward`."""
+        """Wrap `forward` of a layer that takes a fast path in inference.
+
+        Hooks would not do: `nn.TransformerEncoderLayer` takes another code path, with other bits, if it or a module in
+        it has hooks.
+        """
         forward = layer.forward
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -172,7 +174,32 @@ class ModuleHooks:
                 return forward(*args, **kwargs)
             return self._in_window(layer, forward, args, kwargs)
 
-        self.replace_method(layer, "forward", WrappedForward(layer, call))
+        self.replace_method(layer, "forward", WrappedMethod(layer, "forward", call))
+
+    def _wrap_apply(self, module: nn.Module) -> None:
+        """Let moves of a module, as by `to`, pass over parameters that they do not change.
+
+        `nn.Module._apply` reads the gradient of each parameter, for which all processes have to average it first. A
+        forward may contain such a move, as that of a router of Switch Transformers does, and backward may recompute it.
+        """
+        apply = module._apply
+
+        def apply_to_moved(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+            params = module._parameters
+            with torch.no_grad():
+                moved = {
+                    name: param
+                    for name, param in params.items()
+                    if not hasattr(param, "_managed_params") or fn(param) is not param
+                }
+            module._parameters = moved
+            try:
+                return apply(fn, recurse)
+            finally:
+                params.update(moved)
+                module._parameters = params
+
+        self.replace_method(module, "_apply", WrappedMethod(module, "_apply", apply_to_moved))
 
     def _in_window(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function in a window of all parameters of a module."""
