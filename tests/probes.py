@@ -4,7 +4,7 @@ All other tests read `engine.inspect()`. No other test file uses `engine._core`,
 """
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ from patrickstar._engine.engine import Engine
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.tracer import Tracer
+from patrickstar._memory.worker_pool import Job, WorkerTransfer
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._params.precision import LossScaler
@@ -117,6 +118,20 @@ def kill_workers(engine: Engine, pool: str, count: int | None = None) -> None:
     """Kill the first `count` worker threads (default: all) of "readers" or "writers" by an exception."""
     for thread in getattr(engine._core.manager.disk_tier, pool)._queue.threads[:count]:
         assert KILL(thread.ident, SystemExit, None) == 1
+
+
+def fail_reads(engine: Engine, label: str, error: Exception) -> None:
+    """Let all reads of one chunk from disk fail from now on."""
+    readers = engine._core.manager.disk_tier.readers
+    submit = readers.submit
+
+    def fail(stage: torch.Tensor) -> None:
+        raise error
+
+    def submit_failing(jobs: Sequence[Job], own_label: str, **options: Any) -> WorkerTransfer:
+        return submit([fail] * len(jobs) if own_label == label else jobs, own_label, **options)
+
+    readers.submit = submit_failing
 
 
 @contextmanager

@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from probes import fail_reads
 from speculation_cases import backward, build
+from toys import mean_square
 
 import patrickstar as ps
 from patrickstar import testing
 from patrickstar._engine.engine import Engine
-from patrickstar.errors import MoveError
+from patrickstar.errors import DiskError, MoveError
 
 from .test_disk_faults import (
     CHUNK,
@@ -54,6 +56,20 @@ def test_a_disk_that_fails(engine, tmp_path, reference, fault, when):
     assert when <= len(seen) and seen == losses[: len(seen)]
     check_nothing_is_left(engine, tmp_path, before)
     check_parameters(engine, raised.value, states[when - 1 : len(seen) + 1])
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_newer_parameters_that_a_step_cannot_read(engine, tmp_path, reference, index):
+    before = open_files() - 1
+    for number, batch in enumerate(inputs(2)):
+        engine.backward(mean_square(engine(*batch)))
+        if number == 0:
+            engine.optimizer.step()
+    fail_reads(engine, f"delayed16[{index}]", DiskError("no such sector"))
+    with pytest.raises(DiskError, match="no such sector") as raised:
+        engine.optimizer.step()
+    check_nothing_is_left(engine, tmp_path, before)
+    check_parameters(engine, raised.value, reference[1])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

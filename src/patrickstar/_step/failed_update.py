@@ -7,9 +7,13 @@ from patrickstar._params.model_data import ModelData
 
 
 def give_up(data: ModelData, failed: Collection[ManagedParam], error: BaseException) -> None:
-    """Reset the parameters of a failed update to the rounded masters, updated or not, and name them in the error."""
-    for managed in failed:
-        data.give_up(managed)
+    """Reset the parameters of a failed update to the rounded masters, updated or not, and name them in the error.
+
+    After a loss of chunk data nothing is reset: the engine will close, and read back what it can.
+    """
+    if data.manager.io_dispatch.failed is None:
+        for managed in failed:
+            data.give_up(managed)
     error.add_note(
         f"The optimizer step failed while updating chunk {next(iter(failed)).location.chunk} "
         f"({', '.join(managed.name for managed in failed)}). These parameters may be updated in part, and their "
