@@ -25,9 +25,7 @@ class GradAccumulation:
     def add(self, chunk: Chunk) -> None:
         """Add the gradients stored in a gathered chunk to its sum, then drop the chunk from the device."""
         grads = chunk.on_device(chunk.whole)
-        if chunk.index in self._submitted:
-            self._submitted.discard(chunk.index)
-            self.manager.remove(self.manager[KEPT32, chunk.index])
+        self.drop_reduced(chunk.index)
         if self.has(chunk.index):
             sum_chunk = self.manager[KEPT32, chunk.index]
             total = sum_chunk.current(sum_chunk.whole)
@@ -42,6 +40,12 @@ class GradAccumulation:
     def reduce(self, index: int) -> None:
         self._submitted.add(index)
         self.manager[KEPT32, index].h2d_transfer = self.comm.request_reduction(self.manager[PARAM16, index])
+
+    def drop_reduced(self, index: int) -> None:
+        """Drop the sum of a chunk if it has been reduced: the chunk has been gathered again since."""
+        if index in self._submitted:
+            self._submitted.discard(index)
+            self.manager.remove(self.manager[KEPT32, index])
 
     def reduce_rest(self) -> None:
         for kind, index in list(self.manager.chunks):

@@ -143,7 +143,7 @@ class ShardedModelData(OwnedShards):
             if chunk.has_gradients and chunk.eviction_transfer is None and not chunk.pins and chunk not in protect
         ]
         for index in idle:
-            self._reduce_chunk(index)
+            self._reduce_chunk(index, complete=False)
         return bool(idle)
 
     def begin_backward(self, accumulate: bool = False) -> None:
@@ -175,8 +175,9 @@ class ShardedModelData(OwnedShards):
                 if trace is not None and trace.is_last_use(index, now):
                     self._reduce_chunk(index)
                 continue
+            unused = set() if self.grad_accumulation.has(index) else self._unused
             expected = [
-                managed for managed in managed_params if managed.param.requires_grad and managed not in self._unused
+                managed for managed in managed_params if managed.param.requires_grad and managed not in unused
             ]
             if all(managed.state.overlays_param for managed in expected):
                 self._reduce_chunk(index)
@@ -191,7 +192,12 @@ class ShardedModelData(OwnedShards):
             self.grad_accumulation.reduce_rest()
 
     @defer_sigint
-    def _reduce_chunk(self, index: int) -> None:
+    def _reduce_chunk(self, index: int, *, complete: bool = True) -> None:
+        """Reduce the gradients in a chunk, or add them to those accumulated on this rank.
+
+        `complete`: no more gradients of the chunk are expected. Others join the accumulated ones until then, since the
+        order of a sum decides its bits: first on each rank, then across ranks.
+        """
         managed_params = self.by_chunk[index]
         chunk = managed_params[0].chunk
         self._overlaid.discard(index)
@@ -202,9 +208,10 @@ class ShardedModelData(OwnedShards):
                 managed.payload().zero_()
         if self.accumulates_locally or self.grad_accumulation.has(index):
             self.grad_accumulation.add(chunk)
-            if not self.accumulates_locally:
+            if complete and not self.accumulates_locally:
                 self.grad_accumulation.reduce(index)
         else:
+            self.grad_accumulation.drop_reduced(index)
             self.manager.transfers.evict_by_reduction(chunk)
         self.update_param_views()
 
