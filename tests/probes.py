@@ -99,6 +99,13 @@ def after_allocations(engine: Engine, call: Callable[[Chunk], None]) -> None:
     device.allocate = lambda chunk: (allocate(chunk), call(chunk))
 
 
+def reduce_early(engine: Engine) -> None:
+    """Reduce all gradients of unpinned chunks after each operator, as if the device had no room for them."""
+    data = engine._core.data
+    progress = data.progress
+    data.progress = lambda: (progress(), data.in_backward and data._reduce_idle(()))
+
+
 def after_operators(engine: Engine, call: Callable[[], None]) -> AbstractContextManager[Any]:
     """Call `call` after each operator boundary within the context."""
     data = engine._core.data

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from laws.models import Waves, check_alignment, smallest_device_bytes
+from probes import reduce_early
 from sampling import draws
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -130,6 +131,28 @@ def test_any_budget_of_each_process(size):
     ranks.run(size, any_budget, seeds=list(range(100, 100 + draws(24 // size))))
 
 
+def without_room(seeds: list[int]) -> None:
+    """Accumulate gradients while incomplete chunks must leave the device; runs in each process."""
+    dist.init_process_group("gloo")
+    for seed in seeds:
+        draw = random.Random(seed)
+        shape, config, world = random_shape(draw), random_config(draw), World(CPU)
+        print(f"seed {seed}: {shape}, {config!r}", flush=True)
+        data = [(torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(world.rank)),)] * 6
+
+        def script(trainer: Any, data: list[Any] = data) -> list[torch.Tensor]:
+            if isinstance(trainer, Engine):
+                reduce_early(trainer)
+            return train(trainer, data, accumulation=3, reduce_once=True)
+
+        compare(world, shape.build, config, script, seed, meter=testing.NoMeter())
+    dist.destroy_process_group()
+
+
+def test_chunks_that_are_reduced_before_they_are_complete():
+    ranks.run(2, without_room, seeds=list(range(draws(6))))
+
+
 def delayed() -> None:
     """Ask for delayed updates; runs in each process."""
     dist.init_process_group("gloo")
@@ -172,9 +195,10 @@ def branches(seeds: list[int], replicas: int = 1) -> None:
         world = World(CPU)
         own = random.Random(100 * seed + world.rank)
         evict = own.random() < 0.5
-        print(f"seed {seed}: {config!r}, evict {evict}", flush=True)
+        once = draw.random() < 0.5  # all processes have as many backwards, and reduce in the last one
+        print(f"seed {seed}: {config!r}, evict {evict}, once {once}", flush=True)
 
-        def script(trainer: Any, own_seed: int = 100 * seed + world.rank) -> list[torch.Tensor]:
+        def script(trainer: Any, own_seed: int = 100 * seed + world.rank, once: bool = once) -> list[torch.Tensor]:
             own, seen = random.Random(own_seed), []
             together = random.Random(own_seed // 100)
             for _ in range(5):
@@ -182,10 +206,11 @@ def branches(seeds: list[int], replicas: int = 1) -> None:
                     with torch.no_grad():
                         path = [own.randrange(5) for _ in range(own.randint(0, 3))]
                         seen.append(trainer(torch.arange(6).view(2, 3), path))
-                for _ in range(own.choice([0, 1, 1, 2])):
+                backwards = together.choice([1, 2, 3]) if once else own.choice([0, 1, 1, 2])
+                for number in range(backwards):
                     path = [own.randrange(5) for _ in range(own.randint(0, 6))]
                     loss = trainer(torch.tensor([[own.randrange(11) for _ in range(3)]]), path)
-                    trainer.backward(loss, accumulate=True)
+                    trainer.backward(loss, accumulate=not once or number < backwards - 1)
                     seen.append(loss.detach().clone())
                 # All processes do this, at different points of their loops.
                 if together.random() < 0.3:
@@ -194,7 +219,7 @@ def branches(seeds: list[int], replicas: int = 1) -> None:
                     with torch.no_grad():
                         for param in trainer.module.parameters():
                             param.mul_(0.5)
-                if together.random() < 0.8:
+                if together.random() < 0.8 or once:
                     trainer.optimizer.step()
                     trainer.optimizer.zero_grad()
             return seen

@@ -42,10 +42,10 @@ class GradAccumulation:
         self.manager[KEPT32, index].h2d_transfer = self.comm.request_reduction(self.manager[PARAM16, index])
 
     def drop_reduced(self, index: int) -> None:
-        """Drop the sum of a chunk if it has been reduced: the chunk has been gathered again since."""
+        """Drop the sum of a chunk if it was submitted for reduction, once it is reduced."""
         if index in self._submitted:
+            self.manager.remove(self.manager[KEPT32, index])  # waits for the reduction, which reads the sum
             self._submitted.discard(index)
-            self.manager.remove(self.manager[KEPT32, index])
 
     def reduce_rest(self) -> None:
         for kind, index in list(self.manager.chunks):

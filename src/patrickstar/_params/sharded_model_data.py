@@ -176,9 +176,7 @@ class ShardedModelData(OwnedShards):
                     self._reduce_chunk(index)
                 continue
             unused = set() if self.grad_accumulation.has(index) else self._unused
-            expected = [
-                managed for managed in managed_params if managed.param.requires_grad and managed not in unused
-            ]
+            expected = [managed for managed in managed_params if managed.param.requires_grad and managed not in unused]
             if all(managed.state.overlays_param for managed in expected):
                 self._reduce_chunk(index)
 
