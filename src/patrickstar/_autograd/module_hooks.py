@@ -182,9 +182,9 @@ class ModuleHooks:
         `nn.Module._apply` reads the gradient of each parameter, for which all processes have to average it first. A
         forward may contain such a move, as that of a router of Switch Transformers does, and backward may recompute it.
         """
-        apply = module._apply
+        apply: Callable[..., Any] = module._apply
 
-        def apply_to_moved(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        def apply_to_moved(fn: Callable[[Any], Any], recurse: bool = True) -> Any:
             params = module._parameters
             with torch.no_grad():
                 moved = {
