@@ -132,7 +132,7 @@ def test_any_budget_of_each_process(size):
 
 
 def without_room(seeds: list[int]) -> None:
-    """Accumulate gradients while incomplete chunks must leave the device; runs in each process."""
+    """Train while incomplete chunks must leave the devices of some ranks; runs in each process."""
     dist.init_process_group("gloo")
     for seed in seeds:
         draw = random.Random(seed)
@@ -140,17 +140,21 @@ def without_room(seeds: list[int]) -> None:
         print(f"seed {seed}: {shape}, {config!r}", flush=True)
         data = [(torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(world.rank)),)] * 6
 
-        def script(trainer: Any, data: list[Any] = data) -> list[torch.Tensor]:
-            if isinstance(trainer, Engine):
+        short, accumulation = (world.rank + seed) % 2 == 0, draw.choice([1, 3])
+
+        def script(
+            trainer: Any, data: list[Any] = data, short: bool = short, accumulation: int = accumulation
+        ) -> list[torch.Tensor]:
+            if isinstance(trainer, Engine) and short:
                 reduce_early(trainer)
-            return train(trainer, data, accumulation=3, reduce_once=True)
+            return train(trainer, data, accumulation=accumulation, reduce_once=True)
 
         compare(world, shape.build, config, script, seed, meter=testing.NoMeter())
     dist.destroy_process_group()
 
 
 def test_chunks_that_are_reduced_before_they_are_complete():
-    ranks.run(2, without_room, seeds=list(range(draws(6))))
+    ranks.run(3, without_room, seeds=list(range(draws(9))))
 
 
 def delayed() -> None:
@@ -232,6 +236,31 @@ def branches(seeds: list[int], replicas: int = 1) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes_with_different_loops(size):
     ranks.run(size, branches, seeds=list(range(200, 200 + draws(24 // size))))
+
+
+def unexpected_gradients() -> None:
+    """Use a parameter on one rank that it did not use in the last step, after others in its chunk; on all ranks."""
+    dist.init_process_group("gloo")
+    world = World(CPU)
+    first = [[2, 3], [4, 3, 2]] if world.rank == 0 else [[2, 3, 4], [2, 3, 4]]
+
+    def script(trainer: Any) -> list[torch.Tensor]:
+        seen = []
+        for step, path in enumerate(first * 3):
+            loss = trainer(torch.tensor([[world.rank, 4, step]]), path)
+            trainer.backward(loss)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+            seen.append(loss.detach().clone())
+        return seen
+
+    config = ps.Config(device="cpu", precision="fp32", chunk_size=1024, optimizer=ps.AdamW(lr=1e-2))
+    compare(world, Branches, config, script, 0, meter=testing.NoMeter())
+    dist.destroy_process_group()
+
+
+def test_gradients_that_the_last_step_does_not_lead_to_expect():
+    ranks.run(4, unexpected_gradients)
 
 
 @pytest.mark.slow

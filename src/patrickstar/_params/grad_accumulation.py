@@ -22,6 +22,10 @@ class GradAccumulation:
         """Return whether the chunk has a sum that has not been submitted for reduction."""
         return (KEPT32, index) in self.manager.chunks and index not in self._submitted
 
+    def fits(self, chunk: Chunk) -> bool:
+        """Return whether the host has room for the sum of a chunk."""
+        return self.manager.host_tier.has_room(chunk.numel * _dtype_of(chunk).itemsize)
+
     def add(self, chunk: Chunk) -> None:
         """Add the gradients stored in a gathered chunk to its sum, then drop the chunk from the device."""
         grads = chunk.on_device(chunk.whole)
@@ -31,7 +35,7 @@ class GradAccumulation:
             total = sum_chunk.current(sum_chunk.whole)
             total += grads.to(total.device)
         else:
-            dtype = "float64" if chunk.dtype == torch.float64 else "float32"
+            dtype = str(_dtype_of(chunk)).removeprefix("torch.")
             sum_chunk = self.manager.new_chunk(KEPT32, chunk.index, chunk.numel, dtype, Tier.HOST)
             sum_chunk.current(sum_chunk.whole).copy_(grads)
         self.manager.count_transfer(chunk.nbytes, to_device=False)
@@ -64,3 +68,8 @@ class GradAccumulation:
                 self.comm.cancel_reduction(index)
                 self.manager.remove(chunk)
         self._submitted.clear()
+
+
+def _dtype_of(chunk: Chunk) -> torch.dtype:
+    """Return the dtype of a chunk's sum."""
+    return torch.float64 if chunk.dtype == torch.float64 else torch.float32

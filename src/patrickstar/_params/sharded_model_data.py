@@ -43,10 +43,6 @@ class ShardedModelData(OwnedShards):
         """True right after a step, when no rank has gradients to discard."""
         self._written: set[Chunk] = set()
         """Gathered chunks that this rank wrote to in place; other ranks may have written other values."""
-        self._params_with_gradient: set[ManagedParam] = set()
-        """Parameters that got a gradient on this rank since the last step."""
-        self._unused: set[ManagedParam] = set()
-        """Trained parameters that got no gradient on this rank in the last step."""
 
     # Operators
 
@@ -99,7 +95,6 @@ class ShardedModelData(OwnedShards):
         state = managed.state
         state.set_ready(True)
         self.tracer.note_gradient(managed.chunk.index)
-        self._params_with_gradient.add(managed)
         if state.partial is not None:
             state.partial.add_(grad)
             return
@@ -160,7 +155,7 @@ class ShardedModelData(OwnedShards):
                 self._overlaid.add(managed.chunk.index)
 
     def progress(self) -> None:
-        """Reduce unpinned chunks that have all gradients which the last step led to expect.
+        """Reduce unpinned chunks that have the gradients of all their trained parameters.
 
         Linked processes reduce a chunk after its last use in the trace: whether it has gradients may differ.
         """
@@ -175,9 +170,7 @@ class ShardedModelData(OwnedShards):
                 if trace is not None and trace.is_last_use(index, now):
                     self._reduce_chunk(index)
                 continue
-            unused = set() if self.grad_accumulation.has(index) else self._unused
-            expected = [managed for managed in managed_params if managed.param.requires_grad and managed not in unused]
-            if all(managed.state.overlays_param for managed in expected):
+            if all(managed.state.overlays_param for managed in managed_params if managed.param.requires_grad):
                 self._reduce_chunk(index)
 
     @defer_sigint
@@ -193,8 +186,9 @@ class ShardedModelData(OwnedShards):
     def _reduce_chunk(self, index: int, *, complete: bool = True) -> None:
         """Reduce the gradients in a chunk, or add them to those accumulated on this rank.
 
-        `complete`: no more gradients of the chunk are expected. Others join the accumulated ones until then, since the
-        order of a sum decides its bits: first on each rank, then across ranks.
+        `complete`: no more gradients of the chunk follow in this backward. Until then they are accumulated, if the host
+        has room: in a second reduction other ranks' gradients of the same parameter would be added in another order.
+        Linked processes reduce the same gradients together anyway.
         """
         managed_params = self.by_chunk[index]
         chunk = managed_params[0].chunk
@@ -204,7 +198,8 @@ class ShardedModelData(OwnedShards):
                 managed.state.submit()
             else:
                 managed.payload().zero_()
-        if self.accumulates_locally or self.grad_accumulation.has(index):
+        waits = not complete and self.tracer.linked is None and self.grad_accumulation.fits(chunk)
+        if self.accumulates_locally or self.grad_accumulation.has(index) or waits:
             self.grad_accumulation.add(chunk)
             if complete and not self.accumulates_locally:
                 self.grad_accumulation.reduce(index)
@@ -226,7 +221,6 @@ class ShardedModelData(OwnedShards):
     def discard_gradients(self) -> None:
         """Discard all gradients on all ranks, and restore the shards that they replaced."""
         self.grad_accumulation.clear()
-        self._params_with_gradient.clear()
         self._dropping = True
         try:
             super().discard_gradients()
@@ -304,11 +298,6 @@ class ShardedModelData(OwnedShards):
             elif gradient_ready and not stored and not managed.state.update_pending:
                 self._store_zero_gradient(managed)
             managed.state.set_ready(gradient_ready)
-        self._unused = {
-            managed
-            for managed in self.managed_params
-            if managed.schema.trained and managed not in self._params_with_gradient
-        }
 
     def _create_lists(self, listed: Sequence[bool]) -> None:
         """Create the gradient lists that other processes have: an update moves the same chunks in linked processes."""
@@ -332,7 +321,6 @@ class ShardedModelData(OwnedShards):
                 managed.begin_update()
                 self.end_update((managed,))
             managed.state.end_step()
-        self._params_with_gradient.clear()
         self.drop_gathered(index for index, params in self.by_chunk.items() if params[0].schema.trained)
         self._nothing_to_drop = True
 
