@@ -26,6 +26,13 @@ def test_accelerate_loop(tmp_path, one_thread):
     assert (tmp_path / "state" / "patrickstar").is_dir()
 
 
+@pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in v6:FutureWarning")
+def test_dpo(tmp_path, one_thread, capsys):
+    main = runpy.run_path(str(EXAMPLES / "dpo.py"))["main"]
+    margin = main(["--output", str(tmp_path), "--device-memory", "1GiB", "--steps", "5"])
+    assert -5 < margin < 5 and "10,697,088 parameters of the reference model in chunks" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_trainer_with_adapters(tmp_path, one_thread):

@@ -15,7 +15,7 @@ from patrickstar.testing import NoMeter, ReferenceTrainer
 VOCAB = 64
 BUDGET = ps.Config(chunk_size="16KiB", device_memory="96KiB")
 """Budget for two or three of the nine chunks of these models."""
-TIMES = ("runtime", "per_second", "preparation_time")
+TIMES = ("runtime", "per_second", "preparation_time", "step_time")
 
 
 def gpt2(dropout: float = 0.1) -> GPT2LMHeadModel:
@@ -70,7 +70,8 @@ class Stressed(Trainer):
     """Trainer that evicts every unused chunk at each access and fills freed memory with NaN."""
 
     def make_engine(self, model: nn.Module, config: ps.Config) -> ps.Engine:
-        return ps.Engine(model, config, meter=NoMeter(), evict_everything=True, poison=True)
+        options = {"meter": NoMeter(), "evict_everything": True, "poison": True}
+        return ps.Engine(model, config, frozen=self.frozen_modules, **options)
 
 
 class Shell(torch.optim.Optimizer):

@@ -1,11 +1,15 @@
 """`module.save_pretrained` of a managed transformers model, whose files are in full precision."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 from torch import nn
+
+from patrickstar._checkpoint.hf_export import common_dtype
+from patrickstar._params.managed_param import ManagedParam
 
 
 class SavePretrained:
@@ -38,3 +42,12 @@ class SavePretrained:
 
     def __reduce__(self) -> Any:
         return getattr, (self._module, "save_pretrained")
+
+
+def save_in_full_precision(module: nn.Module, managed_params: Collection[ManagedParam]) -> SavePretrained | None:
+    """Return the method for a model whose saved parameters have another dtype than those that operators read."""
+    saved = {each.full_dtype for each in managed_params if each.full_dtype.is_floating_point}
+    computed = {each.chunk.dtype for each in managed_params if each.full_dtype.is_floating_point}
+    if saved == computed or not hasattr(type(module), "save_pretrained"):
+        return None
+    return SavePretrained(module, common_dtype(saved))

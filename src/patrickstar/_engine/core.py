@@ -14,12 +14,12 @@ from patrickstar._autograd.activation_offload import ActivationOffload
 from patrickstar._autograd.interceptor import Interceptor
 from patrickstar._autograd.module_hooks import ModuleHooks, check_no_graphs
 from patrickstar._checkpoint.background_save import BackgroundSave
-from patrickstar._checkpoint.hf_export import common_dtype
-from patrickstar._checkpoint.module_save_pretrained import SavePretrained
+from patrickstar._checkpoint.module_save_pretrained import save_in_full_precision
 from patrickstar._distributed.process_group import Processes
 from patrickstar._distributed.single_process import SINGLE_PROCESS
 from patrickstar._engine.distributed_init import broadcast_buffers, chunk_comm, negotiate_layout
 from patrickstar._engine.distribution import Distribution
+from patrickstar._engine.frozen_modules import WithFrozen
 from patrickstar._engine.input_record import InputRecord
 from patrickstar._engine.lazy_state import LazyState
 from patrickstar._engine.model_structure import ModelStructure
@@ -87,6 +87,7 @@ class EngineCore:
         hardware: Hardware | None = None,
         world: Processes = SINGLE_PROCESS,
         mesh: Any = None,
+        frozen: Mapping[str, nn.Module] | None = None,
         explain_refusal: "Callable[[EngineCore, InputRecord, BudgetError], BudgetError] | None" = None,
     ) -> None:
         import_compiler()
@@ -104,14 +105,17 @@ class EngineCore:
         local_processes = len(world.local_ranks)
         memory = budgets(config, hardware, local_processes, several=world.size > 1)
         self.module = model if isinstance(model, nn.Module) else model()
-        check_model(self.module, self.device)
-        self.distribution = Distribution.of(world, self.module, mesh)
+        self.frozen = dict(frozen or {})
+        self.modules = WithFrozen(self.module, self.frozen) if self.frozen else self.module
+        """All modules whose parameters are managed: the model, and those that are only read."""
+        check_model(self.modules, self.device)
+        self.distribution = Distribution.of(world, self.modules, mesh)
         memory, library_bytes = self.distribution.common_memory(memory, library_bytes)
         self.device_budget_bytes, self.host_budget_bytes = memory
         mesh, shardings = self.distribution.mesh, self.distribution.shardings
-        params = param_specs(self.module, config, shardings)
-        self.layout: Layout = negotiate_layout(world, mesh, self.module, params, config, memory[0] - library_bytes)
-        param_sets = params_used_together(self.module)
+        params = param_specs(self.modules, config, shardings)
+        self.layout: Layout = negotiate_layout(world, mesh, self.modules, params, config, memory[0] - library_bytes)
+        param_sets = params_used_together(self.modules)
         plan = plan_tiers(config, self.layout, param_sets, memory, hardware, page_bytes, local_processes, library_bytes)
         # With a GPU the host arena is page-locked as a whole, so its initial size is only what is certain to be used.
         arena_bytes = self.layout.model_data_bytes + plan.staging_bytes
@@ -157,10 +161,10 @@ class EngineCore:
         self.activation_offload = ActivationOffload(self.manager) if config.activation_offload else None
         try:
             if hardware.accelerator is not None:
-                check_no_graphs(self.module)
+                check_no_graphs(self.modules)
             with managing():
                 moved = self.layout, plan.placement, params, self.data, self.interceptor, weights, shardings
-                move_params(self.module, *moved)
+                move_params(self.modules, *moved)
             if self.optimizer_step.lock_free is not None:
                 self.optimizer_step.lock_free.open_log()
         except BaseException:
@@ -168,17 +172,21 @@ class EngineCore:
             self.model_state.release()
             raise
         if world.size > 1:
-            broadcast_buffers(world, self.module, self.distribution.linked is not None)
-        move_buffers(self.module, self.device)
+            broadcast_buffers(world, self.modules, self.distribution.linked is not None)
+        move_buffers(self.modules, self.device)
         self.tracer.calibrate()
         self.optimizer_placement.begin(plan.placement)
+        every = self.data.managed_params
+        self.model_params = [each for each in every if each.name.partition(".")[0] not in self.frozen]
+        """Parameters of the model, in creation order."""
         self.by_name = {managed.name: managed for managed in self.data.managed_params}
         self.lazy_state = LazyState(self.interceptor)
         self.module_hooks = ModuleHooks(
             self.interceptor, self.lazy_state.before_state_dict, self.lazy_state.after_state_dict
         )
-        self.module_hooks.notice(self.module)
-        self._save_in_full_precision()
+        self.module_hooks.notice(self.modules)
+        if (method := save_in_full_precision(self.module, self.model_params)) is not None:
+            self.module_hooks.replace_method(self.module, "save_pretrained", method)
         self.release = weakref.finalize(self, release, self.interceptor, self.module_hooks, self.model_state)
         self.release.atexit = False
         self.interceptor.release = self.release
@@ -301,9 +309,9 @@ class EngineCore:
         with torch._C.DisableTorchFunctionSubclass():
             if self._structure is not None and self._structure.unchanged:
                 return
-            self.module_hooks.notice(self.module)
+            self.module_hooks.notice(self.modules)
             unfrozen = []
-            for name, param in self.module.named_parameters():
+            for name, param in self.modules.named_parameters():
                 managed = managed_param_of(param)
                 if managed is None:
                     raise ModelError(
@@ -324,7 +332,7 @@ class EngineCore:
                 with managing():
                     self.layout = unfreeze(unfrozen, self.layout, self.data, self.interceptor, self.config)
                 self.tracer.invalidate()
-            self._structure = ModelStructure(self.module)
+            self._structure = ModelStructure(self.modules)
 
     def signature(self, args: Any, kwargs: Any) -> Hashable:
         """Return the key of the iterations that share a trace: input shapes, dtypes and training mode."""
@@ -372,14 +380,6 @@ class EngineCore:
             if is_out_of_memory(error):
                 raise explain("an operator", self.data, error) from error
             raise
-
-    def _save_in_full_precision(self) -> None:
-        """Make `module.save_pretrained` of a transformers model name the dtype that it saves."""
-        saved = {p.full_dtype for p in self.data.managed_params if p.full_dtype.is_floating_point}
-        computed = {p.chunk.dtype for p in self.data.managed_params if p.full_dtype.is_floating_point}
-        if saved != computed and hasattr(type(self.module), "save_pretrained"):
-            method = SavePretrained(self.module, common_dtype(saved))
-            self.module_hooks.replace_method(self.module, "save_pretrained", method)
 
     def check_not_averaged(self, operation: str) -> None:
         """Raise TrainingError while the parameters are exchanged for their moving averages."""

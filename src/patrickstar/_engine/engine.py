@@ -192,6 +192,35 @@ class Engine(EngineState):
         return out
 
     @handle_sigint
+    def call_frozen(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a frozen module without gradients.
+
+        Args:
+            name: Name that `initialize(frozen=...)` gave it.
+            *args, **kwargs: Inputs. Tensors are moved to the device, floating-point ones cast to the compute dtype.
+
+        Returns:
+            Output of the module.
+
+        Raises:
+            ModelError: There is no such module.
+            TrainingError: The engine is closed.
+        """
+        core = self._core
+        core.check_open()
+        if name not in core.frozen:
+            raise ModelError(f"the engine has no frozen module {name!r}, only {sorted(core.frozen)}")
+        core.interceptor.abandon()
+        core.sync_module_changes()
+        args, kwargs = cast_inputs((args, kwargs), self.config.compute_dtype, self.device)
+        with torch.no_grad(), core.cleanup_on_error():
+            if core.tracer.open_key is not None:  # it is a part of the step, and of its trace
+                with core.tracer.in_iteration():
+                    return core.frozen[name](*args, **kwargs)
+            with core.data.residency.evaluation((name, core.signature(args, kwargs))):
+                return core.frozen[name](*args, **kwargs)
+
+    @handle_sigint
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the `generate` method of a transformers model, without gradients.
 

@@ -127,9 +127,8 @@ class EngineCheckpoint:
                 json_item(COMMON, json_codec.dumps(dict(self._common_metadata(frozen)), "the optimizer's state"))
             )
             shards += whole_tensors({f"model.{name}": value for name, value in self._buffers().items()})
-        for piece in param_shards(core.data, core.optimizer_step.order):
-            if frozen or (piece.managed is not None and piece.managed.schema.trained):
-                shards.append(piece)
+        saved = {managed for managed in core.model_params if frozen or managed.schema.trained}
+        shards += [piece for piece in param_shards(core.data, core.optimizer_step.order) if piece.managed in saved]
         return shards
 
     def _common_metadata(self, frozen: bool) -> CommonMetadata:
@@ -141,11 +140,9 @@ class EngineCheckpoint:
             optimizer=_kind_of(core.config.optimizer),
             states=list(core.config.optimizer.states),
             groups=self.optimizer._packed_groups(lambda managed: managed.name),
-            steps={managed.name: managed.steps for managed in core.data.managed_params if managed.steps},
+            steps={managed.name: managed.steps for managed in core.model_params if managed.steps},
             optimizer_steps=core.optimizer_step.steps,
-            memory={
-                managed.name: managed.optimizer_extra for managed in core.data.managed_params if managed.optimizer_extra
-            },
+            memory={managed.name: managed.optimizer_extra for managed in core.model_params if managed.optimizer_extra},
             buffers=sorted(self._buffers()),
             loss_scale={name: float(value) for name, value in core.scaler.state_dict().items()},
             batch_of=list(core.distribution.mesh.batch_of),
@@ -236,11 +233,11 @@ class EngineCheckpoint:
         """Raise CheckpointError, naming all differences, if the checkpoint is of another model or optimizer."""
         core = self.core
         stored = {name: tensor for name, tensor in reader.manifest.tensors.items() if name.startswith("model.")}
-        shapes = {f"model.{managed.name}": list(managed.full_shape) for managed in core.data.managed_params}
+        shapes = {f"model.{managed.name}": list(managed.full_shape) for managed in core.model_params}
         shapes |= {f"model.{name}": list(value.shape) for name, value in self._buffers().items()}
         missing, surplus = shapes.keys() - stored.keys(), stored.keys() - shapes.keys()
         if not common.frozen:
-            missing -= {f"model.{managed.name}" for managed in core.data.managed_params if not managed.schema.trained}
+            missing -= {f"model.{managed.name}" for managed in core.model_params if not managed.schema.trained}
         reshaped = [name for name in shapes.keys() & stored.keys() if stored[name].shape != shapes[name]]
         if missing or surplus or reshaped:
             differences = {"it lacks": missing, "the model lacks": surplus, "of another shape are": reshaped}
@@ -296,7 +293,7 @@ class EngineCheckpoint:
         core.optimizer_step.resume(common.optimizer_steps)
         delayed = core.optimizer_step.delayed if core.optimizer_step.is_late else None
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for managed in data.managed_params:
+            for managed in core.model_params:
                 for kind in saved_kinds(managed):
                     if kind not in (PARAM16, PARAM32) and name_of(managed, kind) not in reader.manifest.tensors:
                         core.model_state.write(managed, kind, torch.zeros((), device="cpu"))  # frozen when saved

@@ -58,6 +58,7 @@ def initialize(
     mesh: "DeviceMesh | None" = None,
     sample: Sample | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    frozen: Mapping[str, nn.Module] | None = None,
 ) -> "Initialized":
     """Create an engine that manages a model, and its optimizer.
 
@@ -78,6 +79,8 @@ def initialize(
             A training step with them is dry-run before memory is taken, and refused if it does not fit, with settings
             that suffice. Without it, the first step finds out. Ignored with several processes.
         loss: Returns the loss from the model's output, for the dry run. Default: its attribute `loss`, or the output.
+        frozen: Further modules by name, which are only read, such as the reference model of DPO. Their parameters are
+            frozen (2 bytes each with bf16 or fp16) and share the budgets. `engine.call_frozen` runs them.
 
     Returns:
         The engine, to be called in place of the model, and the optimizer (`engine.optimizer`). In a `with` statement
@@ -92,9 +95,13 @@ def initialize(
     config = Config.of(config)
     world = World.find(config.find_device())
     swap_bytes = 0
-    if world.size == 1 and (sample is not None or (not isinstance(model, nn.Module) and weights is None)):
+    if (
+        world.size == 1
+        and not frozen
+        and (sample is not None or (not isinstance(model, nn.Module) and weights is None))
+    ):
         swap_bytes = check_fit(model, config, sample, loss)
-    engine = create_engine(model, config, weights, world, swap_bytes, mesh)
+    engine = create_engine(model, config, weights, world, swap_bytes, mesh, frozen)
     return Initialized(engine, engine.optimizer)
 
 
@@ -105,12 +112,13 @@ def create_engine(
     world: Processes,
     swap_bytes: int = 0,
     mesh: "DeviceMesh | None" = None,
+    frozen: Mapping[str, nn.Module] | None = None,
 ) -> Engine:
     """Create an engine. `swap_bytes`: what `check_fit` returned; a model that will be on disk is built on disk."""
-    explain = explain_refusal if world.size == 1 else None
+    explain = explain_refusal if world.size == 1 and not frozen else None
     try:
         if config.disk is None or not swap_bytes or isinstance(model, nn.Module) or weights is not None:
-            return Engine(model, config, weights, world=world, mesh=mesh, explain_refusal=explain)
+            return Engine(model, config, weights, world=world, mesh=mesh, frozen=frozen, explain_refusal=explain)
         with _built_on_disk(model, config, config.disk, swap_bytes) as build:
             return Engine(build, config, world=world, explain_refusal=explain)
     except BaseException as error:

@@ -81,7 +81,7 @@ class Trainer(transformers.Trainer):
         return self._manage().engine
 
     def make_engine(self, model: nn.Module, config: Config) -> Engine:
-        """Create the engine. Override this method to customize the engine, and pass `mesh` on to it.
+        """Create the engine. Override this method to customize it, and pass `mesh` and `frozen_modules` on to it.
 
         Args:
             model: The model to train.
@@ -93,12 +93,18 @@ class Trainer(transformers.Trainer):
         Raises:
             BudgetError, ConfigError, ModelError: As `patrickstar.initialize`.
         """
-        return initialize(model, config, mesh=self.mesh)[0]
+        return initialize(model, config, mesh=self.mesh, frozen=self.frozen_modules)[0]
 
     @property
     def mesh(self) -> "DeviceMesh | None":
         """Data-parallel dimensions of the device mesh, for `patrickstar.initialize`; None if it is all processes."""
         return None if self._parallelism is None else self._parallelism.meshes.data
+
+    @property
+    def frozen_modules(self) -> dict[str, nn.Module]:
+        """Modules that are only read, such as a reference model, for `patrickstar.initialize`."""
+        frozen: dict[str, nn.Module] = self.accelerator.frozen
+        return frozen
 
     def _manage(self) -> Managed:
         if self._managed is None or self._managed.module is not self.model:
@@ -180,7 +186,9 @@ class Trainer(transformers.Trainer):
             self._parallelism = ModelParallelism.of(self.model, *processes, self.args.device.type)
         if self._parallelism is not None:
             self.model._tp_size = self._parallelism.sizes.tp  # transformers counts batches and tokens by it
-        self.accelerator = TrainerAccelerator.from_accelerator(self.accelerator, engine, self._parallelism)
+        self.accelerator = TrainerAccelerator.from_accelerator(
+            self.accelerator, engine, self._parallelism, lambda: self.engine
+        )
         # transformers has bound the method of the class that the accelerator had.
         gather = self.accelerator.gather_for_metrics
         self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)

@@ -1,5 +1,6 @@
 """Accelerator of the Trainer: the engine's, with processes that share batches."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,9 @@ from torch.utils.data import IterableDataset
 
 from patrickstar._engine.engine import Engine
 from patrickstar.errors import ConfigError
-from patrickstar.integrations._engine_accelerator import EngineAccelerator
+from patrickstar.integrations._engine_accelerator import EngineAccelerator, Managed
 from patrickstar.integrations.transformers._distributed_config import ModelParallelism
+from patrickstar.integrations.transformers._frozen_module import FrozenModule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,14 +26,24 @@ class TrainerAccelerator(EngineAccelerator):
     no_engine = "there is no engine yet: train(), evaluate() and predict() create it"
     parallelism: ModelParallelism | None
     """Division of model and batches over processes; None if each process has a batch and the whole model."""
+    frozen: dict[str, nn.Module]
+    """Modules that are only read, by their names in the engine."""
+    make_engine: Callable[[], Engine]
+    """Returns the engine, and creates it at the first call."""
 
     @classmethod
     def from_accelerator(
-        cls, accelerator: Accelerator, engine: Engine | None, parallelism: ModelParallelism | None
+        cls,
+        accelerator: Accelerator,
+        engine: Engine | None,
+        parallelism: ModelParallelism | None,
+        make_engine: Callable[[], Engine],
     ) -> "TrainerAccelerator":
         """Convert the Trainer's accelerator in place, since the Trainer already holds bound methods of it."""
+        frozen = getattr(accelerator, "frozen", {})
         accelerator.__class__ = cls
         accelerator.engine, accelerator.parallelism = engine, parallelism
+        accelerator.frozen, accelerator.make_engine = frozen, make_engine
         converted: TrainerAccelerator = accelerator
         return converted
 
@@ -84,9 +96,34 @@ class TrainerAccelerator(EngineAccelerator):
 
         return pytree.tree_map_only(torch.Tensor, distinct, self.gather(input_data))
 
-    def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        """Return the model unchanged: the engine moves parameters, and shards them over processes."""
-        return model
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Return the model unchanged: the engine moves parameters, and shards them over processes.
+
+        Args:
+            model: The trained model, or one that is only read.
+            device_placement: Ignored.
+            evaluation_mode: The model is only read: its parameters become frozen ones of the engine, and its forward
+                runs there.
+
+        Raises:
+            ConfigError: The engine exists, and the model to read is not among its own.
+        """
+        if not evaluation_mode or isinstance(model, Managed | FrozenModule):
+            return model
+        if self.engine is not None:
+            raise ConfigError(
+                f"a {type(model).__name__} was prepared after the engine was created, which shares its memory among "
+                f"models that it knows from the beginning: prepare it before train(), evaluate() and trainer.engine"
+            )
+        name = f"frozen_{len(self.frozen)}"
+        self.frozen[name] = model
+        return FrozenModule(model, name, self.make_engine)
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        """Return the model itself."""
+        return super().unwrap_model(model.module if isinstance(model, FrozenModule) else model, *args, **options)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> torch.optim.Optimizer:
         """Return the optimizer unchanged: it is the engine's."""

@@ -1,0 +1,241 @@
+"""TRL's trainers: results equal those of TRL's own, and reference models lie within the budgets."""
+
+import string
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+import patrickstar as ps
+from patrickstar.errors import ConfigError
+from patrickstar.integrations.transformers import Trainer
+from patrickstar.integrations.trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from patrickstar.testing import assert_same_bits
+
+from .trainers import Stressed, close, logged, same_but_norms, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in v6:FutureWarning")
+
+WORDS = ["<pad>", "<eos>", "<unk>", *string.ascii_lowercase, *string.digits]
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0, foreach=False)
+"""AdamW of torch, one operation at a time: TRL's own trainers run the same operations."""
+OPTIONS = ps.Config(chunk_size="16KiB", device_memory="96KiB", optimizer=ADAMW)
+SIZES = dict(
+    vocab_size=len(WORDS),
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    eos_token_id=1,
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a token per letter or digit."""
+    tokens = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+
+
+def llama(seed: int = 1, kind: Any = LlamaForCausalLM, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    return kind(LlamaConfig(**SIZES, **options))
+
+
+def texts(count: int = 20) -> list[str]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 12, (count,), generator=generator).tolist()
+    return [
+        "".join(WORDS[3 + number] for number in torch.randint(0, 36, (length,), generator=generator).tolist())
+        for length in lengths
+    ]
+
+
+def pairs() -> list[dict[str, str]]:
+    written = texts(60)
+    triples = zip(written[::3], written[1::3], written[2::3], strict=True)
+    return [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in triples]
+
+
+def arguments(kind: Any, folder: Path, **options: Any) -> Any:
+    defaults = dict(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=20,
+        learning_rate=1e-2,
+        optim="adamw_torch",
+        max_grad_norm=100.0,
+        warmup_steps=2,
+        lr_scheduler_type="cosine",
+        dataloader_pin_memory=False,
+        activation_checkpointing=False,
+    )
+    return kind(**defaults | options)
+
+
+def same(found: list[tuple[Any, Any]]) -> None:
+    (log, state), (own_log, own_state) = found
+    same_but_norms(log, own_log)
+    assert_same_bits(state, own_state, "parameters")
+
+
+def trained(trainer: transformers.Trainer) -> tuple[Any, Any]:
+    trainer.train()
+    result = logged(trainer), {name: value.clone() for name, value in weights(trainer).items()}
+    close(trainer)
+    return result
+
+
+def stressed(kind: Any) -> Any:
+    """Return a class whose engine evicts everything at each access and poisons freed memory."""
+    return type("Stressed", (kind,), {"make_engine": Stressed.make_engine})
+
+
+def budget(kind: Any) -> dict[str, Any]:
+    return {"config": OPTIONS} if issubclass(kind, Trainer) else {}
+
+
+def test_sft_has_the_bits_of_trl(tmp_path):
+    found = []
+    for kind in (trl.SFTTrainer, stressed(SFTTrainer)):
+        args = arguments(trl.SFTConfig, tmp_path, max_length=16)
+        data = Dataset.from_list([{"text": text} for text in texts()])
+        given = {"processing_class": tokenizer()} | budget(kind)
+        found.append(trained(kind(llama(), args=args, train_dataset=data, **given)))
+    same(found)
+
+
+@pytest.mark.parametrize("reference", ["given", "loaded"])
+def test_dpo_has_the_bits_of_trl(tmp_path, reference):
+    llama().save_pretrained(tmp_path / "model")
+    found = []
+    for kind in (trl.DPOTrainer, stressed(DPOTrainer)):
+        args = arguments(trl.DPOConfig, tmp_path, max_length=32)
+        model = llama() if reference == "given" else str(tmp_path / "model")
+        given = {"processing_class": tokenizer()} | budget(kind)
+        if reference == "given":
+            given["ref_model"] = llama(2)
+        found.append(trained(kind(model, args=args, train_dataset=Dataset.from_list(pairs()), **given)))
+    same(found)
+
+
+def test_the_reference_model_lies_within_the_budgets(tmp_path):
+    reference = llama(2)
+    numel, small = sum(param.numel() for param in reference.parameters()), ps.Config(device_memory="8MiB")
+    args = arguments(trl.DPOConfig, tmp_path, bf16=True, max_length=32, max_steps=3)
+    given = {"ref_model": reference, "processing_class": tokenizer(), "config": small}
+    trainer = DPOTrainer(llama(), args=args, train_dataset=Dataset.from_list(pairs()), **given)
+    trainer.train()
+    parameters = [each for each in trainer.engine.inspect().parameters if each.name.startswith("frozen_0.")]
+    assert sum(each.numel for each in parameters) == numel and {each.dtype for each in parameters} == {"bfloat16"}
+    assert not any(each.trained for each in parameters)
+    assert trainer.engine.stats.total.device_peak_model_bytes <= trainer.engine.device_budget_bytes
+    assert not any(name.startswith("frozen_0") for name in trainer.engine.state_dict())
+    assert trainer.ref_model.config is reference.config
+    assert trainer.accelerator.unwrap_model(trainer.ref_model) is reference
+    with pytest.raises(ConfigError, match="was prepared after the engine was created"):
+        trainer.accelerator.prepare_model(llama(3), evaluation_mode=True)
+    close(trainer)
+
+
+def length(completions: list[str], **given: Any) -> list[float]:
+    """Return a reward for short completions."""
+    return [-float(len(completion)) for completion in completions]
+
+
+@pytest.mark.parametrize("rewards", ["function", "model"])
+def test_grpo_has_the_bits_of_trl(tmp_path, rewards):
+    """Generate, score and train, with a reference and in one case a reward model in the engine."""
+    llama().save_pretrained(tmp_path / "model")
+    found = []
+    for kind in (trl.GRPOTrainer, stressed(GRPOTrainer)):
+        options = dict(max_completion_length=6, num_generations=2, beta=0.1, max_steps=4)
+        args = arguments(trl.GRPOConfig, tmp_path, **options)
+        judge = llama(3, LlamaForSequenceClassification, num_labels=1) if rewards == "model" else None
+        given = {"reward_funcs": judge or length, "processing_class": tokenizer()} | budget(kind)
+        given |= {"reward_processing_classes": tokenizer()} if judge else {}
+        data = Dataset.from_list([{"prompt": text} for text in texts(8)])
+        torch.manual_seed(5)
+        found.append(trained(kind(str(tmp_path / "model"), args=args, train_dataset=data, **given)))
+    same(found)
+
+
+def test_kto_has_the_bits_of_trl(tmp_path):
+    found = []
+    for kind in (trl.KTOTrainer, stressed(KTOTrainer)):
+        args = arguments(trl.KTOConfig, tmp_path, max_length=32, max_steps=4)
+        data = Dataset.from_list(
+            [
+                {"prompt": each["prompt"], "completion": each["chosen"], "label": number % 2 == 0}
+                for number, each in enumerate(pairs())
+            ]
+        )
+        given = {"ref_model": llama(2), "processing_class": tokenizer()} | budget(kind)
+        found.append(trained(kind(llama(), args=args, train_dataset=data, **given)))
+    same(found)
+
+
+def test_rewards_have_the_bits_of_trl(tmp_path):
+    found = []
+    for kind in (trl.RewardTrainer, stressed(RewardTrainer)):
+        args = arguments(trl.RewardConfig, tmp_path, max_length=32, max_steps=4)
+        model = llama(1, LlamaForSequenceClassification, num_labels=1)
+        given = {"processing_class": tokenizer()} | budget(kind)
+        found.append(trained(kind(model, args=args, train_dataset=Dataset.from_list(pairs()), **given)))
+    same(found)
+
+
+def test_adapters_are_their_own_reference(tmp_path):
+    found = []
+    for kind in (trl.DPOTrainer, stressed(DPOTrainer)):
+        args = arguments(trl.DPOConfig, tmp_path, max_length=32, max_steps=4)
+        torch.manual_seed(3)
+        adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        given = {"processing_class": tokenizer(), "peft_config": adapters} | budget(kind)
+        trainer = kind(llama(), args=args, train_dataset=Dataset.from_list(pairs()), **given)
+        if issubclass(kind, Trainer):
+            assert not trainer.frozen_modules
+        found.append(trained(trainer))
+    same(found)
+
+
+def test_dpo_resumes_with_the_same_bits(tmp_path):
+    found = []
+    for steps in (4, 8):
+        options = dict(max_steps=8, save_strategy="steps", save_steps=4, max_length=32)
+        args = arguments(trl.DPOConfig, tmp_path, **options)
+        given = {"ref_model": llama(2), "processing_class": tokenizer(), "config": OPTIONS}
+        trainer = stressed(DPOTrainer)(llama(), args=args, train_dataset=Dataset.from_list(pairs()), **given)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if steps == 8 else None)
+        found.append({name: value.clone() for name, value in weights(trainer).items()})
+        close(trainer)
+    assert_same_bits(found[0], found[1], "parameters after resuming")
+
+
+def test_a_synchronized_reference_model(tmp_path):
+    found = []
+    for kind in (trl.DPOTrainer, stressed(DPOTrainer)):
+        options = dict(sync_ref_model=True, ref_model_sync_steps=2, max_steps=6, max_length=32)
+        args = arguments(trl.DPOConfig, tmp_path, **options)
+        given = {"ref_model": llama(2), "processing_class": tokenizer()} | budget(kind)
+        found.append(trained(kind(llama(), args=args, train_dataset=Dataset.from_list(pairs()), **given)))
+    same(found)
