@@ -124,7 +124,7 @@ def test_sft_has_the_bits_of_trl(tmp_path):
     same(found)
 
 
-@pytest.mark.parametrize("reference", ["given", "loaded"])
+@pytest.mark.parametrize("reference", ["given", pytest.param("loaded", marks=pytest.mark.slow)])
 def test_dpo_has_the_bits_of_trl(tmp_path, reference):
     llama().save_pretrained(tmp_path / "model")
     found = []
@@ -162,7 +162,7 @@ def length(completions: list[str], **given: Any) -> list[float]:
     return [-float(len(completion)) for completion in completions]
 
 
-@pytest.mark.parametrize("rewards", ["function", "model"])
+@pytest.mark.parametrize("rewards", [pytest.param("function", marks=pytest.mark.slow), "model"])
 def test_grpo_has_the_bits_of_trl(tmp_path, rewards):
     """Generate, score and train, with a reference and in one case a reward model in the engine."""
     llama().save_pretrained(tmp_path / "model")
@@ -179,6 +179,7 @@ def test_grpo_has_the_bits_of_trl(tmp_path, rewards):
     same(found)
 
 
+@pytest.mark.slow
 def test_kto_has_the_bits_of_trl(tmp_path):
     found = []
     for kind in (trl.KTOTrainer, stressed(KTOTrainer)):
@@ -194,6 +195,7 @@ def test_kto_has_the_bits_of_trl(tmp_path):
     same(found)
 
 
+@pytest.mark.slow
 def test_rewards_have_the_bits_of_trl(tmp_path):
     found = []
     for kind in (trl.RewardTrainer, stressed(RewardTrainer)):
@@ -204,6 +206,7 @@ def test_rewards_have_the_bits_of_trl(tmp_path):
     same(found)
 
 
+@pytest.mark.slow
 def test_adapters_are_their_own_reference(tmp_path):
     found = []
     for kind in (trl.DPOTrainer, stressed(DPOTrainer)):
@@ -231,6 +234,7 @@ def test_dpo_resumes_with_the_same_bits(tmp_path):
     assert_same_bits(found[0], found[1], "parameters after resuming")
 
 
+@pytest.mark.slow
 def test_a_synchronized_reference_model(tmp_path):
     found = []
     for kind in (trl.DPOTrainer, stressed(DPOTrainer)):
