@@ -1,6 +1,8 @@
 """The examples run unchanged for a few steps."""
 
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,10 +28,26 @@ def test_accelerate_loop(tmp_path, one_thread):
     assert (tmp_path / "state" / "patrickstar").is_dir()
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning warns of data loaders without workers, and of folders that exist
+def test_lightning(tmp_path, one_thread):
+    main = runpy.run_path(str(EXAMPLES / "lightning_fit.py"))["main"]
+    options = ["--output", str(tmp_path), "--device-memory", "1GiB"]
+    assert main([*options, "--steps", "1"]) < 6
+    assert (tmp_path / "last.ckpt" / "patrickstar").is_dir()
+
+
+@pytest.mark.slow
+def test_lightning_with_two_processes(tmp_path):
+    command = [sys.executable, EXAMPLES / "lightning_fit.py", "--output", tmp_path, "--steps", "2", "--devices", "2"]
+    run = subprocess.run([*map(str, command), "--device-memory", "1GiB"], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0 and "peak of model data" in run.stdout, run.stdout + run.stderr
+    assert (tmp_path / "last.ckpt" / "patrickstar").is_dir()
+
+
 @pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in v6:FutureWarning")
 def test_dpo(tmp_path, one_thread, capsys):
     main = runpy.run_path(str(EXAMPLES / "dpo.py"))["main"]
-    margin = main(["--output", str(tmp_path), "--device-memory", "1GiB", "--steps", "5"])
+    margin = main(["--output", str(tmp_path), "--device-memory", "1GiB", "--steps", "2"])
     assert -5 < margin < 5 and "10,697,088 parameters of the reference model in chunks" in capsys.readouterr().out
 
 

@@ -1,0 +1,171 @@
+"""Lightning's Trainer with the engine as strategy: results equal those of its own strategy."""
+
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import patrickstar as ps
+from patrickstar.errors import CheckpointError, ConfigError, TrainingError
+from patrickstar.integrations.lightning import PatrickStarStrategy
+from patrickstar.testing import NoMeter, assert_same_bits
+
+WIDTH = 16
+# Lightning warns by ordinary warnings, of data loaders without workers among others.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Net(lightning.LightningModule):
+    """Regression with a schedule; `manual`: with its own loop over optimizer steps."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+        self.automatic_optimization = not manual
+        self.losses: list[float] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs)
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        inputs, targets = batch
+        loss = (self(inputs) - targets).float().pow(2).mean()
+        self.log("loss", loss)
+        self.losses.append(loss.item())
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=100.0, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.lr_schedulers().step()
+        return loss
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        self.log("validation", (self(batch[0]) - batch[1]).float().pow(2).mean())
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, number: int) -> torch.Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.RMSprop(self.parameters(), lr=1e-2, momentum=0.9, foreach=False)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Stressed(PatrickStarStrategy):
+    """Strategy whose engine evicts everything at each access and poisons freed memory."""
+
+    def make_engine(self, model: nn.Module, config: ps.Config) -> ps.Engine:
+        return ps.Engine(model, config, meter=NoMeter(), evict_everything=True, poison=True)
+
+
+def loader(seed: int = 0, count: int = 40) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = (torch.randn(count, WIDTH, generator=generator) for _ in range(2))
+    return DataLoader(TensorDataset(inputs, targets), batch_size=2)
+
+
+def trainer(strategy: Any, folder: Any, **options: Any) -> lightning.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return lightning.Trainer(
+        **{"accelerator": "cpu", "devices": 1, "strategy": strategy, "default_root_dir": folder, "max_epochs": 1}
+        | quiet
+        | {"enable_checkpointing": False}
+        | options
+    )
+
+
+def values(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_bits_of_its_own_strategy(tmp_path, manual):
+    """Compare 20 steps with accumulation, clipping, a scheduler and validation."""
+    found = []
+    for strategy in ("auto", Stressed({"chunk_size": 2048})):
+        module = Net(manual)
+        options = {} if manual else {"accumulate_grad_batches": 2, "gradient_clip_val": 100.0}
+        run = trainer(strategy, tmp_path, max_epochs=2, **options)
+        run.fit(module, loader(), loader(1, 8))
+        predicted = torch.cat(run.predict(module, loader(2, 6)))
+        found.append((module.losses, run.callback_metrics, values(module), [predicted]))
+    (losses, metrics, state, predicted), (own_losses, own_metrics, own_state, own_predicted) = found
+    assert losses == own_losses and len(losses) == 40
+    assert {key: value.item() for key, value in metrics.items()} == {k: v.item() for k, v in own_metrics.items()}
+    assert_same_bits(state, own_state, "parameters")
+    assert_same_bits(predicted, own_predicted, "predictions")
+
+
+def test_a_run_resumes_with_the_same_bits(tmp_path):
+    whole, part = Net(), Net()
+    trainer(Stressed(), tmp_path, max_epochs=2, accumulate_grad_batches=2).fit(whole, loader())
+    saving = ModelCheckpoint(tmp_path / "saved", save_last=True, save_top_k=-1, every_n_train_steps=5)
+    options = {"enable_checkpointing": True, "callbacks": [saving], "accumulate_grad_batches": 2}
+    trainer(Stressed(), tmp_path, **options).fit(part, loader())
+    last = tmp_path / "saved" / "last.ckpt"
+    assert (last / "patrickstar").is_dir() and len(list((tmp_path / "saved").iterdir())) == 3
+    resumed = Net()
+    run = trainer(Stressed(), tmp_path, max_epochs=2, accumulate_grad_batches=2)
+    run.fit(resumed, loader(), ckpt_path=str(last), weights_only=False)
+    assert_same_bits(values(whole), values(resumed), "parameters")
+    assert part.losses + resumed.losses == whole.losses
+
+
+def test_weights_alone_are_a_file_of_lightning(tmp_path):
+    module, path = Net(), tmp_path / "weights.ckpt"
+    run = trainer(PatrickStarStrategy(), tmp_path, max_steps=3)
+    run.fit(module, loader())
+    run.save_checkpoint(path, weights_only=True)
+    loaded = Net.load_from_checkpoint(path)
+    assert_same_bits(values(module), values(loaded), "parameters")
+    before = run.validate(module, loader(1, 8), verbose=False)
+    again = trainer(PatrickStarStrategy(), tmp_path)
+    assert again.validate(Net(), loader(1, 8), ckpt_path=str(path), verbose=False) == before
+    assert not any(each.trained for each in again.strategy.engine.inspect().parameters)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_precision_is_the_engines(tmp_path, precision):
+    run, module = trainer(PatrickStarStrategy(), tmp_path, precision=precision, max_epochs=5), Net()
+    run.fit(module, loader())
+    assert run.strategy.engine.config.precision == "bf16"
+    assert sum(module.losses[-20:]) < sum(module.losses[:20])
+    assert {value.dtype for value in module.state_dict().values()} == {torch.float32}
+
+
+class TwoOptimizers(Net):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in self.layers[:2]], []
+
+
+class OwnBackward(Net):
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
+def test_mistakes(tmp_path):
+    with pytest.raises(ConfigError, match="returned 2 optimizers, and an engine has one"):
+        trainer(PatrickStarStrategy(), tmp_path).fit(TwoOptimizers(manual=True), loader())
+    with pytest.raises(ConfigError, match=r"OwnBackward.backward is not called"):
+        trainer(PatrickStarStrategy(), tmp_path).fit(OwnBackward(), loader())
+    with pytest.raises(ConfigError, match=r"precision='64-true' is not supported: use '32-true'"):
+        trainer(PatrickStarStrategy(), tmp_path, precision="64-true")
+    with pytest.raises(ConfigError, match=r"Trainer\(precision=...\) selects fp32, and ps.Config selects bf16"):
+        trainer(PatrickStarStrategy({"precision": "bf16"}), tmp_path).fit(Net(), loader())
+    with pytest.raises(TrainingError, match="'value' is not supported"):
+        run = trainer(PatrickStarStrategy(), tmp_path, gradient_clip_val=1.0, gradient_clip_algorithm="value")
+        run.fit(Net(), loader())
+    with pytest.raises(TrainingError, match="there is no engine yet"):
+        PatrickStarStrategy().engine  # noqa: B018
+    (tmp_path / "empty.ckpt").mkdir()
+    with pytest.raises(CheckpointError, match="is no checkpoint of this strategy"):
+        trainer(PatrickStarStrategy(), tmp_path).fit(Net(), loader(), ckpt_path=str(tmp_path / "empty.ckpt"))
