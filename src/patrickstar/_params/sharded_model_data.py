@@ -21,8 +21,11 @@ from patrickstar.errors import BudgetError, TrainingError
 # As with one process, a gradient is stored in place of its parameter in the gathered chunk. Once the chunk has all its
 # gradients it is submitted: the gradients of all ranks are reduced, each rank's part of the result replaces its own
 # shard of the parameters, and the gathered chunk leaves the device. From then on the owner's shard holds the gradient;
-# before any rank can gather the parameter again, its owner restores the shard from the master. Later gradients for the
-# same chunk are reduced as well, and the owner adds them in fp32.
+# before any rank can gather the parameter again, its owner restores the shard from the master. Gradients of later
+# backwards are reduced as well, and the owner adds them in fp32.
+#
+# In one backward a chunk is reduced once: in which order the gradients of the ranks are added decides the bits of their
+# sum. A chunk that must leave the device before it is complete is accumulated on the host until backward ends.
 #
 # Whether a parameter has a gradient is known only after all ranks have synchronized: a rank without one counts as zero.
 # If no rank has one, the parameter is not updated, as with one process.
