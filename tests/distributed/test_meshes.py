@@ -132,8 +132,6 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {"evicted": evicted, "tight"
 
 FAST = [
     ("decoder, both", "none", "evicted", 0),
-    ("mixtral, idle tensors and experts", "non-reentrant", "evicted", 1),
-    ("llama tied", "reentrant", "tight", 2),
     # Accumulates, and only one process owns elements of the last chunk.
     ("mixtral", "non-reentrant", "tight", 1208),
     ("switch", "reentrant", "measured", 1100),  # accumulates
