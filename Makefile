@@ -16,8 +16,8 @@ train: $(INSTALLED)
 		--lr 6e-4 --warmup-steps 10 --weight-decay 0.01 --max-norm 1.0 \
 		--device auto --device-memory 240MiB --precision bf16 --seed 0 --log runs/train.jsonl
 
-# JOBS: how many tests run at a time; on two cores three, since tests of several processes wait half of their time.
-JOBS ?= 3
+# JOBS: how many tests run at a time.
+JOBS ?= 2
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 
 test: check
