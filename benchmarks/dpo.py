@@ -77,6 +77,7 @@ def run(folder: Path, directory: Path) -> dict[str, object]:
             str(directory / "run"),
             use_cpu=True,
             bf16=True,
+            model_init_kwargs={"dtype": "bfloat16"},  # as the folder has it; TRL would load fp32
             per_device_train_batch_size=1,
             max_steps=STEPS,
             max_length=TOKENS,
