@@ -99,7 +99,6 @@ def run(folder: Path, directory: Path) -> dict[str, object]:
         "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "trained": sum(each.numel for each in parameters if each.trained),
         "frozen": sum(each.numel for each in parameters if not each.trained),
-        "device": total.device_peak_model_bytes + total.device_peak_non_model_bytes,
         "step_s": ended - seconds[-1],
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "disk": total.disk_read_bytes + total.disk_write_bytes,

@@ -22,12 +22,25 @@ def _unpack(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return args, {name: value.value if isinstance(value, _Uncast) else value for name, value in kwargs.items()}
 
 
-class Managed(nn.Module):
-    """Module whose forward calls the engine; other attributes are those of the model."""
+class EngineModule(nn.Module):
+    """Module whose forward runs in an engine; other attributes are those of `module`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class Managed(EngineModule):
+    """The trained model of an engine."""
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self.module = engine.module
+        super().__init__(engine.module)
         self.engine = engine
         # Loss functions divide by num_items_in_batch; cast to 16 bits, 1023 tokens would become 1024.
         self.module.register_forward_pre_hook(_unpack, with_kwargs=True)
@@ -39,12 +52,6 @@ class Managed(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.engine.optimizer.zero_grad()
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
 
 
 class EngineAccelerator(Accelerator):  # type: ignore[misc]
@@ -73,7 +80,9 @@ class EngineAccelerator(Accelerator):  # type: ignore[misc]
 
     def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
         """Return the model itself."""
-        inner: nn.Module = super().unwrap_model(model.module if isinstance(model, Managed) else model, *args, **options)
+        inner: nn.Module = super().unwrap_model(
+            model.module if isinstance(model, EngineModule) else model, *args, **options
+        )
         return inner
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

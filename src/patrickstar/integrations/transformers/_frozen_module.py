@@ -6,10 +6,11 @@ from typing import Any
 from torch import nn
 
 from patrickstar._engine.engine import Engine
+from patrickstar.integrations._engine_accelerator import EngineModule
 
 
-class FrozenModule(nn.Module):
-    """Module whose forward runs in an engine without gradients; other attributes are those of the module.
+class FrozenModule(EngineModule):
+    """Module that an engine only reads; its forward runs there without gradients.
 
     Args:
         module: The module.
@@ -18,16 +19,9 @@ class FrozenModule(nn.Module):
     """
 
     def __init__(self, module: nn.Module, name: str, engine: Callable[[], Engine]) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self.name = name
         self._engine = engine
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine().call_frozen(self.name, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from patrickstar._engine.engine import Engine
 from patrickstar.errors import ConfigError
-from patrickstar.integrations._engine_accelerator import EngineAccelerator, Managed
+from patrickstar.integrations._engine_accelerator import EngineAccelerator, EngineModule
 from patrickstar.integrations.transformers._distributed_config import ModelParallelism
 from patrickstar.integrations.transformers._frozen_module import FrozenModule
 
@@ -110,7 +110,7 @@ class TrainerAccelerator(EngineAccelerator):
         Raises:
             ConfigError: The engine exists, and the model to read is not among its own.
         """
-        if not evaluation_mode or isinstance(model, Managed | FrozenModule):
+        if not evaluation_mode or isinstance(model, EngineModule):
             return model
         if self.engine is not None:
             raise ConfigError(
@@ -120,10 +120,6 @@ class TrainerAccelerator(EngineAccelerator):
         name = f"frozen_{len(self.frozen)}"
         self.frozen[name] = model
         return FrozenModule(model, name, self.make_engine)
-
-    def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        """Return the model itself."""
-        return super().unwrap_model(model.module if isinstance(model, FrozenModule) else model, *args, **options)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> torch.optim.Optimizer:
         """Return the optimizer unchanged: it is the engine's."""
