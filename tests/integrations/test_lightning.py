@@ -1,5 +1,6 @@
 """Lightning's Trainer with the engine as strategy: results equal those of its own strategy."""
 
+import copy
 from typing import Any
 
 import lightning
@@ -103,6 +104,33 @@ def test_bits_of_its_own_strategy(tmp_path, manual):
     assert {key: value.item() for key, value in metrics.items()} == {k: v.item() for k, v in own_metrics.items()}
     assert_same_bits(state, own_state, "parameters")
     assert_same_bits(predicted, own_predicted, "predictions")
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize("trainers", ["one", "several"])
+def test_a_module_is_fitted_again(tmp_path, manual, trainers):
+    """Validate, fit twice and test; another Trainer takes the module over from the one before."""
+    found = []
+    for kind in ("auto", "stressed"):
+        module, results = Net(manual), []
+        for number in range(2):
+            if number == 0 or trainers == "several":
+                strategy = "auto" if kind == "auto" else Stressed({"chunk_size": 2048})
+                run = trainer(strategy, tmp_path, max_epochs=1)
+            run.fit_loop.max_epochs = number + 1 if trainers == "one" else 1
+            results += run.validate(module, loader(1, 8), verbose=False)
+            run.fit(module, loader(number, 10))
+            results += run.test(module, loader(1, 8), verbose=False)
+        if kind == "stressed":
+            copy.deepcopy(module)
+            run.strategy.engine.close()
+            module.train()(torch.zeros(1, WIDTH)).sum().backward()  # the module is an ordinary one
+            assert all(type(param.grad) is torch.Tensor for param in module.parameters())
+        found.append((module.losses, results, values(module)))
+    (losses, results, state), (own_losses, own_results, own_state) = found
+    assert losses == own_losses and len(losses) == 10
+    assert results == own_results
+    assert_same_bits(state, own_state, "parameters")
 
 
 def test_a_run_resumes_with_the_same_bits(tmp_path):

@@ -1,6 +1,7 @@
 """Strategy of Lightning's Trainer with the engine as backend."""
 
 import shutil
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ ENGINE_FOLDER = "patrickstar"
 """Subfolder of a checkpoint for the engine's state."""
 STATE_FILE = "lightning.ckpt"
 """File of a checkpoint with everything else."""
+USED_BY = "_patrickstar_used_by"
+"""Attribute of a module with the strategy whose engine manages it."""
 
 
 class EngineForward(nn.Module):
@@ -38,6 +41,20 @@ class EngineForward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
+
+
+class UsedBy:
+    """Strategy whose engine manages a module. A copy of the module is managed by none."""
+
+    def __init__(self, strategy: "PatrickStarStrategy | None" = None) -> None:
+        self._reference = None if strategy is None else weakref.ref(strategy)
+
+    @property
+    def strategy(self) -> "PatrickStarStrategy | None":
+        return None if self._reference is None else self._reference()
+
+    def __reduce__(self) -> Any:
+        return UsedBy, ()
 
 
 class PatrickStarStrategy(ProcessStrategy):
@@ -61,6 +78,7 @@ class PatrickStarStrategy(ProcessStrategy):
         self._engine: Engine | None = None
         self._accumulates = False
         self._loads_engine = False
+        self._frozen_for_evaluation: list[nn.Parameter] = []
         super().__init__(**options)
 
     @property
@@ -97,11 +115,11 @@ class PatrickStarStrategy(ProcessStrategy):
         self.accelerator.setup(trainer)
         module = self._module
         if trainer.state.fn == TrainerFn.FITTING:
-            self._close()
+            self._take_over(module)
             self.setup_optimizers(trainer)
             self._manage_training(module)
         elif self._engine is None or self._engine.module is not module:
-            self._close()
+            self._take_over(module)
             self._manage_evaluation(module)
         self.model = EngineForward(self.engine)
 
@@ -133,19 +151,16 @@ class PatrickStarStrategy(ProcessStrategy):
             if scheduler.optimizer is given:
                 move_scheduler(scheduler, given, self._engine.optimizer)
         self.optimizers = [self._engine.optimizer]
-        if not module.automatic_optimization:
-            _open_iterations(module, self._engine)
 
     def _manage_evaluation(self, module: LightningModule) -> None:
         """Create an engine without masters and states."""
-        trained = [param for param in module.parameters() if param.requires_grad]
+        self._frozen_for_evaluation = [param for param in module.parameters() if param.requires_grad]
         module.requires_grad_(False)
         try:
             self._engine = self.make_engine(module, self._merged(self._user_config.optimizer))
         finally:
             if self._engine is None:
-                for param in trained:
-                    param.requires_grad_(True)
+                self._close()
 
     def _merged(self, optimizer: Optimizer) -> Config:
         precision = self._engine_precision.engine_precision
@@ -153,10 +168,21 @@ class PatrickStarStrategy(ProcessStrategy):
         selected = f"the Trainer selects the device {str(self.root_device)!r} (accelerator=...)"
         return merge_config(self._user_config, precision, self.root_device, selected, optimizer)
 
+    def _take_over(self, module: LightningModule) -> None:
+        """Close this strategy's engine and the one of an earlier strategy that still manages the module."""
+        self._close()
+        earlier = vars(module).get(USED_BY, UsedBy())
+        if earlier.strategy is not None:
+            earlier.strategy._close()
+        vars(module)[USED_BY] = UsedBy(self)
+
     def _close(self) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+        for param in self._frozen_for_evaluation:
+            param.requires_grad_(True)
+        self._frozen_for_evaluation.clear()
 
     def model_to_device(self) -> None:
         """Do nothing: the engine fetches parameters when they are needed."""
@@ -174,7 +200,7 @@ class PatrickStarStrategy(ProcessStrategy):
         """Run a training step in the engine's forward; with manual optimization its calls of the module."""
         if self._module.automatic_optimization:
             return super().training_step(*args, **kwargs)
-        with self.precision_plugin.train_step_context():
+        with self.precision_plugin.train_step_context(), _traced_calls(self._module, self.engine):
             return self._module.training_step(*args, **kwargs)
 
     @contextmanager
@@ -300,8 +326,10 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _open_iterations(module: LightningModule, engine: Engine) -> None:
-    """Let calls of a module open iterations of the engine, which traces them."""
+@contextmanager
+def _traced_calls(module: LightningModule, engine: Engine) -> Iterator[None]:
+    """Let calls of a module in this context open iterations of the engine, which traces them."""
+    own = vars(module).get("forward")
     forward, inside = module.forward, False
 
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -315,3 +343,10 @@ def _open_iterations(module: LightningModule, engine: Engine) -> None:
             inside = False
 
     vars(module)["forward"] = traced
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = own
