@@ -1,0 +1,10 @@
+"""Optimizers: their options, the chunk lists of their states, and their update rules."""
+
+from patrickstar.optim.adam import Adam, AdamW
+from patrickstar.optim.ema import EMA
+from patrickstar.optim.lion import Lion
+from patrickstar.optim.optimizer import Optimizer
+from patrickstar.optim.sgd import SGD
+from patrickstar.optim.torch_optimizer import TorchOptimizer
+
+__all__ = ["EMA", "SGD", "Adam", "AdamW", "Lion", "Optimizer", "TorchOptimizer"]

@@ -1,0 +1,95 @@
+"""Base class of optimizers: their options, the chunk lists of their states, and their update rules."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from pydantic import model_validator
+
+from patrickstar._kernels.update_rule import Rule
+from patrickstar._layout.schema import GRAD32, PARAM16, PARAM32
+from patrickstar._options import Options
+
+RESERVED = (PARAM16, PARAM32, GRAD32, "step")
+"""Names that a custom optimizer state can't have."""
+
+ParamGroups = Callable[[torch.nn.Module], Iterable[dict[str, Any]]]
+
+
+class Optimizer(Options):
+    """Base class of optimizers. A custom optimizer is a subclass: its fields are the options, `rule` is the update.
+
+    Raises:
+        ConfigError: An option is unknown, or its value is invalid.
+    """
+
+    param_groups: ParamGroups | None = None
+    """Function from the model to param groups, as `torch.optim` takes them: dictionaries with `params` and the options
+    that differ. Default None: one group with all parameters."""
+
+    @abstractmethod
+    def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> Rule:
+        """Return the update rule for one update of one parameter. Some calls only read its `kinds`.
+
+        Args:
+            group: Options of the parameter's param group.
+            step: Number of this update of the parameter, counted from 1.
+            memory: Small state of this parameter, kept between steps and saved in checkpoints: a few numbers. States
+                with a value per element belong in chunk lists. The engine reserves the key "step".
+
+        Returns:
+            The rule; its `kinds` name the states that it needs.
+        """
+
+    def defaults(self) -> dict[str, Any]:
+        """Return the default options of a param group: every field except `param_groups`."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name != "param_groups"}
+
+    @property
+    def counts_itself(self) -> bool:
+        """True if `memory` includes the step count."""
+        return False
+
+    @property
+    def needs_count(self) -> bool:
+        """True if saved states can be loaded only with their step count."""
+        return True
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the chunk lists beside `param16` and the master, with one element per element of the parameter."""
+        return self.states_for(self.defaults())
+
+    def states_for(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the states that a param group needs.
+
+        Args:
+            group: Options of the param group.
+
+        Returns:
+            Names of chunk lists, in the order in which the rule takes them.
+        """
+        return self.rule(group, 1, {}).kinds
+
+    @model_validator(mode="after")
+    def _listable(self) -> "Optimizer":
+        names = self.states
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"the kinds of the rule must be a tuple of strings, got {names!r}")
+        invalid = [name for name in names if name in RESERVED or names.count(name) > 1]
+        if invalid:
+            raise ValueError(f"the kinds of the rule are {names}: {invalid[0]!r} is duplicated or a reserved name")
+        return self
+
+
+def not_negative(value: float) -> float:
+    if not value >= 0:
+        raise ValueError(f"must not be negative, got {value}")
+    return value
+
+
+def below_one(value: tuple[float, float]) -> tuple[float, float]:
+    if not all(0 <= beta < 1 for beta in value):
+        raise ValueError(f"must be in [0, 1), got {value}")
+    return value
