@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 import patrickstar as ps
 from patrickstar.errors import ConfigError
 from patrickstar.integrations.transformers import Trainer
-from patrickstar.integrations.trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from patrickstar.integrations.trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 from patrickstar.testing import assert_same_bits
 
 from .trainers import Stressed, close, logged, same_but_norms, weights
@@ -162,20 +162,28 @@ def length(completions: list[str], **given: Any) -> list[float]:
     return [-float(len(completion)) for completion in completions]
 
 
-@pytest.mark.parametrize("rewards", [pytest.param("function", marks=pytest.mark.slow), "model"])
-def test_grpo_has_the_bits_of_trl(tmp_path, rewards):
-    """Generate, score and train, with a reference and in one case a reward model in the engine."""
+@pytest.mark.parametrize(
+    ("own", "kind", "rewards"),
+    [
+        pytest.param(trl.GRPOTrainer, GRPOTrainer, "function", marks=pytest.mark.slow),
+        (trl.GRPOTrainer, GRPOTrainer, "model"),
+        (trl.RLOOTrainer, RLOOTrainer, "function"),
+        pytest.param(trl.RLOOTrainer, RLOOTrainer, "model", marks=pytest.mark.slow),
+    ],
+)
+def test_online_methods_have_the_bits_of_trl(tmp_path, own, kind, rewards):
+    """Generate, score and train, with a reference and in some cases a reward model in the engine."""
     llama().save_pretrained(tmp_path / "model")
     found = []
-    for kind in (trl.GRPOTrainer, stressed(GRPOTrainer)):
+    for each in (own, stressed(kind)):
         options = dict(max_completion_length=6, num_generations=2, beta=0.1, max_steps=4)
-        args = arguments(trl.GRPOConfig, tmp_path, **options)
+        args = arguments(trl.GRPOConfig if own is trl.GRPOTrainer else trl.RLOOConfig, tmp_path, **options)
         judge = llama(3, LlamaForSequenceClassification, num_labels=1) if rewards == "model" else None
-        given = {"reward_funcs": judge or length, "processing_class": tokenizer()} | budget(kind)
+        given = {"reward_funcs": judge or length, "processing_class": tokenizer()} | budget(each)
         given |= {"reward_processing_classes": tokenizer()} if judge else {}
         data = Dataset.from_list([{"prompt": text} for text in texts(8)])
         torch.manual_seed(5)
-        found.append(trained(kind(str(tmp_path / "model"), args=args, train_dataset=data, **given)))
+        found.append(trained(each(str(tmp_path / "model"), args=args, train_dataset=data, **given)))
     same(found)
 
 
