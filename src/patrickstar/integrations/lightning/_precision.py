@@ -1,11 +1,14 @@
-"""Precision plugin of Lightning that runs backward and clipping through an engine."""
+"""Precision plugins of Lightning that run backward and clipping through an engine."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
 
 from patrickstar._engine.engine import Engine
 from patrickstar.errors import ConfigError, TrainingError
@@ -20,8 +23,46 @@ PRECISIONS = {
 """Precisions of the engine by the names of Lightning. All have fp32 masters, and none uses autocast."""
 
 
+def engine_precision(given: FabricPrecision) -> str:
+    """Return the engine's precision for a plugin of Lightning. Raises ConfigError if the engine has none such."""
+    name = str(given.precision)
+    if name not in PRECISIONS:
+        raise ConfigError(f"precision={name!r} is not supported: use {', '.join(map(repr, PRECISIONS))}")
+    return PRECISIONS[name]
+
+
+class EngineFabricPrecision(FabricPrecision):
+    """Precision plugin of Fabric that delegates to an engine.
+
+    Args:
+        given: Plugin that Fabric has chosen by `Fabric(precision=...)`.
+        engine: Returns the engine.
+        accumulates: Returns True if another backward precedes the step.
+
+    Raises:
+        ConfigError: The engine has no such precision.
+    """
+
+    def __init__(self, given: FabricPrecision, engine: Callable[[], Engine], accumulates: Callable[[], bool]) -> None:
+        self.engine_precision = engine_precision(given)
+        self.precision = given.precision
+        self._engine, self._accumulates = engine, accumulates
+
+    def backward(self, tensor: torch.Tensor, model: nn.Module | None, **options: Any) -> None:
+        """Run backward of a loss through the engine. `options`: keyword arguments of `Engine.backward`."""
+        self._engine().backward(tensor, **{"accumulate": self._accumulates()} | options)
+
+    def convert_output(self, data: Any) -> Any:
+        """Convert outputs of a forward in 16 bits to the default dtype, as Fabric's own plugins do."""
+        return data if self.engine_precision == "fp32" else apply_to_collection(data, torch.Tensor, _to_default_dtype)
+
+
+def _to_default_dtype(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
+
+
 class EnginePrecision(Precision):
-    """Precision plugin that delegates to an engine.
+    """Precision plugin of the Trainer that delegates to an engine.
 
     Args:
         given: Plugin that Lightning has chosen by `Trainer(precision=...)`.
@@ -33,11 +74,8 @@ class EnginePrecision(Precision):
     """
 
     def __init__(self, given: Precision, engine: Callable[[], Engine], accumulates: Callable[[], bool]) -> None:
-        name = str(given.precision)
-        if name not in PRECISIONS:
-            raise ConfigError(f"precision={name!r} is not supported: use {', '.join(map(repr, PRECISIONS))}")
+        self.engine_precision = engine_precision(given)
         self.precision = given.precision
-        self.engine_precision = PRECISIONS[name]
         self._engine, self._accumulates = engine, accumulates
 
     def backward(  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Processes of a Lightning strategy: started, joined and synchronized as by its DDPStrategy, without DDP."""
+"""Processes of a strategy of Lightning: started, joined and synchronized as by its DDPStrategy, without DDP."""
 
 from datetime import timedelta
 from typing import Any
@@ -12,14 +12,15 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed.constants import default_pg_timeout
 
+_ParallelStrategy: Any = object
+"""Class beside this one: the ParallelStrategy of Lightning's Trainer or of Fabric, which have no base in common."""
 
-class ProcessStrategy(ParallelStrategy):
-    """Strategy with one process per device. With one process there is no process group.
+
+class Processes(_ParallelStrategy):  # type: ignore[misc]
+    """Part of a strategy with one process per device. With one process there is no process group.
 
     Args:
         process_group_backend: Backend of the process group. Default: by the device.
@@ -27,18 +28,30 @@ class ProcessStrategy(ParallelStrategy):
         **options: Keyword arguments of `ParallelStrategy`.
     """
 
+    launcher_class: type
+    """Class of Lightning that starts the processes."""
+
     def __init__(
         self, process_group_backend: str | None = None, timeout: timedelta | None = default_pg_timeout, **options: Any
     ) -> None:
-        self.num_nodes = 1
+        self._num_nodes = 1
         self._backend, self._timeout = process_group_backend, timeout
         super().__init__(**options)
 
     @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        self._num_nodes = number
+
+    @property
     def root_device(self) -> torch.device:
         """Device of this process."""
-        assert self.parallel_devices is not None, "the Trainer has set them"
-        return self.parallel_devices[self.local_rank]
+        device: torch.device = self.parallel_devices[self.local_rank]
+        return device
 
     @property
     def num_processes(self) -> int:
@@ -57,8 +70,7 @@ class ProcessStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         if self.is_distributed:
-            assert self.cluster_environment is not None, "the Trainer has set it"
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = self.launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tell Lightning the number of this process."""
@@ -75,7 +87,6 @@ class ProcessStrategy(ParallelStrategy):
             reset_seed()
             backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
             device = None if self.root_device.type == "cpu" else self.root_device
-            assert self.cluster_environment is not None, "the Trainer has set it"
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
 
     # A process that waits in a collective of Lightning can't serve the others' requests for its shards.
@@ -106,4 +117,5 @@ class ProcessStrategy(ParallelStrategy):
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Return the tensors of all processes; see `ParallelStrategy.all_gather`."""
         self.synchronize()
-        return super().all_gather(tensor, group, sync_grads)
+        gathered: torch.Tensor = super().all_gather(tensor, group, sync_grads)
+        return gathered

@@ -1,0 +1,64 @@
+"""Folders with a checkpoint of an engine and the rest of Lightning's state."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from patrickstar._engine.engine import Engine
+from patrickstar.errors import CheckpointError
+
+ENGINE_FOLDER = "patrickstar"
+"""Subfolder of a checkpoint for the engine's state."""
+STATE_FILE = "lightning.ckpt"
+"""File of a checkpoint with everything else."""
+
+
+def save_folder(path: Path, engine: Engine, rest: Mapping[str, Any]) -> None:
+    """Save a checkpoint; collective. One that is there is replaced when the new one is complete.
+
+    Args:
+        path: Folder.
+        engine: Engine, whose state is saved.
+        rest: Everything else.
+
+    Raises:
+        CheckpointError: The engine's checkpoint can't be written.
+    """
+    new, previous = path.with_name(f"{path.name}.new"), path.with_name(f"{path.name}.previous")
+    writes = engine.world.rank == 0
+    if writes:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        torch.save(dict(rest), new / STATE_FILE)
+    engine.average(0.0)  # waits for the others
+    engine.save(new / ENGINE_FOLDER)
+    if writes:
+        remove(previous)
+        if path.exists():
+            path.rename(previous)
+        new.rename(path)
+        remove(previous)
+    engine.average(0.0)
+
+
+def check_folder(path: Path) -> None:
+    """Raise CheckpointError if a folder is not one that `save_folder` has written."""
+    if not (path / ENGINE_FOLDER).is_dir() or not (path / STATE_FILE).is_file():
+        raise CheckpointError(f"{path} is no checkpoint of this strategy: it lacks {ENGINE_FOLDER} or {STATE_FILE}")
+
+
+def load_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Return what a folder holds beside the engine's state. `weights_only`: as for `torch.load`."""
+    rest: dict[str, Any] = torch.load(path / STATE_FILE, weights_only=weights_only)
+    return rest
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, a folder or a file, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
