@@ -238,6 +238,11 @@ def test_processes_with_different_loops(size):
     ranks.run(size, branches, seeds=list(range(200, 200 + draws(24 // size))))
 
 
+def test_processes_that_all_wait_for_memory():
+    """Each waits for the reduction of a chunk of which another has not all gradients yet."""
+    ranks.run(3, branches, seeds=[30_024])
+
+
 def unexpected_gradients() -> None:
     """Use a parameter on one rank that it did not use in the last step, after others in its chunk; on all ranks."""
     dist.init_process_group("gloo")

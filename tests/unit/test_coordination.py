@@ -12,7 +12,8 @@ CHUNKS = 4
 requests = st.one_of(
     st.tuples(st.sampled_from([Request.GATHER, Request.REFRESH]), st.integers(0, CHUNKS - 1)),
     st.tuples(st.just(Request.NOTHING), st.integers(0, CHUNKS - 1)),  # gradients of a chunk are ready
-    st.tuples(st.just(Request.MEMORY), st.integers(0, CHUNKS - 1)),  # and their memory is needed
+    # Their memory is needed, and the host has or lacks room for them.
+    st.tuples(st.sampled_from([Request.MEMORY, Request.MEMORY_ALONE]), st.integers(0, CHUNKS - 1)),
 )
 programs = st.lists(st.lists(requests, max_size=12), min_size=2, max_size=5)
 
@@ -39,7 +40,7 @@ class Process:
             if request is Request.NOTHING and chunk not in self.ready:
                 self.ready.add(chunk)
                 return
-            if request.is_gather or request is Request.STEP or (request is Request.MEMORY and chunk in self.ready):
+            if request.is_gather or request is Request.STEP or (request.waits_for_memory and chunk in self.ready):
                 return
             self.at += 1
 
@@ -58,7 +59,8 @@ class Process:
             self.gathered.append(chunk)
         elif (
             request is Request.GATHER
-            or (request is Request.MEMORY and chunk in self.ready)
+            or (request is Request.MEMORY and chunk in self.ready and not agreement.blocked)
+            or (request is Request.MEMORY_ALONE and chunk in self.ready)
             or (request is Request.STEP and not agreement.synchronized)
         ):
             return
@@ -109,10 +111,23 @@ def test_gradients_wait_for_processes_without_them():
     assert derive_agreement([ready, done]).reductions == ((2, (0,)),)
 
 
-def test_processes_that_wait_for_memory_continue():
-    messages = [Message(Request.MEMORY, ready=frozenset({chunk})) for chunk in (1, 2)]
+def test_processes_that_wait_for_memory_move_gradients_to_the_host():
+    messages = [Message(Request.MEMORY, ready=frozenset({1})), Message(Request.MEMORY_ALONE, ready=frozenset({2}))]
+    agreement = derive_agreement(messages)
+    assert agreement.blocked
+    assert agreement.reductions == ()
+
+
+def test_gradients_are_reduced_as_they_are_if_no_host_has_room():
+    messages = [Message(Request.MEMORY_ALONE, ready=frozenset({chunk})) for chunk in (1, 2)]
     agreement = derive_agreement(messages)
     assert agreement.reductions == ((1, (0,)), (2, (1,)))
+
+
+def test_processes_are_not_blocked_while_one_computes():
+    messages = [Message(Request.MEMORY, ready=frozenset({1})), Message(Request.NOTHING)]
+    assert not derive_agreement(messages).blocked
+    assert not derive_agreement([Message(Request.STEP), Message(Request.STEP)]).blocked
 
 
 def test_different_barriers_are_refused():

@@ -34,7 +34,10 @@ class PendingReduction(Transfer):
 
     def wait(self) -> None:
         while self.collective is None:
-            self.comm.negotiate(Request.MEMORY)
+            fits = self.comm.fits_host(self.chunk)
+            agreement = self.comm.negotiate(Request.MEMORY if fits else Request.MEMORY_ALONE)
+            if fits and agreement.blocked and self.collective is None:
+                self.comm.move_to_host(self)
         self.collective.wait()
 
     def prioritize(self) -> None:
@@ -137,6 +140,21 @@ class ChunkComm:
         self.coordinator.ready.add(self._global_index(chunk.index))
         self.negotiate(Request.NOTHING)
         return reduction
+
+    def fits_host(self, chunk: Chunk) -> bool:
+        """Return whether gradients on the device that wait for their reduction can be moved to the host."""
+        return self._owner.fits_host(chunk)
+
+    def move_to_host(self, reduction: PendingReduction) -> None:
+        """Move gradients that wait for their reduction to the host; the request remains."""
+        index = reduction.chunk.index
+        self._pending[index] = PendingReduction(self, reduction.chunk)
+        self._owner.move_gradients_to_host(reduction.chunk, self._pending[index])
+        reduction.collective = CompletedTransfer("gradients on the host")
+
+    def waits_for_reduction(self, index: int) -> bool:
+        """Return whether the reduction of a chunk has been requested and not started."""
+        return index in self._pending
 
     def cancel_reduction(self, index: int) -> None:
         """Withdraw the reduction of a chunk's gradients, unless it has started."""

@@ -32,6 +32,12 @@ class ShardOwner(Protocol):
         for the sum of its shard; and the chunk that holds the target.
         """
 
+    def fits_host(self, chunk: Chunk) -> bool:
+        """Return whether a chunk's gradients on the device can be moved to the host."""
+
+    def move_gradients_to_host(self, chunk: Chunk, reduction: Transfer) -> None:
+        """Copy a chunk's gradients to the host, until their reduction, which reads them there."""
+
 
 class Transport(ABC):
     """Starts the gathers and reductions of one chunk, and counts the bytes that this process sends.

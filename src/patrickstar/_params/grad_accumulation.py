@@ -6,6 +6,7 @@ from patrickstar._distributed.chunk_comm import ChunkComm
 from patrickstar._layout.schema import KEPT32, PARAM16
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._memory.transfer import Transfer
 from patrickstar._schedule.placement import Tier
 
 
@@ -34,12 +35,23 @@ class GradAccumulation:
             sum_chunk = self.manager[KEPT32, chunk.index]
             total = sum_chunk.current(sum_chunk.whole)
             total += grads.to(total.device)
+            self.manager.count_transfer(chunk.nbytes, to_device=False)
         else:
-            dtype = str(_dtype_of(chunk)).removeprefix("torch.")
-            sum_chunk = self.manager.new_chunk(KEPT32, chunk.index, chunk.numel, dtype, Tier.HOST)
-            sum_chunk.current(sum_chunk.whole).copy_(grads)
-        self.manager.count_transfer(chunk.nbytes, to_device=False)
+            self._copy(chunk, grads)
         self.manager.drop(chunk)
+
+    def _copy(self, chunk: Chunk, grads: torch.Tensor) -> None:
+        """Copy the gradients of a chunk to a new sum."""
+        dtype = str(_dtype_of(chunk)).removeprefix("torch.")
+        sum_chunk = self.manager.new_chunk(KEPT32, chunk.index, chunk.numel, dtype, Tier.HOST)
+        sum_chunk.current(sum_chunk.whole).copy_(grads)
+        self.manager.count_transfer(chunk.nbytes, to_device=False)
+
+    def copy_submitted(self, chunk: Chunk, reduction: Transfer) -> None:
+        """Copy the gradients of a chunk whose reduction has been requested to the host, where it will read them."""
+        self._copy(chunk, chunk.on_device(chunk.whole))
+        self._submitted.add(chunk.index)
+        self.manager[KEPT32, chunk.index].h2d_transfer = reduction
 
     def reduce(self, index: int) -> None:
         self._submitted.add(index)

@@ -10,6 +10,7 @@ from patrickstar._layout.schema import ITEMSIZE, PARAM16, SHARD16, SUM32
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.tracer import Tracer
+from patrickstar._memory.transfer import Transfer
 from patrickstar._params.grad_accumulation import GradAccumulation
 from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
@@ -71,6 +72,18 @@ class OwnedShards(ModelData):
         for managed in self._own_managed_params(index):
             managed.state.store_reduced()
         return gradients, own.current(own.whole), own
+
+    def fits_host(self, chunk: Chunk) -> bool:
+        """Return whether a chunk's gradients on the device can be moved to the host.
+
+        Linked processes move the same chunks, and reduce the same gradients together.
+        """
+        sums = self.grad_accumulation
+        return self.tracer.linked is None and sums.reducing(chunk.index) is None and sums.fits(chunk)
+
+    def move_gradients_to_host(self, chunk: Chunk, reduction: Transfer) -> None:
+        """Copy a chunk's gradients to the host, until their reduction, which reads them there."""
+        self.grad_accumulation.copy_submitted(chunk, reduction)
 
     def _grad_list_tier(self, master_chunk: Chunk) -> Tier:
         """Return a tier that needs no eviction, since an eviction may wait for other ranks."""

@@ -276,6 +276,8 @@ class ShardedModelData(OwnedShards):
         """Return whether the reductions that this rank knows of have ended, and fold their result; does not wait."""
         if index in self._overlaid or self.manager[PARAM16, index].eviction_transfer is not None:
             return False
+        if self.comm.waits_for_reduction(index):
+            return False
         own = self.manager[SHARD16, index]
         transfer = self.manager.chunks.get((SUM32, index), own).h2d_transfer
         if transfer is not None and not transfer.done:

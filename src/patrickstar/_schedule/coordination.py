@@ -15,8 +15,9 @@ from patrickstar.errors import PeerError
 # at an optimizer step has no more gradients. A process at a step serves the others until all have reached it.
 #
 # A process continues once it has what it requested. None waits forever: in every coordination step something is
-# transferred, or a process that requested nothing continues, or all wait for memory that gradients occupy; then these
-# are reduced as they are, and later ones are added. No process waits for one that has ended: the exchange fails then.
+# transferred, or a process that requested nothing continues, or all wait for memory that gradients occupy. Then those
+# whose host has room move the gradients there, and continue. If no host has room, gradients are reduced as they are and
+# later ones are added, which changes the order of the sum. No process waits for one that has ended: the exchange fails.
 #
 # All engines of a process share its coordination steps: with separate ones, a process could wait in those of one engine
 # and another process in those of the other.
@@ -32,26 +33,33 @@ class Request(IntEnum):
     REFRESH = 2
     """Gather a chunk whose shards the replicas have to exchange first, since parameters have changed."""
     MEMORY = 3
-    """Reduce ready gradients, to free their memory."""
-    STEP = 4
+    """Reduce ready gradients, to free their memory; if that has to wait, the host has room for them."""
+    MEMORY_ALONE = 4
+    """Reduce ready gradients, to free their memory; the host has no room for them."""
+    STEP = 5
     """Start the optimizer step; no more gradients follow."""
-    NORM = 5
+    NORM = 6
     """Compute the norm of all gradients; no more follow."""
-    STATE = 6
+    STATE = 7
     """Read parameters or optimizer states of all processes."""
-    AVERAGE = 7
+    AVERAGE = 8
     """Average a number."""
-    CLOSE = 8
+    CLOSE = 9
     """Close the engine."""
-    DROP = 9
+    DROP = 10
     """Drop gradients; no more of these follow."""
-    WRITE = 10
+    WRITE = 11
     """Apply an in-place write to a parameter."""
 
     @property
     def is_barrier(self) -> bool:
         """True if the request is granted only when all processes make it."""
         return self >= Request.STEP
+
+    @property
+    def waits_for_memory(self) -> bool:
+        """True if the process waits for memory that its gradients occupy."""
+        return self in (Request.MEMORY, Request.MEMORY_ALONE)
 
     @property
     def is_gather(self) -> bool:
@@ -84,6 +92,8 @@ class Agreement:
     """True if all processes have reached the same barrier."""
     refreshes: frozenset[int] = frozenset()
     """Gathered chunks whose shards the replicas exchange first. All processes take part, whoever requested it."""
+    blocked: bool = False
+    """True if no process could continue: those that requested MEMORY have to move their gradients to the host."""
 
 
 def derive_agreement(messages: Sequence[Message]) -> Agreement:
@@ -103,9 +113,10 @@ def derive_agreement(messages: Sequence[Message]) -> Agreement:
     ready = sorted(set().union(*(message.ready for message in messages)))
     reduced = [chunk for chunk in ready if all(chunk in m.ready or m.request.is_barrier for m in messages)]
     requested = sorted({message.chunk for message in messages if message.request.is_gather})
-    all_blocked = all(message.request is Request.MEMORY or message.request.is_barrier for message in messages)
-    if all_blocked and not synchronized and not reduced:
-        reduced = sorted(set().union(*(message.ready for message in messages if message.request is Request.MEMORY)))
+    waiting = [message for message in messages if message.request.waits_for_memory]
+    blocked = bool(waiting) and not reduced and all(m in waiting or m.request.is_barrier for m in messages)
+    if blocked and all(message.request is Request.MEMORY_ALONE for message in waiting):
+        reduced = sorted(set().union(*(message.ready for message in waiting)))
     return Agreement(
         tuple((chunk, tuple(rank for rank, m in enumerate(messages) if chunk in m.ready)) for chunk in reduced),
         tuple(
@@ -114,6 +125,7 @@ def derive_agreement(messages: Sequence[Message]) -> Agreement:
         ),
         synchronized,
         frozenset(message.chunk for message in messages if message.request is Request.REFRESH),
+        blocked,
     )
 
 
