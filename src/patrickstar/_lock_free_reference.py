@@ -111,8 +111,9 @@ class LockFreeOptimizer(ReferenceOptimizer):
         inner = self.inner
         assert isinstance(inner, PlainOptimizer), "checked at the start"
         rule = inner.spec.rule(self.groups[master], count, {})
+        rule = rule.for_param(tuple(master.shape), master.stride(), master.device)
         state = inner.state[master]
-        for kind in dict.fromkeys((*inner.spec.states, *rule.kinds)):
+        for kind in dict.fromkeys((*inner.spec.lists_for(self.groups[master]), *rule.kinds)):
             if kind not in state:
                 state[kind] = torch.zeros_like(master)
         state["step"] = torch.tensor(float(max(count, int(state.get("step", 0)))), device="cpu")

@@ -61,14 +61,14 @@ class PlainOptimizer(torch.optim.Optimizer):
                 state = self.state[param]
                 state["step"] = state.get("step", torch.zeros((), device="cpu")) + 1
                 rule = self.spec.rule(group, int(state["step"]), {})
-                for kind in dict.fromkeys((*self.spec.states, *rule.kinds)):
+                rule = rule.for_param(tuple(param.shape), param.stride(), param.device)
+                for kind in dict.fromkeys((*self.spec.lists_for(group), *rule.kinds)):
                     if kind not in state:
                         state[kind] = torch.zeros_like(param)
-                # Gradients in the memory order of the parameter.
                 grad = torch.empty_like(param).copy_(param.grad)
-                states = [state[kind] for kind in rule.kinds]
-                rule.apply(param, grad, states)
-                for values in (param, *states):
+                flat = [each.as_strided((each.numel(),), (1,)) for each in (param, grad, *map(state.get, rule.kinds))]
+                rule.apply(flat[0], flat[1], flat[2:])
+                for values in (flat[0], *flat[2:]):
                     canonical_nan_(values)
 
 
@@ -79,10 +79,7 @@ class ReferenceOptimizer:
         spec = trainer.config.optimizer
         self.trainer = trainer
         module = trainer.module
-        groups: list[dict[str, Any]] = [{"params": list(module.parameters())}]
-        if spec.param_groups is not None:
-            groups = [dict(group) for group in spec.param_groups(module)]
-        masters = [group | {"params": [trainer.master(p) for p in group["params"]]} for group in groups]
+        masters = [group | {"params": [trainer.master(p) for p in group["params"]]} for group in spec.groups(module)]
         self.inner: torch.optim.Optimizer
         if isinstance(spec, TorchOptimizer):
             self.inner = spec.over(masters)
@@ -105,6 +102,10 @@ class ReferenceOptimizer:
         trainer.unscale()
         overflow = trainer.scaler.enabled and not trainer.gradients_are_finite()
         if not overflow:
+            for master in trainer.masters.values():
+                if master.grad is not None and master.grad.stride() != master.stride():
+                    # Sums run in memory order, which is that of the parameter.
+                    master.grad = torch.empty_like(master).copy_(master.grad)
             self.inner.step()
             updated = [param for param, master in trainer.masters.items() if master.grad is not None]
             if update is not None and self.steps >= update.after:

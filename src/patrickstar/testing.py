@@ -162,7 +162,7 @@ def assert_same_bits(expected: Any, found: Any, what: str) -> None:
     """Assert that two collections of tensors are bit-identical; NaNs are equal if their bits are.
 
     Args:
-        expected: Dictionary or sequence of tensors.
+        expected: Dictionary or sequence of tensors; other values, such as step counts, have to be equal.
         found: Collection to compare, with the same keys or length.
         what: Label of the collection in error messages.
 
@@ -173,6 +173,9 @@ def assert_same_bits(expected: Any, found: Any, what: str) -> None:
     assert len(expected) == len(found), f"{what}: {len(expected)} tensors expected, {len(found)} found"
     for key, tensor in pairs:
         other = found[key]
+        if not isinstance(tensor, torch.Tensor):
+            assert tensor == other, f"{what}: {key} is {other!r}, not {tensor!r}"
+            continue
         assert tensor.dtype == other.dtype and tensor.shape == other.shape, (
             f"{what}: {key} is {other.dtype} {tuple(other.shape)}, not {tensor.dtype} {tuple(tensor.shape)}"
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from toys import mean_square
+from transformers.optimization import Adafactor
 
 import patrickstar as ps
 
@@ -100,6 +101,11 @@ THEIRS = {
     "SGD": partial(Torch.SGD, lr=0.1),
     "SGD with momentum": partial(Torch.SGD, lr=0.1, momentum=0.9),
     "home-made": TwoSpeeds,
+    "Adafactor": partial(Torch.Adafactor, lr=1e-2, weight_decay=0.1),
+    "Adafactor of transformers": Adafactor,
+    "Adafactor of transformers, with momentum": partial(
+        Adafactor, lr=1e-2, beta1=0.9, scale_parameter=True, relative_step=False, weight_decay=0.1
+    ),
 }
 OPTIMIZERS = {f"ps: {name}": it for name, it in OWN.items()} | {f"torch: {name}": it for name, it in THEIRS.items()}
 SOME = ["ps: SGD with momentum", "ps: Lion", "ps: a user's"]

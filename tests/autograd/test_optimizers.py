@@ -217,14 +217,9 @@ def check_refused(optimizer, *words):
     assert "\n" not in message
 
 
-def test_a_class_that_is_not_element_wise_is_refused_by_name():
+def test_a_class_that_takes_no_gradients_is_refused_by_name():
     check_refused(Torch.LBFGS, "LBFGS")
     check_refused(partial(Torch.LBFGS, lr=0.1), "LBFGS(lr=0.1)")
-
-
-@pytest.mark.skipif(not hasattr(Torch, "Muon"), reason="this PyTorch has no torch.optim.Muon")
-def test_muon_is_refused_by_name():
-    check_refused(Torch.Muon, "Muon")
 
 
 def test_an_optimizer_over_parameters_is_refused_with_what_to_give_instead():

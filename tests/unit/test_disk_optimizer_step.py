@@ -172,10 +172,12 @@ def test_an_early_update_enters_the_pipeline_in_backward(tmp_path):
 
 @pytest.mark.parametrize(("room", "sets"), [(0, 2), (3 * 4096 * 5, 5), (1 << 30, 12)])
 def test_a_ring_has_as_many_sets_as_there_is_room_for_but_two_at_least(room, sets):
-    size = StagingSize.choose(3, 100_000, 4096, True, room)
+    size = StagingSize.choose(3, 100_000, 4096, None, room)
     assert (size.page_bytes, size.pages, size.nbytes) == (4096, 3 * sets, 3 * sets * 4096)
 
 
 def test_where_an_update_can_not_be_cut_a_page_of_the_ring_holds_a_chunk():
-    size = StagingSize.choose(4, 100_000, 4096, False, 1 << 30)
+    size = StagingSize.choose(4, 100_000, 4096, 100_000, 1 << 30)
     assert (size.page_bytes, size.pages) == (102_400, 8)
+    size = StagingSize.choose(4, 100_000, 4096, 10_000, 1 << 30)
+    assert (size.page_bytes, size.pages) == (12_288, 8), "larger chunks may be cut"

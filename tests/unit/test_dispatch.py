@@ -12,7 +12,7 @@ from patrickstar._kernels import dispatch
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.dispatch import Kernels
-from patrickstar._kernels.eager_backend import PAGE_NUMEL, WORKSPACE_ITEMS, EagerBackend
+from patrickstar._kernels.eager_backend import PAGE_NUMEL, EagerBackend
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.lion import LionRule
 from patrickstar._kernels.sgd import SGDRule
@@ -20,6 +20,8 @@ from patrickstar._kernels.torch_optim_adapter import TorchOptimRule
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 from patrickstar.testing import assert_same_bits
+
+ITEMS = Rule.workspace_items
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -182,9 +184,9 @@ def test_what_the_c_plus_plus_kernel_began_is_waited_for_later(kernels):
 def test_updating_takes_room_only_where_pytorchs_operators_do_it(kernels):
     for rule in (ADAM, SGD, LION):
         assert kernels.workspace_bytes(rule, CPU, torch.float32, 1 << 30) == 0
-        assert kernels.workspace_bytes(rule, CPU, torch.float64, 10) == 10 * WORKSPACE_ITEMS * 8
-    assert kernels.workspace_bytes(ADAM, CUDA, torch.float32, 10) == 10 * WORKSPACE_ITEMS * 4
-    assert kernels.workspace_bytes(SignRule(0.1), CPU, torch.float32, 10) == 10 * WORKSPACE_ITEMS * 4
+        assert kernels.workspace_bytes(rule, CPU, torch.float64, 10) == 10 * ITEMS * 8
+    assert kernels.workspace_bytes(ADAM, CUDA, torch.float32, 10) == 10 * ITEMS * 4
+    assert kernels.workspace_bytes(SignRule(0.1), CPU, torch.float32, 10) == 10 * ITEMS * 4
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.float64, 8)])
@@ -192,8 +194,8 @@ def test_pytorchs_operators_take_room_for_a_page_or_for_all(dtype, itemsize):
     kernels = Kernels(None)
     for numel in (0, 1, 1000, PAGE_NUMEL, PAGE_NUMEL + 1, 1 << 30):
         page = min(numel, PAGE_NUMEL)
-        assert kernels.workspace_bytes(ADAM, CPU, dtype, numel) == page * WORKSPACE_ITEMS * itemsize
-        assert kernels.workspace_bytes(WholeRule(0.1), CPU, dtype, numel) == numel * WORKSPACE_ITEMS * itemsize
+        assert kernels.workspace_bytes(ADAM, CPU, dtype, numel) == page * ITEMS * itemsize
+        assert kernels.workspace_bytes(WholeRule(0.1), CPU, dtype, numel) == numel * ITEMS * itemsize
 
 
 class Allocations(torch.utils._python_dispatch.TorchDispatchMode):

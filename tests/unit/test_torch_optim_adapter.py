@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.optimization import Adafactor
 
 from patrickstar._kernels.eager_backend import PAGE_NUMEL, EagerBackend
 from patrickstar._kernels.torch_optim_adapter import TorchOptimRule, defaults_of, one_by_one, probe
@@ -130,13 +131,29 @@ class CountsInItself(Simple):
 
 @pytest.mark.parametrize(("kind", "options", "names"), STATES, ids=class_name)
 def test_the_states_that_a_class_shows(kind, options, names):
-    assert probe(kind, one_by_one(kind, options)) == names
-    assert probe(kind, options) == names
+    assert probe(kind, one_by_one(kind, options)) == (names, False)
+    assert probe(kind, options) == (names, False)
 
 
 def test_the_states_of_a_home_made_class():
-    assert probe(Signs, {}) == ("so_far",)
-    assert probe(Signs, {"lr": 0.0}) == ("so_far",)
+    assert probe(Signs, {}) == (("so_far",), False)
+    assert probe(Signs, {"lr": 0.0}) == (("so_far",), False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "names"),
+    [
+        (Lamb, {}, ()),
+        (Factored, {}, ()),
+        (TORCH.Adafactor, {"lr": 0.1}, ()),
+        (Adafactor, {}, ()),
+        (Adafactor, {"relative_step": False, "lr": 0.1, "beta1": 0.9}, ("exp_avg",)),
+        (TORCH.Muon, {}, ("momentum_buffer",)),
+    ],
+    ids=class_name,
+)
+def test_a_class_that_needs_whole_parameters_is_recognized(kind, options, names):
+    assert probe(kind, one_by_one(kind, options)) == (names, True)
 
 
 def test_probing_leaves_the_callers_random_numbers_alone():
@@ -155,21 +172,17 @@ def test_probing_leaves_the_callers_random_numbers_alone():
         pytest.param(
             name, marks=pytest.mark.skipif(not hasattr(TORCH, name), reason=f"this PyTorch has no torch.optim.{name}")
         )
-        for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+        for name in ("LBFGS", "SparseAdam")
     ],
 )
-def test_what_is_not_element_wise_is_refused_by_name(name):
-    check_refused(getattr(TORCH, name), {}, name)
+def test_a_class_that_cannot_take_a_gradient_is_refused_by_name(name):
+    check_refused(getattr(TORCH, name), {}, name, "can't update a matrix")
 
 
-@pytest.mark.parametrize("kind", [Lamb, Factored, Noisy], ids=class_name)
-def test_what_is_home_made_and_not_element_wise_is_refused_by_name(kind):
-    check_refused(kind, {}, f"{kind.__name__} is not element-wise", "ps.AdamW")
-
-
-def test_what_looks_at_several_parameters_at_once_is_refused_by_name():
-    """The adapter passes one parameter at a time, which would be a different algorithm."""
-    check_refused(ByGlobalNorm, {}, "ByGlobalNorm")
+@pytest.mark.parametrize("kind", [ByGlobalNorm, Noisy, CountsInItself], ids=class_name)
+def test_what_updates_parameters_together_is_refused_by_name(kind):
+    """The adapter passes one parameter at a time to a new optimizer, which would be a different algorithm."""
+    check_refused(kind, {}, kind.__name__, "together and separately", "ps.AdamW")
 
 
 def test_an_option_that_the_class_lacks_is_named():
@@ -216,7 +229,7 @@ class Chunks:
 
     def __init__(self, kind, options, values, dtype=torch.float32):
         self.kind, self.options = kind, one_by_one(kind, options)
-        self.group, self.names = defaults_of(kind, self.options), probe(kind, self.options)
+        self.group, (self.names, _) = defaults_of(kind, self.options), probe(kind, self.options)
         self.masters, *states = (
             [self._in_chunk(value, number) for number, value in enumerate(values)] for _ in range(1 + len(self.names))
         )

@@ -10,6 +10,7 @@ from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.sgd import SGDRule
 from patrickstar._kernels.update_rule import Gradient, Span
+from patrickstar.optim import Muon
 from patrickstar.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,3 +81,22 @@ def test_sgd(momentum, lr, weight_decay):
         return SGDRule(lr=lr, weight_decay=weight_decay, step=step, **names)
 
     check(torch.optim.SGD, dict(lr=lr, weight_decay=weight_decay, foreach=False, **names), rule)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust_lr", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("shape", [(16, 16), (24, 64), (64, 24), (1, 8)])
+def test_muon(shape, adjust_lr, nesterov):
+    options = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov, "adjust_lr_fn": adjust_lr}
+    generator = torch.Generator().manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(shape, generator=generator))
+    master, buffer = param.detach().clone(), torch.zeros(shape)
+    optimizer, own = torch.optim.Muon([param], **options), Muon(**options)
+    for step in range(1, STEPS + 1):
+        grad = torch.randn(shape, generator=generator)
+        param.grad = grad.clone()
+        optimizer.step()
+        rule = own.rule(own.defaults(), step, {}).for_param(shape, master.stride(), master.device)
+        rule.apply(master.view(-1), grad.view(-1), [buffer.view(-1)])
+        theirs = [param.detach(), optimizer.state[param]["momentum_buffer"]]
+        assert_same_bits(theirs, [master, buffer], f"step {step} of {options}, shape {shape}")

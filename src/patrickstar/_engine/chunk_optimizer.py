@@ -31,9 +31,8 @@ class ChunkOptimizer(torch.optim.Optimizer):
     def __init__(self, core: EngineCore) -> None:
         spec = core.config.optimizer
         module = core.module
-        groups = list(spec.param_groups(module)) if spec.param_groups is not None else list(module.parameters())
         self._core = core
-        super().__init__(groups, spec.defaults())
+        super().__init__(spec.groups(module), spec.defaults())
         self.state: Any = OptimizerState(core)
         if core.device.type == "cuda" and any(self.defaults.get(key) for key in ("fused", "capturable")):
             raise ConfigError(
@@ -111,7 +110,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._core.data.share_optimizer_memory()
         for managed, position in positions.items():
             if managed.steps:
-                tensors = {kind: self._core.model_state.read(managed, kind) for kind in self._kinds}
+                tensors = {kind: self._core.model_state.read(managed, kind) for kind in managed.state_kinds}
                 count = (
                     {} if self._options.counts_itself else {"step": torch.tensor(float(managed.steps), device="cpu")}
                 )
@@ -152,22 +151,27 @@ class ChunkOptimizer(torch.optim.Optimizer):
         by_position = {position: managed for managed, position in self._positions().items()}
         for position, values in state_dict["state"].items():
             managed = by_position.get(position)
-            needed = (*(("step",) if self._options.needs_count else ()), *self._kinds)
-            if managed is None or not set(needed) <= values.keys():
+            if managed is None:
                 raise ModelError(
-                    f"the saved state of parameter {position} has {sorted(values)}, but this optimizer needs "
-                    f"{', '.join(needed)} and has {len(by_position)} parameters; nothing was loaded"
+                    f"the saved optimizer has a state of parameter {position}, and this one has {len(by_position)} "
+                    f"parameters; nothing was loaded"
                 )
-            known = {"step", *self._kinds}
+            if not managed.schema.trained:
+                raise ModelError(f"parameter {managed.name!r} is frozen but has a saved state; nothing was loaded")
+            needed = (*(("step",) if self._options.needs_count else ()), *managed.state_kinds)
+            if not set(needed) <= values.keys():
+                raise ModelError(
+                    f"the saved state of {managed.name!r} has {sorted(values)}, but this optimizer needs "
+                    f"{', '.join(needed)}; nothing was loaded"
+                )
+            known = {"step", *managed.state_kinds}
             unknown = [key for key, value in values.items() if key not in known and _shape(value) == managed.full_shape]
             if unknown:
                 raise ModelError(
                     f"the saved state of {managed.name!r} has {', '.join(unknown)}, which "
                     f"{type(self._options).__name__} does not use: another optimizer saved it; nothing was loaded"
                 )
-            if not managed.schema.trained:
-                raise ModelError(f"parameter {managed.name!r} is frozen but has a saved state; nothing was loaded")
-            for kind in self._kinds:
+            for kind in managed.state_kinds:
                 if tuple(values[kind].shape) != managed.full_shape:
                     raise ModelError(
                         f"saved {kind} of {managed.name!r} has shape {tuple(values[kind].shape)}, "
@@ -178,17 +182,17 @@ class ChunkOptimizer(torch.optim.Optimizer):
             managed.steps, managed.observed = 0, False
             managed.optimizer_extra.clear()
             if managed.schema.trained and position not in state_dict["state"]:
-                for kind in self._kinds:
+                for kind in managed.state_kinds:
                     self._core.model_state.write(managed, kind, torch.zeros((), device="cpu"))
         self._core.scaler.load_state_dict(state_dict.get("loss_scale", {}))
         for position, values in state_dict["state"].items():
             managed = by_position[position]
             managed.steps = int(values.get("step", 1))
-            stored = {*self._kinds, *(() if self._options.counts_itself else ("step",))}
+            stored = {*managed.state_kinds, *(() if self._options.counts_itself else ("step",))}
             managed.optimizer_extra.update(
                 {key: copy.deepcopy(value) for key, value in values.items() if key not in stored}
             )
-            for kind in self._kinds:
+            for kind in managed.state_kinds:
                 self._core.model_state.write(managed, kind, values[kind])
         self._update_groups(saved)
 
@@ -222,10 +226,6 @@ class ChunkOptimizer(torch.optim.Optimizer):
     def _options(self) -> Optimizer:
         return self._core.config.optimizer
 
-    @property
-    def _kinds(self) -> tuple[str, ...]:
-        return self._options.states
-
     def group_by_managed_param(self) -> dict[ManagedParam, dict[str, Any]]:
         """Return the param group of each parameter that is in one.
 
@@ -256,7 +256,10 @@ class ChunkOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 f"param group {number} sets {', '.join(switches)}, which the options of {name} do not set"
             )
-        missing = [kind for kind in self._options.states_for(group) if kind not in self._kinds]
+        managed_params = [managed for managed in map(managed_param_of, group["params"]) if managed is not None]
+        lists = {managed.schema: managed.state_kinds for managed in managed_params if managed.schema.trained}
+        needed = self._options.states_for(group)
+        missing = [kind for kind in needed if not all(kind in kinds for kinds in lists.values())]
         if missing:
             raise ConfigError(
                 f"param group {number} needs the state {', '.join(missing)}, which has no chunk list because the "

@@ -113,7 +113,7 @@ class EngineCore:
         memory, library_bytes = self.distribution.common_memory(memory, library_bytes)
         self.device_budget_bytes, self.host_budget_bytes = memory
         mesh, shardings = self.distribution.mesh, self.distribution.shardings
-        params = param_specs(self.modules, config, shardings)
+        params = param_specs(self.modules, self.module, config, shardings)
         self.layout: Layout = negotiate_layout(world, mesh, self.modules, params, config, memory[0] - library_bytes)
         param_sets = params_used_together(self.modules)
         plan = plan_tiers(config, self.layout, param_sets, memory, hardware, page_bytes, local_processes, library_bytes)
@@ -142,14 +142,8 @@ class EngineCore:
         self.kernels = kernels if kernels is not None else Kernels.best(self.device)
         self.gradients = Gradients(self.data, self.scaler, self.kernels)
         self.model_state = ModelState(self.module, self.data)
-        self.optimizer_step = OptimizerStep(
-            self.data,
-            config.optimizer,
-            self.kernels,
-            plan.staging_size,
-            plan.buffer_bytes,
-            config.update,
-        )
+        buffers = plan.staging_size, plan.buffer_bytes
+        self.optimizer_step = OptimizerStep(self.data, config.optimizer, self.kernels, *buffers, config.update)
         if self.optimizer_step.disk_step is not None:
             self.optimizer_step.disk_step.read_ahead.enabled = prefetch_policy is not DemandFetch
         if isinstance(self.data, ShardedModelData):
@@ -330,7 +324,8 @@ class EngineCore:
                         f"that treat it as frozen may exist; unfreeze between optimizer.step() and the next forward"
                     )
                 with managing():
-                    self.layout = unfreeze(unfrozen, self.layout, self.data, self.interceptor, self.config)
+                    parts = self.data, self.interceptor, self.config, self.module
+                    self.layout = unfreeze(unfrozen, self.layout, *parts)
                 self.tracer.invalidate()
             self._structure = ModelStructure(self.modules)
 

@@ -20,7 +20,7 @@ class ParamStates(MutableMapping[str, Any]):
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        return self._core.config.optimizer.states if self._managed.steps else ()
+        return self._managed.state_kinds if self._managed.steps else ()
 
     def __getitem__(self, key: str) -> Any:
         if key in self._kinds:

@@ -22,7 +22,7 @@ from patrickstar._params.precision import compute_dtypes
 from patrickstar._schedule.coordination import Request
 from patrickstar._schedule.placement import HOST, ChunkTiers, Tier
 from patrickstar.config import Config, Delayed, LockFree
-from patrickstar.errors import ModelError
+from patrickstar.errors import ConfigError, ModelError
 
 WeightSource = Callable[[str], torch.Tensor]
 """Returns the value of a parameter by its name, for parameters that were created on the meta device."""
@@ -84,30 +84,43 @@ def lookup_weights(module: nn.Module) -> set[str]:
 
 
 def param_specs(
-    module: nn.Module, config: Config, shardings: Mapping[str, ParamSharding] | None = None
+    module: nn.Module, model: nn.Module, config: Config, shardings: Mapping[str, ParamSharding] | None = None
 ) -> list[ParamSpec]:
     """Describe the parameters for the layout, in creation order. Embeddings get chunks that may stay on the host.
 
     Args:
+        module: All managed modules.
+        model: The trained one, whose parameters the optimizer updates.
         shardings: With several processes, which of them hold and share each parameter.
+
+    Raises:
+        ConfigError: The optimizer needs whole parameters, and processes hold parts of one.
     """
+    optimizer = config.optimizer
+    lists, whole = optimizer.lists_by_param(model), optimizer.whole_params(model)
     dtypes = compute_dtypes(module, config.compute_dtype, config.keep_fp32)
     embeddings = lookup_weights(module)
     specs = []
     for name, param in module.named_parameters():
-        schema = _schema(dtypes[name], param.requires_grad, config)
+        schema = _schema(dtypes[name], param.requires_grad, config, lists.get(param))
         sharding = shardings[name] if shardings else None
         numel, group = (param.numel(), None) if sharding is None else (sharding.numel, sharding.group)
-        specs.append(ParamSpec(name, numel, schema, name in embeddings, group))
+        if sharding is not None and sharding.parts and param in whole and param.requires_grad:
+            raise ConfigError(
+                f"{optimizer.name} updates whole parameters, and processes hold parts of {name!r} "
+                f"{tuple(param.shape)}, which the mesh shards: use an element-wise optimizer such as ps.AdamW for it"
+            )
+        specs.append(ParamSpec(name, numel, schema, name in embeddings, group, param in whole))
     return specs
 
 
-def _schema(dtype: torch.dtype, trained: bool, config: Config) -> ParamSchema:
+def _schema(dtype: torch.dtype, trained: bool, config: Config, states: tuple[str, ...] | None) -> ParamSchema:
+    """Return the schema of a parameter; `states`: its chunk lists of states if they are not those of most."""
     update = config.update
     return schema_for(
         dtype_name(dtype),
         trained,
-        config.optimizer.states,
+        config.optimizer.states if states is None else states,
         delayed=isinstance(update, Delayed),
         buffered=update.gradient_dtype if isinstance(update, LockFree) else None,
     )
@@ -244,12 +257,18 @@ def unfreeze(
     data: ModelData,
     interceptor: Interceptor,
     config: Config,
+    model: nn.Module,
 ) -> Layout:
     """Move parameters that are no longer frozen to new chunks at the end, with the lists of trained parameters."""
+    lists, whole = config.optimizer.lists_by_param(model), config.optimizer.whole_params(model)
     specs = [
         ParamSpec(
-            *(managed.name, managed.layout_numel, _schema(managed.chunk.dtype, True, config), managed.embedding),
+            managed.name,
+            managed.layout_numel,
+            _schema(managed.chunk.dtype, True, config, lists.get(managed.param)),
+            managed.embedding,
             group=None if managed.sharding is None else managed.sharding.group,
+            whole=managed.param in whole,
         )
         for managed in managed_params
     ]

@@ -1,11 +1,12 @@
 """Exponential moving average of the masters, in the pass of another rule's update."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from patrickstar._kernels.update_rule import Rule, rounded
+from patrickstar._kernels.interpolation import interpolate_
+from patrickstar._kernels.update_rule import Rule
 from patrickstar._layout.schema import EMA
 
 
@@ -30,6 +31,15 @@ class AveragedRule(Rule):
         return self.inner.by_pages
 
     @property
+    def needs_shape(self) -> bool:  # type: ignore[override]
+        """True if the inner rule needs whole parameters."""
+        return self.inner.needs_shape
+
+    def for_param(self, shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> "AveragedRule":
+        """Return the rule for one parameter; see `Rule.for_param`."""
+        return replace(self, inner=self.inner.for_param(shape, strides, device))
+
+    @property
     def kinds(self) -> tuple[str, ...]:
         """States of the inner rule, and `ema`."""
         return (*self.inner.kinds, EMA)
@@ -45,10 +55,4 @@ class AveragedRule(Rule):
 
     def apply(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
         self.inner.apply(master, grad, states[:-1])
-        average, weight = states[-1], rounded(self.weight, master.dtype)
-        if weight == 1.0:
-            average.copy_(master)
-        elif weight < 0.5:
-            average.add_((master - average).mul_(weight))
-        else:  # from the nearer end
-            torch.add(master, (master - average).mul_(rounded(weight - 1.0, master.dtype)), out=average)
+        interpolate_(states[-1], master, self.weight)

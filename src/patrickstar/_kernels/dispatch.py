@@ -10,7 +10,7 @@ import torch
 
 from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
-from patrickstar._kernels.eager_backend import PAGE_NUMEL, WORKSPACE_ITEMS, EagerBackend
+from patrickstar._kernels.eager_backend import PAGE_NUMEL, EagerBackend
 from patrickstar._kernels.grad_norm import GradStats
 from patrickstar._kernels.triton_backend import TritonBackend
 from patrickstar._kernels.update_rule import Gradient, Rule, Running, Span
@@ -81,7 +81,7 @@ class Kernels:
         has_kernel = self.has_kernel(device) and (device.type == "cpu" or not isinstance(rule, AveragedRule))
         if has_kernel and rule.code is not None and dtype == torch.float32:
             return 0
-        return min(numel, PAGE_NUMEL if rule.by_pages else numel) * WORKSPACE_ITEMS * dtype.itemsize
+        return min(numel, PAGE_NUMEL if rule.by_pages else numel) * rule.workspace_items * dtype.itemsize
 
     def start(self, spans: Sequence[Span], scales: Sequence[float]) -> list[Running]:
         """Update every span. The returned C++ updates may still be running; the caller must call `finish`."""

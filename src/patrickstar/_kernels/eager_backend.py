@@ -11,9 +11,6 @@ from patrickstar._kernels.update_rule import Gradient, Rule, Span
 PAGE_NUMEL = 1 << 18
 """Elements per page, which bounds every temporary (1 MiB in fp32). A multiple of `grad_norm.BLOCK_NUMEL`."""
 
-WORKSPACE_ITEMS = 6
-"""Upper bound on simultaneous page-sized temporaries, counted in the master's dtype (Lion needs 5.25)."""
-
 
 class EagerBackend:
     """Reference backend, which calls `Rule.apply` itself."""

@@ -41,10 +41,16 @@ class Rule(ABC):
     Attributes:
         code: Identifier of the rule in the C++ and Triton backends. None: the rule runs on PyTorch's operators.
         by_pages: True if `apply` may be called on consecutive pieces of a parameter, False if it needs all elements.
+        needs_shape: True if the new value of an element depends on others of its parameter. `by_pages` is False then,
+            `for_param` receives the shape, and no parameter is cut between processes.
+        workspace_items: Upper bound on the simultaneous temporaries of `apply`, the gradient among them, counted in
+            tensors of the master's dtype and of as many elements.
     """
 
     code: ClassVar[int | None] = None
     by_pages: ClassVar[bool] = True
+    needs_shape: ClassVar[bool] = False
+    workspace_items: ClassVar[int] = 6  # Lion needs 5.25
 
     @property
     @abstractmethod
@@ -55,6 +61,16 @@ class Rule(ABC):
     def mode(self) -> int:
         """Variant of the rule, as the C++ and Triton backends number them."""
         return 0
+
+    def for_param(self, shape: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> "Rule":
+        """Return the rule for one parameter; by default this rule.
+
+        Args:
+            shape: Shape of the parameter.
+            strides: Its strides in elements: the flat tensors of `apply` are in its memory order.
+            device: Compute device. Masters and states may be on another.
+        """
+        return self
 
     def scalars(self, dtype: torch.dtype) -> tuple[float, ...]:
         """Return the scalar operands of `apply`.
@@ -71,8 +87,9 @@ class Rule(ABC):
     def apply(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
         """Update `master` and `states` in place.
 
-        All tensors are flat, have the same length and dtype, and hold the same elements of one parameter. The new value
-        of an element must depend on that element alone, because a parameter may be split into pages.
+        All tensors are flat, have the same length and dtype, and hold the same elements of one parameter. Unless
+        `needs_shape`, the new value of an element must depend on that element alone: a parameter may be split into
+        pages, and between processes.
 
         Args:
             master: Master parameter (fp32; float64 for float64 parameters).

@@ -43,7 +43,7 @@ class ParamSpec:
     """Name, size and schema of a parameter. `alone` requests a private chunk regardless of the size.
 
     `group`: the processes that share its chunks, None with one process. If their parts of the parameter have different
-    sizes, `numel` is the largest.
+    sizes, `numel` is the largest. `whole`: one process owns all of it, even if it is larger than a chunk.
     """
 
     name: str
@@ -51,6 +51,7 @@ class ParamSpec:
     schema: ParamSchema
     alone: bool = False
     group: ShardGroup | None = None
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,8 @@ class _OpenChunk:
     private: bool
     end: int = 0
     params: list[tuple[str, int]] = field(default_factory=list)
+    whole: bool = False
+    """True if one process owns the whole index."""
 
 
 def build_layout(
@@ -264,7 +267,7 @@ def build_layout(
         part, count = sizes(param.group)
         target = open_chunks.get(kind)
         if param.alone or align(param.numel) > part:
-            chunks.append(_OpenChunk(first + len(chunks), *kind, True, params=[item]))
+            chunks.append(_OpenChunk(first + len(chunks), *kind, True, params=[item], whole=param.whole))
             continue
         offset = None if target is None else _next_offset(target.end, param.numel, part, count)
         if target is None or offset is None:
@@ -275,9 +278,11 @@ def build_layout(
         target.end = offset + align(param.numel)
     locations: dict[str, ParamLocation] = {}
     specs = []
+    owned: dict[ShardGroup, list[int]] = {}
+    """For each group, the elements of the whole indices that each process owns."""
     for chunk in chunks:
         used = sum(align(numel) for _, numel in chunk.params)
-        part, count = sizes(chunk.group)
+        part, count = (used, 1) if chunk.whole else sizes(chunk.group)
         if chunk.private:
             part = align(-(-used // count))
             locations[chunk.params[0][0]] = ParamLocation(chunk.index, 0, chunk.params[0][1])
@@ -292,8 +297,13 @@ def build_layout(
             }
         shard_bounds: tuple[int, ...] = ()
         if chunk.group is not None:
-            owner = chunk.index % chunk.group.size
-            shard_bounds = tuple(k * part if grouped else part * (k > owner) for k in range(chunk.group.size + 1))
+            size, owner = chunk.group.size, chunk.index % chunk.group.size
+            if chunk.whole:
+                sums = owned.setdefault(chunk.group, [0] * size)
+                owner = sums.index(min(sums))
+                sums[owner] += used
+            cut = grouped and not chunk.whole
+            shard_bounds = tuple(k * part if cut else part * (k > owner) for k in range(size + 1))
         names = tuple(name for name, _ in chunk.params)
         specs.append(
             ChunkSpec(chunk.index, chunk.schema, part * count, used, names, chunk.private, shard_bounds, chunk.group)

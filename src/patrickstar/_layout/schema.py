@@ -77,6 +77,11 @@ class ParamSchema:
         return tuple(spec for spec in self.optimizer_lists if spec.kind != DELAYED16)
 
     @property
+    def state_kinds(self) -> tuple[str, ...]:
+        """Kinds of the optimizer states' lists; none of a frozen parameter."""
+        return tuple(spec.kind for spec in self.state_lists if spec.kind != PARAM32)
+
+    @property
     def delays(self) -> bool:
         """True if updates of parameters of this schema may be delayed."""
         return self.state_lists != self.optimizer_lists

@@ -61,6 +61,11 @@ class ManagedParam:
         self.state = ParamState(self.name)
 
     @property
+    def state_kinds(self) -> tuple[str, ...]:
+        """Chunk lists of its optimizer states; none while it is frozen."""
+        return self.schema.state_kinds
+
+    @property
     def is_dtensor(self) -> bool:
         return self.whole is not None
 

@@ -25,9 +25,9 @@ def share_optimizer_extra(managed_params: Sequence[ManagedParam], world: Process
 
 
 def _to_json(extra: dict[str, Any]) -> dict[str, Any]:
-    """Replace one-element tensors by JSON values with their dtype."""
+    """Replace tensors by JSON values with their dtype and shape."""
     return {
-        key: {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
+        key: {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
         if isinstance(value, torch.Tensor)
         else value
         for key, value in extra.items()
@@ -36,7 +36,7 @@ def _to_json(extra: dict[str, Any]) -> dict[str, Any]:
 
 def _from_json(extra: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]), device="cpu")
+        key: torch.tensor(value["values"], dtype=getattr(torch, value["dtype"]), device="cpu")
         if isinstance(value, dict)
         else value
         for key, value in extra.items()

@@ -33,6 +33,7 @@ def check_budgets(
     budgets: Budgets,
     staging_bytes: int = 0,
     library_bytes: int = 0,
+    update_bytes: int = 0,
     *,
     with_disk: bool = False,
 ) -> None:
@@ -40,9 +41,10 @@ def check_budgets(
 
     `operators` holds the parameter names that each operator reads. `budgets` excludes `staging_bytes` (host, for
     transfers), the buffers of lock-free updates (host) and `library_bytes` (device, for cuBLAS); the error includes
-    them. Activations are not counted.
+    them. `update_bytes` is what the update of a whole parameter needs on the device. Activations are not counted.
     """
-    working_set = working_set_bytes(layout, operators)
+    of_operators = working_set_bytes(layout, operators)
+    working_set = max(of_operators, update_bytes)
 
     def accepts(**changed: int) -> bool:
         return fits(layout, working_set, replace(budgets, **changed))
@@ -56,7 +58,11 @@ def check_budgets(
         f"bytes ({format_size(given_device)}) and a host budget of {budgets.host + reserved} bytes "
         f"({format_size(budgets.host + reserved)})"
     )
-    needs = f"the most demanding operator needs {working_set} bytes at once on the device"
+    needs = f"the most demanding operator needs {of_operators} bytes at once on the device"
+    if update_bytes > of_operators:
+        needs += (
+            f", and the optimizer, which updates whole parameters, {update_bytes} bytes ({format_size(update_bytes)})"
+        )
     if library_bytes:
         needs += (
             f", and this device needs {library_bytes} bytes ({format_size(library_bytes)}) more for its libraries "

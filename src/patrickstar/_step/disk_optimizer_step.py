@@ -17,6 +17,7 @@ from patrickstar._step.read_ahead import ReadAhead
 from patrickstar._step.running_updates import EndOfUpdate, RunningUpdates
 from patrickstar._step.staging_pool import PageSet, StagingPool
 from patrickstar._step.streamed_update import HostUpdates
+from patrickstar._step.update_rules import UpdateRules
 
 # [Note: deferred updates]
 # A parameter must be updated before its next use, but not earlier. So `optimizer.step()` queues the updates and
@@ -35,6 +36,7 @@ class DiskOptimizerStep:
         self,
         data: ModelData,
         kernels: Kernels,
+        update_rules: UpdateRules,
         host_updates: HostUpdates | None,
         staging_pool: StagingPool,
     ) -> None:
@@ -43,7 +45,7 @@ class DiskOptimizerStep:
         self.read_ahead = ReadAhead(data, staging_pool)
         self.late: set[int] = set()
         """Indices of chunks whose parameters were needed before the pages of their update had been read."""
-        self._kernels, self._host_updates = kernels, host_updates
+        self._kernels, self._update_rules, self._host_updates = kernels, update_rules, host_updates
         self._updates: list[DiskUpdate] = []
         self._aborted: list[DiskUpdate] = []
         """Updates that ended because bytes of chunks were lost."""
@@ -269,6 +271,8 @@ class DiskOptimizerStep:
         update = pages.owner
         try:
             self.staging_pool.wait(pages.reads)
+            self._update_rules.make_room(self.data.manager, update.rules, [update.param16])
+            self.data.update_param_views()
             views = dict(zip((chunk.kind for chunk in pages.lists), self.staging_pool.views(pages), strict=True))
             if update.buffers is None:
                 spans = self._spans(pages, views)
@@ -307,6 +311,8 @@ class DiskOptimizerStep:
         elif not owner.late:
             chunks.insert(0, owner.param16)
         pages.update = updates.start(spans, owner.scales, chunks, urgent=True)
+        if any(span.rule.needs_shape for span in spans):
+            pages.update.finish()  # while the device has room for its products of matrices
         self.staging_pool.keep_until(EndOfUpdate(pages.update, repr(owner.param16)))
         self._running.add(pages.update, chunks, partial(self._finish, pages))
 

@@ -13,7 +13,7 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_update import overlap
 from patrickstar._step.update_log import Pages, UpdateRecord
-from patrickstar.optim import Optimizer
+from patrickstar._step.update_rules import UpdateRules
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class GradientBuffer:
         page_numel: Returns the number of elements of the pages of a chunk of masters.
     """
 
-    def __init__(self, data: ModelData, optimizer: Optimizer, page_numel: Callable[[Chunk], int]) -> None:
+    def __init__(self, data: ModelData, update_rules: UpdateRules, page_numel: Callable[[Chunk], int]) -> None:
         self.data = data
         self.step = 0
         """Number of the last step that has begun to add gradients."""
@@ -58,7 +58,7 @@ class GradientBuffer:
         """Updates that the log does not contain yet."""
         self.renewed: set[ManagedParam] = set()
         """Parameters with values that operators do not read yet."""
-        self._optimizer, self._page_numel = optimizer, page_numel
+        self._update_rules, self._page_numel = update_rules, page_numel
         self._groups: dict[ManagedParam, Mapping[str, Any]] = {}
         """Param group of each parameter as it was in the last step in which it had a gradient."""
         self._pages: dict[int, list[BufferedPage]] = {}
@@ -181,7 +181,7 @@ class GradientBuffer:
 
     def _rule(self, page: BufferedPage, managed: ManagedParam) -> Rule:
         count = page.updates.get(managed, managed.steps) + 1
-        return self._optimizer.rule(self._groups[managed], count, managed.optimizer_extra)
+        return self._update_rules.rule(managed, self._groups[managed], count)
 
     # What an update of pages needs: see `PageBuffers`
 

@@ -22,6 +22,7 @@ from patrickstar._step.pages_in_memory import PagesInMemory
 from patrickstar._step.running_updates import RunningUpdates
 from patrickstar._step.streamed_update import HostUpdates
 from patrickstar._step.update_log import LoggedRun, UpdateLog, UpdateRecord
+from patrickstar._step.update_rules import UpdateRules
 from patrickstar.config import LockFree
 from patrickstar.errors import TrainingError
 from patrickstar.optim import Optimizer
@@ -71,6 +72,7 @@ class LockFreeUpdates:
         self,
         data: ModelData,
         optimizer: Optimizer,
+        update_rules: UpdateRules,
         kernels: Kernels,
         host_updates: HostUpdates | None,
         running: RunningUpdates,
@@ -83,8 +85,8 @@ class LockFreeUpdates:
         """Gradients that the parameters of the present forward lack: mean over elements, and maximum."""
         self._host_updates = host_updates
         self._running, self._disk_step = running, disk_step
-        self._by_pages = optimizer.rule(optimizer.defaults(), 1, {}).by_pages
-        self.buffer = GradientBuffer(data, optimizer, self._page_numel)
+        self._by_pages = all(rule.by_pages for rule in optimizer.default_rules())
+        self.buffer = GradientBuffer(data, update_rules, self._page_numel)
         self._in_memory = PagesInMemory(data, kernels, self.buffer)
         self._on_host: dict[int, _HostUpdate] = {}
         data.before_write = self._queue_again

@@ -35,7 +35,8 @@ class OptimizerPlacement:
         chunks, manager, non_model_bytes = layout.chunks, self._data.manager, self._tracer.peak_non_model_bytes
         self._set_keep_duplicates(layout, non_model_bytes)
         bound_to_device = self._optimizer_step.tiers.bound_to_device() if manager.disk_tier is None else set()
-        chunkable = manager.device_tier.budget_bytes - non_model_bytes - self._optimizer_step.workspace_bytes()
+        workspace_bytes = self._optimizer_step.rules.default_workspace_bytes(self._data.managed_params)
+        chunkable = manager.device_tier.budget_bytes - non_model_bytes - workspace_bytes
         accumulates = self._data.accumulates
         on_host = {managed.location.chunk for managed in self._data.managed_params if managed.on_host} - bound_to_device
         on_device = (

@@ -1,11 +1,8 @@
 """Optimizer step, chunk by chunk, on the tier of the optimizer chunks (PatrickStar's hybrid Adam, §8.2)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
-
-import torch
 
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule, Running, Span
@@ -23,11 +20,10 @@ from patrickstar._step.lock_free_update import LockFreeUpdates
 from patrickstar._step.running_updates import RunningUpdates
 from patrickstar._step.staging_pool import StagingPool, StagingSize
 from patrickstar._step.streamed_update import HostUpdates, StreamedUpdates
+from patrickstar._step.update_rules import GroupOf, UpdateRules
 from patrickstar._step.update_tiers import UpdateTiers
 from patrickstar.config import Delayed, LockFree
 from patrickstar.optim import Optimizer
-
-GroupOf = Callable[[ManagedParam], Mapping[str, Any] | None]
 
 
 class OptimizerStep:
@@ -44,7 +40,7 @@ class OptimizerStep:
     ) -> None:
         manager, accelerator = data.manager, data.manager.hardware.accelerator
         self.data = data
-        self.optimizer = optimizer
+        self.rules = UpdateRules(optimizer, kernels, data.manager.device)
         self.kernels = kernels
         self.host_updates: HostUpdates | None = None
         """Updates on the host beside operators; None on a CPU, where both would compete for the cores."""
@@ -57,7 +53,7 @@ class OptimizerStep:
         """Updates in progress, except those from disk."""
         self.tiers = UpdateTiers(data, self._waits_for_copies)
         self.disk_step = (
-            DiskOptimizerStep(data, kernels, self.host_updates, StagingPool(manager, staging_size))
+            DiskOptimizerStep(data, kernels, self.rules, self.host_updates, StagingPool(manager, staging_size))
             if staging_size is not None
             else None
         )
@@ -67,7 +63,7 @@ class OptimizerStep:
         if isinstance(update, Delayed):
             self.delayed = DelayedUpdates(data, *own, update.after)
         elif isinstance(update, LockFree):
-            self.lock_free = LockFreeUpdates(data, optimizer, *own, update)
+            self.lock_free = LockFreeUpdates(data, optimizer, self.rules, *own, update)
         self._late_from = None if update is None else update.after
         self.steps = 0
         """Number of steps, with the one that runs."""
@@ -230,7 +226,7 @@ class OptimizerStep:
             self.data.before_update(index)
             self.note_order(index)
         self.tiers.move(index, managed_params)
-        rules = self.rules(managed_params, group_of)
+        rules = self.rules.next(managed_params, group_of)
         if not rules:
             return
         chunks = self.data.state_chunks(index)
@@ -238,6 +234,8 @@ class OptimizerStep:
             assert self.disk_step is not None, "without a disk all chunks are in memory"
             self.disk_step.submit(index, rules, scales)
             return
+        self.rules.make_room(self.data.manager, rules, [managed_params[0].shard_chunk, *chunks])
+        self.data.update_param_views()
         try:
             with profiler_range("update", profiled_names(rules)):
                 renewed = self._host_copy_to_renew(index, rules, chunks)
@@ -268,7 +266,7 @@ class OptimizerStep:
             self.data.before_update(index)
             self.note_order(index)
         self.tiers.move(index, managed_params)
-        self.delayed.update(index, self.rules(managed_params, group_of), scales)
+        self.delayed.update(index, self.rules.next(managed_params, group_of), scales)
 
     @defer_sigint
     def _buffer_chunk(self, lock_free: LockFreeUpdates, index: int, group_of: GroupOf, scales: Sequence[float]) -> None:
@@ -292,15 +290,6 @@ class OptimizerStep:
         """Record that the chunks of an index are updated next."""
         self._order.pop(index, None)
         self._order[index] = None
-
-    def rules(self, managed_params: Sequence[ManagedParam], group_of: GroupOf) -> dict[ManagedParam, Rule]:
-        """Return the rule of the next update of each parameter that has a gradient and a param group."""
-        groups = {managed: group_of(managed) for managed in managed_params if managed.has_gradient}
-        return {
-            managed: self.optimizer.rule(group, managed.steps + 1, managed.optimizer_extra)
-            for managed, group in groups.items()
-            if group is not None
-        }
 
     @defer_sigint
     def _finish(self, running: Running, rules: Mapping[ManagedParam, Rule], renewed: Chunk | None) -> None:
@@ -373,7 +362,10 @@ class OptimizerStep:
                 )
         used = [shard_chunk, *chunks, *self.data.gradient_sums(shard_chunk.index)]
         if updates is not None:
-            return updates.start(spans, scales, used, urgent), used
+            running = updates.start(spans, scales, used, urgent)
+            if any(rule.needs_shape for rule in rules.values()):
+                running.finish()  # while the device has room for its products of matrices
+            return running, used
         self.kernels.update(spans, scales)
         return None, used
 
@@ -385,16 +377,3 @@ class OptimizerStep:
         master, *states = [managed.flat(chunk, in_order=in_order) for chunk in chunks]
         param = managed.flat(managed.shard_chunk, in_order=in_order)
         return Span(param, self.data.gradient(managed, in_order=in_order), master, tuple(states), rule)
-
-    def workspace_bytes(self) -> int:
-        """Return the largest workspace of an update on the device, in bytes."""
-        optimizer, device = self.optimizer, self.data.manager.device
-        rule = optimizer.rule(optimizer.defaults(), 1, {})
-        sizes = (
-            self.kernels.workspace_bytes(
-                rule, device, getattr(torch, managed.schema.master_dtype), managed.location.numel
-            )
-            for managed in self.data.managed_params
-            if managed.schema.trained
-        )
-        return max(sizes, default=0)

@@ -11,7 +11,8 @@ from patrickstar._params.managed_param import ManagedParam
 from patrickstar._params.model_data import ModelData
 from patrickstar._step.disk_speculation import DiskSpeculation
 from patrickstar._step.host_speculation import HostSpeculation
-from patrickstar._step.optimizer_step import GroupOf, OptimizerStep
+from patrickstar._step.optimizer_step import OptimizerStep
+from patrickstar._step.update_rules import GroupOf
 
 # [Note: speculation]
 # Clipping, loss scaling and the caller's choices are known at `optimizer.step()` only. During backward a chunk whose
@@ -166,7 +167,7 @@ class Speculation:
                 continue
             assumption.candidates.remove(index)
             managed_params = [managed for managed in self.data.by_chunk[index] if managed.location.numel]
-            rules = self._optimizer_step.rules(managed_params, assumption.group_of)
+            rules = self._optimizer_step.rules.next(managed_params, assumption.group_of)
             # A spare block or page holds a part of the chunk: every parameter in it has to be updated.
             if not rules or len(rules) < len(managed_params) or not all(rule.by_pages for rule in rules.values()):
                 continue
@@ -227,7 +228,7 @@ class Speculation:
         return (
             list(update.inputs) == inputs
             and list(update.versions) == [chunk.version for chunk in inputs]
-            and self._optimizer_step.rules(self.data.by_chunk[index], group_of) == update.rules
+            and self._optimizer_step.rules.next(self.data.by_chunk[index], group_of) == update.rules
         )
 
     @defer_sigint

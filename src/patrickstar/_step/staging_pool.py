@@ -23,7 +23,7 @@ class StagingSize:
     page_bytes: int
     pages: int
     by_pages: bool
-    """Updates may be cut into pages; otherwise one buffer holds a whole chunk of a list."""
+    """Updates may be cut into pages of the disk; otherwise one buffer holds any chunk whose updates must not be cut."""
 
     @property
     def nbytes(self) -> int:
@@ -32,10 +32,22 @@ class StagingSize:
 
     @classmethod
     def choose(
-        cls, lists: int, largest_list_bytes: int, disk_page_bytes: int, by_pages: bool, room_bytes: int
+        cls, lists: int, largest_list_bytes: int, disk_page_bytes: int, uncut_bytes: int | None, room_bytes: int
     ) -> "StagingSize":
-        """Choose as many buffers as fit into `room_bytes`, but at least two and at most `SETS` for each list."""
-        nbytes = min(disk_page_bytes, round_up(largest_list_bytes)) if by_pages else round_up(largest_list_bytes)
+        """Choose as many buffers as fit into `room_bytes`, but at least two and at most `SETS` for each list.
+
+        Args:
+            lists: Number of lists that an update reads.
+            largest_list_bytes: Size of the largest chunk of a list.
+            disk_page_bytes: Unit of disk transfers.
+            uncut_bytes: Size of the largest chunk whose updates must not be cut; None if all may be.
+            room_bytes: Host memory that is left.
+        """
+        by_pages = uncut_bytes is None
+        nbytes = min(disk_page_bytes, round_up(largest_list_bytes))
+        if uncut_bytes is not None:
+            # Chunks that may be cut use the same buffers, so these end where pages of the disk do.
+            nbytes *= max(1, -(-uncut_bytes // nbytes))
         sets = min(SETS if by_pages else 2, max(2, room_bytes // (lists * nbytes)))
         return cls(nbytes, lists * sets, by_pages)
 
@@ -95,7 +107,7 @@ class StagingPool:
 
     def pages(self, chunk: Chunk) -> list[tuple[int, int]]:
         """Return the first element and the number of elements of each page of a list."""
-        length = self._page_bytes // chunk.dtype.itemsize if self.size.by_pages else chunk.numel
+        length = (self._page_bytes if self.size.by_pages else self.size.page_bytes) // chunk.dtype.itemsize
         return [(first, min(length, chunk.numel - first)) for first in range(0, chunk.numel, max(1, length))]
 
     @staticmethod

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from patrickstar._kernels.update_rule import Rule
 from patrickstar._layout.byte_size import format_size
 from patrickstar._layout.chunk_mapping import Layout
 from patrickstar._memory.direct_io import BLOCK_BYTES, PAGE_BYTES
@@ -93,14 +94,16 @@ def plan_tiers(
         BudgetError: All tiers together are too small.
         DiskError: The directory can't be used.
     """
-    rule = config.optimizer.rule(config.optimizer.defaults(), 1, {})
-    buffers = _update_buffer_bytes(layout, rule.by_pages) if hardware.has_gpu else 0
+    rules = config.optimizer.default_rules()
+    by_pages = all(rule.by_pages for rule in rules)
+    buffers = _update_buffer_bytes(layout, by_pages) if hardware.has_gpu else 0
     device, host = memory[0] - library_bytes, memory[1] - buffers - layout.buffer_bytes
-    working_set = working_set_bytes(layout, together)
+    update_bytes = _update_bytes(layout, rules)
+    working_set = max(working_set_bytes(layout, together), update_bytes)
     in_memory = initial_placement(layout.chunks, Budgets(device, host), working_set)
     free = hardware.free_disk_bytes(Path(config.disk.directory)) // sharing if config.disk is not None else 0
     if config.disk is None or in_memory is not None:
-        check_budgets(layout, together, Budgets(device, host), buffers, library_bytes)
+        check_budgets(layout, together, Budgets(device, host), buffers, library_bytes, update_bytes)
         assert in_memory is not None, "budgets were checked"
         return TierPlan(in_memory, buffer_bytes=buffers, staging_bytes=buffers)
     directory = Path(config.disk.directory)
@@ -116,15 +119,32 @@ def plan_tiers(
     # Master and gradient list, beside the optimizer states.
     lists = 2 + len(config.optimizer.states) + delayed
     room = host - io_bytes - sum(chunk.shard_bytes for chunk in layout.chunks)
-    staging_size = StagingSize.choose(lists, largest, page_bytes, rule.by_pages, room)
+    uncut = {rule.kinds for rule in rules if not rule.by_pages}
+    whole = [chunk for chunk in layout.chunks if chunk.schema.trained and chunk.schema.state_kinds in uncut]
+    whole_bytes = max((chunk.own_numel * MASTER_BYTES for chunk in whole), default=0)
+    staging_size = StagingSize.choose(lists, largest, page_bytes, None if by_pages else whole_bytes, room)
     staging = buffers + io_bytes + staging_size.nbytes
     budget = Budgets(device, memory[1] - layout.buffer_bytes - staging, capacity if capacity is not None else free)
-    check_budgets(layout, together, budget, staging, library_bytes, with_disk=True)
+    check_budgets(layout, together, budget, staging, library_bytes, update_bytes, with_disk=True)
     placement = initial_placement(layout.chunks, budget, working_set)
     assert placement is not None, "budgets were checked"
     nbytes = disk_bytes(layout.chunks, placement)
     disk = hardware.disk(directory, nbytes, page_bytes, checksums=config.disk.checksums, capacity_bytes=capacity)
     return TierPlan(placement, disk, staging_size, buffers, staging)
+
+
+def _update_bytes(layout: Layout, rules: Sequence[Rule]) -> int:
+    """Return the bytes on the device for the largest update of a whole parameter: its chunk, and the workspace."""
+    items = {rule.kinds: rule.workspace_items for rule in rules if rule.needs_shape}
+    return max(
+        (
+            chunk.compute_bytes + items[chunk.schema.state_kinds] * MASTER_BYTES * layout.locations[name].numel
+            for chunk in layout.chunks
+            if chunk.schema.trained and chunk.schema.state_kinds in items
+            for name in chunk.params
+        ),
+        default=0,
+    )
 
 
 def _update_buffer_bytes(layout: Layout, by_pages: bool) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import field_validator, model_validator
+from torch import nn
 
 from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._layout.schema import EMA as EMA_STATE
@@ -63,9 +64,34 @@ class EMA(Optimizer):
         """True if saved states of the inner optimizer need their step count."""
         return self.optimizer.needs_count
 
+    @property
+    def states(self) -> tuple[str, ...]:
+        """States of the inner optimizer, and the average."""
+        return (*self.optimizer.states, EMA_STATE)
+
     def states_for(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the states of the inner optimizer, and the average; see `Optimizer.states_for`."""
         return (*self.optimizer.states_for(group), EMA_STATE)
+
+    def groups(self, module: nn.Module) -> list[dict[str, Any]]:
+        """Return the param groups of the inner optimizer; see `Optimizer.groups`."""
+        return self.optimizer.groups(module) if self.param_groups is None else super().groups(module)
+
+    def default_rules(self) -> tuple[AveragedRule, ...]:
+        """Return the inner rules with the average; see `Optimizer.default_rules`."""
+        return tuple(AveragedRule(rule, 1.0) for rule in self.optimizer.default_rules())
+
+    def lists_for(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the chunk lists of the inner optimizer, and the average; see `Optimizer.lists_for`."""
+        return (*self.optimizer.lists_for(group), EMA_STATE)
+
+    def lists_by_param(self, module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+        """Return the chunk lists of the inner optimizer, and the average; see `Optimizer.lists_by_param`."""
+        return {param: (*kinds, EMA_STATE) for param, kinds in self.optimizer.lists_by_param(module).items()}
+
+    def whole_params(self, module: nn.Module) -> set[nn.Parameter]:
+        """Return the parameters that the inner optimizer needs whole."""
+        return self.optimizer.whole_params(module)
 
     def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> AveragedRule:
         """Return the inner rule with the average; see `Optimizer.rule`."""

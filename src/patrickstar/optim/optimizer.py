@@ -4,8 +4,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from pydantic import model_validator
+from torch import nn
 
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._layout.schema import GRAD32, PARAM16, PARAM32
@@ -14,7 +14,7 @@ from patrickstar._options import Options
 RESERVED = (PARAM16, PARAM32, GRAD32, "step")
 """Names that a custom optimizer state can't have."""
 
-ParamGroups = Callable[[torch.nn.Module], Iterable[dict[str, Any]]]
+ParamGroups = Callable[[nn.Module], Iterable[dict[str, Any]]]
 
 
 class Optimizer(Options):
@@ -47,6 +47,11 @@ class Optimizer(Options):
         return {name: getattr(self, name) for name in type(self).model_fields if name != "param_groups"}
 
     @property
+    def name(self) -> str:
+        """Name for messages."""
+        return type(self).__name__
+
+    @property
     def counts_itself(self) -> bool:
         """True if `memory` includes the step count."""
         return False
@@ -71,6 +76,41 @@ class Optimizer(Options):
             Names of chunk lists, in the order in which the rule takes them.
         """
         return self.rule(group, 1, {}).kinds
+
+    def groups(self, module: nn.Module) -> list[dict[str, Any]]:
+        """Return the param groups of a model: those of `param_groups`, or one with all parameters.
+
+        Args:
+            module: The model.
+
+        Returns:
+            Dictionaries as `torch.optim` takes them, with the options that differ from `defaults`.
+        """
+        if self.param_groups is None:
+            return [{"params": list(module.parameters())}]
+        return [dict(group) for group in self.param_groups(module)]
+
+    def default_rules(self) -> tuple[Rule, ...]:
+        """Return the rules with default options: one, unless parameters have different rules."""
+        return (self.rule(self.defaults(), 1, {}),)
+
+    def lists_for(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the chunk lists of the states of a param group: by default those of all parameters, `states`.
+
+        They include all that `states_for` returns, whatever options a scheduler changes.
+
+        Args:
+            group: Options of the param group.
+        """
+        return self.states
+
+    def lists_by_param(self, module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+        """Return the chunk lists of states of the parameters for which they are not `states`."""
+        return {}
+
+    def whole_params(self, module: nn.Module) -> set[nn.Parameter]:
+        """Return the parameters that no two processes may share, since their update needs all elements."""
+        return set(module.parameters()) if self.default_rules()[0].needs_shape else set()
 
     @model_validator(mode="after")
     def _listable(self) -> "Optimizer":

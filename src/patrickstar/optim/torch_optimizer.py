@@ -13,13 +13,14 @@ from patrickstar.optim.optimizer import Optimizer
 
 
 class TorchOptimizer(Optimizer):
-    """Adapter for an element-wise subclass of `torch.optim.Optimizer`.
+    """Adapter for a subclass of `torch.optim.Optimizer`.
 
     The class runs unchanged, on one parameter at a time, with its states in chunks. An update allocates temporaries of
-    the parameter's size.
+    the parameter's size. States that are not of the parameter's shape, such as factored moments, are kept beside the
+    chunks, on the tier of the last update.
 
     Raises:
-        ConfigError: The class is not element-wise, or does not accept the options.
+        ConfigError: The class does not update each parameter separately, or does not accept the options.
     """
 
     kind: type[torch.optim.Optimizer]
@@ -38,13 +39,18 @@ class TorchOptimizer(Optimizer):
             The adapter, or None for any other value.
 
         Raises:
-            ConfigError: The class is not element-wise, or does not accept the options.
+            ConfigError: The class does not update each parameter separately, or does not accept the options.
         """
         bound = isinstance(value, functools.partial)
         kind, options = (value.func, value.keywords) if bound else (value, {})
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or (bound and value.args):
             return None
         return cls(kind=kind, options=options)
+
+    @property
+    def name(self) -> str:
+        """Name of the class, for messages."""
+        return self.kind.__name__
 
     @property
     def counts_itself(self) -> bool:
@@ -58,11 +64,15 @@ class TorchOptimizer(Optimizer):
 
     @functools.cached_property
     def states(self) -> tuple[str, ...]:
-        """States of the parameter's shape, found by updating a small matrix."""
+        """States of the parameter's shape, found by updating small matrices."""
+        return self._probed[0]
+
+    @functools.cached_property
+    def _probed(self) -> tuple[tuple[str, ...], bool]:
         return torch_optim_adapter.probe(self.kind, self._all_options)
 
     def states_for(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the states that a param group needs, found by updating a small matrix with its options.
+        """Return the states that a param group needs, found by updating small matrices with its options.
 
         Args:
             group: Options of the param group. Learning rates are ignored: schedulers change them, not the states.
@@ -77,7 +87,7 @@ class TorchOptimizer(Optimizer):
             return self.states
         key = repr(sorted(changed.items()))
         if key not in self._states_by_options:
-            self._states_by_options[key] = torch_optim_adapter.probe(self.kind, self._all_options | changed)
+            self._states_by_options[key] = torch_optim_adapter.probe(self.kind, self._all_options | changed)[0]
         return self._states_by_options[key]
 
     @functools.cached_property
@@ -110,4 +120,7 @@ class TorchOptimizer(Optimizer):
     def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> torch_optim_adapter.TorchOptimRule:
         """Return the rule of one update by the class; see `Optimizer.rule`."""
         options = {name: value for name, value in group.items() if name != "params"}
-        return torch_optim_adapter.TorchOptimRule(self.kind, self._all_options, options, self.states, memory, step)
+        names, needs_shape = self._probed
+        return torch_optim_adapter.TorchOptimRule(
+            self.kind, self._all_options, options, names, memory, step, needs_shape
+        )

@@ -1,0 +1,75 @@
+"""Rules of the next updates of parameters, and the workspace of those updates."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from patrickstar._kernels.dispatch import Kernels
+from patrickstar._kernels.update_rule import Rule
+from patrickstar._memory.chunk import Chunk
+from patrickstar._memory.chunk_manager import ChunkManager
+from patrickstar._params.managed_param import ManagedParam
+from patrickstar.optim import Optimizer
+
+GroupOf = Callable[[ManagedParam], Mapping[str, Any] | None]
+
+
+class UpdateRules:
+    """Creates update rules by the optimizer's options and the param groups.
+
+    Args:
+        device: Compute device.
+    """
+
+    def __init__(self, optimizer: Optimizer, kernels: Kernels, device: torch.device) -> None:
+        self._optimizer, self._kernels, self._device = optimizer, kernels, device
+
+    def rule(self, managed: ManagedParam, group: Mapping[str, Any], step: int) -> Rule:
+        """Return the rule of one update of a parameter.
+
+        Args:
+            group: Options of its param group.
+            step: Number of the update, counted from 1.
+        """
+        rule = self._optimizer.rule(group, step, managed.optimizer_extra)
+        return rule.for_param(managed.shape, managed.region.strides, self._device)
+
+    def next(self, managed_params: Sequence[ManagedParam], group_of: GroupOf) -> dict[ManagedParam, Rule]:
+        """Return the rule of the next update of each parameter that has a gradient and a param group."""
+        groups = {managed: group_of(managed) for managed in managed_params if managed.has_gradient}
+        return {
+            managed: self.rule(managed, group, managed.steps + 1)
+            for managed, group in groups.items()
+            if group is not None
+        }
+
+    def workspace_bytes(self, rules: Mapping[ManagedParam, Rule]) -> int:
+        """Return the largest workspace of the updates of parameters on the device, in bytes."""
+        sizes = (
+            self._kernels.workspace_bytes(
+                rule, self._device, getattr(torch, managed.schema.master_dtype), managed.location.numel
+            )
+            for managed, rule in rules.items()
+        )
+        return max(sizes, default=0)
+
+    def make_room(self, manager: ChunkManager, rules: Mapping[ManagedParam, Rule], used: Sequence[Chunk]) -> None:
+        """Make room on the device for the workspace of updates that need whole parameters, if any do.
+
+        Args:
+            used: Chunks that have to stay.
+
+        Raises:
+            BudgetError: The device budget is too small.
+        """
+        whole = {managed: rule for managed, rule in rules.items() if rule.needs_shape}
+        if whole:
+            manager.make_room(self.workspace_bytes(whole), used)
+
+    def default_workspace_bytes(self, managed_params: Sequence[ManagedParam]) -> int:
+        """Return the largest workspace of updates on the device with default options, in bytes."""
+        rules = {rule.kinds: rule for rule in self._optimizer.default_rules()}
+        first = next(iter(rules.values()))
+        trained = [managed for managed in managed_params if managed.schema.trained]
+        return self.workspace_bytes({managed: rules.get(managed.state_kinds, first) for managed in trained})

@@ -1,0 +1,101 @@
+"""Several processes and optimizers that need whole parameters: one process owns each, and the bits are the same."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from laws.test_whole_parameters import OPTIMIZERS, Model
+from laws.tiers import inputs
+from sampling import draws
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from toys import train
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar._distributed.process_group import World
+from patrickstar._engine.engine import Engine
+from patrickstar.errors import ConfigError
+
+from . import ranks
+from .reference import AveragingTrainer
+
+
+def whole(seeds: list[int]) -> None:
+    """Train with matrices that are larger than a chunk, and that are not; runs in each process."""
+    dist.init_process_group("gloo")
+    for seed in seeds:
+        draw, world = random.Random(seed), World(torch.device("cpu"))
+        name = sorted(OPTIMIZERS)[seed % len(OPTIMIZERS)]
+        config = ps.Config(
+            device="cpu",
+            precision=draw.choice(["bf16", "fp32"]),
+            chunk_size=draw.choice([1000, 9000, 40_000, "auto"]),
+            optimizer=OPTIMIZERS[name],
+        )
+        loop = draw.choice([{}, {"max_norm": 0.1}, {"accumulation": 2}])
+        print(f"seed {seed}: {name}, {config!r}, {loop}", flush=True)
+        batches = [tuple(tensor * (1 + world.rank) for tensor in batch) for batch in inputs(4)]
+        torch.manual_seed(seed)
+        reference = AveragingTrainer(Model, config)
+        expected = train(reference, batches, **loop)
+        torch.manual_seed(seed)
+        hooks = {"meter": testing.NoMeter(), "poison": True, "evict_everything": draw.random() < 0.5}
+        engine = Engine(Model, config, world=world, **hooks)
+        testing.assert_same_bits(expected, train(engine, batches, **loop), "losses and norms")
+        testing.assert_same_bits(reference.state_dict(), engine.state_dict(), "parameters")
+        testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
+        engine.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bits_of_plain_pytorch(size):
+    ranks.run(size, whole, seeds=list(range(draws(24 // size))))
+
+
+def owners() -> None:
+    """Check who owns the matrices; runs in each process."""
+    dist.init_process_group("gloo")
+    world = World(torch.device("cpu"))
+    config = ps.Config(device="cpu", chunk_size=1000, optimizer=ps.Muon())
+    engine = Engine(Model, config, world=world, meter=testing.NoMeter())
+    own = {param.name: param.numel for param in engine.inspect().parameters}
+    matrices = {name: param.numel() for name, param in engine.module.named_parameters() if name != "head.weight"}
+    matrices = {name: numel for name, numel in matrices.items() if numel > 1000}
+    assert all(own[name] in (0, numel) for name, numel in matrices.items()), own
+    share = sum(own[name] for name in matrices) / sum(matrices.values())
+    assert 0.4 < share < 0.6, f"rank {world.rank} owns {share} of the matrices"
+    engine.close()
+    dist.destroy_process_group()
+
+
+def test_matrices_have_one_owner_each_and_are_shared_out_evenly():
+    ranks.run(2, owners)
+
+
+class Split(nn.Module):
+    """One matrix, sharded over all processes by its rows."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.layer = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
+
+
+def sharded() -> None:
+    """Ask for Muon where matrices are DTensors; runs in each process."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ConfigError, match=r"Muon updates whole parameters, and processes hold parts of 'layer.weight'"):
+        ps.initialize(Split(mesh["tp"]), ps.Config(device="cpu", optimizer=use_muon()), mesh=mesh["dp"])
+    dist.destroy_process_group()
+
+
+def use_muon() -> ps.Muon:
+    return ps.Muon(param_groups=lambda model: [{"params": list(model.parameters())[:1], "use_muon": True}])
+
+
+def test_matrices_that_a_mesh_shards_are_refused_by_name():
+    ranks.run(2, sharded)

@@ -1,0 +1,162 @@
+"""Optimizers whose updates need whole parameters: the bits of plain PyTorch on every tier and for any cut of chunks."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling import draws
+from torch import nn
+from toys import train
+from transformers.optimization import Adafactor
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar.errors import BudgetError, ConfigError
+
+from .models import precisions
+from .tiers import compare, inputs, on_disk, options, rooms
+
+WIDTH = 64
+
+
+class Model(nn.Module):
+    """Tall, wide, square and column-major matrices, and an output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(4))
+        self.tall = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(4))
+        self.square, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH)
+        # Column-major, as some checkpoints store it.
+        self.turned = nn.Parameter(torch.randn(2 * WIDTH, WIDTH).div(8).t())
+        self.head = nn.Linear(2 * WIDTH, 24)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for wide, tall in zip(self.wide, self.tall, strict=True):
+            hidden = self.norm(hidden + tall(wide(hidden).tanh()))
+        return self.head(self.square(hidden) @ self.turned)
+
+
+def all_by_muon(model: nn.Module) -> list[dict]:
+    """Return param groups that name their rule, with options of their own."""
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    others = [param for param in model.parameters() if param.dim() != 2]
+    return [
+        {"params": matrices, "use_muon": True, "adjust_lr_fn": "match_rms_adamw"},
+        {"params": others, "use_muon": False, "lr": 3e-3, "betas": (0.8, 0.9)},
+    ]
+
+
+OPTIMIZERS = {
+    "Muon": ps.Muon(lr=2e-2),
+    "Muon without Nesterov": ps.Muon(lr=2e-2, nesterov=False, momentum=0.4, weight_decay=0.0, ns_steps=3),
+    "Muon in groups": ps.Muon(lr=2e-2, param_groups=all_by_muon),
+    "Muon, averaged": ps.EMA(ps.Muon(lr=2e-2), decay=0.9),
+    "Adafactor": ps.TorchOptimizer(kind=torch.optim.Adafactor, options={"lr": 1e-2}),
+    "Adafactor of transformers": ps.TorchOptimizer(kind=Adafactor),
+}
+names = st.sampled_from(sorted(OPTIMIZERS))
+loops = st.sampled_from([{}, {"update": True}, {"max_norm": 0.1}, {"accumulation": 2}])
+
+
+@settings(max_examples=draws(30), deadline=None)
+@given(names, precisions, st.sampled_from([1000, 9000, 40000, "auto"]), loops)
+def test_everything_evicted(name, precision, chunk_size, loop):
+    loop = {} if precision == "fp16" and "update" in loop else loop
+    config = options(precision, chunk_size, optimizer=OPTIMIZERS[name])
+    testing.compare(Model, config, lambda trainer, optimizer: train(trainer, inputs(4), **loop))
+
+
+@settings(max_examples=draws(30), deadline=None)
+@given(names, precisions, st.sampled_from([1000, 9000, 40000, "auto"]), loops, rooms)
+def test_states_on_disk(tmp_path_factory, name, precision, chunk_size, loop, room):
+    loop = {} if precision == "fp16" and "update" in loop else loop
+    folder = tmp_path_factory.mktemp("disk")
+    config = options(precision, chunk_size, optimizer=OPTIMIZERS[name])
+    workspace = 4 * 2 * WIDTH * WIDTH * config.optimizer.default_rules()[0].workspace_items
+    room = replace(room, device_bytes=room.device_bytes + workspace)
+    config = on_disk(Model, config, folder, inputs(1)[0], room)
+    script = partial(run, batches=inputs(4), loop=loop)
+    compare(Model, config, script, evict_everything=room.evict_everything)
+
+
+def run(trainer, optimizer, batches, loop):
+    return train(trainer, batches, **loop)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_delayed_updates(name):
+    config = options("bf16", 9000, optimizer=OPTIMIZERS[name], update=ps.Delayed(after=2))
+    testing.compare(Model, config, lambda trainer, optimizer: train(trainer, inputs(5)))
+
+
+def test_bytes_per_parameter():
+    """A matrix has 2 + 4 + 4 bytes per parameter, others have 14."""
+    engine, _ = ps.initialize(Model, options("bf16", 9000, optimizer=ps.Muon()))
+    by_name = {name: chunk.schema.bytes_per_param for chunk in engine.layout.chunks for name in chunk.params}
+    ten = {"square.weight", "turned", *(f"{kind}.{number}.weight" for kind in ("wide", "tall") for number in range(4))}
+    assert {name for name, nbytes in by_name.items() if nbytes == 10} == ten
+    assert {nbytes for name, nbytes in by_name.items() if name not in ten} == {14}
+    engine.close()
+
+
+def test_adafactor_has_six_bytes_per_parameter():
+    engine, _ = ps.initialize(Model, options("bf16", 9000, optimizer=Adafactor))
+    assert {chunk.schema.bytes_per_param for chunk in engine.layout.chunks} == {6}
+    engine.close()
+
+
+def test_a_checkpoint_resumes_with_the_same_bits(tmp_path):
+    for name, optimizer in OPTIMIZERS.items():
+        config = options("bf16", 9000, optimizer=optimizer)
+        engine = testing.stressed(Model, config)
+        train(engine, inputs(2))
+        engine.save(tmp_path / name)
+        expected = train(engine, inputs(5)[2:])
+        state = engine.optimizer.state_dict()
+        engine.close()
+        engine = testing.stressed(Model, config)
+        engine.load(tmp_path / name)
+        testing.assert_same_bits(expected, train(engine, inputs(5)[2:]), f"losses of {name}")
+        testing._assert_same_states(state, engine.optimizer.state_dict())
+        engine.close()
+
+
+def test_a_parameter_that_is_unfrozen_later():
+    def frozen():
+        model = Model()
+        model.square.requires_grad_(False)
+        model.norm.requires_grad_(False)
+        return model
+
+    def script(trainer, optimizer):
+        losses = train(trainer, inputs(2))
+        trainer.module.square.requires_grad_(True)
+        trainer.module.norm.requires_grad_(True)
+        return losses + train(trainer, inputs(5)[2:])
+
+    testing.compare(frozen, options("bf16", 9000, optimizer=ps.Muon(lr=2e-2)), script)
+
+
+def test_a_group_that_changes_its_rule_is_refused_by_name():
+    engine = testing.stressed(Model, options("bf16", 9000, optimizer=ps.Muon()))
+    train(engine, inputs(1))
+    engine.optimizer.param_groups[0]["use_muon"] = False
+    engine.backward(engine(*inputs(1)[0]).float().pow(2).mean())
+    with pytest.raises(ConfigError, match="exp_avg"):
+        engine.optimizer.step()
+    engine.close()
+
+
+def test_a_workspace_that_the_device_can_not_hold_is_refused_in_bytes():
+    config = options("bf16", 1000, optimizer=ps.Muon(), device_memory=60_000, host_memory="4MiB")
+    with pytest.raises(BudgetError, match="the optimizer, which updates whole parameters, 114688 bytes") as caught:
+        ps.initialize(Model, config)
+    activations = 30_000
+    enough = config.model_copy(update={"device_memory": 60_000 + caught.value.short_bytes + activations})
+    engine, _ = ps.initialize(Model, enough)
+    train(engine, inputs(2))
+    engine.close()
