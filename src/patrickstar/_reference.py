@@ -49,6 +49,8 @@ class PlainOptimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], spec: Optimizer) -> None:
         self.spec = spec
+        self.memories: dict[torch.Tensor, dict[str, Any]] = {}
+        """Small states of each parameter: see `Optimizer.rule`."""
         super().__init__(groups, spec.defaults())
 
     @torch.no_grad()
@@ -60,7 +62,9 @@ class PlainOptimizer(torch.optim.Optimizer):
                     continue
                 state = self.state[param]
                 state["step"] = state.get("step", torch.zeros((), device="cpu")) + 1
-                rule = self.spec.rule(group, int(state["step"]), {})
+                memory = self.memories.setdefault(param, {})
+                rule = self.spec.rule(group, int(state["step"]), memory)
+                state.update(memory)
                 rule = rule.for_param(tuple(param.shape), param.stride(), param.device)
                 for kind in dict.fromkeys((*self.spec.lists_for(group), *rule.kinds)):
                     if kind not in state:

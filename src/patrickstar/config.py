@@ -12,7 +12,7 @@ from patrickstar._layout.byte_size import parse_size_field
 from patrickstar._memory.compute_device import find_device
 from patrickstar._options import Options
 from patrickstar.errors import ConfigError
-from patrickstar.optim import SGD, Adam, AdamW, Lion, Optimizer, TorchOptimizer
+from patrickstar.optim import SGD, Adam, AdamW, Lion, Optimizer, ScheduleFreeAdamW, TorchOptimizer
 
 
 class Disk(Options):
@@ -212,6 +212,15 @@ class Config(Options):
         if isinstance(self.update, LockFree) and self.update.gradient_dtype == "16-bit" and self.precision == "fp16":
             raise ValueError(
                 "gradient_dtype='16-bit' stores gradients without the loss scale, which fp16 rounds to zero: use 'fp32'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _counts_steps(self) -> "Config":
+        if isinstance(self.update, LockFree) and isinstance(self.optimizer, ScheduleFreeAdamW):
+            raise ValueError(
+                "ScheduleFreeAdamW weights the steps of each parameter, and lock-free updates of its pages use the "
+                "gradients of different steps: use ps.AdamW, or another update"
             )
         return self
 

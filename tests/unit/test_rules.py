@@ -28,6 +28,7 @@ from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.lion import LionRule
+from patrickstar._kernels.schedule_free import ScheduleFreeRule
 from patrickstar._kernels.sgd import SGDRule
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
@@ -53,6 +54,10 @@ RULES = [
     SGDRule(1.0, 0.9, 0.0, 0.1, True, 5),
     LionRule(1e-3, 0.9, 0.99, 0.0),
     LionRule(0.1, 0.3, 0.5, 0.1),
+    *(
+        ScheduleFreeRule(1e-2, 0.9, 0.95, 1e-8, decay, weight, step)
+        for decay, (weight, step) in product((0.0, 0.1), ((1.0, 1), (0.0, 1), (0.5, 2), (0.01, 90)))
+    ),
 ]
 SCALES = [(), (1 / 65536, 0.3), (1e-41, 3e38)]
 
@@ -117,7 +122,26 @@ def lion(rule, grad, master, exp_avg, number):
     return ieee.subtract(decayed, step), average(rule.beta2)
 
 
-LISTS = {AdamRule: adam, SGDRule: sgd, LionRule: lion}
+def schedule_free(rule, grad, master, z, exp_avg_sq, number):
+    """Apply one step of Defazio et al. in the operation order of `schedulefree.AdamWScheduleFree`."""
+    z = master if rule.step == 1 else z
+    square = ieee.multiply(ieee.multiply(grad, number(1 - rule.beta2)), grad)
+    exp_avg_sq = ieee.add(ieee.multiply(exp_avg_sq, number(rule.beta2)), square)
+    corrected = ieee.square_root(ieee.divide(exp_avg_sq, number(1 - rule.beta2**rule.step)))
+    direction = ieee.divide(grad, ieee.add(corrected, number(rule.eps)))
+    if rule.weight_decay:
+        direction = ieee.add(direction, ieee.multiply(master, number(rule.weight_decay)))
+    weight, apart = number(rule.weight), ieee.subtract(z, master)
+    if weight < 0.5:
+        moved = ieee.add(master, ieee.multiply(apart, weight))
+    else:
+        moved = ieee.add(z, ieee.multiply(apart, ieee.subtract(weight, number(1))))
+    step = number(rule.lr * (rule.beta1 * (1 - rule.weight) - 1))
+    after = ieee.add(moved, ieee.multiply(direction, step))
+    return after, ieee.subtract(z, ieee.multiply(direction, number(rule.lr))), exp_avg_sq
+
+
+LISTS = {AdamRule: adam, SGDRule: sgd, LionRule: lion, ScheduleFreeRule: schedule_free}
 
 
 def double(value):
@@ -262,7 +286,9 @@ def test_updates_have_the_bits_of_the_written_list(rule, dtype, implementation):
 
 def test_the_rules_tried_have_every_mode():
     modes = {(type(rule), rule.mode) for rule in RULES}
-    assert modes == {*product([AdamRule], range(3)), *product([SGDRule], range(5)), (LionRule, 0)}
+    assert modes == {*product([AdamRule], range(3)), *product([SGDRule], range(5)), (LionRule, 0)} | {
+        *product([ScheduleFreeRule], range(8))
+    }
     heavy = {rule.mode for rule in RULES if isinstance(rule, AdamRule) and rule.beta1 <= 0.5}
     assert heavy == {0, 1, 2}
 
@@ -285,6 +311,7 @@ any_rule = (
     | st.builds(SGDRule, rates, st.just(0.0) | momenta, st.floats(0, 1), decays, st.just(False), few)
     | st.builds(SGDRule, rates, momenta, st.just(0.0), decays, st.just(True), few)
     | st.builds(LionRule, rates, betas, betas, decays)
+    | st.builds(ScheduleFreeRule, rates, betas, betas, rates, decays, st.floats(0, 1), st.integers(1, 1 << 20))
 )
 dtypes = st.sampled_from(ieee.DTYPES)
 

@@ -72,10 +72,10 @@ class EngineState:
             self._core.model_state.load_state_dict(state_dict, strict)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Return a context in which the parameters are their moving averages, to evaluate or save them.
+        """Return a context in which the parameters are their averages, to evaluate or save them.
 
-        It needs the optimizer `EMA`. Parameters and averages are exchanged on entry and on exit, one at a time. With
-        several processes all must enter it.
+        It needs the optimizer `EMA` or `ScheduleFreeAdamW`. Parameters and averages are exchanged on entry and on exit,
+        one at a time. With several processes all must enter it.
 
         Returns:
             The context. Inside, steps and checkpoints are refused; `state_dict` and `save_pretrained` give averages.
@@ -85,7 +85,7 @@ class EngineState:
             TrainingError: Gradients are stored, or the engine is closed.
         """
         self._core.check_open()
-        return averaged(self._core)
+        return averaged(self._core, self.optimizer.managed_groups())
 
     def save_pretrained(
         self, directory: str | Path, *, dtype: str | None = None, max_shard_bytes: int | str = "5GB"

@@ -8,6 +8,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from patrickstar._kernels import grad_norm
 from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.schedule_free import ScheduleFreeRule
 from patrickstar._kernels.sgd import SGDRule
 
 # [Note: Triton's arithmetic]
@@ -22,6 +23,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 ADAM = tl.constexpr(AdamRule.code)
 SGD = tl.constexpr(SGDRule.code)
+SCHEDULE_FREE = tl.constexpr(ScheduleFreeRule.code)
 LANES = tl.constexpr(grad_norm.LANES)
 ROWS = tl.constexpr(grad_norm.ROWS)
 BLOCK_NUMEL = tl.constexpr(grad_norm.BLOCK_NUMEL)
@@ -113,6 +115,22 @@ def _lion(grad, master, exp_avg, scalars):
 
 
 @triton.jit
+def _schedule_free(grad, master, z, exp_avg_sq, scalars, mode: tl.constexpr):
+    decay, beta2, weight2, correction2, eps, weight, step_of_y, minus_lr = scalars
+    if mode >= 4:
+        z = master
+    exp_avg_sq = exp_avg_sq * beta2 + grad * weight2 * grad
+    direction = tl.div_rn(grad, tl.sqrt_rn(tl.div_rn(exp_avg_sq, correction2)) + eps)
+    if mode % 2 == 1:
+        direction = direction + master * decay
+    moved = (z - master) * weight
+    interpolated = z + moved
+    if mode % 4 >= 2:
+        interpolated = master + moved
+    return interpolated + direction * step_of_y, z + direction * minus_lr, exp_avg_sq
+
+
+@triton.jit
 def update_kernel(
     param,
     grad,
@@ -144,6 +162,12 @@ def update_kernel(
         tl.store(second_state + offsets, _canonical(exp_avg_sqs), mask=mask)
     elif rule == SGD:
         masters = _sgd(grads, masters, first_state, offsets, mask, scalars, mode)
+    elif rule == SCHEDULE_FREE:
+        zs = tl.load(first_state + offsets, mask=mask, other=0.0)
+        exp_avg_sqs = tl.load(second_state + offsets, mask=mask, other=0.0)
+        masters, zs, exp_avg_sqs = _schedule_free(grads, masters, zs, exp_avg_sqs, scalars, mode)
+        tl.store(first_state + offsets, _canonical(zs), mask=mask)
+        tl.store(second_state + offsets, _canonical(exp_avg_sqs), mask=mask)
     else:
         exp_avgs = tl.load(first_state + offsets, mask=mask, other=0.0)
         masters, exp_avgs = _lion(grads, masters, exp_avgs, scalars)

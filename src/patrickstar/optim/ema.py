@@ -10,6 +10,7 @@ from patrickstar._kernels.averaged import AveragedRule
 from patrickstar._layout.schema import EMA as EMA_STATE
 from patrickstar.optim.adam import AdamW
 from patrickstar.optim.optimizer import Optimizer
+from patrickstar.optim.schedule_free import ScheduleFreeAdamW
 from patrickstar.optim.torch_optimizer import TorchOptimizer
 
 
@@ -33,7 +34,7 @@ class EMA(Optimizer):
     @classmethod
     def _inner(cls, value: Any) -> Any:
         chosen = TorchOptimizer.wrapping(value) or value
-        if not isinstance(chosen, Optimizer) or isinstance(chosen, EMA):
+        if not isinstance(chosen, Optimizer) or isinstance(chosen, EMA | ScheduleFreeAdamW):
             raise ValueError(f"{value!r} is not an optimizer that can be averaged: use ps.AdamW(lr=...)")
         return chosen
 

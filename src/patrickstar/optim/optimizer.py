@@ -94,6 +94,17 @@ class Optimizer(Options):
         """Return the rules with default options: one, unless parameters have different rules."""
         return (self.rule(self.defaults(), 1, {}),)
 
+    def average_weights(self, group: Mapping[str, Any]) -> tuple[str, float, float] | None:
+        """Return how `engine.averaged()` computes the average of the parameters of a group; None if there is none.
+
+        Args:
+            group: Options of the param group.
+
+        Returns:
+            Name of a state, and the fractions by which parameters move towards it, to become the average and back.
+        """
+        return None
+
     def lists_for(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the chunk lists of the states of a param group: by default those of all parameters, `states`.
 

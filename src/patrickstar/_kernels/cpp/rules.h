@@ -1,5 +1,5 @@
-// The update rules for a strip of elements: the operations of `_kernels/adam.py`, `sgd.py` and `lion.py`, in the same
-// order. Included by `loops.cpp`, which is compiled once per instruction set.
+// The update rules for a strip of elements: the operations of `_kernels/adam.py`, `sgd.py`, `lion.py` and
+// `schedule_free.py`, in the same order. Included by `loops.cpp`, which is compiled once per instruction set.
 #pragma once
 
 #include "formats.h"
@@ -58,6 +58,26 @@ void lion(const float* scalars, int64_t count, float* __restrict grads, float* _
     }
 }
 
+template <bool decays, bool light, bool first>
+void schedule_free(const float* scalars, int64_t count, float* __restrict grads, float* __restrict masters,
+                   float* __restrict zs, float* __restrict exp_avg_sqs) {
+    const float decay = scalars[0], beta2 = scalars[1], weight2 = scalars[2], correction2 = scalars[3];
+    const float eps = scalars[4], weight = scalars[5], step_of_y = scalars[6], minus_lr = scalars[7];
+    for (int64_t i = 0; i < count; i++) {
+        const float grad = grads[i], master = masters[i], z = first ? master : zs[i];
+        const float exp_avg_sq = exp_avg_sqs[i] * beta2 + grad * weight2 * grad;
+        float direction = grad / (__builtin_sqrtf(exp_avg_sq / correction2) + eps);
+        if (decays) direction = direction + master * decay;
+        const float moved = (z - master) * weight;
+        const float interpolated = light ? master + moved : z + moved;
+        masters[i] = canonical(interpolated + direction * step_of_y);
+        zs[i] = canonical(z + direction * minus_lr);
+        exp_avg_sqs[i] = canonical(exp_avg_sq);
+    }
+}
+
+using Loop = void (*)(const float*, int64_t, float*, float*, float*, float*);
+
 void apply(const Span& span, int64_t count, float* grads, float* const* lists) {
     float *masters = lists[MASTER], *state0 = lists[STATE0], *state1 = lists[STATE1];
     float scalars[SCALARS];
@@ -74,6 +94,14 @@ void apply(const Span& span, int64_t count, float* grads, float* const* lists) {
         if (mode == 2) sgd<2>(scalars, count, grads, masters, state0);
         if (mode == 3) sgd<3>(scalars, count, grads, masters, state0);
         if (mode == 4) sgd<4>(scalars, count, grads, masters, state0);
+    } else if (span.rule == SCHEDULE_FREE) {
+        // By mode: 1 weight decay, 2 interpolates from the master, 4 first step.
+        constexpr Loop loops[8] = {
+            schedule_free<false, false, false>, schedule_free<true, false, false>, schedule_free<false, true, false>,
+            schedule_free<true, true, false>,   schedule_free<false, false, true>, schedule_free<true, false, true>,
+            schedule_free<false, true, true>,   schedule_free<true, true, true>,
+        };
+        loops[mode](scalars, count, grads, masters, state0, state1);
     } else {
         lion(scalars, count, grads, masters, state0);
     }

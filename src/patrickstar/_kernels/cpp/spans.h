@@ -6,7 +6,7 @@
 namespace patrickstar {
 
 enum Dtype : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
-enum Rule : int32_t { ADAM, SGD, LION };
+enum Rule : int32_t { ADAM, SGD, LION, SCHEDULE_FREE };
 enum List { MASTER, STATE0, STATE1, AVERAGE, LISTS };  // AVERAGE: moving average of the master
 
 constexpr int SCALARS = 8;
