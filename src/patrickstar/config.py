@@ -2,6 +2,7 @@
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +13,7 @@ from patrickstar._layout.byte_size import parse_size_field
 from patrickstar._memory.compute_device import find_device
 from patrickstar._options import Options
 from patrickstar.errors import ConfigError
-from patrickstar.optim import SGD, Adam, AdamW, Lion, Optimizer, ScheduleFreeAdamW, TorchOptimizer
+from patrickstar.optim import SGD, Adam, AdamW, Lion, Muon, Optimizer, ScheduleFreeAdamW, TorchOptimizer
 
 
 class Disk(Options):
@@ -109,8 +110,8 @@ class Config(Options):
     """Parameters that operators read in fp32 beside a 16-bit `precision`: parts of dotted names such as "lm_head" or
     "router.*.weight". Default (): only those that a model of transformers names itself, such as its routers'."""
     optimizer: Optimizer = AdamW()
-    """Optimizer: one of this package, or an element-wise class of `torch.optim`, alone or as a `functools.partial`
-    with its options. Default `AdamW()`."""
+    """Optimizer: one of this package, or a class of `torch.optim`, alone or as a `functools.partial` with its options.
+    Default `AdamW()`."""
     update: Delayed | LockFree | None = None
     """When updates take effect. Default None: before the next forward reads a parameter, so that results are those of
     plain PyTorch. `Delayed()`: one step later, so that nothing waits for them. `LockFree()`: as soon as the disk has
@@ -195,15 +196,18 @@ class Config(Options):
             )
         if isinstance(value, Mapping):
             options = {name: option for name, option in value.items() if name != "name"}
-            known = {kind.__name__: kind for kind in (Adam, AdamW, SGD, Lion)}
+            known = {kind.__name__: kind for kind in (Adam, AdamW, SGD, Lion, Muon, ScheduleFreeAdamW)}
             if value.get("name") not in known:
                 raise ValueError(f"an optimizer given as a mapping needs a name: one of {', '.join(known)}")
             return known[value["name"]](**options)
+        bound = isinstance(value, partial)
+        if (value.func if bound else value) is torch.optim.Muon and not (bound and value.args):
+            return Muon(**value.keywords if bound else {})  # the class takes matrices only
         chosen = TorchOptimizer.wrapping(value) or value
         if not isinstance(chosen, Optimizer):
             raise ValueError(
-                f"{value!r} is not an optimizer: use ps.AdamW(lr=...) or another of this package, or an element-wise "
-                f"class of torch.optim"
+                f"{value!r} is not an optimizer: use ps.AdamW(lr=...) or another of this package, or a class of "
+                f"torch.optim"
             )
         return chosen
 

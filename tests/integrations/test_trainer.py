@@ -41,6 +41,7 @@ CASES = {
     "no clipping": dict(max_grad_norm=0.0, lr_scheduler_type="constant"),
     "noisy embeddings": dict(neftune_noise_alpha=5.0),
     "SGD": dict(),
+    "Adafactor": dict(optim="adafactor"),
     "own loss": dict(),
 }
 
@@ -52,8 +53,12 @@ def test_results_are_bitwise_those_of_the_stock_trainer(tmp_path, case):
         options = dict(max_grad_norm=100.0) | CASES[case]
         args = arguments(tmp_path / kind.__name__, **options)
         kind = type("Own", (OwnLoss, kind), {}) if case == "own loss" else kind
-        given = {"optimizer_cls_and_kwargs": SGD if case == "SGD" else ADAMW}
-        given |= {"config": BUDGET} if issubclass(kind, Trainer) else {}
+        budget = BUDGET
+        if case == "Adafactor":
+            given, budget = {}, ps.Config(chunk_size="16KiB", device_memory="256KiB")  # whole parameters are updated
+        else:
+            given = {"optimizer_cls_and_kwargs": SGD if case == "SGD" else ADAMW}
+        given |= {"config": budget} if issubclass(kind, Trainer) else {}
         trainer = kind(gpt2(), args, train_dataset=texts(), eval_dataset=texts(7, seed=1), **given)
         out = trainer.train()
         predicted = trainer.predict(texts(5, seed=2))

@@ -4,12 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import patrickstar as ps
 from patrickstar.errors import ConfigError
 from patrickstar.integrations.transformers import Trainer
+from patrickstar.testing import assert_same_bits
 
-from .trainers import arguments, close, gpt2, texts
+from .trainers import BUDGET, Stressed, arguments, close, gpt2, logged, texts
 
 
 def optimizer_of(trainer):
@@ -37,6 +39,12 @@ def test_choice_of_the_optimizer(tmp_path):
     assert isinstance(lion, ps.Lion) and lion.lr == 3e-4 and lion.betas == (0.8, 0.999)
     paged = chosen(optim="paged_adamw_32bit", learning_rate=3e-4)
     assert isinstance(paged, ps.AdamW) and paged.lr == 3e-4
+    assert chosen(optim="adafactor", learning_rate=3e-4).options["lr"] == 3e-4
+    free = chosen(optim="schedule_free_adamw", learning_rate=3e-4, adam_beta1=0.8, optim_args="r=1, weight_lr_power=1")
+    assert isinstance(free, ps.ScheduleFreeAdamW) and (free.lr, free.betas) == (3e-4, (0.8, 0.999))
+    assert (free.r, free.weight_lr_power) == (1.0, 1.0)
+    muon = chosen(optimizers=(partial(torch.optim.Muon, lr=1e-3, momentum=0.9), None))
+    assert isinstance(muon, ps.Muon) and muon.momentum == 0.9
     own = ps.Lion(lr=1e-5)
     assert chosen(config=ps.Config(optimizer=own)) == own
     assert chosen(config=ps.Config(chunk_size="16KiB"), optim="adagrad").kind is torch.optim.Adagrad
@@ -51,8 +59,6 @@ def test_unsupported_optimizers_are_rejected(tmp_path):
         Trainer(model, args, optimizers=(made, None)).create_optimizer()
     with pytest.raises(ConfigError, match=r"scheduler can't be passed"):
         Trainer(model, args, optimizers=(None, schedule))
-    with pytest.raises(ConfigError, match="element"):
-        Trainer(model, arguments(tmp_path, optim="adafactor")).create_optimizer()
     for name, reason in [
         ("adamw_bnb_8bit", r"optim='adamw_bnb_8bit' is not supported: it stores states in 8 bits"),
         ("paged_lion_8bit", r"it stores states in 8 bits, .* Use optim='adamw_torch'"),
@@ -69,4 +75,32 @@ def test_unsupported_optimizers_are_rejected(tmp_path):
     trainer = Own(model, args, train_dataset=texts())
     with pytest.raises(ConfigError, match=r"not in create_optimizer"):
         trainer.train()
+    close(trainer)
+
+
+def test_schedule_free_training_evaluates_and_saves_the_average(tmp_path):
+    """The Trainer calls `eval` and `train` of the optimizer; a resumed run has the bits of one that went on."""
+
+    def made(folder, **options):
+        own = dict(optim="schedule_free_adamw", lr_scheduler_type="constant", max_grad_norm=100.0)
+        own |= dict(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, max_steps=4)
+        args = arguments(folder, **own | options)
+        return Stressed(gpt2(), args, train_dataset=texts(), eval_dataset=texts(7, seed=1), config=BUDGET)
+
+    trainer = made(tmp_path / "whole")
+    trainer.train()
+    expected, log = trainer.engine.state_dict(), logged(trainer)
+    with trainer.engine.averaged():
+        average = trainer.engine.state_dict()
+    last = tmp_path / "whole" / "checkpoint-4"
+    saved = load_file(last / "model.safetensors")
+    close(trainer)
+    apart = {name: (average[name] - value).abs().max().item() for name, value in saved.items()}
+    assert max(apart.values()) < 1e-6, "the saved weights are the average, up to rounding of its conversion"
+    assert any((expected[name] - value).abs().max().item() > 1e-4 for name, value in saved.items())
+    trainer = made(tmp_path / "whole", output_dir=str(tmp_path / "resumed"))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert_same_bits(expected, trainer.engine.state_dict(), "parameters of the resumed run")
+    evaluations = [[entry for entry in each if "eval_loss" in entry] for each in (log, logged(trainer))]
+    assert evaluations[0] == evaluations[1]
     close(trainer)

@@ -2,10 +2,12 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from patrickstar._engine.averaging import averaged
 from patrickstar._engine.core import EngineCore
 from patrickstar._engine.optimizer_state import OptimizerState
 from patrickstar._params.managed_param import ManagedParam
@@ -32,6 +34,8 @@ class ChunkOptimizer(torch.optim.Optimizer):
         spec = core.config.optimizer
         module = core.module
         self._core = core
+        self._average: AbstractContextManager[None] | None = None
+        """Context in which the parameters are their average, while they are."""
         super().__init__(spec.groups(module), spec.defaults())
         self.state: Any = OptimizerState(core)
         if core.device.type == "cuda" and any(self.defaults.get(key) for key in ("fused", "capturable")):
@@ -74,6 +78,27 @@ class ChunkOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that no step has consumed. `set_to_none` has no effect: gradients are always freed."""
         self._core.drop_gradients()
+
+    def eval(self) -> None:
+        """Let forwards read the average of the parameters, if the optimizer is schedule-free, until `train` is called.
+
+        See `Engine.averaged`. It does nothing for other optimizers. Every process must call it.
+
+        Raises:
+            TrainingError: Gradients are stored, or the engine is closed.
+        """
+        self._core.check_open()
+        groups = self.managed_groups()
+        if self._average is None and any(self._options.average_weights(group) for group in groups.values()):
+            average = averaged(self._core, groups)
+            average.__enter__()
+            self._average = average
+
+    def train(self) -> None:
+        """Let forwards read the parameters at which gradients are computed again; see `eval`."""
+        average, self._average = self._average, None
+        if average is not None:
+            average.__exit__(None, None, None)
 
     def flush(self) -> None:
         """Make the next forward read the newest parameters: finish delayed updates. Every process must call it.

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from patrickstar.errors import ConfigError
-from patrickstar.optim import SGD, Adam, AdamW, Optimizer, TorchOptimizer
+from patrickstar.optim import SGD, Adam, AdamW, Muon, Optimizer, TorchOptimizer
+from patrickstar.optim.muon import USE_MUON
 
 ParamGroups = Callable[[nn.Module], Iterable[dict[str, Any]]]
 
@@ -18,6 +19,7 @@ NATIVE_OPTIMIZERS: dict[type, type[Optimizer]] = {
     torch.optim.Adam: Adam,
     torch.optim.AdamW: AdamW,
     torch.optim.SGD: SGD,
+    torch.optim.Muon: Muon,
 }
 """Optimizers with kernels that replace classes of torch."""
 SPEED_ONLY = ("fused", "foreach")
@@ -35,7 +37,7 @@ def convert(optimizer: torch.optim.Optimizer, model: nn.Module) -> Optimizer:
         Options that `ps.Config` takes. They hold names instead of parameters.
 
     Raises:
-        ConfigError: It has states, parameters that are not the model's, or an update that is not element-wise.
+        ConfigError: It has states, parameters that are not the model's, or does not update each parameter separately.
     """
     kind = type(optimizer)
     if optimizer.state:
@@ -54,6 +56,8 @@ def convert(optimizer: torch.optim.Optimizer, model: nn.Module) -> Optimizer:
                 f"the parameters of the model that is prepared with it"
             )
         settings = {key: value for key, value in group.items() if key != "params" and key not in SPEED_ONLY}
+        if kind is torch.optim.Muon:
+            settings[USE_MUON] = True
         groups.append((tuple(names[id(param)] for param in group["params"]), settings))
     defaults = {key: value for key, value in optimizer.defaults.items() if key not in SPEED_ONLY}
     by_name = partial(_groups_of_names, tuple(groups))

@@ -95,10 +95,11 @@ class Muon(Optimizer):
         return self.states_for(group)
 
     def lists_by_param(self, module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-        """Return the chunk lists of each parameter in a param group."""
-        return {
-            param: self.lists_for(self.defaults() | group) for group in self.groups(module) for param in group["params"]
-        }
+        """Return the chunk lists of each parameter; those in no param group have the lists of AdamW."""
+        lists = dict.fromkeys(module.parameters(), self.adamw.states)
+        for group in self.groups(module):
+            lists |= dict.fromkeys(group["params"], self.lists_for(self.defaults() | group))
+        return lists
 
     def whole_params(self, module: nn.Module) -> set[nn.Parameter]:
         """Return the matrices: their products need all elements."""

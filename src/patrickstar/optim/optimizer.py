@@ -116,11 +116,19 @@ class Optimizer(Options):
         return self.states
 
     def lists_by_param(self, module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-        """Return the chunk lists of states of the parameters for which they are not `states`."""
+        """Return the chunk lists of states of the parameters for which they are not `states`.
+
+        Args:
+            module: The model.
+        """
         return {}
 
     def whole_params(self, module: nn.Module) -> set[nn.Parameter]:
-        """Return the parameters that no two processes may share, since their update needs all elements."""
+        """Return the parameters that no two processes may share, since their update needs all elements.
+
+        Args:
+            module: The model.
+        """
         return set(module.parameters()) if self.default_rules()[0].needs_shape else set()
 
     @model_validator(mode="after")

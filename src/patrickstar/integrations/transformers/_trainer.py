@@ -311,6 +311,7 @@ class Trainer(transformers.Trainer):
             super()._save(output_dir, state_dict)
             return
         folder = Path(output_dir or self._get_output_dir(None))
+        self.engine.optimizer.eval()  # a schedule-free optimizer trains other parameters than those to be used
         if is_adapted(self.model):
             self.model.save_pretrained(str(folder), is_main_process=self.args.should_save)
         else:
@@ -324,6 +325,7 @@ class Trainer(transformers.Trainer):
         torch.save(self.args, folder / ARGUMENTS_FILE)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.engine.optimizer.train()
         # A PEFT checkpoint omits the frozen base model.
         self.engine.save(Path(output_dir) / ENGINE_FOLDER, frozen=not is_adapted(self.model))
         if self.args.should_save:

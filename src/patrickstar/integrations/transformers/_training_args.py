@@ -12,7 +12,7 @@ from patrickstar.config import Config
 from patrickstar.errors import ConfigError
 from patrickstar.integrations._merged_config import check_precision, merge_config
 from patrickstar.integrations._optimizers import NATIVE_OPTIMIZERS, SPEED_ONLY, ParamGroups
-from patrickstar.optim import AdamW, Lion, Optimizer, TorchOptimizer
+from patrickstar.optim import AdamW, Lion, Optimizer, ScheduleFreeAdamW, TorchOptimizer
 
 
 def decay_groups(decayed: Iterable[str], weight_decay: float) -> ParamGroups:
@@ -70,16 +70,29 @@ def name_of_optim(args: TrainingArguments) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
 
-def from_args(args: TrainingArguments, groups: ParamGroups) -> Optimizer | None:
-    """Return the optimizer for a name of bitsandbytes in `args.optim`, without that library; None for other names.
+def _optim_args(args: TrainingArguments) -> dict[str, str]:
+    """Return the options in `args.optim_args`, such as "r=0.5, weight_lr_power=2"."""
+    pairs = (pair.partition("=") for pair in (args.optim_args or "").replace(" ", "").split(",") if pair)
+    return {key: value for key, _, value in pairs}
 
-    Its AdamW and Lion with states of 32 bits have the rules of this package's. "paged" names the same rule, and chunks
-    need no pages of bitsandbytes. Raises ConfigError for names of states with fewer bits.
+
+def from_args(args: TrainingArguments, groups: ParamGroups) -> Optimizer | None:
+    """Return the optimizer for a name of another library in `args.optim`, without it; None for other names.
+
+    AdamW and Lion of bitsandbytes with states of 32 bits, and AdamW of schedulefree, have the rules of this package's.
+    "paged" names the same rule, and chunks need no pages of bitsandbytes. Raises ConfigError for names of states with
+    fewer bits.
     """
     name = name_of_optim(args)
     betas = (args.adam_beta1, args.adam_beta2)
     if name in ("lion_32bit", "paged_lion_32bit"):
         return Lion(lr=args.learning_rate, betas=betas, param_groups=groups)
+    if name == "schedule_free_adamw":
+        if args.warmup_steps != int(args.warmup_steps):
+            raise ConfigError(f"warmup_steps={args.warmup_steps} with optim={name!r}: give a number of steps")
+        power = {key: float(value) for key, value in _optim_args(args).items() if key in ("r", "weight_lr_power")}
+        options: dict[str, Any] = {"warmup_steps": int(args.warmup_steps), "param_groups": groups} | power
+        return ScheduleFreeAdamW(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, **options)
     if name == "paged_adamw_32bit":
         return AdamW(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, param_groups=groups)
     if name.endswith(("_8bit", "_4bit")):
@@ -95,7 +108,8 @@ def from_args(args: TrainingArguments, groups: ParamGroups) -> Optimizer | None:
 def from_optim(kind: Any, options: Mapping[str, Any], groups: ParamGroups, name: str) -> Optimizer:
     """Return the optimizer for `args.optim`, given transformers' class and options for it.
 
-    Uses AdamW and SGD of this package. Raises ConfigError for optimizers that are not element-wise.
+    Uses AdamW, SGD and Muon of this package. Raises ConfigError for optimizers that do not update each parameter
+    separately.
     """
     native = NATIVE_OPTIMIZERS.get(kind)
     used = {key: value for key, value in options.items() if key not in SPEED_ONLY}
@@ -119,8 +133,8 @@ def from_class(kind: Any, options: Mapping[str, Any], groups: ParamGroups, label
         if issubclass(kind, torch.optim.Optimizer):
             return TorchOptimizer(kind=kind, options=dict(options), param_groups=groups)
     raise ConfigError(
-        f"{label} is not supported: chunks require an element-wise update rule. Use ps.AdamW, ps.SGD, ps.Lion, or an "
-        f"element-wise class of torch.optim"
+        f"{label} is not supported: chunks require an optimizer that updates each parameter separately. Use one of "
+        f"this package, such as ps.AdamW or ps.Muon, or a class of torch.optim"
     )
 
 
