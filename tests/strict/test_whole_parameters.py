@@ -1,0 +1,58 @@
+"""Muon beside an accelerator: matrices are multiplied on the device, and the bits are those of plain PyTorch there."""
+
+import random
+
+import pytest
+import strict_device
+import torch
+from laws.test_late_copies import some_are_slow
+from laws.test_whole_parameters import OPTIMIZERS, Model
+from laws.tiers import inputs, options, small_engine, with_budgets
+from toys import train
+
+import patrickstar as ps
+from patrickstar import testing
+from patrickstar.errors import BudgetError
+
+NAMES = [name for name in OPTIMIZERS if "Muon" in name]
+UPDATE_BYTES = 240_000
+"""Device memory that an update of the largest matrix needs."""
+
+
+def run_schedule(seed: int, directory) -> str:
+    """Train with states on the device, the host or the disk; return the tier of a matrix."""
+    strict_device.configure()
+    choice = random.Random(seed)
+    loop = choice.choice([{}, {"max_norm": 0.1}, {"accumulation": 2}])
+    config = options(
+        choice.choice(["bf16", "fp32"]), choice.choice([9000, 40_000]), optimizer=OPTIMIZERS[NAMES[seed % 4]]
+    )
+    config = config.model_copy(update={"device": "strict"})
+    disk = ps.Disk(directory) if choice.random() < 0.4 else None
+    device = UPDATE_BYTES + choice.choice([0, 100_000, 4_000_000])
+    config = with_budgets(config, device, 800_000 if disk is not None else 4_000_000, disk)
+    batches = [tuple(tensor.to("strict") for tensor in batch) for batch in inputs(4)]
+    torch.manual_seed(0)
+    reference = testing.ReferenceTrainer(Model, config)
+    expected = train(reference, batches, **loop)
+    strict_device.configure(seed=seed)
+    torch.manual_seed(0)
+    engine = small_engine(Model, config, evict_everything=choice.random() < 0.3)
+    try:
+        testing.assert_same_bits(expected, train(engine, batches, **loop), f"schedule {seed}: losses and norms")
+        testing.assert_same_bits(reference.state_dict(), engine.state_dict(), f"schedule {seed}: parameters")
+        testing._assert_same_states(reference.optimizer.state_dict(), engine.optimizer.state_dict())
+        return next(param.optimizer_tier for param in engine.inspect().parameters if param.name == "turned")
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("first", some_are_slow(100, fast=10))
+def test_no_schedule_changes_results(first, tmp_path):
+    tiers = set()
+    for seed in range(first, first + 10):
+        try:
+            tiers.add(run_schedule(seed, tmp_path))
+        except BudgetError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    assert len(tiers) > 1, f"all on the tier {tiers}"
