@@ -328,3 +328,19 @@ def two_processes(folder: str) -> None:
 
 def test_two_processes(tmp_path):
     run(2, two_processes, folder=str(tmp_path))
+
+
+def test_muon_of_torch_is_replaced_with_its_groups():
+    """Its matrices stay those of Muon, an embedding among them; parameters in no group are not updated."""
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 8))
+    made = torch.optim.Muon([model[0].weight, model[1].weight], lr=3e-3, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    optimizer = _optimizers.convert(made, model)
+    assert isinstance(optimizer, ps.Muon) and (optimizer.momentum, optimizer.adjust_lr_fn) == (0.9, "match_rms_adamw")
+    engine, own = ps.initialize(model, ps.Config(device="cpu", precision="fp32", optimizer=optimizer))
+    before = engine.state_dict()
+    engine.backward(engine(torch.arange(8)).pow(2).sum())
+    own.step()
+    changed = {name for name, value in engine.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"0.weight", "1.weight"}
+    assert [group["lr"] for group in own.param_groups] == [3e-3]
+    engine.close()
