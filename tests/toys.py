@@ -124,7 +124,7 @@ def train(
 
 
 def outcome(trainer: Any) -> list[torch.Tensor]:
-    """Return the parameters, buffers and optimizer states on the host."""
+    """Return the parameters, buffers and optimizer states that are tensors, on the host."""
     states = trainer.optimizer.state_dict()["state"]
-    tensors = [*trainer.state_dict().values(), *(value for state in states.values() for value in state.values())]
-    return [value.detach().cpu() for value in tensors]
+    values = [*trainer.state_dict().values(), *(value for state in states.values() for value in state.values())]
+    return [value.detach().cpu() for value in values if isinstance(value, torch.Tensor)]

@@ -40,6 +40,17 @@ def test_data_loaders_whose_workers_are_forked():
     engine.close()
 
 
+@pytest.mark.parametrize("optimizer", [ps.Muon(lr=1e-2), ps.ScheduleFreeAdamW(lr=1e-2)], ids=["Muon", "schedule-free"])
+@pytest.mark.parametrize("memory", ["2560KiB", "64MiB"], ids=["states on the host", "states on the device"])
+def test_optimizers(optimizer, memory):
+    """Muon multiplies matrices on the device, wherever its states are."""
+    config = ps.Config(**OPTIONS, optimizer=optimizer)
+    expected = plain_run(config, 4)
+    engine = make_engine(layers, config.model_copy(update={"device_memory": budget(memory)}))
+    assert_same_bits(expected, train(engine, inputs(4)) + outcome(engine), "results of training")
+    engine.close()
+
+
 def test_evaluation_between_steps():
     """Evaluate with no_grad and inference_mode, which fetch chunks on demand."""
     expected = plain_run(ps.Config(**OPTIONS), 4)
