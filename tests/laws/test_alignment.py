@@ -61,7 +61,7 @@ def test_alignment_adds_at_most_a_thousandth_of_model_data(preset):
     with torch.device("meta"):
         model = GPT2LMHeadModel(PRESETS[preset].config())
     options = config("bf16", "auto")
-    params = param_specs(model, options)
+    params = param_specs(model, model, options)
     layout = make_layout(params, options, 8 << 30)
     added = sum((align(param.numel) - param.numel) * param.schema.bytes_per_param for param in params)
     assert layout.numel == PRESETS[preset].numel

@@ -10,6 +10,7 @@ from patrickstar._dry_run.simulated_channels import SimulatedChannel, SimulatedC
 from patrickstar._memory.copy_streams import StreamTransfer
 from patrickstar._memory.transfer import CompletedTransfer, Transfer
 from patrickstar._memory.worker_pool import WorkerPool
+from patrickstar._schedule.coordination import Agreement
 
 
 class Event:
@@ -32,8 +33,12 @@ class ChunkComm:
         self.reduction_of = reduction_of
         self.cancelled: list[int] = []
 
-    def negotiate(self, want: object) -> None:
+    def fits_host(self, chunk: object) -> bool:
+        return True
+
+    def negotiate(self, want: object) -> Agreement:
         self.reduction_of[0].collective = CompletedTransfer("nothing")
+        return Agreement((), (), synchronized=False)
 
     def cancel_reduction(self, index: int) -> None:
         self.cancelled.append(index)
