@@ -1,8 +1,12 @@
-"""Settings for integration tests: no downloads, one thread."""
+"""Settings for integration tests: no downloads, one thread, no engine that outlives its test."""
 
+import functools
 import os
+import weakref
 
 import pytest
+
+from patrickstar import Engine
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads this at import
 
@@ -10,3 +14,19 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads this at import
 @pytest.fixture(autouse=True)
 def _alone(one_thread):
     return one_thread
+
+
+@pytest.fixture(autouse=True)
+def _close_engines(monkeypatch):
+    """Close the engines that a test has left open: they limit what the allocator of the whole process caches."""
+    made, create = weakref.WeakSet(), Engine.__init__
+
+    @functools.wraps(create)
+    def create_noted(engine, *args, **options):
+        create(engine, *args, **options)
+        made.add(engine)
+
+    monkeypatch.setattr(Engine, "__init__", create_noted)
+    yield
+    for engine in list(made):
+        engine.close(keep=False)
