@@ -57,7 +57,7 @@ def main() -> None:
     numel = sum(param.numel() for param in model.parameters())
     matrices = sum(shape.numel() for shape in shapes)
     # Room for the parameters, activations and the workspace, and not for masters and states.
-    memory = {"device_memory": 2 * numel + (700 << 20), "host_memory": 20 * numel}
+    memory = {"device_memory": 2 * numel + (200 << 20), "host_memory": 20 * numel}
     muon = ps.Muon()
     engines = [
         ps.initialize(build(options.model), ps.Config(device=options.device, optimizer=optimizer, **memory))[0]
