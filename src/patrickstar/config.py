@@ -2,7 +2,6 @@
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -200,9 +199,6 @@ class Config(Options):
             if value.get("name") not in known:
                 raise ValueError(f"an optimizer given as a mapping needs a name: one of {', '.join(known)}")
             return known[value["name"]](**options)
-        bound = isinstance(value, partial)
-        if (value.func if bound else value) is torch.optim.Muon and not (bound and value.args):
-            return Muon(**value.keywords if bound else {})  # the class takes matrices only
         chosen = TorchOptimizer.wrapping(value) or value
         if not isinstance(chosen, Optimizer):
             raise ValueError(

@@ -45,6 +45,8 @@ def test_choice_of_the_optimizer(tmp_path):
     assert (free.r, free.weight_lr_power) == (1.0, 1.0)
     muon = chosen(optimizers=(partial(torch.optim.Muon, lr=1e-3, momentum=0.9), None))
     assert isinstance(muon, ps.Muon) and muon.momentum == 0.9
+    muon = chosen(optimizer_cls_and_kwargs=(torch.optim.Muon, {"lr": 1e-3}))
+    assert isinstance(muon, ps.Muon) and muon.lr == 1e-3
     own = ps.Lion(lr=1e-5)
     assert chosen(config=ps.Config(optimizer=own)) == own
     assert chosen(config=ps.Config(chunk_size="16KiB"), optim="adagrad").kind is torch.optim.Adagrad

@@ -50,11 +50,17 @@ def all_by_muon(model: nn.Module) -> list[dict]:
     ]
 
 
+def one_group(model: nn.Module) -> list[dict]:
+    """Return a param group that leaves the choice of the rule to Muon."""
+    return [{"params": list(model.parameters()), "lr": 2e-2}]
+
+
 OPTIMIZERS = {
     "Muon": ps.Muon(lr=2e-2),
     "Muon without Nesterov": ps.Muon(lr=2e-2, nesterov=False, momentum=0.4, weight_decay=0.0, ns_steps=3),
     "Muon in groups": ps.Muon(lr=2e-2, param_groups=all_by_muon),
     "Muon, averaged": ps.EMA(ps.Muon(lr=2e-2), decay=0.9),
+    "Muon, averaged, in one group": ps.EMA(ps.Muon(param_groups=one_group), decay=0.9),
     "Adafactor": ps.TorchOptimizer(kind=torch.optim.Adafactor, options={"lr": 1e-2}),
     "Adafactor of transformers": ps.TorchOptimizer(kind=Adafactor),
 }
@@ -101,6 +107,15 @@ def test_bytes_per_parameter():
     assert {name for name, nbytes in by_name.items() if nbytes == 10} == ten
     assert {nbytes for name, nbytes in by_name.items() if name not in ten} == {14}
     engine.close()
+
+
+def test_muon_of_torch_is_replaced_wherever_a_class_is_given():
+    """It takes matrices only, and a model has other parameters."""
+    for muon in (torch.optim.Muon, partial(torch.optim.Muon, lr=1e-2)):
+        assert isinstance(ps.Config(optimizer=muon).optimizer, ps.Muon)
+        averaged = ps.EMA(muon)
+        assert isinstance(averaged.optimizer, ps.Muon)
+    assert averaged.optimizer.lr == 1e-2
 
 
 def test_adafactor_has_six_bytes_per_parameter():

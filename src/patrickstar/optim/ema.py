@@ -74,9 +74,14 @@ class EMA(Optimizer):
         """Return the states of the inner optimizer, and the average; see `Optimizer.states_for`."""
         return (*self.optimizer.states_for(group), EMA_STATE)
 
+    @property
+    def _grouped(self) -> Optimizer:
+        """The inner optimizer with the param groups of this one: how it divides them is its own affair."""
+        return self.optimizer.model_copy(update={"param_groups": self.param_groups})
+
     def groups(self, module: nn.Module) -> list[dict[str, Any]]:
         """Return the param groups of the inner optimizer; see `Optimizer.groups`."""
-        return self.optimizer.groups(module) if self.param_groups is None else super().groups(module)
+        return self._grouped.groups(module)
 
     def default_rules(self) -> tuple[AveragedRule, ...]:
         """Return the inner rules with the average; see `Optimizer.default_rules`."""
@@ -88,11 +93,11 @@ class EMA(Optimizer):
 
     def lists_by_param(self, module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
         """Return the chunk lists of the inner optimizer, and the average; see `Optimizer.lists_by_param`."""
-        return {param: (*kinds, EMA_STATE) for param, kinds in self.optimizer.lists_by_param(module).items()}
+        return {param: (*kinds, EMA_STATE) for param, kinds in self._grouped.lists_by_param(module).items()}
 
     def whole_params(self, module: nn.Module) -> set[nn.Parameter]:
         """Return the parameters that the inner optimizer needs whole."""
-        return self.optimizer.whole_params(module)
+        return self._grouped.whole_params(module)
 
     def rule(self, group: Mapping[str, Any], step: int, memory: dict[str, Any]) -> AveragedRule:
         """Return the inner rule with the average; see `Optimizer.rule`."""

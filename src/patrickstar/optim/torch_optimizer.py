@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 
 from patrickstar._kernels import torch_optim_adapter
+from patrickstar.optim.muon import Muon
 from patrickstar.optim.optimizer import Optimizer
 
 
@@ -29,14 +30,14 @@ class TorchOptimizer(Optimizer):
     """Keyword arguments of the class. Default: none."""
 
     @classmethod
-    def wrapping(cls, value: Any) -> "TorchOptimizer | None":
+    def wrapping(cls, value: Any) -> Optimizer | None:
         """Wrap an optimizer class, or a `functools.partial` of one with keyword arguments.
 
         Args:
             value: Class or partial.
 
         Returns:
-            The adapter, or None for any other value.
+            The adapter, or `Muon` for `torch.optim.Muon`, which takes matrices only; None for any other value.
 
         Raises:
             ConfigError: The class does not update each parameter separately, or does not accept the options.
@@ -45,6 +46,8 @@ class TorchOptimizer(Optimizer):
         kind, options = (value.func, value.keywords) if bound else (value, {})
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or (bound and value.args):
             return None
+        if kind is torch.optim.Muon:
+            return Muon(**options)
         return cls(kind=kind, options=options)
 
     @property

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import TrainingArguments
 
@@ -130,8 +129,9 @@ def from_class(kind: Any, options: Mapping[str, Any], groups: ParamGroups, label
                 f"and not the elements of chunks. Use a class of torch.optim, such as optim='rmsprop', or ps.AdamW, "
                 f"ps.SGD or ps.Lion"
             )
-        if issubclass(kind, torch.optim.Optimizer):
-            return TorchOptimizer(kind=kind, options=dict(options), param_groups=groups)
+        wrapped = TorchOptimizer.wrapping(partial(kind, **options))
+        if wrapped is not None:
+            return wrapped.model_copy(update={"param_groups": groups})
     raise ConfigError(
         f"{label} is not supported: chunks require an optimizer that updates each parameter separately. Use one of "
         f"this package, such as ps.AdamW or ps.Muon, or a class of torch.optim"
