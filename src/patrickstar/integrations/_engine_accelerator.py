@@ -9,6 +9,7 @@ from torch import nn
 
 from patrickstar._engine.engine import Engine
 from patrickstar.errors import TrainingError
+from patrickstar.integrations._barrier import barrier
 
 
 class _Uncast:
@@ -71,12 +72,8 @@ class EngineAccelerator(Accelerator):  # type: ignore[misc]
         return self.engine
 
     def synchronize(self) -> None:
-        """Wait for the other processes and serve their requests meanwhile.
-
-        A process in one of accelerate's collectives cannot serve requests for its shards of parameters.
-        """
-        if self.engine is not None and self.engine.world.size > 1:
-            self.engine.average(0.0)
+        """Wait for the other processes, and serve their requests meanwhile; see `barrier`."""
+        barrier(self.engine)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
         """Return the model itself."""

@@ -9,6 +9,7 @@ import torch
 
 from patrickstar._engine.engine import Engine
 from patrickstar.errors import CheckpointError
+from patrickstar.integrations._barrier import barrier
 
 ENGINE_FOLDER = "patrickstar"
 """Subfolder of a checkpoint for the engine's state."""
@@ -33,7 +34,7 @@ def save_folder(path: Path, engine: Engine, rest: Mapping[str, Any]) -> None:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
         torch.save(dict(rest), new / STATE_FILE)
-    engine.average(0.0)  # waits for the others
+    barrier(engine)
     engine.save(new / ENGINE_FOLDER)
     if writes:
         remove(previous)
@@ -41,7 +42,7 @@ def save_folder(path: Path, engine: Engine, rest: Mapping[str, Any]) -> None:
             path.rename(previous)
         new.rename(path)
         remove(previous)
-    engine.average(0.0)
+    barrier(engine)
 
 
 def check_folder(path: Path) -> None:

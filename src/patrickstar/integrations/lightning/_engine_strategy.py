@@ -13,6 +13,7 @@ from patrickstar._engine.engine import Engine
 from patrickstar._engine.initialize import initialize
 from patrickstar.config import Config
 from patrickstar.errors import TrainingError
+from patrickstar.integrations._barrier import barrier
 from patrickstar.integrations._merged_config import check_precision, merge_config
 from patrickstar.integrations._optimizers import convert
 from patrickstar.integrations.lightning._processes import Processes
@@ -153,5 +154,4 @@ class EngineStrategy(Processes):
 
     def synchronize(self) -> None:
         """Wait for the other processes, and serve their requests for this one's shards meanwhile."""
-        if self._engine is not None and self._engine.world.size > 1:
-            self._engine.average(0.0)
+        barrier(self._engine)

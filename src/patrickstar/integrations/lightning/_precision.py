@@ -31,11 +31,11 @@ def engine_precision(given: FabricPrecision) -> str:
     return PRECISIONS[name]
 
 
-class EngineFabricPrecision(FabricPrecision):
-    """Precision plugin of Fabric that delegates to an engine.
+class _DelegatesToEngine(FabricPrecision):
+    """Base of the precision plugins, which delegate to an engine.
 
     Args:
-        given: Plugin that Fabric has chosen by `Fabric(precision=...)`.
+        given: Plugin that Lightning has chosen by the argument `precision`.
         engine: Returns the engine.
         accumulates: Returns True if another backward precedes the step.
 
@@ -47,6 +47,10 @@ class EngineFabricPrecision(FabricPrecision):
         self.engine_precision = engine_precision(given)
         self.precision = given.precision
         self._engine, self._accumulates = engine, accumulates
+
+
+class EngineFabricPrecision(_DelegatesToEngine):
+    """Precision plugin of Fabric that delegates to an engine."""
 
     def backward(self, tensor: torch.Tensor, model: nn.Module | None, **options: Any) -> None:
         """Run backward of a loss through the engine. `options`: keyword arguments of `Engine.backward`."""
@@ -61,22 +65,8 @@ def _to_default_dtype(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
 
 
-class EnginePrecision(Precision):
-    """Precision plugin of the Trainer that delegates to an engine.
-
-    Args:
-        given: Plugin that Lightning has chosen by `Trainer(precision=...)`.
-        engine: Returns the engine.
-        accumulates: Returns True if another backward precedes the step.
-
-    Raises:
-        ConfigError: The engine has no such precision.
-    """
-
-    def __init__(self, given: Precision, engine: Callable[[], Engine], accumulates: Callable[[], bool]) -> None:
-        self.engine_precision = engine_precision(given)
-        self.precision = given.precision
-        self._engine, self._accumulates = engine, accumulates
+class EnginePrecision(_DelegatesToEngine, Precision):
+    """Precision plugin of the Trainer that delegates to an engine."""
 
     def backward(  # type: ignore[override]
         self, tensor: torch.Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
