@@ -110,12 +110,7 @@ class LockFreeOptimizer(ReferenceOptimizer):
     def _update_part(self, master: torch.Tensor, elements: slice, grad: torch.Tensor, count: int) -> None:
         inner = self.inner
         assert isinstance(inner, PlainOptimizer), "checked at the start"
-        rule = inner.spec.rule(self.groups[master], count, {})
-        rule = rule.for_param(tuple(master.shape), master.stride(), master.device)
-        state = inner.state[master]
-        for kind in dict.fromkeys((*inner.spec.lists_for(self.groups[master]), *rule.kinds)):
-            if kind not in state:
-                state[kind] = torch.zeros_like(master)
+        rule, state = inner.prepare(master, self.groups[master], count), inner.state[master]
         state["step"] = torch.tensor(float(max(count, int(state.get("step", 0)))), device="cpu")
         values = [_flat(master)[elements], *(_flat(state[kind])[elements] for kind in rule.kinds)]
         rule.apply(values[0], grad.clone(), values[1:])

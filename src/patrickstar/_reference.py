@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from patrickstar._kernels.grad_norm import GradStats, block_sums, fold
 from patrickstar._kernels.rounding import canonical_nan_, round_into
+from patrickstar._kernels.update_rule import Rule
 from patrickstar._params.local_shards import follow_written
 from patrickstar._params.precision import LossScaler, cast_inputs, clip_coefficient, compute_dtypes
 from patrickstar.config import Config
@@ -53,6 +54,16 @@ class PlainOptimizer(torch.optim.Optimizer):
         """Small states of each parameter: see `Optimizer.rule`."""
         super().__init__(groups, spec.defaults())
 
+    def prepare(self, param: torch.Tensor, group: Mapping[str, Any], step: int) -> Rule:
+        """Return the rule of an update of a parameter, and create the states that it lacks."""
+        state, memory = self.state[param], self.memories.setdefault(param, {})
+        rule = self.spec.rule(group, step, memory).for_param(tuple(param.shape), param.stride(), param.device)
+        state.update(memory)
+        for kind in dict.fromkeys((*self.spec.lists_for(group), *rule.kinds)):
+            if kind not in state:
+                state[kind] = torch.zeros_like(param)
+        return rule
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
@@ -62,13 +73,7 @@ class PlainOptimizer(torch.optim.Optimizer):
                     continue
                 state = self.state[param]
                 state["step"] = state.get("step", torch.zeros((), device="cpu")) + 1
-                memory = self.memories.setdefault(param, {})
-                rule = self.spec.rule(group, int(state["step"]), memory)
-                state.update(memory)
-                rule = rule.for_param(tuple(param.shape), param.stride(), param.device)
-                for kind in dict.fromkeys((*self.spec.lists_for(group), *rule.kinds)):
-                    if kind not in state:
-                        state[kind] = torch.zeros_like(param)
+                rule = self.prepare(param, group, int(state["step"]))
                 grad = torch.empty_like(param).copy_(param.grad)
                 flat = [each.as_strided((each.numel(),), (1,)) for each in (param, grad, *map(state.get, rule.kinds))]
                 rule.apply(flat[0], flat[1], flat[2:])

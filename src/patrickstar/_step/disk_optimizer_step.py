@@ -271,8 +271,7 @@ class DiskOptimizerStep:
         update = pages.owner
         try:
             self.staging_pool.wait(pages.reads)
-            self._update_rules.make_room(self.data.manager, update.rules, [update.param16])
-            self.data.update_param_views()
+            self._update_rules.make_room(self.data, update.rules, [update.param16])
             views = dict(zip((chunk.kind for chunk in pages.lists), self.staging_pool.views(pages), strict=True))
             if update.buffers is None:
                 spans = self._spans(pages, views)

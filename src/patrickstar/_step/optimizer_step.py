@@ -234,8 +234,7 @@ class OptimizerStep:
             assert self.disk_step is not None, "without a disk all chunks are in memory"
             self.disk_step.submit(index, rules, scales)
             return
-        self.rules.make_room(self.data.manager, rules, [managed_params[0].shard_chunk, *chunks])
-        self.data.update_param_views()
+        self.rules.make_room(self.data, rules, [managed_params[0].shard_chunk, *chunks])
         try:
             with profiler_range("update", profiled_names(rules)):
                 renewed = self._host_copy_to_renew(index, rules, chunks)

@@ -8,8 +8,8 @@ import torch
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._memory.chunk import Chunk
-from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._params.managed_param import ManagedParam
+from patrickstar._params.model_data import ModelData
 from patrickstar.optim import Optimizer
 
 GroupOf = Callable[[ManagedParam], Mapping[str, Any] | None]
@@ -54,7 +54,7 @@ class UpdateRules:
         )
         return max(sizes, default=0)
 
-    def make_room(self, manager: ChunkManager, rules: Mapping[ManagedParam, Rule], used: Sequence[Chunk]) -> None:
+    def make_room(self, data: ModelData, rules: Mapping[ManagedParam, Rule], used: Sequence[Chunk]) -> None:
         """Make room on the device for the workspace of updates that need whole parameters, if any do.
 
         Args:
@@ -65,7 +65,8 @@ class UpdateRules:
         """
         whole = {managed: rule for managed, rule in rules.items() if rule.needs_shape}
         if whole:
-            manager.make_room(self.workspace_bytes(whole), used)
+            data.manager.make_room(self.workspace_bytes(whole), used)
+            data.update_param_views()
 
     def default_workspace_bytes(self, managed_params: Sequence[ManagedParam]) -> int:
         """Return the largest workspace of updates on the device with default options, in bytes."""
