@@ -10,6 +10,7 @@ import time
 from statistics import median
 
 import torch
+from gpu_stages.timing import synchronize
 from report import publish
 from trainer import build
 
@@ -23,26 +24,22 @@ WARM_UP = 2
 def seconds_of_step(engine: ps.Engine, ids: torch.Tensor) -> float:
     """Return the seconds of an optimizer step with all its updates."""
     engine.backward(engine(input_ids=ids, labels=ids).loss)
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(engine.device)
     start = time.perf_counter()
     engine.optimizer.step()
     engine.optimizer.flush()
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(engine.device)
     return time.perf_counter() - start
 
 
 def seconds_of_products(shapes: list[torch.Size], optimizer: ps.Muon, device: torch.device) -> float:
     """Return the seconds of the Newton-Schulz iterations alone."""
     matrices = [torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     start = time.perf_counter()
     for matrix in matrices:
         orthogonalize(matrix, optimizer.ns_coefficients, optimizer.ns_steps, optimizer.eps)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     return time.perf_counter() - start
 
 
