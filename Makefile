@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Made last by the set-up: while it is newer than what it depends on, nothing is installed again.
 INSTALLED := $(VENV)/installed
 
-.PHONY: train test nightly mutations bench bench-disk gpu check format clean
+.PHONY: train test nightly nightly-all nightly-late nightly-resident nightly-strict mutations bench bench-disk gpu check format clean
 
 # 89 million parameters: 1.2 GB of model data, five times the device budget.
 train: $(INSTALLED)
@@ -25,11 +25,19 @@ test: check
 	$(PYTEST) -m "not slow" --late-copies 1 $(LATE)
 	$(STRICT) $(PYTEST) -m "not slow" tests/strict tests/cuda
 
-nightly: check
-	$(PYTEST) --hypothesis-profile nightly tests benchmarks/tests
-	$(PYTEST) --hypothesis-profile nightly --late-copies 1 tests/autograd tests/laws/test_exactness.py
-	$(PYTEST) --hypothesis-profile nightly --resident tests/autograd
-	$(STRICT) $(PYTEST) --hypothesis-profile nightly tests/strict tests/cuda
+# Four runs; `make --keep-going nightly` runs those that follow a failed one.
+nightly: nightly-all nightly-late nightly-resident nightly-strict
+
+NIGHTLY := $(PYTEST) --hypothesis-profile nightly
+
+nightly-all: check
+	$(NIGHTLY) tests benchmarks/tests
+nightly-late: check
+	$(NIGHTLY) --late-copies 1 tests/autograd tests/laws/test_exactness.py
+nightly-resident: check
+	$(NIGHTLY) --resident tests/autograd
+nightly-strict: check
+	$(STRICT) $(NIGHTLY) tests/strict tests/cuda
 
 # Tests without each statement that waits, in turn: an hour.
 mutations: $(INSTALLED)
