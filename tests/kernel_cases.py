@@ -3,9 +3,11 @@
 import torch
 
 from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.adam_8bit import Adam8bitRule
 from patrickstar._kernels.eager_backend import EagerBackend
 from patrickstar._kernels.grad_norm import BLOCK_NUMEL, LANES
 from patrickstar._kernels.lion import LionRule
+from patrickstar._kernels.schedule_free import ScheduleFreeRule
 from patrickstar._kernels.sgd import SGDRule
 from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
@@ -22,6 +24,11 @@ RULES = [
     SGDRule(1.0, 0.9, 0.0, 0.1, True, 5),
     LionRule(1e-3, 0.9, 0.99, 0.0),
     LionRule(1e-3, 0.9, 0.99, 0.1),
+    ScheduleFreeRule(1e-2, 0.9, 0.95, 1e-8, 0.0, 1.0, 1),
+    ScheduleFreeRule(1e-2, 0.9, 0.95, 1e-8, 0.1, 0.3, 4),
+    ScheduleFreeRule(1e-2, 0.9, 0.95, 1e-8, 0.1, 0.7, 4),
+    Adam8bitRule(1e-3, 0.9, 0.999, 1e-8, 0.01, True, 3),
+    Adam8bitRule(0.3, 0.3, 0.5, 1e-8, 0.0, True, 90_000),
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 CASES = [
@@ -47,12 +54,14 @@ _AROUND = 7.0
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are alike to the bit, NaN included."""
-    bits = torch.int32 if one.dtype == torch.float32 else torch.int16
+    bits = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[one.dtype.itemsize]
     return one.dtype == other.dtype and torch.equal(one.view(bits), other.cpu().view(bits))
 
 
 def numbers(numel: int, dtype: torch.dtype, generator: torch.Generator, special: bool = True) -> torch.Tensor:
-    """Numbers of all magnitudes, a quarter of them special ones if so wanted."""
+    """Numbers of all magnitudes, a quarter of them special ones if so wanted; any bytes."""
+    if dtype == torch.uint8:
+        return torch.randint(256, (numel,), dtype=dtype, generator=generator)
     normal = torch.randn(2, numel, generator=generator)
     values = normal[0] * torch.exp(6 * normal[1])
     if special:
@@ -60,6 +69,11 @@ def numbers(numel: int, dtype: torch.dtype, generator: torch.Generator, special:
         some = _SPECIAL[torch.randint(len(_SPECIAL), (numel,), generator=generator)]
         values = torch.where(chosen, some, values)
     return values.to(dtype)
+
+
+def state_dtype(rule: Rule) -> torch.dtype:
+    """Dtype of the states of a rule that has fp32 masters; an average has the master's all the same."""
+    return torch.uint8 if isinstance(rule, Adam8bitRule) else torch.float32
 
 
 def check_update(implementation, rule: Rule, dtype: torch.dtype, device: str = "cpu") -> None:
@@ -74,8 +88,8 @@ def check_update(implementation, rule: Rule, dtype: torch.dtype, device: str = "
 
         param = drawn(DTYPES[(DTYPES.index(dtype) + numel) % 3])
         master, grad, sums = drawn(), drawn(dtype), drawn()
-        states = [drawn() for _ in rule.kinds]
-        if len(states) == 2:
+        states = [drawn(state_dtype(rule)) for _ in rule.kinds]
+        if len(states) == 2 and states[1].is_floating_point():
             states[1][first : first + numel].abs_()
         for in_place in (False, True):
             results = []

@@ -10,7 +10,7 @@ from patrickstar._engine.inspection import ChunkInfo, DiskUsage, Inspection, Mom
 from patrickstar._kernels.update_rule import Rule
 from patrickstar._step.stats import StepStats
 from patrickstar.config import Config, Delayed, Disk, LockFree
-from patrickstar.optim import EMA, SGD, Adam, AdamW, Lion, Muon, Optimizer, ScheduleFreeAdamW, TorchOptimizer
+from patrickstar.optim import EMA, SGD, Adam, AdamW, AdamW8bit, Lion, Muon, Optimizer, ScheduleFreeAdamW, TorchOptimizer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "AdamW8bit",
     "Checkpoints",
     "ChunkInfo",
     "ChunkOptimizer",

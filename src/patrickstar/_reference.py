@@ -61,7 +61,8 @@ class PlainOptimizer(torch.optim.Optimizer):
         state.update(memory)
         for kind in dict.fromkeys((*self.spec.lists_for(group), *rule.kinds)):
             if kind not in state:
-                state[kind] = torch.zeros_like(param)
+                name = self.spec.state_dtypes.get(kind)
+                state[kind] = torch.zeros_like(param, dtype=param.dtype if name is None else getattr(torch, name))
         return rule
 
     @torch.no_grad()

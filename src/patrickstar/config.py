@@ -12,7 +12,7 @@ from patrickstar._layout.byte_size import parse_size_field
 from patrickstar._memory.compute_device import find_device
 from patrickstar._options import Options
 from patrickstar.errors import ConfigError
-from patrickstar.optim import SGD, Adam, AdamW, Lion, Muon, Optimizer, ScheduleFreeAdamW, TorchOptimizer
+from patrickstar.optim import SGD, Adam, AdamW, AdamW8bit, Lion, Muon, Optimizer, ScheduleFreeAdamW, TorchOptimizer
 
 
 class Disk(Options):
@@ -195,7 +195,7 @@ class Config(Options):
             )
         if isinstance(value, Mapping):
             options = {name: option for name, option in value.items() if name != "name"}
-            known = {kind.__name__: kind for kind in (Adam, AdamW, SGD, Lion, Muon, ScheduleFreeAdamW)}
+            known = {kind.__name__: kind for kind in (Adam, AdamW, AdamW8bit, SGD, Lion, Muon, ScheduleFreeAdamW)}
             if value.get("name") not in known:
                 raise ValueError(f"an optimizer given as a mapping needs a name: one of {', '.join(known)}")
             return known[value["name"]](**options)

@@ -88,6 +88,7 @@ OWN = {
     "Lion": ps.Lion(lr=1e-2),
     "Lion with weight decay": ps.Lion(lr=1e-2, betas=(0.3, 0.5), weight_decay=0.1),
     "schedule-free AdamW": ps.ScheduleFreeAdamW(lr=1e-2, warmup_steps=2, weight_decay=0.1),
+    "AdamW, 8-bit": ps.AdamW8bit(lr=1e-2, weight_decay=0.1),
     "a user's": SignSGD(),
 }
 THEIRS = {

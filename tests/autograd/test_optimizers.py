@@ -175,6 +175,7 @@ BYTES = {
     "ps: SGD": 6,
     "ps: SGD with momentum": 10,
     "ps: Lion": 10,
+    "ps: AdamW, 8-bit": 8,
     "ps: a user's": 10,
     "torch: SGD": 6,
     "torch: SGD with momentum": 10,

@@ -40,7 +40,14 @@ def test_data_loaders_whose_workers_are_forked():
     engine.close()
 
 
-@pytest.mark.parametrize("optimizer", [ps.Muon(lr=1e-2), ps.ScheduleFreeAdamW(lr=1e-2)], ids=["Muon", "schedule-free"])
+OPTIMIZERS = {
+    "Muon": ps.Muon(lr=1e-2),
+    "schedule-free": ps.ScheduleFreeAdamW(lr=1e-2),
+    "8-bit": ps.AdamW8bit(lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("memory", ["2560KiB", "64MiB"], ids=["states on the host", "states on the device"])
 def test_optimizers(optimizer, memory):
     """Muon multiplies matrices on the device, wherever its states are."""

@@ -1,4 +1,4 @@
-"""Several processes and optimizers that need whole parameters: one process owns each, and the bits are the same."""
+"""Several processes and optimizers that need whole parameters, one owner for each, or have states of one byte."""
 
 import random
 
@@ -22,18 +22,20 @@ from patrickstar.errors import ConfigError
 from . import ranks
 from .reference import AveragingTrainer
 
+CASES = OPTIMIZERS | {"AdamW, 8-bit": ps.AdamW8bit(lr=1e-2, weight_decay=0.1)}
+
 
 def whole(seeds: list[int]) -> None:
     """Train with matrices that are larger than a chunk, and that are not; runs in each process."""
     dist.init_process_group("gloo")
     for seed in seeds:
         draw, world = random.Random(seed), World(torch.device("cpu"))
-        name = sorted(OPTIMIZERS)[seed % len(OPTIMIZERS)]
+        name = sorted(CASES)[seed % len(CASES)]
         config = ps.Config(
             device="cpu",
             precision=draw.choice(["bf16", "fp32"]),
             chunk_size=draw.choice([1000, 9000, 40_000, "auto"]),
-            optimizer=OPTIMIZERS[name],
+            optimizer=CASES[name],
         )
         loop = draw.choice([{}, {"max_norm": 0.1}, {"accumulation": 2}])
         print(f"seed {seed}: {name}, {config!r}, {loop}", flush=True)

@@ -62,8 +62,8 @@ def test_unsupported_optimizers_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"scheduler can't be passed"):
         Trainer(model, args, optimizers=(None, schedule))
     for name, reason in [
-        ("adamw_bnb_8bit", r"optim='adamw_bnb_8bit' is not supported: it stores states in 8 bits"),
-        ("paged_lion_8bit", r"it stores states in 8 bits, .* Use optim='adamw_torch'"),
+        ("lion_8bit", r"optim='lion_8bit' is not supported: it stores states in 8 bits"),
+        ("paged_lion_8bit", r"it stores states in 8 bits, .* Use optim='adamw_8bit'"),
         ("rmsprop_bnb", r"RMSprop of bitsandbytes updates tensors with kernels of its own"),
     ]:
         with pytest.raises(ConfigError, match=reason):

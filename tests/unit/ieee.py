@@ -74,6 +74,8 @@ def _once(operation: np.ufunc, *values: np.ndarray) -> np.ndarray:
 
 def stored(values: np.ndarray, dtype: torch.dtype = torch.float32) -> np.ndarray:
     """The bits of float32 numbers rounded to `dtype`, to nearest, ties to even; every NaN is the canonical one."""
+    if values.dtype == np.uint8:
+        return values
     if dtype == torch.float32:
         bits = values.view(np.uint32)
     elif dtype == torch.bfloat16:
@@ -109,6 +111,8 @@ def widened(tensor: torch.Tensor) -> np.ndarray:
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
     """The bits of a flat tensor."""
+    if tensor.dtype == torch.uint8:
+        return tensor.numpy().copy()
     if tensor.dtype == torch.float32:
         return tensor.view(torch.int32).numpy().view(np.uint32).copy()
     return tensor.view(torch.int16).numpy().view(np.uint16).copy()

@@ -6,6 +6,7 @@ import ieee
 import numpy as np
 
 from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.adam_8bit import Adam8bitRule
 from patrickstar._kernels.lion import LionRule
 from patrickstar._kernels.schedule_free import ScheduleFreeRule
 from patrickstar._kernels.sgd import SGDRule
@@ -83,4 +84,45 @@ def schedule_free(rule, grad, master, z, exp_avg_sq, number):
     return after, ieee.subtract(z, ieee.multiply(direction, number(rule.lr))), exp_avg_sq
 
 
-LISTS = {AdamRule: adam, SGDRule: sgd, LionRule: lion, ScheduleFreeRule: schedule_free}
+SQUARES = [2.0**-50 * 2.0 ** (code // 4) * (1 + code % 4 / 4) for code in range(256)]
+RATIOS = [2.0**-12 * 2.0 ** (code // 8) * (1 + code % 8 / 8) for code in range(128)]
+"""Values of the codes of v and of the ratio of |m| to its scale, before the first of them is subtracted."""
+SCALES = [2.0 ** (code // 8 - 25) for code in range(256)]
+"""Scales of m by code of v."""
+
+
+def adam_8bit(rule, grad, master, ratios, squares, number):
+    """Apply AdamW to states that are looked up by their codes, and round them stochastically to new codes."""
+    scales = ieee.rounded(np.array(SCALES))
+    square = ieee.rounded(np.array(SQUARES) - SQUARES[0])[squares]
+    ratio = ieee.multiply(ieee.rounded(np.array(RATIOS) - RATIOS[0])[ratios % 128], scales[squares])
+    exp_avg = np.where(ratios >= 128, -ratio, ratio)
+    states = (values.astype(master.dtype) for values in (exp_avg, square))
+    master, exp_avg, square = adam(rule, grad, master, *states, number)
+    with np.errstate(all="ignore"):
+        words, exp_avg, square = (values.astype(np.float32) for values in (master, exp_avg, square))
+    random = hashed(np.where(np.isnan(words), np.uint32(0x7FC00000), words.view(np.uint32)), rule.step)
+    squares = rounded_up_or_down(ieee.add(square, np.float32(SQUARES[0])), SQUARES, random % 2**21 / 2**21)
+    ratio = ieee.add(ieee.divide(np.abs(exp_avg), scales[squares]), np.float32(RATIOS[0]))
+    ratios = rounded_up_or_down(ratio, RATIOS, (random * np.uint64(0x9E3779B1) % 2**32 >> 12) / 2**20)
+    return master, ratios + np.uint8(128) * (exp_avg < 0), squares
+
+
+def hashed(words, step):
+    """Return Wellons' `lowbias32` of the words and 24 bits of the step, as 64-bit integers."""
+    words = words.astype(np.uint64) ^ np.uint64((step * 0x9E3779B1 >> 8) % 2**24 << 8)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        words = (words ^ words >> shift) * np.uint64(factor) % 2**32
+    return words ^ words >> 16
+
+
+def rounded_up_or_down(values, table, random):
+    """Return the code above with the probability of the distance to the code below; NaN gets the last code."""
+    table = np.array([*table, 2 * table[-1] - table[-2]])
+    values = np.where(np.isnan(values), np.inf, values).astype(np.float64)
+    below = np.clip(np.searchsorted(table, values, side="right") - 1, 0, len(table) - 2)
+    up = (values - table[below]) / (table[below + 1] - table[below]) + random >= 1
+    return np.minimum(below + up, len(table) - 2).astype(np.uint8)
+
+
+LISTS = {AdamRule: adam, Adam8bitRule: adam_8bit, SGDRule: sgd, LionRule: lion, ScheduleFreeRule: schedule_free}

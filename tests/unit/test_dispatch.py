@@ -10,6 +10,7 @@ import torch
 
 from patrickstar._kernels import dispatch
 from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.adam_8bit import Adam8bitRule
 from patrickstar._kernels.cpp_backend import CppBackend, Unavailable
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.eager_backend import PAGE_NUMEL, EagerBackend
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ADAM = AdamRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, step=3)
 SGD = SGDRule(0.1, 0.9, 0.0, 0.01, nesterov=False, step=2)
 LION = LionRule(1e-3, 0.9, 0.99, 0.1)
+ADAM_8BIT = Adam8bitRule(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=False, step=3)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -63,7 +65,8 @@ def span(rule, numel=40, *, grad=torch.bfloat16, param=None, master=torch.float3
 
     last = drawn(grad)
     to = last if param is None else drawn(param)
-    return Span(to, Gradient(last, dtype=master), drawn(master), tuple(drawn(master).abs() for _ in rule.kinds), rule)
+    states = tuple(drawn(torch.uint8 if rule is ADAM_8BIT else master).abs() for _ in rule.kinds)
+    return Span(to, Gradient(last, dtype=master), drawn(master), states, rule)
 
 
 def tensors(one):
@@ -221,7 +224,10 @@ def _tensors(value):
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-@pytest.mark.parametrize("rule", [ADAM, replace(ADAM, decoupled=False), replace(SGD, nesterov=True), LION], ids=repr)
+UPDATES = [ADAM, replace(ADAM, decoupled=False), replace(SGD, nesterov=True), LION, ADAM_8BIT]
+
+
+@pytest.mark.parametrize("rule", UPDATES, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_updating_takes_no_more_room_than_was_said(rule, dtype):
     one = span(rule, 3 * PAGE_NUMEL, master=dtype)

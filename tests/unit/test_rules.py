@@ -25,6 +25,7 @@ from rule_lists import LISTS
 from sampling import draws
 
 from patrickstar._kernels.adam import AdamRule
+from patrickstar._kernels.adam_8bit import Adam8bitRule
 from patrickstar._kernels.cpp_backend import CppBackend
 from patrickstar._kernels.dispatch import Kernels
 from patrickstar._kernels.eager_backend import EagerBackend
@@ -46,6 +47,9 @@ RULES = [
     AdamRule(0.3, 0.4, 0.95, 0.0, 0.1, False, 7),
     AdamRule(1e-3, 0.0, 0.0, 1e-8, 0.0, False, 1),
     AdamRule(1e-42, 0.5, 0.95, 1e-41, 1e-40, False, 5),
+    Adam8bitRule(1e-3, 0.9, 0.999, 1e-8, 0.01, True, 1),
+    Adam8bitRule(1e-3, 0.9, 0.999, 1e-8, 0.0, False, 1000),
+    Adam8bitRule(0.3, 0.4, 0.95, 0.0, 0.1, False, 70_000),
     SGDRule(0.1, 0.0, 0.0, 0.0, False, 1),
     SGDRule(0.1, 0.0, 0.0, 0.01, False, 4),
     SGDRule(0.1, 0.9, 0.0, 0.1, False, 1),
@@ -71,6 +75,10 @@ def double(value):
     return np.asarray(value, dtype=np.float64)
 
 
+def codes(numel, random):
+    return [torch.from_numpy(random.integers(0, 256, numel, dtype=np.uint8)) for _ in range(2)]
+
+
 @dataclass(frozen=True)
 class UpdateCase:
     """Inputs of one update. `param` is the dtype of the updated parameter."""
@@ -89,7 +97,9 @@ class UpdateCase:
         if isinstance(latest, torch.dtype):
             latest = ieee.tensor(numel, latest, random)
         master, summed, *states = (torch.from_numpy(ieee.numbers(numel, random)) for _ in range(2 + len(rule.kinds)))
-        if len(states) == 2:  # mostly not negative: the root of a negative variance is NaN
+        if isinstance(rule, Adam8bitRule):
+            states = codes(numel, random)
+        elif len(states) == 2:  # mostly not negative: the root of a negative variance is NaN
             states[1] = torch.where(torch.from_numpy(random.random(numel) < 0.9), states[1].abs(), states[1])
         return cls(rule, latest, summed if accumulated else None, scales, master, tuple(states), param)
 
@@ -209,10 +219,10 @@ def test_updates_have_the_bits_of_the_written_list(rule, dtype, implementation):
 
 def test_the_rules_tried_have_every_mode():
     modes = {(type(rule), rule.mode) for rule in RULES}
-    assert modes == {*product([AdamRule], range(3)), *product([SGDRule], range(5)), (LionRule, 0)} | {
+    assert modes == {*product([AdamRule, Adam8bitRule], range(3)), *product([SGDRule], range(5)), (LionRule, 0)} | {
         *product([ScheduleFreeRule], range(8))
     }
-    heavy = {rule.mode for rule in RULES if isinstance(rule, AdamRule) and rule.beta1 <= 0.5}
+    heavy = {rule.mode for rule in RULES if type(rule) is AdamRule and rule.beta1 <= 0.5}
     assert heavy == {0, 1, 2}
 
 
@@ -221,7 +231,7 @@ def test_the_rules_tried_have_every_mode():
 def test_every_gradient_of_16_bits(dtype, implementation):
     random = np.random.default_rng(1)
     every = ieee.from_bits(np.arange(1 << 16, dtype=np.uint16), dtype)
-    for rule in (RULES[1], RULES[12], RULES[15]):
+    for rule in (RULES[1], RULES[8], RULES[15], RULES[18]):
         UpdateCase.drawn(rule, 1 << 16, random, latest=every, param=dtype, scales=(0.3,)).check(implementation)
 
 
@@ -231,6 +241,7 @@ decays = st.just(0.0) | st.floats(0, 1)
 momenta, few = st.floats(1e-3, 1), st.integers(1, 3)
 any_rule = (
     st.builds(AdamRule, rates, betas, betas, rates, decays, st.booleans(), st.integers(1, 1 << 20))
+    | st.builds(Adam8bitRule, rates, betas, betas, rates, decays, st.booleans(), st.integers(1, 1 << 40))
     | st.builds(SGDRule, rates, st.just(0.0) | momenta, st.floats(0, 1), decays, st.just(False), few)
     | st.builds(SGDRule, rates, momenta, st.just(0.0), decays, st.just(True), few)
     | st.builds(LionRule, rates, betas, betas, decays)
@@ -250,7 +261,7 @@ def test_any_hyper_parameters(implementation, rule, dtype, param, accumulated, s
 
 @pytest.mark.parametrize("implementation", implementations.ALL)
 @pytest.mark.parametrize("dtype", ieee.DTYPES, ids=str)
-@pytest.mark.parametrize("rule", [RULES[1], RULES[12], RULES[14], RULES[15]], ids=rule_name)
+@pytest.mark.parametrize("rule", [RULES[1], RULES[15], RULES[17], RULES[18]], ids=rule_name)
 def test_a_nan_is_stored_without_sign_and_payload(rule, dtype, implementation):
     """The NaN may come from the gradient, the master, a state or an operation."""
     nans = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF], dtype=np.uint32)
@@ -279,12 +290,14 @@ def test_a_master_of_double_precision_goes_through_the_same_list(rule):
     random = np.random.default_rng(2)
     grad, master, *states = (random.standard_normal(5000) for _ in range(2 + len(rule.kinds)))
     states = [np.abs(state) for state in states]
+    if isinstance(rule, Adam8bitRule):
+        states = [state.numpy() for state in codes(5000, random)]
     tensors = [torch.from_numpy(values.copy()) for values in (grad, master, *states)]
     span = Span(tensors[0], Gradient(tensors[0], dtype=torch.float64), tensors[1], tuple(tensors[2:]), rule)
     EagerBackend().update([span], (0.3,))
     after = LISTS[type(rule)](rule, ieee.multiply(grad, double(0.3)), master, *states, double)
     for expected, found in zip((after[0], *after), tensors, strict=True):
-        wrong = np.flatnonzero(expected.view(np.int64) != found.numpy().view(np.int64))
+        wrong = np.flatnonzero(expected.view(np.uint8) != found.numpy().view(np.uint8))
         assert not wrong.size, f"{wrong.size} of {expected.size} differ, first in {wrong[0]}"
 
 

@@ -72,7 +72,7 @@ def compiled(monkeypatch, tmp_path):
 
 def span(rule: Rule, dtype: torch.dtype = torch.bfloat16, numel: int = 64) -> Span:
     param = torch.zeros(numel, dtype=dtype)
-    states = tuple(torch.zeros(numel) for _ in rule.kinds)
+    states = tuple(torch.zeros(numel, dtype=kernel_cases.state_dtype(rule)) for _ in rule.kinds)
     return Span(param, Gradient(param, torch.zeros(numel)), torch.zeros(numel), states, rule)
 
 

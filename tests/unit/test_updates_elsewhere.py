@@ -11,7 +11,7 @@ import torch
 from cpp_backend_cases import AVERAGED
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import numbers, same_bits
+from kernel_cases import numbers, same_bits, state_dtype
 from sampling import draws
 
 from patrickstar._kernels import triton_backend
@@ -61,7 +61,8 @@ def check(
         cuts: Where the span is cut into pages.
     """
     generator = torch.Generator().manual_seed(seed)
-    lists = [numbers(numel, torch.float32, generator) for _ in range(1 + len(rule.kinds))]
+    dtypes = [torch.float32] + [state_dtype(rule)] * len(rule.kinds)
+    lists = [numbers(numel, dtype, generator) for dtype in dtypes]
     latest = numbers(numel, grad, generator)
     summed = numbers(numel, torch.float32, generator) if accumulated else None
     expected = [values.clone() for values in lists]
@@ -72,7 +73,7 @@ def check(
         return placed(values, firsts[number % len(firsts)])
 
     old = [at(number, values) for number, values in enumerate(lists)]
-    new = [at(number + 1, torch.full((numel,), AROUND)) for number in range(len(lists))]
+    new = [at(number + 1, torch.full((numel,), AROUND, dtype=dtype)) for number, dtype in enumerate(dtypes)]
     gradient = at(2, latest)
     stored = gradient if alias else at(3, torch.full((numel,), AROUND, dtype=param))
     master, *states = (part for part, _ in old)

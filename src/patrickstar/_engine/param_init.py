@@ -121,6 +121,7 @@ def _schema(dtype: torch.dtype, trained: bool, config: Config, states: tuple[str
         dtype_name(dtype),
         trained,
         config.optimizer.states if states is None else states,
+        state_dtypes=config.optimizer.state_dtypes,
         delayed=isinstance(update, Delayed),
         buffered=update.gradient_dtype if isinstance(update, LockFree) else None,
     )

@@ -52,7 +52,7 @@ class AdamRule(Rule):
 
     def apply(self, master: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
         exp_avg, exp_avg_sq = states
-        decay, weight1, beta2, weight2, correction2, eps, minus_step_size, light = self.scalars(master.dtype)
+        decay, weight1, beta2, weight2, correction2, eps, minus_step_size, light, *_ = self.scalars(master.dtype)
         if self.mode == 1:
             grad.add_(master * decay)
         if self.mode == 2:

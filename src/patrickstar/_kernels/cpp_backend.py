@@ -18,7 +18,7 @@ from patrickstar._kernels.update_rule import Gradient, Rule, Span
 
 LIBRARY = "patrickstar_kernels.so"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-SCALARS = 8
+SCALARS = 9
 LISTS = 4
 """Lists of an update: master, two states, and the moving average, which is always the last."""
 NO_VARIANT, NO_MEMORY = -1, -2

@@ -6,7 +6,7 @@ import torch
 
 def canonical_nan_(values: torch.Tensor) -> torch.Tensor:
     """Replace every NaN by the quiet NaN without payload, in place. See [Note: bitwise-identical backends]."""
-    return values.masked_fill_(values.isnan(), float("nan"))
+    return values.masked_fill_(values.isnan(), float("nan")) if values.is_floating_point() else values
 
 
 def round_into(target: torch.Tensor, values: torch.Tensor) -> None:

@@ -6,7 +6,7 @@
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from patrickstar._kernels import grad_norm
+from patrickstar._kernels import adam_8bit, grad_norm
 from patrickstar._kernels.adam import AdamRule
 from patrickstar._kernels.schedule_free import ScheduleFreeRule
 from patrickstar._kernels.sgd import SGDRule
@@ -22,8 +22,17 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """True if the kernels run in Triton's interpreter on the CPU. Fixed when this module is imported."""
 
 ADAM = tl.constexpr(AdamRule.code)
+ADAM_8BIT = tl.constexpr(adam_8bit.Adam8bitRule.code)
 SGD = tl.constexpr(SGDRule.code)
 SCHEDULE_FREE = tl.constexpr(ScheduleFreeRule.code)
+SQUARE_OFFSET, RATIO_OFFSET = tl.constexpr(adam_8bit.SQUARE_OFFSET), tl.constexpr(adam_8bit.RATIO_OFFSET)
+SQUARE_WORD, RATIO_WORD = tl.constexpr(adam_8bit.SQUARE_WORD), tl.constexpr(adam_8bit.RATIO_WORD)
+SQUARE_SHIFT, RATIO_SHIFT = tl.constexpr(adam_8bit.SQUARE_SHIFT), tl.constexpr(adam_8bit.RATIO_SHIFT)
+SQUARE_MASK, HASH_SHIFT = tl.constexpr((1 << adam_8bit.SQUARE_SHIFT) - 1), tl.constexpr(32 - adam_8bit.RATIO_SHIFT)
+ROOT_SHIFT = tl.constexpr(adam_8bit.ROOT_SHIFT)
+# Exponents of the smallest scale of m, and of the inverse of the largest.
+FIRST_SCALE = tl.constexpr(adam_8bit.ONE - adam_8bit.LEAST_ROOT)
+LAST_INVERSE = tl.constexpr(adam_8bit.ONE + adam_8bit.LEAST_ROOT - 31)
 LANES = tl.constexpr(grad_norm.LANES)
 ROWS = tl.constexpr(grad_norm.ROWS)
 BLOCK_NUMEL = tl.constexpr(grad_norm.BLOCK_NUMEL)
@@ -85,6 +94,47 @@ def _adam(grad, master, exp_avg, exp_avg_sq, scalars, mode: tl.constexpr):
     denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), correction2) + eps
     master = master + tl.div_rn(exp_avg * minus_step_size, denominator)
     return master, exp_avg, exp_avg_sq
+
+
+@triton.jit
+def _decoded(codes, word: tl.constexpr, shift: tl.constexpr, offset: tl.constexpr):
+    return ((codes.to(tl.uint32) << shift) + word).to(tl.float32, bitcast=True) - offset
+
+
+@triton.jit
+def _encoded(values, random, word: tl.constexpr, shift: tl.constexpr, largest: tl.constexpr):
+    words = values.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+    words = tl.where(words > 0x7F800000, 0x7F800000, words)
+    codes = (words - word + random) >> shift
+    return tl.where(codes > largest, largest, codes)
+
+
+@triton.jit
+def _hashed(masters, seed):
+    words = masters.to(tl.uint32, bitcast=True) ^ ((tl.zeros_like(masters) + seed).to(tl.uint32) << 8)
+    words = (words ^ (words >> 16)) * tl.full(words.shape, 0x7FEB352D, tl.uint32)
+    words = (words ^ (words >> 15)) * tl.full(words.shape, 0x846CA68B, tl.uint32)
+    return words ^ (words >> 16)
+
+
+@triton.jit
+def _adam_8bit(grad, master, ratios, squares, scalars, mode: tl.constexpr):
+    """Return the new master, and the new codes of m and v. See [Note: 8-bit states]."""
+    decay, weight1, beta2, weight2, correction2, eps, minus_step_size, light, seed = scalars
+    exp_avg_sq = _decoded(squares, SQUARE_WORD, SQUARE_SHIFT, SQUARE_OFFSET)
+    exp_avg = _decoded(ratios & 127, RATIO_WORD, RATIO_SHIFT, RATIO_OFFSET)
+    exp_avg = exp_avg * (((squares.to(tl.uint32) >> ROOT_SHIFT) + FIRST_SCALE) << 23).to(tl.float32, bitcast=True)
+    exp_avg = tl.where(ratios > 127, -exp_avg, exp_avg)
+    values = (decay, weight1, beta2, weight2, correction2, eps, minus_step_size, light)
+    master, exp_avg, exp_avg_sq = _adam(grad, master, exp_avg, exp_avg_sq, values, mode)
+    master = _canonical(master)
+    words = _hashed(master, seed)
+    random = words & SQUARE_MASK
+    squares = _encoded(exp_avg_sq + SQUARE_OFFSET, random, SQUARE_WORD, SQUARE_SHIFT, 255)
+    inverse = (((31 - (squares >> ROOT_SHIFT)) + LAST_INVERSE) << 23).to(tl.float32, bitcast=True)
+    random = (words * tl.full(words.shape, 0x9E3779B1, tl.uint32)) >> HASH_SHIFT
+    ratios = _encoded(tl.abs(exp_avg) * inverse + RATIO_OFFSET, random, RATIO_WORD, RATIO_SHIFT, 127)
+    return master, tl.where(exp_avg < 0, ratios + 128, ratios), squares
 
 
 @triton.jit
@@ -160,6 +210,12 @@ def update_kernel(
         masters, exp_avgs, exp_avg_sqs = _adam(grads, masters, exp_avgs, exp_avg_sqs, scalars, mode)
         tl.store(first_state + offsets, _canonical(exp_avgs), mask=mask)
         tl.store(second_state + offsets, _canonical(exp_avg_sqs), mask=mask)
+    elif rule == ADAM_8BIT:
+        ratios = tl.load(first_state + offsets, mask=mask, other=0)
+        squares = tl.load(second_state + offsets, mask=mask, other=0)
+        masters, ratios, squares = _adam_8bit(grads, masters, ratios, squares, scalars, mode)
+        tl.store(first_state + offsets, ratios.to(tl.uint8), mask=mask)
+        tl.store(second_state + offsets, squares.to(tl.uint8), mask=mask)
     elif rule == SGD:
         masters = _sgd(grads, masters, first_state, offsets, mask, scalars, mode)
     elif rule == SCHEDULE_FREE:

@@ -3,7 +3,9 @@
 `schema_for` is the only place that decides this. Other code must not branch on the optimizer or the dtype.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 PARAM16 = "param16"
 """Parameter in its compute dtype (16 bits in mixed precision), which operators read; later its gradient."""
@@ -15,6 +17,9 @@ PARAM32 = "param32"
 """Master parameter that the optimizer updates."""
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
+EXP_AVG_8BIT = "exp_avg_8bit"
+EXP_AVG_SQ_8BIT = "exp_avg_sq_8bit"
+"""Codes of one byte for Adam's states."""
 EMA = "ema"
 """Exponential moving average of the master."""
 DELAYED16 = "delayed16"
@@ -103,6 +108,7 @@ class ParamSchema:
 
 
 ADAM_STATES = (EXP_AVG, EXP_AVG_SQ)
+NO_DTYPES: Mapping[str, str] = MappingProxyType({})
 
 
 def schema_for(
@@ -110,6 +116,7 @@ def schema_for(
     trained: bool,
     states: tuple[str, ...] = ADAM_STATES,
     *,
+    state_dtypes: Mapping[str, str] = NO_DTYPES,
     delayed: bool = False,
     buffered: str | None = None,
 ) -> ParamSchema:
@@ -118,6 +125,7 @@ def schema_for(
     A frozen parameter has `param16` only. A trained one also has the master and the optimizer's `states`.
 
     Args:
+        state_dtypes: Dtypes of states that do not have the master's.
         delayed: Add a list for the gradients of a delayed update.
         buffered: Add the buffers of lock-free updates, with sums of gradients in "fp32" (the master's dtype) or in
             "16-bit" (the compute dtype).
@@ -127,7 +135,8 @@ def schema_for(
         return ParamSchema((compute,))
     master = "float64" if dtype == "float64" else "float32"
     gradients = (ListSpec(DELAYED16, dtype),) if delayed else ()
-    lists = (compute, *(ListSpec(kind, master) for kind in (PARAM32, *states)), *gradients)
+    state_specs = (ListSpec(kind, state_dtypes.get(kind, master)) for kind in states)
+    lists = (compute, ListSpec(PARAM32, master), *state_specs, *gradients)
     if buffered is None:
         return ParamSchema(lists)
     sums = ListSpec(BUFFERED_GRAD, master if buffered == "fp32" else dtype)

@@ -113,8 +113,9 @@ def plan_tiers(
     largest = numel * max(MASTER_BYTES, *(spec.itemsize for chunk in layout.chunks for spec in chunk.schema.lists))
     page_bytes = min(page_bytes, round_up(largest))
     delayed = isinstance(config.update, Delayed)
-    if delayed:  # pages of 16-bit gradients, which an update reads, are whole blocks too
-        page_bytes = max(page_bytes, 2 * BLOCK_BYTES)
+    # Pages of the narrowest list that an update reads are whole blocks too.
+    narrowest = min((spec.itemsize for chunk in layout.chunks for spec in chunk.schema.optimizer_lists), default=4)
+    page_bytes = max(page_bytes, MASTER_BYTES // narrowest * BLOCK_BYTES)
     io_bytes = page_bytes * (STAGES + 1)
     # Master and gradient list, beside the optimizer states.
     lists = 2 + len(config.optimizer.states) + delayed

@@ -1,6 +1,7 @@
 """Optimizers: their options, the chunk lists of their states, and their update rules."""
 
 from patrickstar.optim.adam import Adam, AdamW
+from patrickstar.optim.adamw_8bit import AdamW8bit
 from patrickstar.optim.ema import EMA
 from patrickstar.optim.lion import Lion
 from patrickstar.optim.muon import Muon
@@ -9,4 +10,15 @@ from patrickstar.optim.schedule_free import ScheduleFreeAdamW
 from patrickstar.optim.sgd import SGD
 from patrickstar.optim.torch_optimizer import TorchOptimizer
 
-__all__ = ["EMA", "SGD", "Adam", "AdamW", "Lion", "Muon", "Optimizer", "ScheduleFreeAdamW", "TorchOptimizer"]
+__all__ = [
+    "EMA",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "AdamW8bit",
+    "Lion",
+    "Muon",
+    "Optimizer",
+    "ScheduleFreeAdamW",
+    "TorchOptimizer",
+]

@@ -70,6 +70,11 @@ class EMA(Optimizer):
         """States of the inner optimizer, and the average."""
         return (*self.optimizer.states, EMA_STATE)
 
+    @property
+    def state_dtypes(self) -> dict[str, str]:
+        """Dtypes of states of the inner optimizer; see `Optimizer.state_dtypes`."""
+        return self.optimizer.state_dtypes
+
     def states_for(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the states of the inner optimizer, and the average; see `Optimizer.states_for`."""
         return (*self.optimizer.states_for(group), EMA_STATE)

@@ -66,6 +66,11 @@ class Optimizer(Options):
         """Names of the chunk lists beside `param16` and the master, with one element per element of the parameter."""
         return self.states_for(self.defaults())
 
+    @property
+    def state_dtypes(self) -> dict[str, str]:
+        """Dtypes of those `states` that do not have the master's dtype, such as "uint8"."""
+        return {}
+
     def states_for(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the states that a param group needs.
 

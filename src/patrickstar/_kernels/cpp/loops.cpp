@@ -3,6 +3,7 @@
 // `sgd.py` and `lion.py`. Each operation is correctly rounded (IEEE 754) and the build disables contraction, so all
 // variants give the same bits as PyTorch's operators.
 
+#include "codes.h"
 #include "formats.h"
 #include "rules.h"
 #include "spans.h"
@@ -36,6 +37,16 @@ void load_gradient(const Span& span, int64_t first, int64_t count, float* __rest
 
 int64_t itemsize_of(int32_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
+// True if the list stores codes of one byte.
+bool is_coded(const Span& span, int list) { return span.rule == ADAM_8BIT && (list == STATE0 || list == STATE1); }
+
+int64_t itemsize_of(const Span& span, int list) { return is_coded(span, list) ? 1 : sizeof(float); }
+
+template <class To, class From>
+To* at(From* list, int64_t first) {
+    return reinterpret_cast<To*>(list) + first;
+}
+
 template <bool writes>
 void prefetch_list(const void* list, int64_t itemsize, int64_t first, int64_t count) {
     const char* bytes = static_cast<const char*>(list) + first * itemsize;
@@ -45,8 +56,9 @@ void prefetch_list(const void* list, int64_t itemsize, int64_t first, int64_t co
 template <bool in_place>
 void prefetch(const Span& span, int64_t first, int64_t count) {
     prefetch_list<in_place>(span.grad, itemsize_of(span.grad_dtype), first, count);
-    for (const float* list : span.lists)
-        if (list != nullptr) prefetch_list<in_place>(list, sizeof(float), first, count);
+    for (int list = 0; list < LISTS; list++)
+        if (span.lists[list] != nullptr)
+            prefetch_list<in_place>(span.lists[list], itemsize_of(span, list), first, count);
 }
 
 // The operations of `_kernels/averaged.py`.
@@ -68,7 +80,8 @@ void move_average(const Span& span, int64_t count, float* const* lists) {
 // Stores the new values of a strip in `out` and in the parameter.
 void store_strip(const Span& span, int64_t first, int64_t count, float* const* lists) {
     for (int list = 0; list < LISTS; list++)
-        if (lists[list] != nullptr) stream(span.out[list] + first, lists[list], count * sizeof(float));
+        if (lists[list] != nullptr && !is_coded(span, list))
+            stream(span.out[list] + first, lists[list], count * sizeof(float));
     if (span.param == span.grad) {  // in the cache already
         round_into(span.param, span.param_dtype, first, count, lists[MASTER]);
     } else {
@@ -84,6 +97,8 @@ void update_page(const Span& span, int64_t first, int64_t count) {
     // Streamed stores are drained while the next strip is computed; longer strips make the processor wait for them.
     constexpr int64_t length = in_place ? STRIP : STRIP / 2;
     alignas(64) float grads[length], copies[LISTS][length];
+    const bool coded = span.rule == ADAM_8BIT;
+    float* const* targets = in_place ? span.lists : span.out;
     const int64_t end = first + count;
     for (int64_t start = first; start < end; start += length) {
         const int64_t next = start + PREFETCH_DISTANCE;
@@ -92,11 +107,18 @@ void update_page(const Span& span, int64_t first, int64_t count) {
         float* lists[LISTS] = {};
         for (int list = 0; list < LISTS; list++) {
             if (span.lists[list] == nullptr) continue;
-            lists[list] = in_place ? span.lists[list] + start : copies[list];
-            if (!in_place) std::memcpy(lists[list], span.lists[list] + start, strip * sizeof(float));
+            const bool copied = !in_place || is_coded(span, list);
+            lists[list] = copied ? copies[list] : span.lists[list] + start;
+            if (copied && !is_coded(span, list)) std::memcpy(lists[list], span.lists[list] + start, strip * sizeof(float));
         }
+        if (coded)
+            decode_states(at<const uint8_t>(span.lists[STATE0], start), at<const uint8_t>(span.lists[STATE1], start),
+                          strip, lists[STATE0], lists[STATE1]);
         load_gradient(span, start, strip, grads);
         apply(span, strip, grads, lists);
+        if (coded)
+            encode_states(lists[MASTER], lists[STATE0], lists[STATE1], static_cast<float>(span.scalars[8]), strip,
+                          at<uint8_t>(targets[STATE0], start), at<uint8_t>(targets[STATE1], start));
         if (lists[AVERAGE] != nullptr) move_average(span, strip, lists);
         if (in_place)
             round_into(span.param, span.param_dtype, start, strip, lists[MASTER]);

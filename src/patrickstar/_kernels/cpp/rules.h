@@ -83,7 +83,7 @@ void apply(const Span& span, int64_t count, float* grads, float* const* lists) {
     float scalars[SCALARS];
     for (int i = 0; i < SCALARS; i++) scalars[i] = static_cast<float>(span.scalars[i]);
     const int mode = span.mode;
-    if (span.rule == ADAM) {
+    if (span.rule == ADAM || span.rule == ADAM_8BIT) {
         const bool light = scalars[7] != 0;
         if (mode == 0) (light ? adam<0, true> : adam<0, false>)(scalars, count, grads, masters, state0, state1);
         if (mode == 1) (light ? adam<1, true> : adam<1, false>)(scalars, count, grads, masters, state0, state1);

@@ -6,10 +6,10 @@
 namespace patrickstar {
 
 enum Dtype : int32_t { FLOAT32, BFLOAT16, FLOAT16 };
-enum Rule : int32_t { ADAM, SGD, LION, SCHEDULE_FREE };
+enum Rule : int32_t { ADAM, SGD, LION, SCHEDULE_FREE, ADAM_8BIT };
 enum List { MASTER, STATE0, STATE1, AVERAGE, LISTS };  // AVERAGE: moving average of the master
 
-constexpr int SCALARS = 8;
+constexpr int SCALARS = 9;
 constexpr int64_t CACHE_LINE_BYTES = 64;
 
 // Consecutive elements of one parameter in the parallel chunk lists. `param` may be the same memory as `grad`.
@@ -17,7 +17,7 @@ struct Span {
     void* param;
     const void* grad;
     const float* accumulated;  // sum of the gradients before `grad`, or null
-    float* lists[LISTS];       // null where the rule has no such list
+    float* lists[LISTS];       // null where the rule has no such list; the states of ADAM_8BIT are bytes
     float* out[LISTS];         // receive the new values, while `lists` are only read; null: in place
     const double* scales;  // factors of the gradient, applied in order, each rounded to float by C++; set by the call
     int64_t scale_count;

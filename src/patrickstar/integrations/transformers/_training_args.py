@@ -11,7 +11,7 @@ from patrickstar.config import Config
 from patrickstar.errors import ConfigError
 from patrickstar.integrations._merged_config import check_precision, merge_config
 from patrickstar.integrations._optimizers import NATIVE_OPTIMIZERS, SPEED_ONLY, ParamGroups
-from patrickstar.optim import AdamW, Lion, Optimizer, ScheduleFreeAdamW, TorchOptimizer
+from patrickstar.optim import AdamW, AdamW8bit, Lion, Optimizer, ScheduleFreeAdamW, TorchOptimizer
 
 
 def decay_groups(decayed: Iterable[str], weight_decay: float) -> ParamGroups:
@@ -79,8 +79,8 @@ def from_args(args: TrainingArguments, groups: ParamGroups) -> Optimizer | None:
     """Return the optimizer for a name of another library in `args.optim`, without it; None for other names.
 
     AdamW and Lion of bitsandbytes with states of 32 bits, and AdamW of schedulefree, have the rules of this package's.
-    "paged" names the same rule, and chunks need no pages of bitsandbytes. Raises ConfigError for names of states with
-    fewer bits.
+    "paged" names the same rule, and chunks need no pages of bitsandbytes. AdamW with states of 8 bits is that of this
+    package, which rounds them differently. Raises ConfigError for other names of states with fewer bits.
     """
     name = name_of_optim(args)
     betas = (args.adam_beta1, args.adam_beta2)
@@ -94,12 +94,14 @@ def from_args(args: TrainingArguments, groups: ParamGroups) -> Optimizer | None:
         return ScheduleFreeAdamW(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, **options)
     if name == "paged_adamw_32bit":
         return AdamW(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, param_groups=groups)
+    if name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"):
+        return AdamW8bit(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, param_groups=groups)
     if name.endswith(("_8bit", "_4bit")):
         bits = name.removesuffix("bit").rpartition("_")[2]
         raise ConfigError(
             f"optim={name!r} is not supported: it stores states in {bits} bits, with a scale for each block of them, "
-            f"and the states in chunks have 32. Use optim='adamw_torch' (8 bytes of states per parameter) or "
-            f"'lion_32bit' (4 bytes); with ps.Config(disk=...) they may exceed the memory"
+            f"and chunks have none. Use optim='adamw_8bit' (2 bytes of states per parameter), 'lion_32bit' (4 bytes) "
+            f"or 'adamw_torch' (8 bytes); with ps.Config(disk=...) they may exceed the memory"
         )
     return None
 
@@ -127,7 +129,7 @@ def from_class(kind: Any, options: Mapping[str, Any], groups: ParamGroups, label
             raise ConfigError(
                 f"{label} is not supported: {kind.__name__} of bitsandbytes updates tensors with kernels of its own, "
                 f"and not the elements of chunks. Use a class of torch.optim, such as optim='rmsprop', or ps.AdamW, "
-                f"ps.SGD or ps.Lion"
+                f"ps.AdamW8bit, ps.SGD or ps.Lion"
             )
         wrapped = TorchOptimizer.wrapping(partial(kind, **options))
         if wrapped is not None:
