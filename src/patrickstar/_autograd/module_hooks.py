@@ -7,7 +7,7 @@ their operators run depends on the tokens, and linked processes make the same ac
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,13 @@ def check_no_graphs(model: nn.Module) -> None:
                 f"parameters at fixed addresses, and the engine moves them: compile it without a mode, or with "
                 f"mode='max-autotune-no-cudagraphs'"
             )
+
+
+def _input_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Return the shape of a language model's input. Masks and caches grow with each token, and change no access."""
+    named = (kwargs.get(name) for name in ("input_ids", "inputs_embeds", "decoder_input_ids"))
+    shapes = (tuple(value.shape) for value in (*args, *named) if isinstance(value, torch.Tensor))
+    return next(shapes, ())
 
 
 class EngineHook:
@@ -102,6 +109,7 @@ class ModuleHooks:
         self._undo: list[Callable[[], None]] = []
         self._hooked: set[nn.Module] = set()
         self._saved: set[nn.Module] = set()
+        self._generating: set[nn.Module] = set()
 
     def notice(self, module: nn.Module) -> None:
         """Hook modules that are not hooked yet; users may add and compile modules at any time.
@@ -120,6 +128,9 @@ class ModuleHooks:
                 self._keep_layout(submodule)
                 if self.interceptor.data.world.size > 1:
                     self._wrap_apply(submodule)
+            if callable(getattr(submodule, "generate", None)) and submodule not in self._generating:
+                self._hook_generation(submodule)
+                self._generating.add(submodule)
             if submodule in self._hooked:
                 continue
             if isinstance(submodule, FAST_PATH_LAYERS):
@@ -151,6 +162,21 @@ class ModuleHooks:
         def after_call(layer: nn.Module, args: Any, out: Any) -> None:
             if layer is module and uses:
                 self.interceptor.close_module_window(uses.pop(), out)
+
+        self._undo.append(module.register_forward_pre_hook(EngineHook(before_call), with_kwargs=True).remove)
+        self._undo.append(module.register_forward_hook(EngineHook(after_call), always_call=True).remove)
+
+    def _hook_generation(self, module: nn.Module) -> None:
+        """Plan each forward that the module's `generate` calls, by whatever path: see `Residency.evaluation`."""
+        residency, opened = self.interceptor.data.residency, ExitStack()
+
+        def before_call(layer: nn.Module, args: Any, kwargs: Any) -> None:
+            if layer is module and not torch.is_grad_enabled() and residency.may_plan:
+                opened.enter_context(residency.evaluation((id(module), _input_shape(args, kwargs))))
+
+        def after_call(layer: nn.Module, args: Any, out: Any) -> None:
+            if layer is module:
+                opened.close()
 
         self._undo.append(module.register_forward_pre_hook(EngineHook(before_call), with_kwargs=True).remove)
         self._undo.append(module.register_forward_hook(EngineHook(after_call), always_call=True).remove)

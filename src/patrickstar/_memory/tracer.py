@@ -1,18 +1,19 @@
 """Runtime tracer: counts moments, traces the first iteration of each kind and follows the trace in later ones."""
 
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Protocol
 
 from patrickstar._layout.schema import PARAM16
 from patrickstar._memory.chunk import Chunk
 from patrickstar._memory.chunk_manager import ChunkManager
 from patrickstar._memory.memory_meter import Meter
+from patrickstar._schedule.coordination import Linked
 from patrickstar._schedule.eviction import ListOrder
 from patrickstar._schedule.placement import WARM_UP_PERCENT
 from patrickstar._schedule.prefetch import AggressivePrefetch, DemandFetch, PrefetchPolicy
+from patrickstar._schedule.streaming import StreamingPrefetch
 from patrickstar._schedule.trace import Moment, Trace
 
 _log = logging.getLogger(__name__)
@@ -28,19 +29,6 @@ class Mode(Enum):
     TRACE = "traced iteration: as on demand, and record a trace"
     PLAN = "planned iteration: follow the trace of an earlier one"
     RESIDENT = "resident iteration: all parameters fit beside the trace's peak and stay on the device; no moments"
-
-
-class Linked(Protocol):
-    """Processes that have to decide alike."""
-
-    def largest(self, nbytes: int, accesses: int = 0) -> int:
-        """Return the largest of the processes' values; `accesses` is a hash of all accesses so far."""
-
-    def common(self, key: Hashable) -> Hashable:
-        """Return a key that stands for the keys of all processes."""
-
-    def largest_each(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of the processes' values, element by element."""
 
 
 class Tracer:
@@ -65,6 +53,11 @@ class Tracer:
         self.mode = Mode.DEMAND
         self.trace = Trace()
         self.traces: dict[Hashable, Trace] = {}
+        """Traces of iterations by kind (input shapes)."""
+        self.evaluation_traces: dict[Hashable, Trace] = {}
+        """Traces of forwards without gradients, each of which is followed as an iteration of its own."""
+        self._open_traces = self.traces
+        """Those of the two to which the open iteration belongs."""
         self._policies: dict[int, PrefetchPolicy] = {}
         self._checking = False
         """True while the followed trace is being compared with the needs of a second iteration."""
@@ -87,28 +80,48 @@ class Tracer:
 
     def invalidate(self) -> None:
         self.traces.clear()
+        self.evaluation_traces.clear()
         self.evaluation_growth.clear()
 
     def begin_iteration(self, key: Hashable) -> bool:
         """Open an iteration of this kind, unless one is open. Return True if it follows a trace."""
         if self.open_key is None:
             key = self.linked.common(key) if self.linked is not None else key
-            self.open_key = key
-            self.manager.now = -1
             if key in self.traces and self._fits_resident(self.traces[key]):
+                self.open_key, self._open_traces, self.manager.now = key, self.traces, -1
                 self._begin_resident(self.traces[key])
-            elif key in self.traces:
-                self.mode, self.trace = Mode.PLAN, self.traces[key]
-                self.manager.eviction_policy = self.manager.prefetch_policy = self._policy_of(self.trace)
-                self._checking = not self.trace.checked
             else:
-                _log.info("tracing an iteration with inputs %s", key)
-                self.mode, self.trace = Mode.TRACE, Trace()
-                self.manager.eviction_policy = ListOrder()
-            if self.mode is Mode.TRACE or self._checking:
-                self.meter.reclaim()
-                self.meter.restart()
+                self._follow_or_trace(key, self.traces)
         return self.mode is Mode.PLAN
+
+    def _follow_or_trace(self, key: Hashable, traces: dict[Hashable, Trace]) -> None:
+        """Open an iteration that follows its trace, if there is one, or records it."""
+        self.open_key, self._open_traces, self.manager.now = key, traces, -1
+        if key in traces:
+            self.mode, self.trace = Mode.PLAN, traces[key]
+            self.manager.eviction_policy = self.manager.prefetch_policy = self._policy_of(self.trace)
+            self._checking = not self.trace.checked
+        else:
+            _log.info("tracing an iteration with inputs %s", key)
+            self.mode, self.trace = Mode.TRACE, Trace()
+            self.manager.eviction_policy = ListOrder()
+        if self.mode is Mode.TRACE or self._checking:
+            self.meter.reclaim()
+            self.meter.restart()
+
+    def begin_planned_evaluation(self, key: Hashable) -> bool:
+        """Open a forward without gradients as an iteration of its own, if that lets chunks be fetched early.
+
+        It does where transfers run beside operators, in a single process, and while no step is open, of whose trace the
+        forward would be a part. Return True if it was opened: `end_iteration` ends it.
+        """
+        chunks = self.manager.param16.values()
+        if not self.prefetch_policy.ahead or self.linked is not None or self.open_key is not None:
+            return False
+        if all(chunk.device_resident for chunk in chunks) or any(chunk.sharded for chunk in chunks):
+            return False
+        self._follow_or_trace(key, self.evaluation_traces)
+        return True
 
     def end_iteration(self) -> bool:
         """Close the iteration. Return True if it produced a trace or raised the known peak of non-model data."""
@@ -116,22 +129,22 @@ class Tracer:
         traced = key is not None and mode is Mode.TRACE and bool(self.trace.moments)
         if traced:
             # Memory use after the last boundary, behind the last backward, belongs to the optimizer step.
-            self.traces[key] = self.trace
+            self._open_traces[key] = self.trace
             if self.linked is not None:
                 last = self.linked.largest_each([self.trace.last_gradients.get(i, 0) for i in self.manager.param16])
                 self.trace.last_gradients = dict(zip(self.manager.param16, last, strict=True))
-            self.peak_non_model_bytes = max(self.peak_non_model_bytes, self.trace.peak_non_model_bytes)
-            if len(self.traces) > MAX_TRACES:
-                self.traces.pop(next(iter(self.traces)))
+            if len(self._open_traces) > MAX_TRACES:
+                self._open_traces.pop(next(iter(self._open_traces)))
         elif mode is Mode.RESIDENT:
             self._check_resident_peak()
         elif mode is Mode.PLAN and self.manager.now != len(self.trace.moments) - 1:
             ended, expected = self.manager.now + 1, len(self.trace.moments)
             _log.info("trace dropped: the iteration had %d moments, the trace has %d", ended, expected)
-            self.traces.pop(key, None)
+            self._open_traces.pop(key, None)
         elif self._checking:
             self.trace.mark_checked()
             traced = self.trace.peak_non_model_bytes > self.peak_non_model_bytes
+        if traced and self._open_traces is self.traces:
             self.peak_non_model_bytes = max(self.peak_non_model_bytes, self.trace.peak_non_model_bytes)
         self._stop_following()
         return traced
@@ -203,11 +216,11 @@ class Tracer:
         peak, device = self._peak(), self.manager.device_tier
         if peak + device.used > device.budget_bytes:
             _log.info("trace dropped: a resident iteration needed %d bytes of non-model data", peak)
-            self.traces.pop(self.open_key, None)
+            self._open_traces.pop(self.open_key, None)
 
     def discard_iteration(self) -> None:
         """Forget the open iteration after an error, which other processes may not have."""
-        self.traces.pop(self.open_key, None)
+        self._open_traces.pop(self.open_key, None)
         linked, self.linked = self.linked, None
         try:
             self._stop_following()
@@ -222,13 +235,26 @@ class Tracer:
 
     def _policy_of(self, trace: Trace) -> PrefetchPolicy:
         """Return the prefetch policy of a trace; create it when the trace is first followed with this budget."""
-        policy, budget_bytes = self._policies.get(id(trace)), self.manager.param_budget_bytes
+        policy = self._policies.get(id(trace))
+        budget_bytes = self.manager.param_budget_bytes - self._grown_bytes(trace)
         if policy is None or policy.trace is not trace or policy.budget_bytes != budget_bytes:
             sizes = {index: chunk.nbytes for (kind, index), chunk in self.manager.chunks.items() if kind == PARAM16}
-            policy = self.prefetch_policy(trace, sizes, budget_bytes)
-            self._policies = {key: old for key, old in self._policies.items() if old.trace in self.traces.values()}
+            chosen = StreamingPrefetch if self._open_traces is self.evaluation_traces else self.prefetch_policy
+            policy = chosen(trace, sizes, budget_bytes)
+            existing = {id(trace) for traces in (self.traces, self.evaluation_traces) for trace in traces.values()}
+            self._policies = {key: old for key, old in self._policies.items() if id(old.trace) in existing}
             self._policies[id(trace)] = policy
         return policy
+
+    def _grown_bytes(self, trace: Trace) -> int:
+        """Return by how much non-model data exceed those of an evaluation's trace: the cache of a generation grows.
+
+        Rounded up to whole chunks, so that few tokens need a policy of their own.
+        """
+        if self._open_traces is self.traces:
+            return 0
+        unit = max(chunk.nbytes for chunk in self.manager.param16.values())
+        return -(-max(0, self.current_non_model_bytes() - trace.moments[0].entered_bytes) // unit) * unit
 
     @contextmanager
     def in_iteration(self) -> Iterator[None]:
@@ -293,7 +319,7 @@ class Tracer:
                 return
             self.mode, self._checking = Mode.DEMAND, False
             _log.info("trace dropped: moment %d accesses chunks %s, unlike the trace", self.manager.now, chunks)
-            self.traces.pop(self.open_key, None)
+            self._open_traces.pop(self.open_key, None)
             self.manager.eviction_policy = ListOrder()
             self.manager.cancel_prefetch()
             self._measure_moment()
@@ -321,7 +347,8 @@ class Tracer:
         compute.soft_limit_bytes = compute.budget_bytes
         compute.non_model_bytes = moment.non_model_bytes
         missing = [chunk for index in chunks if not (chunk := self.manager[PARAM16, index]).device_resident]
-        if self.meter.counts_freed or missing:
+        # A forward without gradients may have more non-model data than its trace: the cache of a generation grows.
+        if self.meter.counts_freed or missing or self._open_traces is self.evaluation_traces:
             # Eviction keeps chunks within the budget.
             chunk_bytes = self.manager.settled_bytes + sum(chunk.nbytes for chunk in missing)
             chunk_bytes = min(chunk_bytes, compute.budget_bytes - moment.non_model_bytes)

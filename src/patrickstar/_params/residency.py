@@ -27,6 +27,7 @@ class Residency:
         self._by_chunk = by_chunk
         self.active = False
         """True while accessed chunks are held, and operators on held chunks run without an access."""
+        self._evaluating = False
 
     def begin_iteration(self, key: Hashable) -> None:
         """Open an iteration of this kind, unless one is open."""
@@ -55,9 +56,23 @@ class Residency:
         self.active = False
         self.manager.withdraw_holds()
 
+    @property
+    def may_plan(self) -> bool:
+        """True if a forward without gradients that begins now can be planned by itself: it is a part of no other."""
+        return self.tracer.open_key is None and not self._evaluating
+
     @contextmanager
     def evaluation(self, key: Hashable) -> Iterator[None]:
-        """Hold chunks during a forward without gradients, if its memory is known to leave room for all of them."""
+        """Plan a forward without gradients: hold chunks if all are known to fit, else follow the trace of its kind."""
+        outer, self._evaluating = self._evaluating, True
+        try:
+            with self._planned(key):
+                yield
+        finally:
+            self._evaluating = outer
+
+    @contextmanager
+    def _planned(self, key: Hashable) -> Iterator[None]:
         in_iteration, fits = self.active, self.tracer.evaluation_fits(key)
         if in_iteration:
             reserved_bytes = self.manager.device_tier.non_model_bytes
@@ -67,6 +82,11 @@ class Residency:
             finally:
                 self.active = True
                 self.manager.device_tier.non_model_bytes = reserved_bytes
+            return
+        if not fits and self.tracer.begin_planned_evaluation(key):
+            with self.tracer.in_iteration():
+                yield  # after an exception the engine discards it
+            self.tracer.end_iteration()
             return
         measured = self.tracer.begin_evaluation()
         if fits:

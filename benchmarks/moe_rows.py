@@ -1,0 +1,130 @@
+"""What would it save to move only the experts that a step's tokens are routed to?
+
+python benchmarks/moe_rows.py [--layers 8] [--experts 16] [--hidden 256] [--tokens 4 64 1024]
+Layers of experts, one expert per token, as stacked parameters (transformers' form) and as a module per expert, under a
+device budget of a quarter of the parameters. For both: bytes copied between the tiers in a training step with AdamW and
+in a forward without gradients, and the bytes of the experts that get a token.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from report import publish
+from torch import nn
+from torch.nn import functional
+
+import patrickstar as ps
+from patrickstar.testing import NoMeter
+
+WARM_UP, STEPS = 4, 4
+
+
+class Stacked(nn.Module):
+    """Experts as two stacked parameters, of which an operator reads the rows of one expert."""
+
+    def __init__(self, experts: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, 2 * hidden, hidden) / hidden**0.5)
+        self.down = nn.Parameter(torch.randn(experts, hidden, 2 * hidden) / hidden**0.5)
+
+    def forward(self, x: torch.Tensor, routes: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for expert in routes.unique().tolist():
+            chosen = routes == expert
+            hidden = functional.gelu(functional.linear(x[chosen], self.up[expert]))
+            out[chosen] = functional.linear(hidden, self.down[expert])
+        return out
+
+
+class Separate(nn.Module):
+    """The same experts, each a module."""
+
+    def __init__(self, experts: int, hidden: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(hidden, 2 * hidden, False), nn.GELU(), nn.Linear(2 * hidden, hidden, False))
+            for _ in range(experts)
+        )
+
+    def forward(self, x: torch.Tensor, routes: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for expert in routes.unique().tolist():
+            chosen = routes == expert
+            out[chosen] = self.experts[expert](x[chosen])
+        return out
+
+
+class Layers(nn.Module):
+    """Layers of experts with the same routes."""
+
+    def __init__(self, kind: type[Stacked] | type[Separate], layers: int, experts: int, hidden: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind(experts, hidden) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, routes: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x, routes)
+        return x
+
+
+def batches(tokens: int, experts: int, hidden: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(tokens, hidden, generator=generator), torch.randint(experts, (tokens,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def copied_bytes(build: Callable[[], nn.Module], data: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, int]:
+    """Return the mean bytes copied between the tiers in a step, and in a forward without gradients."""
+    numel = sum(param.numel() for param in build().parameters())
+    config = ps.Config(device="cpu", device_memory=numel // 2 + (4 << 20), chunk_size="512KiB")
+    engine = ps.Engine(build, config, meter=NoMeter())
+    figures = []
+    for train in (True, False):
+        for number, (x, routes) in enumerate(data):
+            if number == WARM_UP:
+                before = engine.stats.total.h2d_bytes + engine.stats.total.d2h_bytes
+            with torch.set_grad_enabled(train):
+                out = engine(x, routes)
+            if train:
+                engine.backward(out.float().square().mean())
+                engine.optimizer.step()
+        after = engine.stats.total.h2d_bytes + engine.stats.total.d2h_bytes
+        figures.append((after - before) // (len(data) - WARM_UP))
+    engine.close()
+    return figures[0], figures[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4, 64, 1024])
+    options = parser.parse_args()
+    expert_bytes = 2 * 4 * options.hidden**2
+    rows = []
+    for tokens in options.tokens:
+        data = batches(tokens, options.experts, options.hidden, WARM_UP + STEPS)
+        touched = sum(routes.unique().numel() for _, routes in data[WARM_UP:]) / STEPS * options.layers * expert_bytes
+        for name, kind in {"stacked": Stacked, "separate": Separate}.items():
+            build = partial(Layers, kind, options.layers, options.experts, options.hidden)
+            step, forward = copied_bytes(build, data)
+            rows.append([str(tokens), name, *(f"{nbytes / 1e6:.1f}" for nbytes in (touched, step, forward))])
+    publish(
+        "moe-rows",
+        "cpu",
+        f"Megabytes copied between the tiers, mean of {STEPS} steps after {WARM_UP}: {options.layers} layers with "
+        f"{options.experts} experts of {expert_bytes / 1e6:.2f} MB in bf16, "
+        f"{options.layers * options.experts * expert_bytes / 1e6:.1f} MB together, one expert per token and layer, a "
+        f"device budget of a quarter of them plus 4 MiB.",
+        ["tokens", "experts", "experts that get a token", "training step", "forward without gradients"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
